@@ -1,0 +1,1 @@
+"""Attention for diffusion language models: tensors in, tensors out, no engine."""

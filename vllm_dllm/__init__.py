@@ -1,0 +1,1 @@
+"""An out-of-tree vLLM extension that serves diffusion language models."""
