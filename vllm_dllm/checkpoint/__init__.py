@@ -1,0 +1,1 @@
+"""Small DiffusionGemma checkpoints: random ones for tests and the trained one this project ships."""
