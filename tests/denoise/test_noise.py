@@ -1,0 +1,40 @@
+"""The noise is a function of its keys alone, and looks random along each of them."""
+
+import torch
+from vllm_dllm.denoise import noise
+
+POSITIONS = torch.arange(256)[None]
+
+
+def draw(seed: int, steps: int = 0, stream: int = noise.CANDIDATE) -> torch.Tensor:
+    return noise.uniform(torch.tensor([seed]), POSITIONS, torch.tensor([steps]), stream)
+
+
+def test_same_keys_same_noise_in_any_batch() -> None:
+    seeds = torch.tensor([5, -(2**63), 2**63 - 1, 0])
+    together = noise.uniform(seeds, POSITIONS.expand(4, -1), torch.tensor([3, 0, 1, 2]), 1)
+    for row, (seed, steps) in enumerate(zip(seeds.tolist(), [3, 0, 1, 2], strict=True)):
+        assert torch.equal(together[row], draw(seed, steps, 1)[0])
+
+
+def test_noise_is_uniform_and_uncorrelated_along_every_key() -> None:
+    by_seed = torch.cat([draw(seed) for seed in range(64)])
+    by_step = torch.cat([draw(7, steps) for steps in range(64)])
+    by_stream = torch.cat([draw(7, 0, stream) for stream in range(3)])
+    by_position = draw(7)[0].unfold(0, 4, 4).T
+    for values in (by_seed, by_step, by_stream, by_position):
+        assert values.min() >= 0 and values.max() < 1
+        assert abs(values.mean() - 0.5) < 0.03
+        correlation = torch.corrcoef(values) - torch.eye(len(values))
+        assert correlation.abs().max() < 4.5 / values.shape[1] ** 0.5
+    histogram = torch.histc(by_seed, 16, 0.0, 1.0)
+    expected = by_seed.numel() / 16
+    chi_square = ((histogram - expected) ** 2 / expected).sum()
+    assert chi_square < 37.7  # 15 degrees of freedom, p = 0.001
+
+
+def test_tokens_cover_the_vocabulary() -> None:
+    seeds = torch.arange(40)
+    tokens = noise.uniform_tokens(seeds, POSITIONS.expand(40, -1), torch.zeros(40), 2, 100)
+    assert tokens.dtype == torch.int64
+    assert sorted(tokens.unique().tolist()) == list(range(100))
