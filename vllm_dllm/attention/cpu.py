@@ -1,0 +1,237 @@
+"""CPU attention with the reference window rule: vLLM's kernel plus one path for canvases.
+
+vLLM's CPU kernel takes a per-request causal flag and, for bidirectional requests, knows the
+`symmetric` rule. Under the `reference` rule all rows of a canvas see the same keys, the last
+W - 1 tokens of the context and the canvas itself, so attention is two plain matrix products over
+those keys, gathered from the cache, for all canvases at once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+
+@dataclass(frozen=True)
+class CanvasKeys:
+    """Where the n reference-rule canvases of a batch find their queries and keys.
+
+    Q = longest canvas (tokens), B = most cache blocks any canvas sees.
+    """
+
+    rows: torch.Tensor  # [n, Q] int64, query row of each canvas position (clamped past its end)
+    valid_rows: torch.Tensor  # [n * Q] int64, entries of `rows` that are real canvas positions
+    blocks: torch.Tensor  # [n, B] int64, cache blocks that hold the visible keys
+    bias: torch.Tensor  # [n, 1, 1, B * block_size] fp32, 0 for a visible key, else -inf
+    only_canvases: bool  # no other request is in the batch
+
+    @classmethod
+    def build(
+        cls,
+        selected: np.ndarray,  # [n] int, the canvases' indices in the batch
+        query_start_loc: np.ndarray,  # [num_reqs + 1]
+        seq_lens: np.ndarray,  # [num_reqs]
+        block_table: np.ndarray,  # [num_reqs, max_blocks]
+        block_size: int,
+        window_left: int,  # tokens of context a canvas sees
+    ) -> "CanvasKeys":
+        starts = query_start_loc[selected]
+        query_lens = query_start_loc[selected + 1] - starts
+        ends = seq_lens[selected]
+        first_keys = np.maximum(ends - query_lens - window_left, 0)
+
+        steps = np.arange(query_lens.max())
+        real = steps < query_lens[:, None]
+        rows = starts[:, None] + np.where(real, steps, 0)
+
+        first_blocks = first_keys // block_size
+        num_blocks = (ends - 1) // block_size - first_blocks + 1
+        block_steps = np.arange(num_blocks.max())
+        columns = first_blocks[:, None] + np.minimum(block_steps, num_blocks[:, None] - 1)
+        blocks = block_table[selected[:, None], columns]
+
+        key_pos = first_blocks[:, None] * block_size + np.arange(len(block_steps) * block_size)
+        seen = (key_pos >= first_keys[:, None]) & (key_pos < ends[:, None])
+        bias = np.where(seen, np.float32(0), np.float32(-np.inf))
+        return cls(
+            rows=torch.from_numpy(rows.astype(np.int64)),
+            valid_rows=torch.from_numpy(np.flatnonzero(real)),
+            blocks=torch.from_numpy(blocks.astype(np.int64)),
+            bias=torch.from_numpy(bias[:, None, None, :]),
+            only_canvases=len(selected) == len(seq_lens),
+        )
+
+
+@dataclass
+class CpuCanvasMetadata(CPUAttentionMetadata):
+    """vLLM's CPU metadata and the canvases that need the reference rule (None: there are none)."""
+
+    canvas_keys: CanvasKeys | None = None
+
+
+class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Adds `CanvasKeys` to the metadata of sliding-window layers."""
+
+    takes_window_rules = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.window_size > 0:
+            _check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        symmetric_window: torch.Tensor | None = None,  # [num_reqs] int, 1 = symmetric rule
+    ) -> CpuCanvasMetadata:
+        base = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return CpuCanvasMetadata(
+            **vars(base), canvas_keys=self._canvas_keys(common_attn_metadata, symmetric_window)
+        )
+
+    def _canvas_keys(
+        self, common: CommonAttentionMetadata, symmetric_window: torch.Tensor | None
+    ) -> CanvasKeys | None:
+        if self.window_size <= 0 or not isinstance(common.causal, torch.Tensor):
+            return None
+        query_start_loc = common.query_start_loc[: common.num_reqs + 1].numpy()
+        reference = common.causal.numpy() == 0
+        if symmetric_window is not None:
+            reference = reference & (symmetric_window.numpy() == 0)
+        reference = reference & (np.diff(query_start_loc) > 0)
+        selected = np.flatnonzero(reference)
+        if len(selected) == 0:
+            return None
+        return CanvasKeys.build(
+            selected,
+            query_start_loc,
+            common.seq_lens.numpy(),
+            common.block_table_tensor.numpy(),
+            self.block_size,
+            window_left=self.window_size - 1,
+        )
+
+
+class CpuCanvasImpl(CPUAttentionBackendImpl):
+    """vLLM's CPU attention, with reference-rule canvases computed here."""
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,  # [T, Hq, D]
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
+        attn_metadata: CpuCanvasMetadata | None,
+        output: torch.Tensor,  # [T, Hq, D]
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        canvas_keys = attn_metadata.canvas_keys if attn_metadata is not None else None
+        if canvas_keys is None or not canvas_keys.only_canvases:
+            super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        if canvas_keys is not None:
+            attend_canvases(query, kv_cache, canvas_keys, self.scale, output)
+        return output
+
+
+class CpuCanvasBackend(CPUAttentionBackend):
+    """Stands in for vLLM's CPU backend in the layers of a diffusion model."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return CpuCanvasImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return CpuCanvasMetadataBuilder
+
+
+def attend_canvases(
+    query: torch.Tensor,  # [T, Hq, D]
+    kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
+    canvas_keys: CanvasKeys,
+    scale: float,
+    output: torch.Tensor,  # [T, Hq, D], written at the canvases' rows
+) -> None:
+    """Bidirectional attention of each canvas over its visible keys."""
+    n, Q = canvas_keys.rows.shape
+    Hq, D = query.shape[1:]
+    keys, values = _gather_blocks(kv_cache, canvas_keys.blocks)
+    Hkv = keys.shape[1]
+    # The rows of a group share their keys, and the mask does not depend on the row: fold the
+    # group's heads into the row axis.
+    grouped = query[canvas_keys.rows].view(n, Q, Hkv, Hq // Hkv, D).permute(0, 2, 3, 1, 4)
+    scores = torch.matmul(grouped.reshape(n, Hkv, -1, D) * scale, keys)
+    probs = torch.softmax(scores.float() + canvas_keys.bias, dim=-1).to(values.dtype)
+    attended = torch.matmul(probs, values).view(n, Hkv, Hq // Hkv, Q, D)
+    by_row = attended.permute(0, 3, 1, 2, 4).reshape(n * Q, Hq, D)
+    flat_rows = canvas_keys.rows.view(-1)
+    output[flat_rows[canvas_keys.valid_rows]] = by_row[canvas_keys.valid_rows]
+
+
+def _gather_blocks(
+    kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
+    blocks: torch.Tensor,  # [n, B] int64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transposed keys [n, Hkv, D, B * block_size] and values [n, Hkv, B * block_size, D].
+
+    Inside a block and head the kernel stores the keys transposed, then the values as they are.
+    """
+    num_blocks, Hkv, block_size, D = *kv_cache.shape[:3], kv_cache.shape[3] // 2
+    n, B = blocks.shape
+    keys = kv_cache.view(num_blocks, Hkv, 2, D, block_size)[:, :, 0][blocks]
+    values = kv_cache.view(num_blocks, Hkv, 2, block_size, D)[:, :, 1][blocks]
+    return (
+        keys.permute(0, 2, 3, 1, 4).reshape(n, Hkv, D, B * block_size),
+        values.permute(0, 2, 1, 3, 4).reshape(n, Hkv, B * block_size, D),
+    )
+
+
+def _check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_size: int) -> None:
+    """Writes one block the way vLLM does and reads it back the way `_gather_blocks` does.
+
+    Raises:
+        ValueError: this processor's kernels lay the cache out differently.
+    """
+    Hkv, D = 2, 64
+    if kv_cache_dtype == "auto":
+        cache = torch.zeros(1, Hkv, block_size, 2 * D, dtype=dtype)
+        halves = cache.view(1, Hkv, 2 * block_size, D).chunk(2, dim=2)
+        keys = torch.arange(block_size * Hkv * D).remainder(251).to(dtype)
+        keys = keys.view(block_size, Hkv, D)
+        slots = torch.arange(block_size)
+        ops.cpu_attn_reshape_and_cache(
+            keys, -keys, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+        )
+        read_keys, read_values = _gather_blocks(cache, torch.zeros(1, 1, dtype=torch.int64))
+        if torch.equal(read_keys[0].permute(2, 0, 1), keys) and torch.equal(
+            read_values[0].transpose(0, 1), -keys
+        ):
+            return
+    raise ValueError(
+        f"The reference window rule on CPU needs a KV cache with transposed keys per block, which "
+        f"kv_cache_dtype={kv_cache_dtype!r} with the {isa!r} kernels does not have. Serve with "
+        f"--kv-cache-dtype auto, and --dtype float32 on a processor with AMX."
+    )

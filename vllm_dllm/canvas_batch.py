@@ -1,0 +1,94 @@
+"""The canvases of one scheduler step: which requests have one, and where its rows lie.
+
+Built from the runner's host-side metadata once a step; a request in prefill has no canvas. The
+device tensors are copied over asynchronously, so building it never waits for the device.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+@dataclass(frozen=True)
+class CanvasBatch:
+    """n requests with a canvas; `rows` = their canvas positions, one after the other.
+
+    A canvas is shorter than C when the request asked for that or `max_model_len` cuts it off; it
+    then simply has fewer rows, and no phantom ones.
+    """
+
+    canvas_length: int  # C
+    requests_np: np.ndarray  # [n] int64, indices in the batch
+    slots_np: np.ndarray  # [n] int64, slots of those requests
+    lengths_np: np.ndarray  # [n] int64, canvas positions of each request, 1..C
+    requests: torch.Tensor  # [n] int64
+    slots: torch.Tensor  # [n] int64
+    lengths: torch.Tensor  # [n] int64
+    cells: torch.Tensor | None  # [rows] int64, row -> request * C + position; None: all are full
+    tokens: torch.Tensor | None  # [rows] int64, row -> token of the batch; None: rows = tokens
+
+    @classmethod
+    def build(
+        cls, input_batch: InputBatch, canvas_length: int, device: torch.device
+    ) -> "CanvasBatch":
+        num_reqs = input_batch.num_reqs
+        num_logits = np.diff(input_batch.cu_num_logits_np[: num_reqs + 1])
+        requests = np.flatnonzero(num_logits > 0)
+        lengths = num_logits[requests].astype(np.int64)
+        slots = input_batch.idx_mapping_np[requests].astype(np.int64)
+
+        # Position inside its canvas of every row, counted up from each canvas' first row.
+        first_rows = np.cumsum(lengths) - lengths
+        positions = np.arange(lengths.sum()) - np.repeat(first_rows, lengths)
+        cells = tokens = None
+        if (lengths != canvas_length).any():
+            cells = np.repeat(np.arange(len(requests)) * canvas_length, lengths) + positions
+        if len(positions) != input_batch.num_tokens:
+            tokens = np.repeat(input_batch.query_start_loc_np[requests], lengths) + positions
+
+        def to_device(array: np.ndarray) -> torch.Tensor:
+            return async_tensor_h2d(array.astype(np.int64), device=device)
+
+        return cls(
+            canvas_length=canvas_length,
+            requests_np=requests,
+            slots_np=slots,
+            lengths_np=lengths,
+            requests=to_device(requests),
+            slots=to_device(slots),
+            lengths=to_device(lengths),
+            cells=None if cells is None else to_device(cells),
+            tokens=None if tokens is None else to_device(tokens),
+        )
+
+    @property
+    def num_canvases(self) -> int:
+        return len(self.requests_np)
+
+    @cached_property
+    def valid(self) -> torch.Tensor:
+        """[n, C] bool: positions that are part of their canvas."""
+        positions = torch.arange(self.canvas_length, device=self.lengths.device)
+        return positions < self.lengths[:, None]
+
+    def by_row(self, per_request: torch.Tensor) -> torch.Tensor:
+        """[n, ...] -> [rows, ...]: each request's value at each of its rows."""
+        if self.cells is None:
+            return per_request.repeat_interleave(self.canvas_length, dim=0)
+        return per_request[self.cells // self.canvas_length]
+
+    def flatten(self, grid: torch.Tensor) -> torch.Tensor:
+        """[n, C, ...] -> [rows, ...]."""
+        flat = grid.flatten(0, 1)
+        return flat if self.cells is None else flat[self.cells]
+
+    def unflatten(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, ...] -> [n, C, ...], zero at positions that are not part of their canvas."""
+        if self.cells is not None:
+            size = self.num_canvases * self.canvas_length
+            rows = rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, self.cells, rows)
+        return rows.view(self.num_canvases, self.canvas_length, *rows.shape[1:])

@@ -1,0 +1,61 @@
+"""Log-probabilities of committed tokens.
+
+A block's tokens are emitted one step after the step that decided them, so each step's
+log-probabilities are kept for one step: a commit reports those of the step before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from vllm.v1.outputs import LogprobsTensors
+
+
+@dataclass(frozen=True)
+class LogprobRequest:
+    """What one request wants to know of each of its tokens."""
+
+    num_logprobs: int  # most likely tokens to report besides the chosen one
+    token_ids: tuple[int, ...]  # report these instead of the most likely ones; () = none given
+
+
+def token_logprobs(
+    logits: torch.Tensor,  # [rows, V] fp32
+    tokens: torch.Tensor,  # [rows] int64, the chosen tokens
+    request: LogprobRequest,
+    report_logits: bool,  # report raw values instead of log-probabilities
+) -> LogprobsTensors:
+    """Scores of the chosen token (column 0) and of the tokens the request asks for."""
+    scores = logits if report_logits else logits.log_softmax(dim=-1)
+    columns = tokens[:, None]
+    if request.token_ids:
+        wanted = torch.tensor(request.token_ids, device=tokens.device)
+        columns = torch.cat((columns, wanted.expand(len(tokens), -1)), dim=1)
+    elif request.num_logprobs > 0:
+        likeliest = logits.topk(request.num_logprobs, dim=-1).indices
+        columns = torch.cat((columns, likeliest), dim=1)
+    chosen = logits.gather(1, tokens[:, None])
+    return LogprobsTensors(
+        logprob_token_ids=columns,
+        logprobs=scores.gather(1, columns),
+        selected_token_ranks=(logits >= chosen).sum(dim=-1),
+    )
+
+
+def concat(parts: Sequence[LogprobsTensors], first_rows: list[int]) -> LogprobsTensors:
+    """Joins requests' scores; `first_rows[i]` is where batch request i begins.
+
+    Narrower parts are padded with token 0 at -inf, which vLLM's output processor never reports.
+    """
+    width = max(part.logprobs.shape[1] for part in parts)
+
+    def joined(tensors: Sequence[torch.Tensor], fill: float) -> torch.Tensor:
+        return torch.cat([F.pad(t, (0, width - t.shape[1]), value=fill) for t in tensors])
+
+    return LogprobsTensors(
+        logprob_token_ids=joined([part.logprob_token_ids for part in parts], 0),
+        logprobs=joined([part.logprobs for part in parts], float("-inf")),
+        selected_token_ranks=torch.cat([part.selected_token_ranks for part in parts]),
+        cu_num_generated_tokens=first_rows,
+    )

@@ -1,0 +1,160 @@
+"""What vLLM's model runner asks of a diffusion model: embeddings, causal flags, a sampler.
+
+A request's phase lives on the device (`CanvasSlots.is_causal`) and is changed there by the
+sampler, so a step can be prepared while the previous one still runs.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.tasks import GenerationTask
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata, ModelState
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_dllm.attention import takes_window_rules
+from vllm_dllm.canvas_batch import CanvasBatch
+from vllm_dllm.config import DenoiseConfig, ExtensionConfig
+from vllm_dllm.sampler import DiffusionSampler
+from vllm_dllm.slots import CanvasSlots
+
+
+class DiffusionModelState(ModelState):
+    """Hooks between the model runner and a block-diffusion model.
+
+    The model offers `embed_input_ids`, `self_conditioning`, and `model.embed_tokens` /
+    `model.normalizer` for the expected embedding of a prediction.
+    """
+
+    num_new_sampled_tokens_per_step: int = 0  # a step samples a whole canvas or nothing
+
+    def __init__(
+        self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        diffusion_config = vllm_config.diffusion_config
+        assert diffusion_config is not None, "vLLM creates it for every diffusion architecture"
+        self.canvas_length = diffusion_config.canvas_length
+        self.extension_config = ExtensionConfig.from_additional_config(
+            vllm_config.additional_config
+        )
+        self.denoise_config = DenoiseConfig.from_generation_config(
+            {
+                **self.model_config.try_get_generation_config(),
+                **self.model_config.override_generation_config,
+            },
+            max_denoising_steps=diffusion_config.max_denoising_steps,
+        )
+        hidden_size = self.model_config.hf_text_config.hidden_size
+        self.slots = CanvasSlots.allocate(
+            self.max_num_reqs,
+            self.canvas_length,
+            self.denoise_config.stability_threshold,
+            hidden_size,
+            self.dtype,
+            device,
+        )
+        self.canvas_batch: CanvasBatch | None = None  # of the current step
+        # Persistent: a captured CUDA graph reads these addresses at every replay.
+        self._causal = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self._inputs_embeds = torch.zeros(
+            self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
+        )
+
+    def get_supported_generation_tasks(self) -> tuple[GenerationTask, ...]:
+        return ("generate",)
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        return DiffusionSampler(self, sampler), None
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Nothing to do: the sampler, which sees the sampling parameters, prepares the slot."""
+
+    def prepare_inputs_embeds(
+        self,
+        scheduled_encoder_inputs: dict[str, list[int]],
+        input_batch: InputBatch,
+        req_states: RequestState,
+    ) -> torch.Tensor | None:
+        return None  # text only; `prepare_inputs` provides the embeddings
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """Embeds the batch, self-conditioning the rows that are being denoised.
+
+        Self-conditioning runs once, over the canvas rows of all requests. A commit's rows go
+        through too, since the host does not know the phase, and keep their plain embeddings: its
+        output norm would change them even for a zero signal.
+        """
+        num_tokens = input_batch.num_tokens
+        embeds = self._inputs_embeds[:num_tokens]
+        embeds.copy_(self.model.embed_input_ids(input_batch.input_ids[:num_tokens]))
+        self.canvas_batch = None
+        if input_batch.num_draft_tokens > 0:
+            batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
+            self.canvas_batch = batch
+            plain = embeds if batch.tokens is None else embeds[batch.tokens]
+            soft = batch.flatten(self.slots.soft_embeds[batch.slots])
+            denoising = batch.by_row(self.slots.is_causal[batch.slots] == 0)
+            conditioned = self.model.self_conditioning(plain, soft)
+            chosen = torch.where(denoising[:, None], conditioned, plain)
+            if batch.tokens is None:
+                embeds.copy_(chosen)
+            else:
+                embeds.index_copy_(0, batch.tokens, chosen)
+        return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        return {"inputs_embeds": self._inputs_embeds[:num_tokens]}
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        ubatch_idx: int = 0,
+    ) -> dict[str, Any]:
+        full_graph = cudagraph_mode == CUDAGraphMode.FULL
+        num_reqs = input_batch.num_reqs_after_padding if full_graph else input_batch.num_reqs
+        num_tokens = input_batch.num_tokens_after_padding if full_graph else input_batch.num_tokens
+        slots = input_batch.idx_mapping[: input_batch.num_reqs]
+        self._causal[: input_batch.num_reqs] = self.slots.is_causal[slots]
+        self._causal[input_batch.num_reqs : num_reqs] = 0
+        return build_attn_metadata(
+            attn_groups=attn_groups,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            query_start_loc_gpu=input_batch.query_start_loc[: num_reqs + 1],
+            query_start_loc_cpu=torch.from_numpy(input_batch.query_start_loc_np[: num_reqs + 1]),
+            max_query_len=input_batch.max_query_len or int(input_batch.num_scheduled_tokens.max()),
+            seq_lens=input_batch.seq_lens,
+            max_seq_len=self.max_model_len,
+            block_tables=block_tables,
+            slot_mappings=slot_mappings,
+            kv_cache_config=kv_cache_config,
+            for_cudagraph_capture=for_capture,
+            causal=self._causal[:num_reqs],
+            model_specific_attn_metadata=_WindowRules(self.slots.symmetric_window[slots]),
+        )
+
+
+class _WindowRules(ModelSpecificAttnMetadata):
+    """Hands each request's window rule to the metadata builders that take one."""
+
+    def __init__(self, symmetric_window: torch.Tensor) -> None:  # [num_reqs] int32
+        self.symmetric_window = symmetric_window
+
+    def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
+        if takes_window_rules(attn_metadata_builder):
+            return {"symmetric_window": self.symmetric_window}
+        return {}

@@ -1,0 +1,1 @@
+"""Model classes vLLM loads by name (see `vllm_dllm.plugin`)."""

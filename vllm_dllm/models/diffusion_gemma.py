@@ -1,0 +1,136 @@
+"""DiffusionGemma for vLLM: one Gemma4 backbone in two modes that share all weights.
+
+Encoder mode (prefill, commit) is causal and sees plain token embeddings; decoder mode (denoising)
+is bidirectional and sees self-conditioned ones. The mode of a row is decided outside the model: by
+the embeddings and the attention metadata that `DiffusionModelState` prepares.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.gemma4 import Gemma4Model
+from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from vllm_dllm.attention import use_window_rules
+from vllm_dllm.models.self_conditioning import SelfConditioning
+
+
+class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
+    """Text part of transformers' `DiffusionGemmaForBlockDiffusion`.
+
+    A checkpoint's vision tower is not loaded: text requests are served, requests with images are
+    refused by vLLM as for any text-only model.
+    """
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "model.decoder.self_conditioning.": "self_conditioning.",
+            "model.decoder.": "model.",
+            "model.encoder.language_model.": "model.",
+            "model.encoder.vision_tower.": None,
+            "model.encoder.embed_vision.": None,
+        },
+    )
+    packed_modules_mapping = {  # noqa: RUF012 (vLLM reads it as a class attribute)
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """vLLM's hook for per-request state; imported late because it needs the model runner."""
+        from vllm_dllm.model_state import DiffusionModelState
+
+        return DiffusionModelState
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        text_config = vllm_config.model_config.hf_text_config
+        # Full-attention layers have no v_proj, keys serve as values. DiffusionGemma's config does
+        # not say so; without the flag Gemma4Model would leave their value projection unset.
+        text_config.attention_k_eq_v = True
+        self.config = text_config
+
+        with use_window_rules():
+            self.model = Gemma4Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = ParallelLMHead(
+            num_embeddings=text_config.vocab_size,
+            embedding_dim=text_config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        if text_config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(text_config.vocab_size)
+        self.self_conditioning = SelfConditioning(
+            hidden_size=text_config.hidden_size,
+            intermediate_size=text_config.intermediate_size,
+            eps=text_config.rms_norm_eps,
+        )
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token embeddings [T, H], scaled by sqrt(H)."""
+        return self.model.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,  # [T]
+        positions: torch.Tensor,  # [T]
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,  # [T, H]
+        **kwargs: Any,
+    ) -> torch.Tensor | IntermediateTensors:
+        """Final hidden states [T, H]."""
+        return self.model(
+            input_ids=input_ids,
+            positions=positions,
+            intermediate_tensors=intermediate_tensors,
+            inputs_embeds=None if intermediate_tensors is not None else inputs_embeds,
+            **kwargs,
+        )
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Soft-capped logits [rows, V] fp32 (None on ranks that do not sample).
+
+        The cap is applied in fp32, as the reference does: in a 16-bit type tanh near the cap would
+        round the leading tokens together.
+        """
+        logits = self.logits_processor(self.lm_head, hidden_states)
+        cap = self.config.final_logit_softcapping
+        if logits is None or cap is None:
+            return logits
+        return logits.float().div(cap).tanh_().mul_(cap)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Loads a transformers state dict; encoder and decoder names address one set of weights."""
+        skip = ["lm_head."] if self.config.tie_word_embeddings else []
+        loader = AutoWeightsLoader(self, skip_prefixes=skip)
+        return loader.load_weights(_check_shared_scalars(weights), mapper=self.hf_to_vllm_mapper)
+
+
+def _check_shared_scalars(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Passes `weights` on, refusing layers whose scalar differs between encoder and decoder.
+
+    transformers ties every layer weight of the two but keeps `layer_scalar`, a buffer, twice. One
+    backbone can hold one value.
+    """
+    seen: dict[str, torch.Tensor] = {}
+    for name, weight in weights:
+        if name.endswith(".layer_scalar"):
+            layer = name.partition(".layers.")[2]
+            first = seen.setdefault(layer, weight)
+            if not torch.equal(first, weight):
+                raise ValueError(
+                    f"{name} is {weight.item()}, its counterpart in the other mode is "
+                    f"{first.item()}: encoder and decoder must share one layer_scalar."
+                )
+        yield name, weight

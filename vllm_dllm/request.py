@@ -1,0 +1,65 @@
+"""Per-request options of a diffusion model, from `SamplingParams.extra_args` (`vllm_xargs`).
+
+| key                       | value                | meaning                                      |
+|---------------------------|----------------------|----------------------------------------------|
+| `diffusion_max_steps`     | int >= 1             | step cap; the temperature schedule spans it  |
+| `diffusion_canvas_length` | int in 1..C          | a narrower canvas                            |
+| `diffusion_seed_canvas`   | token ids, as many   | the first canvas, instead of a random one    |
+|                           | as the canvas has    |                                              |
+| `diffusion_pinned`        | canvas positions     | held at the seed canvas while denoising it   |
+| `diffusion_read_only`     | bool                 | emit the first canvas on its last step; end  |
+| `diffusion_constrained`   | bool                 | sample among `logprob_token_ids` only        |
+| `diffusion_window_rule`   | `reference` or       | which keys a canvas row sees on sliding      |
+|                           | `symmetric`          | layers                                       |
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.utils.diffusion import validate_diffusion_sampling_params
+
+from vllm_dllm.config import check_window_rule
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """The options of one admitted request; values are valid by then."""
+
+    max_steps: int | None
+    first_canvas: list[int] | None
+    pinned: list[int]
+    read_only: bool
+    allowed_token_ids: tuple[int, ...] | None
+    window_rule: str | None
+
+    @classmethod
+    def from_sampling_params(cls, params: SamplingParams) -> "RequestOptions":
+        extra: dict[str, Any] = params.extra_args or {}
+        constrained = bool(extra.get("diffusion_constrained"))
+        return cls(
+            max_steps=extra.get("diffusion_max_steps"),
+            first_canvas=extra.get("diffusion_seed_canvas"),
+            pinned=list(extra.get("diffusion_pinned") or ()),
+            read_only=bool(extra.get("diffusion_read_only")),
+            allowed_token_ids=tuple(params.logprob_token_ids or ()) if constrained else None,
+            window_rule=extra.get("diffusion_window_rule"),
+        )
+
+
+def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_size: int) -> None:
+    """Admission check: vLLM's own, then ours. May narrow `params` (read-only requests).
+
+    Raises:
+        VLLMValidationError: answered with HTTP 400; says which key, what was expected, what came.
+    """
+    validate_diffusion_sampling_params(params, canvas_length=canvas_length, vocab_size=vocab_size)
+    rule = (params.extra_args or {}).get("diffusion_window_rule")
+    if rule is not None:
+        try:
+            check_window_rule(rule)
+        except ValueError as error:
+            raise VLLMValidationError(
+                f"diffusion_window_rule: {error}", parameter="extra_args"
+            ) from error

@@ -1,0 +1,290 @@
+"""DiffusionSampler: gathers a step's inputs, calls the denoising policy, stores the result.
+
+In vLLM's speculative-decoding accounting the canvas is a set of draft tokens. A denoise step
+samples 0 tokens and rejects the whole canvas, so the KV position stays; a commit samples the whole
+canvas and rejects nothing. The host never learns which of the two a request was in until the
+output arrives, hence every request runs through both branches and keeps the one it is in.
+"""
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.distributed import get_tp_group
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from vllm_dllm.canvas_batch import CanvasBatch
+from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.row_stats import RowStats, row_stats
+from vllm_dllm.denoise.schedule import temperature
+from vllm_dllm.denoise.step import CanvasState, StepOutcome, denoise_step
+from vllm_dllm.logprobs import LogprobRequest, concat, token_logprobs
+from vllm_dllm.request import RequestOptions
+from vllm_dllm.trace import CanvasTrace
+
+if TYPE_CHECKING:
+    from vllm_dllm.model_state import DiffusionModelState
+
+MASKED_LOGIT = -1e20
+"""Stands for an excluded token: probability 0, yet finite after any temperature."""
+
+
+class DiffusionSampler:
+    """Takes the place of vLLM's (Sampler, RejectionSampler) pair."""
+
+    # The runner reads `output_bin_counts`; None means that no penalties are kept.
+    penalties_state = SimpleNamespace(output_bin_counts=None)
+
+    def __init__(self, state: "DiffusionModelState", sampler: Any) -> None:
+        self.state = state
+        self.slots = state.slots
+        self.config = state.denoise_config
+        self.canvas_length = state.canvas_length
+        self.vocab_size = state.model_config.get_vocab_size()
+        self.embed_tokens = state.model.model.embed_tokens
+        self.normalizer = state.model.model.normalizer
+
+        self.req_states = sampler.req_states
+        self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
+        self.report_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
+
+        # By slot; only requests that ask for one of these are in here.
+        self._logprob_requests: dict[int, LogprobRequest] = {}
+        self._logprobs: dict[int, LogprobsTensors] = {}  # of the slot's latest denoise step
+        self._allowed: dict[int, torch.Tensor] = {}  # [V] bool, True = may be sampled
+        self._read_only: set[int] = set()
+        trace_path = state.extension_config.trace_path
+        self.trace = CanvasTrace(trace_path) if trace_path else None
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
+        options = RequestOptions.from_sampling_params(sampling_params)
+        self.sampling_states.add_request(req_idx, sampling_params)
+        num_steps = self.config.max_denoising_steps
+        if options.max_steps is not None:
+            num_steps = min(options.max_steps, num_steps)
+        self.slots.reset(req_idx, int(self.sampling_states.seeds.np[req_idx]), num_steps)
+        if options.first_canvas is not None:
+            self.slots.set_first_canvas(req_idx, options.first_canvas, options.pinned)
+        if options.read_only:
+            self.slots.read_only[req_idx].fill_(True)
+        rule = options.window_rule or self.state.extension_config.window_rule
+        self.slots.symmetric_window[req_idx].fill_(int(rule == "symmetric"))
+
+        self._forget(req_idx)
+        if options.read_only:
+            self._read_only.add(req_idx)
+        if options.allowed_token_ids is not None:
+            allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
+            allowed[list(options.allowed_token_ids)] = True
+            self._allowed[req_idx] = allowed.to(self.slots.canvas.device)
+        num_logprobs = sampling_params.logprobs
+        token_ids = tuple(sampling_params.logprob_token_ids or ())
+        if num_logprobs is not None or token_ids:
+            if num_logprobs == -1:
+                num_logprobs = self.vocab_size
+            self._logprob_requests[req_idx] = LogprobRequest(num_logprobs or 0, token_ids)
+
+    def _forget(self, slot: int) -> None:
+        """Drops what an earlier request left under this slot."""
+        self._logprob_requests.pop(slot, None)
+        self._logprobs.pop(slot, None)
+        self._allowed.pop(slot, None)
+        self._read_only.discard(slot)
+
+    def apply_staged_writes(self) -> None:
+        self.sampling_states.apply_staged_writes()
+
+    # --- a step -----------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        logits: torch.Tensor,  # [rows, V] fp32, soft-capped
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """Advances every request of the batch by one step."""
+        num_reqs = input_batch.num_reqs
+        sampled = torch.zeros(num_reqs, self.canvas_length, dtype=torch.int32, device=logits.device)
+        num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=logits.device)
+        num_rejected = torch.zeros_like(num_sampled)
+        logprobs = None
+        if input_batch.num_draft_tokens > 0:
+            batch = self.state.canvas_batch
+            assert batch is not None, "prepare_inputs runs before the sampler"
+            best_guess, emitted, logprobs = self._advance_canvases(logits, batch, input_batch)
+            sampled[batch.requests] = best_guess.int()
+            num_sampled[batch.requests] = emitted.int()
+            num_rejected[batch.requests] = (batch.lengths - emitted).int()
+        if input_batch.has_prefill:
+            self._start_canvases(input_batch)
+        return SamplerOutput(
+            sampled_token_ids=sampled,
+            logprobs_tensors=logprobs,
+            num_nans=None,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _start_canvases(self, input_batch: InputBatch) -> None:
+        """Gives a first canvas to the requests whose prefill this step completes."""
+        num_reqs = input_batch.num_reqs
+        prefill_len = input_batch.prefill_len_np[:num_reqs]
+        computed = input_batch.num_computed_prefill_tokens_np[:num_reqs]
+        scheduled = input_batch.num_scheduled_tokens[:num_reqs]
+        done = np.flatnonzero((computed < prefill_len) & (computed + scheduled >= prefill_len))
+        if len(done) == 0:
+            return
+        device = self.slots.canvas.device
+        idx = async_tensor_h2d(input_batch.idx_mapping_np[done].astype(np.int64), device=device)
+        starts = async_tensor_h2d(prefill_len[done].astype(np.int64), device=device)
+        random = self._fresh_canvas(self.slots.seeds[idx], starts)
+        has_first = self.slots.has_first_canvas[idx, None]
+        canvas = torch.where(has_first, self.slots.first_canvas[idx], random)
+        self.slots.canvas[idx] = canvas
+        self.slots.is_causal[idx] = 0
+        self.req_states.draft_tokens[idx, : self.canvas_length] = canvas
+
+    def _advance_canvases(
+        self, logits: torch.Tensor, batch: CanvasBatch, input_batch: InputBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, LogprobsTensors | None]:
+        """Denoises or commits each canvas. Returns best guesses [n, C], tokens emitted [n] and
+        the log-probabilities of the emitted tokens."""
+        slots, idx = self.slots, batch.slots
+        starts = input_batch.seq_lens[batch.requests] - batch.lengths
+        positions = starts[:, None] + torch.arange(self.canvas_length, device=logits.device)
+        seeds, steps_done = slots.seeds[idx], slots.steps_done[idx]
+        num_steps, pinned = slots.num_steps[idx], slots.pinned[idx]
+        denoising = slots.is_causal[idx] == 0
+
+        logits = self._filter(logits, batch)
+        step_temperature = temperature(steps_done, num_steps, self.config.t_min, self.config.t_max)
+        scaled = logits / batch.by_row(step_temperature)[:, None]
+        draw = noise.uniform(seeds, positions, steps_done, noise.CANDIDATE)
+        by_row = row_stats(scaled, batch.flatten(draw))
+        stats = RowStats(*(batch.unflatten(column) for column in by_row))
+        outcome = denoise_step(
+            stats,
+            batch.valid,
+            CanvasState(slots.history[idx], steps_done, num_steps),
+            noise.uniform_tokens(seeds, positions, steps_done, noise.RENOISE, self.vocab_size),
+            self.config,
+        )
+
+        finished = outcome.finished & denoising
+        read_only = slots.read_only[idx]
+        best_guess = torch.where(denoising[:, None], stats.best_guess, slots.best_guess[idx])
+        emitted = torch.where(~denoising | (finished & read_only), batch.lengths, 0)
+
+        keeps_soft = (denoising & ~finished)[:, None] & ~pinned
+        soft = batch.unflatten(self._expected_embeds(scaled))
+        slots.soft_embeds[idx] = torch.where(keeps_soft[..., None], soft, 0.0)
+
+        canvas = torch.where(pinned, slots.first_canvas[idx], outcome.canvas)
+        canvas = torch.where(finished[:, None], best_guess, canvas)
+        next_block = self._fresh_canvas(seeds, starts + batch.lengths)
+        canvas = torch.where(denoising[:, None], canvas, next_block)
+        self._store(batch, denoising, outcome, canvas, best_guess)
+        slots.is_causal[idx] = (finished & ~read_only).int()
+        self.req_states.draft_tokens[idx, : self.canvas_length] = canvas
+
+        if self.trace is not None:
+            self.trace.record(input_batch, batch, stats, outcome, denoising, finished)
+        return best_guess, emitted, self._step_logprobs(logits, scaled, by_row, batch, input_batch)
+
+    def _store(
+        self,
+        batch: CanvasBatch,
+        denoising: torch.Tensor,  # [n] bool; the others commit and start their next block
+        outcome: StepOutcome,
+        canvas: torch.Tensor,  # [n, C], the next forward's input
+        best_guess: torch.Tensor,  # [n, C]
+    ) -> None:
+        slots, idx = self.slots, batch.slots
+        slots.canvas[idx] = canvas
+        slots.best_guess[idx] = best_guess
+        slots.history[idx] = torch.where(denoising[:, None, None], outcome.state.history, NO_TOKEN)
+        slots.steps_done[idx] = torch.where(denoising, outcome.state.steps_done, 0)
+        # The caller's canvas and its pins belong to the first block alone.
+        slots.pinned[idx] &= denoising[:, None]
+
+    def _fresh_canvas(self, seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Random tokens [n, C] for canvases that begin at absolute positions `starts` [n]."""
+        positions = starts[:, None] + torch.arange(self.canvas_length, device=starts.device)
+        return noise.uniform_tokens(
+            seeds, positions, torch.zeros_like(starts), noise.INITIAL, self.vocab_size
+        )
+
+    def _filter(self, logits: torch.Tensor, batch: CanvasBatch) -> torch.Tensor:
+        """Excludes tokens by top_k, top_p and the allowed sets of constrained requests."""
+        if not self._allowed.keys().isdisjoint(batch.slots_np.tolist()):
+            logits = logits.clone()
+            ends = np.cumsum(batch.lengths_np).tolist()
+            for slot, end, length in zip(
+                batch.slots_np.tolist(), ends, batch.lengths_np.tolist(), strict=True
+            ):
+                if (allowed := self._allowed.get(slot)) is not None:
+                    logits[end - length : end].masked_fill_(~allowed, MASKED_LOGIT)
+        return self.sampling_states.apply_top_k_top_p(
+            logits, batch.by_row(batch.slots), batch.slots_np
+        )
+
+    def _expected_embeds(self, scaled: torch.Tensor) -> torch.Tensor:
+        """`softmax(scaled) @ E * sqrt(H)` [rows, H], the next step's self-conditioning input.
+
+        The reference rounds the logits to the model's type, takes the softmax in fp32 and rounds
+        again. The vocabulary may be sharded over the tensor-parallel ranks.
+        """
+        weight = self.embed_tokens.weight
+        probs = scaled.to(weight.dtype).softmax(dim=-1, dtype=torch.float32)
+        shard = self.embed_tokens.shard_indices
+        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        expected = torch.matmul(probs[:, first:end].to(weight.dtype), weight[: end - first])
+        group = get_tp_group()
+        if group.world_size > 1:
+            expected = group.all_reduce(expected)
+        return expected * self.normalizer
+
+    def _step_logprobs(
+        self,
+        logits: torch.Tensor,  # [rows, V], at temperature 1
+        scaled: torch.Tensor,  # [rows, V]
+        stats: RowStats,  # fields [rows]
+        batch: CanvasBatch,
+        input_batch: InputBatch,
+    ) -> LogprobsTensors | None:
+        """Scores a commit of this step would report, and keeps this step's for the next one."""
+        if self._logprob_requests.keys().isdisjoint(batch.slots_np.tolist()):
+            return None
+        parts: list[LogprobsTensors] = []
+        first_rows = [0] * input_batch.num_reqs
+        num_rows, end = 0, 0
+        for request, slot, length in zip(
+            batch.requests_np.tolist(),
+            batch.slots_np.tolist(),
+            batch.lengths_np.tolist(),
+            strict=True,
+        ):
+            end += length
+            wanted = self._logprob_requests.get(slot)
+            if wanted is None:
+                continue
+            read_only = slot in self._read_only
+            source = logits if read_only else scaled
+            rows = slice(end - length, end)
+            current = token_logprobs(
+                source[rows], stats.best_guess[rows], wanted, self.report_logits
+            )
+            reported = current if read_only else self._logprobs.get(slot, current)
+            self._logprobs[slot] = current
+            first_rows[request] = num_rows
+            num_rows += length
+            parts.append(reported)
+        return concat(parts, first_rows)

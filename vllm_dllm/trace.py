@@ -1,0 +1,48 @@
+"""A running record of the canvases, for people to watch: one JSON line a request and step."""
+
+import json
+
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_dllm.canvas_batch import CanvasBatch
+from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.step import StepOutcome
+
+
+class CanvasTrace:
+    """Appends to a file; reading it while it grows is safe, a line is written at once.
+
+    Each line holds `request_id`, `step` (1-based; 0 for a commit), `tokens` (best guess, one a
+    canvas position), `accepted` (0/1 a position), `entropy` (mean, nats) and `finished`.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the server)
+
+    def record(
+        self,
+        input_batch: InputBatch,
+        batch: CanvasBatch,
+        stats: RowStats,  # fields [n, C]
+        outcome: StepOutcome,
+        denoising: torch.Tensor,  # [n] bool
+        finished: torch.Tensor,  # [n] bool
+    ) -> None:
+        """Writes this step's denoised canvases. Waits for the device."""
+        tokens, accepted = stats.best_guess.tolist(), outcome.accepted.int().tolist()
+        entropy = (stats.entropy_nats.sum(-1) / batch.lengths).tolist()
+        steps = outcome.state.steps_done.tolist()
+        for i, is_denoising in enumerate(denoising.tolist()):
+            if not is_denoising:
+                continue
+            length = int(batch.lengths_np[i])
+            line = {
+                "request_id": input_batch.req_ids[int(batch.requests_np[i])],
+                "step": steps[i],
+                "tokens": tokens[i][:length],
+                "accepted": accepted[i][:length],
+                "entropy": entropy[i],
+                "finished": bool(finished[i]),
+            }
+            self._file.write(json.dumps(line) + "\n")
