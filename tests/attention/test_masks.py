@@ -1,0 +1,40 @@
+"""Visibility: the rules written out by hand."""
+
+import torch
+
+from attention_kernels.masks import visible
+
+
+def rows(mask: torch.Tensor) -> list[str]:
+    return ["".join("x" if seen else "." for seen in row) for row in mask.tolist()]
+
+
+def grid(context: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    length = context + queries
+    return torch.arange(context, length)[:, None], torch.arange(length)[None, :]
+
+
+def test_rules_by_hand() -> None:
+    query_pos, key_pos = grid(context=4, queries=3)
+
+    def drawn(causal: bool, window_left: int, symmetric: bool = False) -> list[str]:
+        return rows(visible(query_pos, key_pos, 4, causal, window_left, symmetric))
+
+    assert drawn(causal=True, window_left=-1) == ["xxxxx..", "xxxxxx.", "xxxxxxx"]
+    assert drawn(causal=False, window_left=-1) == ["xxxxxxx"] * 3
+    assert drawn(causal=True, window_left=2) == ["..xxx..", "...xxx.", "....xxx"]
+    assert drawn(causal=False, window_left=2) == ["..xxxxx"] * 3
+    assert drawn(causal=False, window_left=2, symmetric=True) == ["..xxxxx", "...xxxx", "....xxx"]
+    assert drawn(causal=False, window_left=1, symmetric=True) == ["...xxx.", "....xxx", ".....xx"]
+    assert drawn(causal=False, window_left=0) == ["....xxx"] * 3
+    assert drawn(causal=True, window_left=0) == ["....x..", ".....x.", "......x"]
+
+
+def test_per_request_flags_broadcast() -> None:
+    query_pos, key_pos = grid(context=5, queries=4)
+    causal = torch.tensor([1, 0, 0]).bool()[:, None, None]
+    symmetric = torch.tensor([0, 0, 1]).bool()[:, None, None]
+    together = visible(query_pos, key_pos, 5, causal, 2, symmetric)
+    for i in range(3):
+        alone = visible(query_pos, key_pos, 5, bool(causal[i]), 2, bool(symmetric[i]))
+        assert torch.equal(together[i], alone)
