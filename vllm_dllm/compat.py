@@ -5,8 +5,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
+import vllm.config.vllm as vllm_config_module
+import vllm.triton_utils as triton_utils
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.triton_utils.importing import TritonLanguagePlaceholder, TritonPlaceholder
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.engine import input_processor
@@ -32,3 +39,65 @@ def set_request_check(check: Callable[..., Any]) -> None:
     """Replaces vLLM's admission check of diffusion requests, `validate_diffusion_sampling_params`,
     by `check`, of the same signature."""
     input_processor.validate_diffusion_sampling_params = check
+
+
+def has_triton() -> bool:
+    return triton_utils.HAS_TRITON
+
+
+_stock_use_v2_model_runner: Callable[[VllmConfig], bool] = VllmConfig.use_v2_model_runner.fget
+_stock_validate_v2_model_runner = VllmConfig._validate_v2_model_runner
+STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def allow_v2_runner_without_triton(cpu_worker: str) -> None:
+    """Diffusion models get model runner v2 and `VLLM_USE_V2_MODEL_RUNNER=1` is honoured although
+    vLLM has no Triton; both then run in `cpu_worker` (class path). Others keep vLLM's choice."""
+
+    def use_v2_model_runner(self: VllmConfig) -> bool:
+        is_diffusion = self.model_config is not None and self.model_config.is_diffusion
+        if is_diffusion and envs.VLLM_USE_V2_MODEL_RUNNER is None:
+            return True
+        return _stock_use_v2_model_runner(self)
+
+    def validate_v2_model_runner(self: VllmConfig) -> None:
+        with patch.object(vllm_config_module, "HAS_TRITON", True):
+            _stock_validate_v2_model_runner(self)
+        if self.parallel_config.worker_cls == STOCK_CPU_WORKER:
+            self.parallel_config.worker_cls = cpu_worker
+
+    VllmConfig.use_v2_model_runner = property(use_v2_model_runner)
+    VllmConfig._validate_v2_model_runner = validate_v2_model_runner
+
+
+def uses_triton_placeholder(module: ModuleType) -> bool:
+    """Whether `module` was loaded with vLLM's stand-in for Triton."""
+    return any(isinstance(value, TritonPlaceholder) for value in vars(module).values())
+
+
+def set_triton_jit(jit: Callable[..., Any]) -> None:
+    """Makes `jit` the `@triton.jit` of modules loaded from now on, and fills in the function of
+    Triton that runner v2 calls and vLLM's stand-in lacks."""
+    triton = triton_utils.triton
+    assert isinstance(triton, TritonPlaceholder), "vLLM has Triton: its kernels can be launched"
+    triton.jit = jit
+    triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length() if n > 0 else n
+
+
+def real_triton_module(placeholder: object) -> ModuleType | None:
+    """The module of Triton that `placeholder` stands for, or None if it is something else."""
+    if placeholder is triton_utils.tl:
+        import triton.language as tl
+
+        return tl
+    if placeholder is triton_utils.tldevice:
+        from triton.language.extra import libdevice
+
+        return libdevice
+    return None
+
+
+def is_placeholder_constexpr(annotation: object) -> bool:
+    """Whether `annotation` was written `tl.constexpr` in a module loaded without Triton."""
+    tl = triton_utils.tl
+    return isinstance(tl, TritonLanguagePlaceholder) and annotation is tl.constexpr

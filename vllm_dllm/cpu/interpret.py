@@ -1,0 +1,34 @@
+"""Runs a Triton kernel that vLLM loaded without Triton in Triton's own interpreter."""
+
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from vllm_dllm import compat
+
+
+@cache
+def interpreted(fn: FunctionType) -> Any:
+    """`fn` as `triton.jit` would return it under TRITON_INTERPRET=1.
+
+    The module of `fn` was loaded with stand-ins for `triton.language`; they are replaced by the
+    real modules, which is what the interpreter looks for.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+
+    # A barrier orders the threads of a block; the interpreter has one.
+    tl.debug_barrier = _no_barrier
+    for attribute, value in list(fn.__globals__.items()):
+        real = compat.real_triton_module(value)
+        if real is not None:
+            fn.__globals__[attribute] = real
+    fn.__annotations__ = {
+        name: tl.constexpr if compat.is_placeholder_constexpr(annotation) else annotation
+        for name, annotation in fn.__annotations__.items()
+    }
+    return InterpretedFunction(fn)
+
+
+def _no_barrier(*args: Any, **kwargs: Any) -> None:
+    pass

@@ -1,0 +1,99 @@
+"""Puts a launchable stand-in where vLLM's Triton kernels would be.
+
+Without Triton, vLLM's `@triton.jit` returns the decorated function, and `kernel[grid](...)` fails.
+"""
+
+import linecache
+import sys
+from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_dllm import compat
+from vllm_dllm.cpu.interpret import interpreted
+
+logger = init_logger(__name__)
+
+Grid = tuple[int, ...]
+Launch = Callable[..., None]
+
+
+class CpuKernel:
+    """Stands in for one Triton kernel: launched, it runs `native`, else Triton's interpreter."""
+
+    def __init__(self, fn: FunctionType, native: Launch | None) -> None:
+        self.fn = fn
+        self.native = native
+        self.__name__ = fn.__name__
+        self.__module__ = fn.__module__
+
+    def __getitem__(self, grid: Grid) -> Launch:
+        launch = self.native or self.interpret
+        return lambda *args, **kwargs: launch(grid, *args, **kwargs)
+
+    def interpret(self, grid: Grid, *args: Any, **kwargs: Any) -> None:
+        logger.warning_once(
+            "%s.%s has no native CPU version and runs in Triton's interpreter, which is slow.",
+            self.__module__,
+            self.__name__,
+        )
+        interpreted(self.fn)[grid](*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A call from inside another interpreted kernel."""
+        return interpreted(self.fn)(*args, **kwargs)
+
+
+def kernel_name(fn: FunctionType) -> str:
+    return f"{fn.__module__}.{fn.__name__}"
+
+
+def jit(fn: FunctionType | None = None, **options: Any) -> Any:
+    """Takes the place of `triton.jit`; its options only steer Triton's compiler."""
+    if fn is None:
+        return jit
+    from vllm_dllm.cpu.kernels import NATIVE_KERNELS
+
+    return CpuKernel(fn, NATIVE_KERNELS.get(kernel_name(fn)))
+
+
+def replace_kernels() -> None:
+    """Replaces all kernels of vLLM's modules, loaded already or later. Repeatable."""
+    compat.set_triton_jit(jit)
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("vllm.") and compat.uses_triton_placeholder(module)
+    ]
+    kernels = {id(fn): jit(fn) for module in modules for fn in _jitted_functions(module)}
+    # `from module import kernel` copies too.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm."):
+            for attribute, value in list(vars(module).items()):
+                if id(value) in kernels:
+                    setattr(module, attribute, kernels[id(value)])
+
+
+def _jitted_functions(module: ModuleType) -> Sequence[FunctionType]:
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, FunctionType)
+        and value.__module__ == module.__name__
+        and _is_jitted(value)
+    ]
+
+
+def _is_jitted(fn: FunctionType) -> bool:
+    """Whether the source of `fn` is decorated with `@triton.jit`."""
+    # The code object starts at the first decorator.
+    line_number = fn.__code__.co_firstlineno
+    while line := linecache.getline(fn.__code__.co_filename, line_number).strip():
+        if line.startswith("@triton.jit"):
+            return True
+        if line.startswith("def "):
+            return False
+        line_number += 1
+    return False

@@ -1,0 +1,25 @@
+"""What vLLM calls, in each of its processes, because of the entry point `vllm.general_plugins`."""
+
+import logging
+
+from vllm import ModelRegistry
+
+from vllm_dllm import cpu
+
+
+def register() -> None:
+    """Makes this process know our models. Repeatable, and cheap: models are named by string."""
+    _log_like_vllm()
+    ModelRegistry.register_model(
+        "DiffusionGemmaForBlockDiffusion",
+        "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
+    )
+    cpu.install()
+
+
+def _log_like_vllm() -> None:
+    """Our loggers are not children of vLLM's, so its handlers and level are handed to ours."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_dllm")
+    ours.handlers = list(theirs.handlers)
+    ours.setLevel(theirs.level)
+    ours.propagate = theirs.propagate
