@@ -12,7 +12,8 @@ from unittest.mock import patch
 import vllm.config.vllm as vllm_config_module
 import vllm.triton_utils as triton_utils
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
 from vllm.triton_utils.importing import TritonLanguagePlaceholder, TritonPlaceholder
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -39,6 +40,16 @@ def set_request_check(check: Callable[..., Any]) -> None:
     """Replaces vLLM's admission check of diffusion requests, `validate_diffusion_sampling_params`,
     by `check`, of the same signature."""
     input_processor.validate_diffusion_sampling_params = check
+
+
+def set_sampling_params_check(check: Callable[[SamplingParams], None]) -> None:
+    """Replaces vLLM's check of the sampling parameters of diffusion requests by `check`."""
+
+    def validate_diffusion(self: SamplingParams, model_config: ModelConfig) -> None:
+        if model_config.is_diffusion:
+            check(self)
+
+    SamplingParams._validate_diffusion = validate_diffusion
 
 
 def has_triton() -> bool:

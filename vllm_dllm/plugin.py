@@ -4,7 +4,7 @@ import logging
 
 from vllm import ModelRegistry
 
-from vllm_dllm import cpu
+from vllm_dllm import compat, cpu, request
 
 
 def register() -> None:
@@ -14,6 +14,8 @@ def register() -> None:
         "DiffusionGemmaForBlockDiffusion",
         "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
     )
+    compat.set_request_check(request.check_request)
+    compat.set_sampling_params_check(request.check_sampling_params)
     cpu.install()
 
 

@@ -48,6 +48,34 @@ class RequestOptions:
         )
 
 
+def check_sampling_params(params: SamplingParams) -> None:
+    """Refuses the sampling parameters a canvas has no meaning for yet. `seed` has one: it keys the
+    request's noise.
+
+    Raises:
+        VLLMValidationError: answered with HTTP 400; names each parameter and what came.
+    """
+    neutral = {
+        "temperature": 1.0,
+        "min_p": 0.0,
+        "min_tokens": 0,
+        "logit_bias": None,
+        "bad_words": None,
+        "allowed_token_ids": None,
+    }
+    given = {
+        name: value
+        for name, value in ((name, getattr(params, name)) for name in neutral)
+        if value != neutral[name] and value not in ([], {})
+    }
+    if given:
+        raise VLLMValidationError(
+            f"Sampling parameters a diffusion model does not support: {given}. Leave them out; "
+            f"temperature must be 1.0, as a canvas is denoised by the model's own schedule.",
+            parameter=next(iter(given)),
+        )
+
+
 def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_size: int) -> None:
     """Admission check: vLLM's own, then ours. May narrow `params` (read-only requests).
 

@@ -196,7 +196,7 @@ class DiffusionSampler:
         self.req_states.draft_tokens[idx, : self.canvas_length] = canvas
 
         if self.trace is not None:
-            self.trace.record(input_batch, batch, stats, outcome, denoising, finished)
+            self.trace.record(input_batch, batch, stats, outcome, canvas, denoising, finished)
         return best_guess, emitted, self._step_logprobs(logits, scaled, by_row, batch, input_batch)
 
     def _store(

@@ -13,8 +13,9 @@ from vllm_dllm.denoise.step import StepOutcome
 class CanvasTrace:
     """Appends to a file; reading it while it grows is safe, a line is written at once.
 
-    Each line holds `request_id`, `step` (1-based; 0 for a commit), `tokens` (best guess, one a
-    canvas position), `accepted` (0/1 a position), `entropy` (mean, nats) and `finished`.
+    Each line holds `request_id`, `step` (1-based), `tokens` (best guess, one a
+    canvas position), `accepted` (0/1 a position), `canvas` (what the next forward reads), `entropy`
+    (mean, nats) and `finished`.
     """
 
     def __init__(self, path: str) -> None:
@@ -26,12 +27,14 @@ class CanvasTrace:
         batch: CanvasBatch,
         stats: RowStats,  # fields [n, C]
         outcome: StepOutcome,
+        canvas: torch.Tensor,  # [n, C] int64
         denoising: torch.Tensor,  # [n] bool
         finished: torch.Tensor,  # [n] bool
     ) -> None:
         """Writes this step's denoised canvases. Waits for the device."""
         tokens, accepted = stats.best_guess.tolist(), outcome.accepted.int().tolist()
         entropy = (stats.entropy_nats.sum(-1) / batch.lengths).tolist()
+        next_canvas = canvas.tolist()
         steps = outcome.state.steps_done.tolist()
         for i, is_denoising in enumerate(denoising.tolist()):
             if not is_denoising:
@@ -42,6 +45,7 @@ class CanvasTrace:
                 "step": steps[i],
                 "tokens": tokens[i][:length],
                 "accepted": accepted[i][:length],
+                "canvas": next_canvas[i][:length],
                 "entropy": entropy[i],
                 "finished": bool(finished[i]),
             }

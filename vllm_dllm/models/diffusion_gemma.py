@@ -110,9 +110,10 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a transformers state dict; encoder and decoder names address one set of weights."""
-        skip = ["lm_head."] if self.config.tie_word_embeddings else []
-        loader = AutoWeightsLoader(self, skip_prefixes=skip)
-        return loader.load_weights(_check_shared_scalars(weights), mapper=self.hf_to_vllm_mapper)
+        mapper = self.hf_to_vllm_mapper
+        if self.config.tie_word_embeddings:
+            mapper = mapper | WeightsMapper(orig_to_new_prefix={"lm_head.": None})
+        return AutoWeightsLoader(self).load_weights(_check_shared_scalars(weights), mapper=mapper)
 
 
 def _check_shared_scalars(
