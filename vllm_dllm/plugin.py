@@ -20,8 +20,6 @@ def register() -> None:
 
 
 def _log_like_vllm() -> None:
-    """Our loggers are not children of vLLM's, so its handlers and level are handed to ours."""
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_dllm")
-    ours.handlers = list(theirs.handlers)
-    ours.setLevel(theirs.level)
-    ours.propagate = theirs.propagate
+    """Our loggers are not children of vLLM's by name. Made so by hand, they follow its handlers
+    and level, also when vLLM configures logging later."""
+    logging.getLogger("vllm_dllm").parent = logging.getLogger("vllm")

@@ -1,5 +1,33 @@
-"""The native version of each of vLLM's kernels, by the kernel's full name."""
+"""The native version of each of vLLM's kernels, by the kernel's full name.
 
-from typing import Any
+A native kernel takes the grid and then the kernel's arguments.
+"""
 
-NATIVE_KERNELS: dict[str, Any] = {}
+from collections.abc import Callable
+
+from vllm_dllm.cpu import kernels_block_table, kernels_buffers, kernels_input_batch
+
+_RUNNER = "vllm.v1.worker.gpu"
+
+NATIVE_KERNELS: dict[str, Callable[..., None]] = {
+    f"{_RUNNER}.block_table._compute_slot_mappings_kernel": (
+        kernels_block_table.compute_slot_mappings
+    ),
+    f"{_RUNNER}.block_table._gather_block_tables_kernel": kernels_block_table.gather_block_tables,
+    f"{_RUNNER}.buffer_utils._apply_write_kernel": kernels_buffers.apply_write,
+    f"{_RUNNER}.input_batch._combine_sampled_and_draft_tokens_kernel": (
+        kernels_input_batch.combine_sampled_and_draft_tokens
+    ),
+    f"{_RUNNER}.input_batch._expand_idx_mapping_kernel": kernels_input_batch.expand_idx_mapping,
+    f"{_RUNNER}.input_batch._get_num_sampled_and_rejected_kernel": (
+        kernels_input_batch.get_num_sampled_and_rejected
+    ),
+    f"{_RUNNER}.input_batch._post_update_kernel": kernels_input_batch.post_update,
+    f"{_RUNNER}.input_batch._post_update_num_computed_tokens_kernel": (
+        kernels_input_batch.post_update_num_computed_tokens
+    ),
+    f"{_RUNNER}.input_batch._prepare_pos_seq_lens_kernel": kernels_input_batch.prepare_pos_seq_lens,
+    f"{_RUNNER}.input_batch._prepare_prefill_inputs_kernel": (
+        kernels_input_batch.prepare_prefill_inputs
+    ),
+}

@@ -6,6 +6,7 @@ Without Triton, vLLM's `@triton.jit` returns the decorated function, and `kernel
 import linecache
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -30,12 +31,11 @@ class CpuKernel:
         self.__module__ = fn.__module__
 
     def __getitem__(self, grid: Grid) -> Launch:
-        launch = self.native or self.interpret
-        return lambda *args, **kwargs: launch(grid, *args, **kwargs)
+        return partial(self.native or self.interpret, grid)
 
     def interpret(self, grid: Grid, *args: Any, **kwargs: Any) -> None:
         logger.warning_once(
-            "%s.%s has no native CPU version and runs in Triton's interpreter, which is slow.",
+            "Kernel %s.%s has no native CPU version and runs in Triton's interpreter, slowly.",
             self.__module__,
             self.__name__,
         )

@@ -1,0 +1,369 @@
+"""Each native kernel against the Triton kernel it replaces, run in Triton's interpreter."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from logging.handlers import MemoryHandler
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_dllm.cpu.kernels import NATIVE_KERNELS
+from vllm_dllm.cpu.launch import CpuKernel, replace_kernels
+
+RUNNER = "vllm.v1.worker.gpu"
+MAX_REQS = 9
+MAX_LEN = 64
+VOCAB = 50
+STALE = -7  # what outputs hold before a launch
+
+
+@dataclass
+class KernelInputs:
+    grid: tuple[int, ...]
+    args: list[Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    # Everything whose contents must be the same afterwards, arguments or reached by address.
+    memory: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Batch:
+    """A random batch: some requests may have nothing scheduled, slots are in any order."""
+
+    num_reqs: int
+    slots: torch.Tensor  # [num_reqs] int64
+    query_lens: np.ndarray
+    query_start_loc: torch.Tensor  # [MAX_REQS + 1] int32, padded with the number of tokens
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator, min_query_len: int = 0) -> "Batch":
+        num_reqs = int(rng.integers(1, MAX_REQS + 1))
+        query_lens = rng.integers(min_query_len, 12, num_reqs)
+        bounds = np.full(MAX_REQS + 1, query_lens.sum())
+        bounds[: num_reqs + 1] = np.cumsum([0, *query_lens])
+        slots = rng.permutation(MAX_REQS)[:num_reqs]
+        return cls(num_reqs, torch.from_numpy(slots), query_lens, int32(bounds))
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_lens.sum())
+
+
+def int32(values: Any) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(values)).to(torch.int32)
+
+
+def stale(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.full(shape, STALE, dtype=dtype)
+
+
+def tokens(rng: np.random.Generator, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.from_numpy(rng.integers(0, VOCAB, shape)).to(dtype)
+
+
+def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64)
+
+
+def prefill(rng: np.random.Generator) -> KernelInputs:
+    batch = Batch.draw(rng)
+    num_lookahead = int(rng.integers(1, 4))
+    prefill_lens = np.full(MAX_REQS, 1)
+    prefill_lens[batch.slots] = batch.query_lens + rng.integers(0, 20, batch.num_reqs)
+    computed = np.zeros(MAX_REQS, dtype=int)
+    # From nothing computed to past the prefill.
+    room = prefill_lens[batch.slots] - batch.query_lens
+    computed[batch.slots] = rng.integers(0, room + 4)
+    args = [
+        stale(MAX_REQS * 12),
+        stale(num_lookahead, MAX_REQS),
+        MAX_REQS,
+        num_lookahead,
+        batch.slots,
+        batch.query_start_loc,
+        tokens(rng, MAX_REQS, MAX_LEN),
+        MAX_LEN,
+        int32(prefill_lens),
+        int32(computed),
+    ]
+    options = {"BLOCK_SIZE": 8, "LOOKAHEAD_BLOCK": 4}
+    return KernelInputs((batch.num_reqs,), args, options)
+
+
+def positions(rng: np.random.Generator) -> KernelInputs:
+    batch = Batch.draw(rng)
+    args = [
+        stale(MAX_REQS * 12, dtype=torch.int64),
+        stale(MAX_REQS),
+        batch.slots,
+        batch.query_start_loc,
+        int32(rng.integers(0, 500, MAX_REQS)),
+        MAX_REQS,
+    ]
+    return KernelInputs((batch.num_reqs + 1,), args, {"BLOCK_SIZE": 8})
+
+
+def combine(num_new: int) -> Callable[[np.random.Generator], KernelInputs]:
+    def draw(rng: np.random.Generator) -> KernelInputs:
+        batch = Batch.draw(rng, min_query_len=num_new)
+        num_logits = rng.integers(num_new, batch.query_lens + 1)
+        seq_lens = batch.query_lens + rng.integers(0, 20, batch.num_reqs)
+        prefill_len = np.zeros(MAX_REQS, dtype=int)
+        prefill_len[batch.slots] = seq_lens + rng.integers(-8, 3, batch.num_reqs)
+        steps = 12
+        args = [
+            tokens(rng, MAX_REQS * 12),
+            batch.slots,
+            tokens(rng, MAX_REQS, 1, dtype=torch.int64),
+            batch.query_start_loc,
+            int32(seq_lens),
+            int32(prefill_len),
+            tokens(rng, MAX_REQS, steps, dtype=torch.int64),
+            steps,
+            int32(np.cumsum([0, *num_logits])),
+            stale(int(num_logits.sum()) + 3, dtype=torch.int64),
+        ]
+        options = {"NUM_NEW_SAMPLED_TOKENS": num_new, "BLOCK_SIZE": 16}
+        return KernelInputs((batch.num_reqs,), args, options)
+
+    return draw
+
+
+def sampled_and_rejected(rng: np.random.Generator) -> KernelInputs:
+    batch = Batch.draw(rng)
+    num_logits = rng.integers(0, 12, batch.num_reqs)
+    args = [
+        int32(rng.integers(0, num_logits + 1)),
+        stale(batch.num_reqs),
+        int32(rng.integers(0, 20, batch.num_reqs)),
+        int32(np.cumsum([0, *num_logits])),
+        batch.slots,
+        int32(rng.integers(0, 20, MAX_REQS)),
+    ]
+    return KernelInputs((batch.num_reqs,), args)
+
+
+def outcome(
+    with_counts: bool, with_queries: bool, skip_some: bool = False
+) -> Callable[[np.random.Generator], KernelInputs]:
+    def draw(rng: np.random.Generator) -> KernelInputs:
+        batch = Batch.draw(rng)
+        slots = batch.slots
+        if skip_some:
+            slots = torch.where(torch.from_numpy(rng.random(len(slots)) < 0.4), -1, slots)
+        counts = tokens(rng, MAX_REQS, VOCAB) if with_counts else None
+        # A denoise step samples nothing, a commit the whole canvas.
+        num_sampled = np.where(rng.random(batch.num_reqs) < 0.5, 0, batch.query_lens)
+        args = [
+            slots,
+            int32(rng.integers(0, 30, MAX_REQS)),
+            tokens(rng, MAX_REQS, 1, dtype=torch.int64),
+            counts,
+            VOCAB if with_counts else 0,
+            tokens(rng, batch.num_reqs, 12),
+            12,
+            int32(num_sampled),
+            int32(batch.query_lens - num_sampled),
+            batch.query_start_loc if with_queries else None,
+            tokens(rng, MAX_REQS, MAX_LEN),
+            MAX_LEN,
+            int32(rng.integers(0, MAX_LEN - 12, MAX_REQS)),
+        ]
+        return KernelInputs((batch.num_reqs,), args, {"num_warps": 1})
+
+    return draw
+
+
+def computed_tokens(rng: np.random.Generator) -> KernelInputs:
+    batch = Batch.draw(rng)
+    args = [batch.slots, int32(rng.integers(0, 30, MAX_REQS)), batch.query_start_loc]
+    return KernelInputs((batch.num_reqs,), args)
+
+
+def expand(rng: np.random.Generator) -> KernelInputs:
+    batch = Batch.draw(rng)
+    args = [
+        batch.slots,
+        stale(batch.num_tokens, dtype=torch.int64),
+        stale(batch.num_tokens),
+        batch.query_start_loc[: batch.num_reqs + 1],
+    ]
+    return KernelInputs((batch.num_reqs,), args, {"BLOCK_SIZE": 16})
+
+
+def gather(rng: np.random.Generator) -> KernelInputs:
+    batch = Batch.draw(rng)
+    widths = [5, 11, 8][: int(rng.integers(1, 4))]
+    sources = [tokens(rng, MAX_REQS, width) for width in widths]
+    targets = [stale(MAX_REQS, width) for width in widths]
+    num_blocks = int32(np.stack([rng.integers(0, width + 1, MAX_REQS) for width in widths]))
+    num_rows = int(rng.integers(batch.num_reqs, MAX_REQS + 1))
+    args = [
+        batch.slots,
+        addresses(sources),
+        addresses(targets),
+        torch.tensor(widths),
+        num_blocks,
+        MAX_REQS,
+        batch.num_reqs,
+    ]
+    memory = [*sources, *targets]
+    return KernelInputs((len(widths), num_rows), args, {"BLOCK_SIZE": 4}, memory)
+
+
+def slot_mappings(dummies: bool = False) -> Callable[[np.random.Generator], KernelInputs]:
+    def draw(rng: np.random.Generator) -> KernelInputs:
+        batch = Batch.draw(rng)
+        slots = torch.full_like(batch.slots, -1) if dummies else batch.slots.clone()
+        if dummies and rng.random() < 0.7:
+            slots[0] = batch.slots[0]
+        num_groups = int(rng.integers(1, 4))
+        block_sizes = rng.choice([4, 8, 16], num_groups)
+        enabled = rng.random(num_groups) < 0.8
+        tables = [tokens(rng, MAX_REQS, MAX_LEN // 4) for _ in range(num_groups)]
+        max_tokens = MAX_REQS * 12 + 3
+        args = [
+            max_tokens,
+            slots,
+            batch.query_start_loc,
+            torch.from_numpy(rng.integers(0, MAX_LEN, max_tokens)),
+            addresses(tables),
+            torch.tensor([t.stride(0) for t in tables]),
+            int32(block_sizes),
+            torch.from_numpy(enabled),
+            torch.ones(num_groups, dtype=torch.bool),
+            stale(num_groups, max_tokens, dtype=torch.int64),
+            max_tokens,
+            0,
+        ]
+        options = {"CP_SIZE": 1, "CP_INTERLEAVE": 1, "PAD_ID": -1, "TRITON_BLOCK_SIZE": 8}
+        return KernelInputs((num_groups, batch.num_reqs + 1), args, options, tables)
+
+    return draw
+
+
+def writes(
+    dtype: torch.dtype, one_dimensional: bool = False, num_groups: int = 0
+) -> Callable[[np.random.Generator], KernelInputs]:
+    def draw(rng: np.random.Generator) -> KernelInputs:
+        num_writes = int(rng.integers(1, 6))
+        width = 1 if one_dimensional else 20
+        lengths = rng.integers(1, 1 + width if one_dimensional else 10, num_writes)
+        # Later writes may land on earlier ones: the order counts.
+        rows = rng.integers(0, MAX_REQS, num_writes)
+        starts = rng.integers(0, width - lengths + 1)
+        contents = tokens(rng, int(lengths.sum()) + 2, dtype=dtype)
+        shape = (MAX_REQS,) if one_dimensional else (MAX_REQS, width)
+        outputs = [stale(*shape, dtype=dtype) for _ in range(max(num_groups, 1))]
+        groups = int32(rng.integers(0, num_groups, num_writes)) if num_groups else None
+        if num_groups == 0:
+            # Rows written twice by one launch would depend on the order of a GPU's blocks.
+            rows = rng.permutation(MAX_REQS)[:num_writes]
+        args = [
+            addresses(outputs) if num_groups else outputs[0],
+            torch.tensor([t.stride(0) for t in outputs]) if num_groups else outputs[0].stride(0),
+            int32(rows),
+            int32(starts),
+            contents,
+            int32(np.cumsum(lengths)),
+            groups,
+        ]
+        options = {"BLOCK_SIZE": 4, "MULTI_GROUP": num_groups > 0}
+        return KernelInputs((num_writes,), args, options, outputs)
+
+    return draw
+
+
+CASES: dict[str, tuple[str, Callable[[np.random.Generator], KernelInputs]]] = {
+    "prepare_prefill_inputs": ("input_batch._prepare_prefill_inputs_kernel", prefill),
+    "prepare_pos_seq_lens": ("input_batch._prepare_pos_seq_lens_kernel", positions),
+    "combine_canvas": ("input_batch._combine_sampled_and_draft_tokens_kernel", combine(0)),
+    "combine_next_token": ("input_batch._combine_sampled_and_draft_tokens_kernel", combine(1)),
+    "num_sampled_and_rejected": (
+        "input_batch._get_num_sampled_and_rejected_kernel",
+        sampled_and_rejected,
+    ),
+    "post_update": ("input_batch._post_update_kernel", outcome(False, True)),
+    "post_update_penalties": ("input_batch._post_update_kernel", outcome(True, True)),
+    "post_update_no_queries": ("input_batch._post_update_kernel", outcome(True, False)),
+    "post_update_skipping": ("input_batch._post_update_kernel", outcome(False, True, True)),
+    "post_update_num_computed_tokens": (
+        "input_batch._post_update_num_computed_tokens_kernel",
+        computed_tokens,
+    ),
+    "expand_idx_mapping": ("input_batch._expand_idx_mapping_kernel", expand),
+    "gather_block_tables": ("block_table._gather_block_tables_kernel", gather),
+    "slot_mappings": ("block_table._compute_slot_mappings_kernel", slot_mappings()),
+    "slot_mappings_dummies": ("block_table._compute_slot_mappings_kernel", slot_mappings(True)),
+    "apply_write_int32": ("buffer_utils._apply_write_kernel", writes(torch.int32)),
+    "apply_write_float32": ("buffer_utils._apply_write_kernel", writes(torch.float32)),
+    "apply_write_1d_int64": ("buffer_utils._apply_write_kernel", writes(torch.int64, True)),
+    "apply_write_groups": (
+        "buffer_utils._apply_write_kernel",
+        writes(torch.int32, num_groups=3),
+    ),
+}
+
+
+def kernel_of(name: str) -> CpuKernel:
+    module, attribute = f"{RUNNER}.{name}".rsplit(".", 1)
+    import_module(module)
+    replace_kernels()
+    return getattr(import_module(module), attribute)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("case", CASES)
+def test_native_kernel_agrees_with_triton(case: str, seed: int) -> None:
+    kernel_name, draw = CASES[case]
+    kernel = kernel_of(kernel_name)
+    ours, theirs = (draw(np.random.default_rng(seed)) for _ in range(2))
+    assert kernel.native is not None
+    kernel.native(ours.grid, *ours.args, **ours.options)
+    kernel.interpret(theirs.grid, *theirs.args, **theirs.options)
+    results = zip(ours.args + ours.memory, theirs.args + theirs.memory, strict=True)
+    for index, (mine, triton_s) in enumerate(results):
+        if isinstance(mine, torch.Tensor) and mine.dtype != torch.uint64:
+            assert torch.equal(mine, triton_s), f"tensor {index}"
+
+
+def test_every_native_kernel_has_a_case() -> None:
+    tested = {f"{RUNNER}.{kernel}" for kernel, _ in CASES.values()}
+    assert tested == set(NATIVE_KERNELS)
+
+
+def test_a_kernel_without_native_version_is_interpreted_and_says_so_once() -> None:
+    kernel_of("sample.gumbel._temperature_kernel")
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+
+    logger, said = logging.getLogger("vllm_dllm"), MemoryHandler(capacity=100)
+    logger.addHandler(said)
+    try:
+        for _ in range(2):
+            logits = torch.arange(6.0).reshape(2, 3)
+            apply_temperature(logits, torch.tensor([1, 0]), torch.tensor([2.0, 0.5]))
+            assert logits.tolist() == [[0.0, 2.0, 4.0], [1.5, 2.0, 2.5]]
+    finally:
+        logger.removeHandler(said)
+    (message,) = [record.getMessage() for record in said.buffer]
+    assert "sample.gumbel._temperature_kernel" in message
+
+
+def test_copies_in_other_modules_are_replaced_too() -> None:
+    kernel_of("buffer_utils._load_ptr")
+    from vllm.v1.worker.gpu import block_table, buffer_utils
+
+    assert isinstance(buffer_utils._load_ptr, CpuKernel)
+    assert block_table._load_ptr is buffer_utils._load_ptr
+
+
+def test_functions_that_are_no_kernels_stay() -> None:
+    replace_kernels()
+    from vllm.v1.worker.gpu import input_batch
+
+    assert isinstance(input_batch.post_update, FunctionType)

@@ -1,0 +1,196 @@
+"""Native versions of the kernels of `vllm/v1/worker/gpu/input_batch.py`.
+
+Parameters are those of the kernel, after the grid; tensors are used through NumPy views of their
+memory. Names: batch row = position in this step's batch, slot = the request's row in the runner's
+state (`req_state_idx` in vLLM). Batches are small, so a loop over requests with one slice each
+costs less than building flat indices would.
+"""
+
+import numpy as np
+import torch
+
+Grid = tuple[int, ...]
+
+
+def prepare_prefill_inputs(
+    grid: Grid,  # (num_reqs,)
+    input_ids: torch.Tensor,  # [num_tokens] int32, written where a request is prefilling
+    next_prefill_tokens: torch.Tensor,  # [num_lookahead, max_num_reqs] int32, written likewise
+    next_prefill_tokens_stride: int,
+    num_lookahead: int,
+    idx_mapping: torch.Tensor,  # [num_reqs] int64, batch row -> slot
+    query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
+    all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len] int32
+    all_token_ids_stride: int,
+    prefill_lens: torch.Tensor,  # [max_num_reqs] int32
+    num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32
+    **block_sizes: int,
+) -> None:
+    """Copies the scheduled prompt tokens, and those that follow them, of prefilling requests."""
+    slots = idx_mapping.numpy()
+    computed = num_computed_tokens.numpy()[slots]
+    ends = prefill_lens.numpy()[slots]
+    starts = query_start_loc.numpy()
+    ids, tokens, lookahead = input_ids.numpy(), all_token_ids.numpy(), next_prefill_tokens.numpy()
+    for row in np.flatnonzero(computed < ends).tolist():
+        slot, first, begin = slots[row], computed[row], starts[row]
+        after = first + starts[row + 1] - begin
+        ids[begin : starts[row + 1]] = tokens[slot, first:after]
+        upcoming = tokens[slot, after : min(after + num_lookahead, ends[row])]
+        lookahead[: len(upcoming), slot] = upcoming
+        lookahead[len(upcoming) : num_lookahead, slot] = 0
+
+
+def prepare_pos_seq_lens(
+    grid: Grid,  # (num_reqs + 1,)
+    pos: torch.Tensor,  # [max_num_tokens] int64, written for the scheduled tokens
+    seq_lens: torch.Tensor,  # [max_num_reqs] int32, written; 0 beyond the batch
+    idx_mapping: torch.Tensor,  # [num_reqs] int64
+    query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
+    num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32
+    max_num_reqs: int,
+    **block_sizes: int,
+) -> None:
+    """Positions of the scheduled tokens and lengths of the requests after this step."""
+    num_reqs = grid[0] - 1
+    bounds = query_start_loc.numpy()[: num_reqs + 1]
+    computed = num_computed_tokens.numpy()[idx_mapping.numpy()]
+    query_lens = np.diff(bounds)
+    lengths = seq_lens.numpy()
+    lengths[:num_reqs] = computed + query_lens
+    lengths[num_reqs:max_num_reqs] = 0
+    positions = pos.numpy()
+    for begin, end, first in zip(
+        bounds[:-1].tolist(), bounds[1:].tolist(), computed.tolist(), strict=True
+    ):
+        positions[begin:end] = np.arange(first, first + end - begin)
+
+
+def combine_sampled_and_draft_tokens(
+    grid: Grid,  # (num_reqs,)
+    input_ids: torch.Tensor,  # [num_tokens] int32, written for requests past their prefill
+    idx_mapping: torch.Tensor,  # [num_reqs] int64
+    last_sampled_tokens: torch.Tensor,  # [max_num_reqs, 1] int64
+    query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
+    seq_lens: torch.Tensor,  # [>= num_reqs] int32
+    prefill_len: torch.Tensor,  # [max_num_reqs] int32
+    draft_tokens: torch.Tensor,  # [max_num_reqs, num_speculative_steps] int64
+    draft_tokens_stride: int,
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
+    logits_indices: torch.Tensor,  # [num_logits] int64, written
+    NUM_NEW_SAMPLED_TOKENS: int = 1,
+    **block_sizes: int,
+) -> None:
+    """Puts sampled and draft tokens at the end of each request's query, and says which rows of
+    the hidden states are turned into logits: the last of each request's query."""
+    num_reqs = grid[0]
+    slots = idx_mapping.numpy()
+    logit_bounds = cu_num_logits.numpy()
+    num_logits = np.diff(logit_bounds)
+    query_ends = query_start_loc.numpy()[1 : num_reqs + 1]
+    first_logits = query_ends - num_logits
+    offsets = np.repeat(first_logits - logit_bounds[:-1], num_logits)
+    rows = logits_indices.numpy()
+    np.add(offsets, np.arange(len(offsets)), out=rows[: len(offsets)])
+
+    ids = input_ids.numpy()
+    lengths = seq_lens.numpy()[:num_reqs]
+    prefilled = prefill_len.numpy()[slots]
+    decoding = lengths > prefilled
+    if NUM_NEW_SAMPLED_TOKENS > 0:
+        # A query slot that still belongs to the prompt keeps its token.
+        sampled = decoding & (lengths - num_logits >= prefilled)
+        ids[first_logits[sampled]] = last_sampled_tokens.numpy().reshape(-1)[slots[sampled]]
+    drafts = draft_tokens.numpy()
+    num_drafts = np.where(decoding, num_logits - NUM_NEW_SAMPLED_TOKENS, 0)
+    for row in np.flatnonzero(num_drafts > 0).tolist():
+        count, end = num_drafts[row], query_ends[row]
+        ids[end - count : end] = drafts[slots[row], :count]
+
+
+def get_num_sampled_and_rejected(
+    grid: Grid,  # (num_reqs,)
+    num_sampled: torch.Tensor,  # [num_reqs] int32, set to 0 for a prefill that goes on
+    num_rejected: torch.Tensor,  # [num_reqs] int32, written
+    seq_lens: torch.Tensor,  # [>= num_reqs] int32
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
+    idx_mapping: torch.Tensor,  # [num_reqs] int64
+    prefill_len: torch.Tensor,  # [max_num_reqs] int32
+) -> None:
+    num_reqs = grid[0]
+    prefills_on = seq_lens.numpy()[:num_reqs] < prefill_len.numpy()[idx_mapping.numpy()]
+    sampled = num_sampled.numpy()[:num_reqs]
+    sampled[prefills_on] = 0
+    rejected = np.diff(cu_num_logits.numpy()[: num_reqs + 1]) - sampled
+    num_rejected.numpy()[:num_reqs] = np.where(prefills_on, 0, rejected)
+
+
+def post_update(
+    grid: Grid,  # (num_reqs,)
+    idx_mapping: torch.Tensor,  # [num_reqs] int64, negative = leave this request alone
+    num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32, advanced
+    last_sampled_tokens: torch.Tensor,  # [max_num_reqs, 1] int64, written
+    output_bin_counts: torch.Tensor | None,  # [max_num_reqs, vocab_size] int32, added to
+    output_bin_counts_stride: int,
+    sampled_tokens: torch.Tensor,  # [num_reqs, max_sampled]
+    sampled_tokens_stride: int,
+    num_sampled: torch.Tensor,  # [num_reqs] int32
+    num_rejected: torch.Tensor,  # [num_reqs] int32
+    query_start_loc: torch.Tensor | None,  # [>= num_reqs + 1] int32; None = queries of length 0
+    all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len] int32, appended to
+    all_token_ids_stride: int,
+    total_len: torch.Tensor,  # [max_num_reqs] int32, advanced
+    **launch_options: int,
+) -> None:
+    """Books the outcome of a step: tokens gained, and KV positions kept."""
+    num_reqs = grid[0]
+    slots = idx_mapping.numpy()[:num_reqs]
+    counts = num_sampled.numpy()[:num_reqs]
+    computed, totals = num_computed_tokens.numpy(), total_len.numpy()
+
+    kept = -num_rejected.numpy()[:num_reqs]
+    if query_start_loc is not None:
+        kept = kept + np.diff(query_start_loc.numpy()[: num_reqs + 1])
+    mine = slots >= 0
+    computed[slots[mine]] += kept[mine]
+
+    tokens, last = all_token_ids.numpy(), last_sampled_tokens.numpy().reshape(-1)
+    sampled = sampled_tokens.numpy()
+    for row in np.flatnonzero(mine & (counts > 0)).tolist():
+        slot, count = slots[row], counts[row]
+        gained = sampled[row, :count]
+        total = totals[slot]
+        tokens[slot, total : total + count] = gained
+        last[slot] = gained[-1]
+        totals[slot] = total + count
+        if output_bin_counts is not None:
+            np.add.at(output_bin_counts.numpy()[slot], gained, 1)
+
+
+def post_update_num_computed_tokens(
+    grid: Grid,  # (num_reqs,)
+    idx_mapping: torch.Tensor,  # [num_reqs] int64
+    num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32, advanced by the query lengths
+    query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
+) -> None:
+    num_reqs = grid[0]
+    slots = idx_mapping.numpy()[:num_reqs]
+    num_computed_tokens.numpy()[slots] += np.diff(query_start_loc.numpy()[: num_reqs + 1])
+
+
+def expand_idx_mapping(
+    grid: Grid,  # (num_reqs,)
+    idx_mapping: torch.Tensor,  # [num_reqs] int64
+    expanded_idx_mapping: torch.Tensor,  # [num_logits] int64, written: the slot of each logit row
+    expanded_local_pos: torch.Tensor,  # [num_logits] int32, written: its index in its request
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
+    **block_sizes: int,
+) -> None:
+    num_reqs = grid[0]
+    bounds = cu_num_logits.numpy()[: num_reqs + 1]
+    slots, local = expanded_idx_mapping.numpy(), expanded_local_pos.numpy()
+    for begin, end, slot in zip(
+        bounds[:-1].tolist(), bounds[1:].tolist(), idx_mapping.tolist(), strict=True
+    ):
+        slots[begin:end] = slot
+        local[begin:end] = np.arange(end - begin)
