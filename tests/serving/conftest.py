@@ -1,0 +1,82 @@
+"""Offline engines and reference models, one a session for each checkpoint and setting."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import LLM
+from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
+
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+TRAINED = CHECKPOINTS / "diffusiongemma-tiny"
+HELD_OUT = CHECKPOINTS / "held_out.jsonl"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Random checkpoint with canvas 32 and the given sliding window."""
+    made: dict[int, Path] = {}
+
+    def get(sliding_window: int) -> Path:
+        if sliding_window not in made:
+            path = tmp_path_factory.mktemp(f"tiny-w{sliding_window}")
+            made[sliding_window] = make_tiny_checkpoint(
+                path, sliding_window=sliding_window, canvas_length=32
+            )
+        return made[sliding_window]
+
+    return get
+
+
+class Engine:
+    """An offline fp32 engine and the file its canvases are traced to."""
+
+    def __init__(self, checkpoint: Path, trace: Path, **options: Any) -> None:
+        self.trace = trace
+        self.llm = LLM(
+            str(checkpoint),
+            dtype="float32",
+            additional_config={"vllm_dllm": {"trace_path": str(trace)}},
+            **{"max_model_len": 2048, "max_num_seqs": 8, "enforce_eager": True, **options},
+        )
+
+    def steps(self, request_id: str) -> list[dict[str, Any]]:
+        """The traced denoising steps of one request, in order."""
+        lines = map(json.loads, self.trace.read_text().splitlines())
+        # Inside the engine a request's id carries a random suffix.
+        return [line for line in lines if line["request_id"].rpartition("-")[0] == request_id]
+
+
+@pytest.fixture(scope="module")
+def engine(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Engine]]:
+    """Starts engines of the given checkpoint and options; one at a time, the last one is kept."""
+    monkeypatch_module.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    torch.set_num_threads(2)
+    running: dict[str, Engine] = {}
+
+    def start(checkpoint: Path, **options: Any) -> Engine:
+        key = f"{checkpoint} {sorted(options.items())}"
+        if key not in running:
+            stop()
+            trace = tmp_path_factory.mktemp("trace") / "canvases.jsonl"
+            running[key] = Engine(checkpoint, trace, **options)
+        return running[key]
+
+    def stop() -> None:
+        for engine in running.values():
+            engine.llm.llm_engine.engine_core.shutdown()
+        running.clear()
+
+    yield start
+    stop()
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch

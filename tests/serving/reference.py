@@ -1,0 +1,117 @@
+"""transformers' DiffusionGemma (eager, fp32): the definition of right for the tests of this folder."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from transformers import DiffusionGemmaForBlockDiffusion
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSampler
+from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.row_stats import sample_by_inversion
+
+
+def load(path: Path | str) -> DiffusionGemmaForBlockDiffusion:
+    return DiffusionGemmaForBlockDiffusion.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@torch.inference_mode()
+def first_step_logprobs(
+    model: DiffusionGemmaForBlockDiffusion, prompt: list[int], canvas: list[int]
+) -> torch.Tensor:
+    """Log-probabilities [C, V] of a canvas' first denoising step, at temperature 1."""
+    logits = model(
+        input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([canvas])
+    ).logits
+    return logits[0].log_softmax(-1)
+
+
+@dataclass
+class Trajectory:
+    """What `generate` did, step by step; a step is [best guess, accepted, next canvas]."""
+
+    steps: list[tuple[list[int], list[int], list[int]]] = field(default_factory=list)
+    block_lengths: list[int] = field(default_factory=list)  # steps of each block
+    tokens: list[int] = field(default_factory=list)  # committed, the prompt left out
+
+
+@torch.inference_mode()
+def generate_with_noise(
+    model: DiffusionGemmaForBlockDiffusion, prompt: list[int], seed: int, max_new_tokens: int
+) -> Trajectory:
+    """Runs transformers' own `generate` on the noise that a request with this seed sees."""
+    trajectory = Trajectory()
+    with same_noise(model, seed, len(prompt), trajectory):
+        output = model.generate(
+            input_ids=torch.tensor([prompt]), max_new_tokens=max_new_tokens, eos_token_id=None
+        )
+    trajectory.tokens = output.sequences[0, len(prompt) :].tolist()
+    return trajectory
+
+
+@contextmanager
+def same_noise(
+    model: DiffusionGemmaForBlockDiffusion, seed: int, prompt_len: int, trajectory: Trajectory
+) -> Iterator[None]:
+    """Feeds `vllm_dllm.denoise.noise` to the two draws of the reference loop and records it.
+
+    The loop draws a canvas with `initialize_canvas`, once when a block starts and then after every
+    `multinomial`, which draws a step's candidates.
+    """
+    canvas_length = model.config.canvas_length
+    vocab_size = model.config.text_config.vocab_size
+    seeds = torch.tensor([seed])
+    position = {"block": -1, "step": 0, "candidates drawn": False}
+
+    def keys() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        start = prompt_len + position["block"] * canvas_length
+        return (
+            seeds,
+            torch.arange(start, start + canvas_length)[None],
+            torch.tensor([position["step"]]),
+        )
+
+    def multinomial(probs: torch.Tensor, num_samples: int) -> torch.Tensor:
+        position["candidates drawn"] = True
+        draw = noise.uniform(*keys(), noise.CANDIDATE)[0]
+        return sample_by_inversion(probs, draw)[:, None]
+
+    def initialize_canvas(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        if position["candidates drawn"]:
+            position["candidates drawn"] = False
+            tokens = noise.uniform_tokens(*keys(), noise.RENOISE, vocab_size)
+            position["step"] += 1
+            return tokens
+        position["block"] += 1
+        position["step"] = 0
+        trajectory.block_lengths.append(0)
+        return noise.uniform_tokens(*keys(), noise.INITIAL, vocab_size)
+
+    denoising_step = type(model)._denoising_step
+    accepted: list[torch.Tensor] = []
+    accept_canvas = EntropyBoundSampler.accept_canvas
+
+    def recording_accept(self, *args, **kwargs):
+        canvas = accept_canvas(self, *args, **kwargs)
+        accepted.append(self.accepted_token_mask)
+        return canvas
+
+    def recording_step(self, **kwargs):
+        canvas, best_guess, logits, finished = denoising_step(self, **kwargs)
+        trajectory.steps.append(
+            (best_guess[0].tolist(), accepted[-1][0].int().tolist(), canvas[0].tolist())
+        )
+        trajectory.block_lengths[-1] += 1
+        return canvas, best_guess, logits, finished
+
+    with (
+        patch.object(torch, "multinomial", multinomial),
+        patch.object(EntropyBoundSampler, "initialize_canvas", initialize_canvas),
+        patch.object(EntropyBoundSampler, "accept_canvas", recording_accept),
+        patch.object(type(model), "_denoising_step", recording_step),
+    ):
+        yield

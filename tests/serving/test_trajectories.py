@@ -1,0 +1,95 @@
+"""Whole generations equal transformers' own `generate` fed with the same noise.
+
+Best guess, accepted positions, next canvas, the step a block stops at and the committed tokens are
+compared at every step, for prompts that are decoded together in one batch.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm import SamplingParams
+
+from tests.serving import reference
+from tests.serving.conftest import HELD_OUT, TRAINED, Engine
+
+NUM_BLOCKS = 200
+
+
+def served_trajectories(
+    engine: Engine, prompts: list[list[int]], max_new_tokens: int
+) -> list[reference.Trajectory]:
+    """Decodes all prompts in one go, the i-th with seed i; reads the steps from the trace."""
+    engine.trace.write_text("")
+    params = [
+        SamplingParams(max_tokens=max_new_tokens, ignore_eos=True, seed=seed)
+        for seed in range(len(prompts))
+    ]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = engine.llm.generate(inputs, params, use_tqdm=False)
+    trajectories = []
+    for output in outputs:
+        trajectory = reference.Trajectory(tokens=list(output.outputs[0].token_ids))
+        for line in engine.steps(output.request_id):
+            if line["step"] == 1:
+                trajectory.block_lengths.append(0)
+            trajectory.block_lengths[-1] += 1
+            trajectory.steps.append((line["tokens"], line["accepted"], line["canvas"]))
+        trajectories.append(trajectory)
+    return trajectories
+
+
+def assert_same(ours: reference.Trajectory, expected: reference.Trajectory) -> None:
+    assert ours.block_lengths == expected.block_lengths
+    # A finished block's canvas is the next forward's input: we commit the best guess, the
+    # reference's loop ends without reading it.
+    last_steps = set()
+    end = 0
+    for length in expected.block_lengths:
+        end += length
+        last_steps.add(end - 1)
+    for i, (our_step, their_step) in enumerate(zip(ours.steps, expected.steps, strict=True)):
+        assert our_step[:2] == their_step[:2], f"step {i}"
+        if i in last_steps:
+            assert our_step[2] == our_step[0]
+        else:
+            assert our_step[2] == their_step[2], f"step {i}"
+    assert ours.tokens == expected.tokens
+
+
+def test_random_model(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> None:
+    """Up to the cap. A random model is chaotic, a rounding error grows tenfold a step: 3 steps."""
+    served = engine(tiny(16), override_generation_config={"max_denoising_steps": 3})
+    model = reference.load(tiny(16))
+    model.generation_config.max_denoising_steps = 3
+    prompts = [list(range(10, 10 + length)) for length in (1, 20, 100)]
+    ours = served_trajectories(served, prompts, max_new_tokens=64)
+    for seed, (prompt, trajectory) in enumerate(zip(prompts, ours, strict=True)):
+        expected = reference.generate_with_noise(model, prompt, seed, max_new_tokens=64)
+        assert expected.block_lengths == [3, 3]
+        assert_same(trajectory, expected)
+
+
+def test_trained_checkpoint(engine: Callable[..., Engine]) -> None:
+    """At least 200 blocks, most of which converge on their own."""
+    served = engine(TRAINED)
+    model = reference.load(TRAINED)
+    tokenizer = served.llm.get_tokenizer()
+    rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+    rows = rows[:: max(1, len(rows) // (NUM_BLOCKS // 2))][: NUM_BLOCKS // 2]
+    prompts = [
+        tokenizer.apply_chat_template(
+            row["messages"], add_generation_prompt=True, return_dict=False
+        )
+        for row in rows
+    ]
+    max_new_tokens = 2 * model.config.canvas_length
+    ours = served_trajectories(served, prompts, max_new_tokens)
+    blocks = early = 0
+    for seed, (prompt, trajectory) in enumerate(zip(prompts, ours, strict=True)):
+        expected = reference.generate_with_noise(model, prompt, seed, max_new_tokens)
+        assert_same(trajectory, expected)
+        blocks += len(expected.block_lengths)
+        early += sum(length < 48 for length in expected.block_lengths)
+    assert blocks >= NUM_BLOCKS
+    assert early > NUM_BLOCKS // 2
