@@ -26,13 +26,13 @@ $(READY): requirements/cpu.txt pyproject.toml packaging/vllm-metadata/pyproject.
 	@"$(PYTHON)" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' || { \
 	  echo "vLLM's CPU kernels load libnuma.so.1; on Debian: apt-get install libnuma1"; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
-	@echo "[2/4] pinned packages (800 MB to download, 4 GB installed)"
-	@$(PIP_INSTALL) --quiet pip==26.3 # shows progress while it installs, too
+	@echo "[2/4] pinned packages (1 GB to download, 4 GB installed)"
+	@$(PIP_INSTALL) -qq pip==26.3 # shows progress while it installs, too
 	@$(PIP_INSTALL) --no-deps -r requirements/cpu.txt || { \
 	  echo "Trying again with the PyTorch CPU index."; \
 	  $(PIP_INSTALL) --no-deps --extra-index-url $(TORCH_CPU_INDEX) -r requirements/cpu.txt; }
 	@echo "[3/4] this project"
-	@$(PIP_INSTALL) --quiet --no-deps --no-build-isolation ./packaging/vllm-metadata --editable .
+	@$(PIP_INSTALL) -qq --no-deps --no-build-isolation ./packaging/vllm-metadata --editable .
 	@echo "[4/4] check"
 	@$(BIN)/python -c 'import torch, transformers, triton, vllm; print("vLLM", vllm.__version__, "torch", torch.__version__)'
 	@touch $@
