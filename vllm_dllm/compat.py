@@ -13,6 +13,7 @@ import vllm.config.vllm as vllm_config_module
 import vllm.triton_utils as triton_utils
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.models import config as models_config
 from vllm.sampling_params import SamplingParams
 from vllm.triton_utils.importing import TritonLanguagePlaceholder, TritonPlaceholder
 from vllm.v1.attention import selector
@@ -42,6 +43,12 @@ def set_request_check(check: Callable[..., Any]) -> None:
     input_processor.validate_diffusion_sampling_params = check
 
 
+def set_serving_config(architecture: str, serving_config: type) -> None:
+    """Makes `serving_config`, a VerifyAndUpdateConfig, adjust vLLM's configuration for models of
+    `architecture`."""
+    models_config.MODELS_CONFIG_MAP[architecture] = serving_config
+
+
 def set_sampling_params_check(check: Callable[[SamplingParams], None]) -> None:
     """Replaces vLLM's check of the sampling parameters of diffusion requests by `check`."""
 
@@ -61,9 +68,9 @@ _stock_validate_v2_model_runner = VllmConfig._validate_v2_model_runner
 STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
-def allow_v2_runner_without_triton(cpu_worker: str) -> None:
+def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> None:
     """Diffusion models get model runner v2 and `VLLM_USE_V2_MODEL_RUNNER=1` is honoured although
-    vLLM has no Triton; both then run in `cpu_worker` (class path). Others keep vLLM's choice."""
+    vLLM has no Triton; `prepare` then completes their configuration. Others keep vLLM's choice."""
 
     def use_v2_model_runner(self: VllmConfig) -> bool:
         is_diffusion = self.model_config is not None and self.model_config.is_diffusion
@@ -74,8 +81,7 @@ def allow_v2_runner_without_triton(cpu_worker: str) -> None:
     def validate_v2_model_runner(self: VllmConfig) -> None:
         with patch.object(vllm_config_module, "HAS_TRITON", True):
             _stock_validate_v2_model_runner(self)
-        if self.parallel_config.worker_cls == STOCK_CPU_WORKER:
-            self.parallel_config.worker_cls = cpu_worker
+        prepare(self)
 
     VllmConfig.use_v2_model_runner = property(use_v2_model_runner)
     VllmConfig._validate_v2_model_runner = validate_v2_model_runner

@@ -23,23 +23,19 @@ def gather_block_tables(
     **block_sizes: int,
 ) -> None:
     """Copies the batch's rows, as far as they are in use, and clears the padding rows."""
-    num_rows = grid[1]
-    slots = batch_idx_to_req_idx.numpy()
-    used = num_blocks.numpy()[:, slots]
-    max_slots = num_blocks.shape[1]
-    for group, (source, target, stride) in enumerate(
-        zip(
-            src_block_table_ptrs.tolist(),
-            dst_block_table_ptrs.tolist(),
-            block_table_strides.tolist(),
-            strict=True,
-        )
+    num_rows, max_slots = grid[1], num_blocks.shape[1]
+    slots = batch_idx_to_req_idx.tolist()
+    for used, source, target, stride in zip(
+        num_blocks.numpy(),
+        src_block_table_ptrs.tolist(),
+        dst_block_table_ptrs.tolist(),
+        block_table_strides.tolist(),
+        strict=True,
     ):
-        table = int32_at(source, max_slots * stride).reshape(max_slots, stride)
-        rows = int32_at(target, num_rows * stride).reshape(num_rows, stride)
-        width = used[group].max(initial=0)
-        in_use = np.arange(width) < used[group][:, None]
-        np.copyto(rows[:num_reqs, :width], table[slots, :width], where=in_use)
+        table = int32_at(source, max_slots, stride)
+        rows = int32_at(target, num_rows, stride)
+        for row, slot in enumerate(slots):
+            rows[row, : used[slot]] = table[slot, : used[slot]]
         rows[num_reqs:] = 0
 
 
@@ -64,31 +60,30 @@ def compute_slot_mappings(
 ) -> None:
     """The KV-cache slot of each token; `PAD_ID` beyond the batch and where there is none."""
     assert CP_SIZE == 1, "vLLM has no context parallelism on CPUs"
-    num_reqs = grid[1] - 1
-    bounds = query_start_loc.numpy()[: num_reqs + 1]
-    slots = idx_mapping.numpy()
-    begin, end = int(bounds[0]), int(bounds[-1])
-    positions = pos.numpy()[begin:end]
-    slot_of_token = np.repeat(slots, np.diff(bounds))
-    is_dummy = slot_of_token < 0 if (slots < 0).any() else None
-    num_slots = int(slots.max(initial=-1)) + 1
-    mappings = slot_mappings.numpy()
-    for group, (address, stride, block_size, enabled) in enumerate(
-        zip(
-            block_table_ptrs.tolist(),
-            block_table_strides.tolist(),
-            block_sizes.tolist(),
-            slot_mapping_enabled.tolist(),
-            strict=True,
-        )
+    slots, bounds = idx_mapping.tolist(), query_start_loc.tolist()
+    num_tokens, num_slots = bounds[grid[1] - 1], max(slots) + 1
+    positions = pos.numpy()[:num_tokens]
+    placed = {}  # by block size, which most groups share: block in the request, place in the block
+    for mapping, address, stride, block_size, enabled in zip(
+        slot_mappings.numpy(),
+        block_table_ptrs.tolist(),
+        block_table_strides.tolist(),
+        block_sizes.tolist(),
+        slot_mapping_enabled.tolist(),
+        strict=True,
     ):
-        mapping = mappings[group]
-        mapping[end:max_num_tokens] = PAD_ID
-        if not enabled or num_slots == 0:
-            mapping[begin:end] = PAD_ID
+        mapping[num_tokens if enabled else 0 : max_num_tokens] = PAD_ID
+        if not enabled:
             continue
-        table = int32_at(address, num_slots * stride).reshape(num_slots, stride)
-        blocks, offsets = np.divmod(positions, block_size)
-        mapping[begin:end] = table[slot_of_token, blocks].astype(np.int64) * block_size + offsets
-        if is_dummy is not None:
-            mapping[begin:end][is_dummy] = PAD_ID
+        if block_size not in placed:
+            placed[block_size] = np.divmod(positions, block_size)
+        blocks, offsets = placed[block_size]
+        table = int32_at(address, num_slots, stride)
+        for row, slot in enumerate(slots):
+            begin, end = bounds[row], bounds[row + 1]
+            if slot < 0:
+                mapping[begin:end] = PAD_ID
+                continue
+            in_table = table[slot].take(blocks[begin:end])
+            np.multiply(in_table, block_size, out=mapping[begin:end])
+            mapping[begin:end] += offsets[begin:end]

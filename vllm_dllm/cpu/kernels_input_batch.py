@@ -2,8 +2,8 @@
 
 Parameters are those of the kernel, after the grid; tensors are used through NumPy views of their
 memory. Names: batch row = position in this step's batch, slot = the request's row in the runner's
-state (`req_state_idx` in vLLM). Batches are small, so a loop over requests with one slice each
-costs less than building flat indices would.
+state (`req_state_idx` in vLLM). Batches are small: a loop over requests, in Python's own numbers
+and with one slice each, costs less than building flat indices would.
 """
 
 import numpy as np
@@ -53,17 +53,13 @@ def prepare_pos_seq_lens(
 ) -> None:
     """Positions of the scheduled tokens and lengths of the requests after this step."""
     num_reqs = grid[0] - 1
-    bounds = query_start_loc.numpy()[: num_reqs + 1]
-    computed = num_computed_tokens.numpy()[idx_mapping.numpy()]
-    query_lens = np.diff(bounds)
-    lengths = seq_lens.numpy()
-    lengths[:num_reqs] = computed + query_lens
-    lengths[num_reqs:max_num_reqs] = 0
-    positions = pos.numpy()
-    for begin, end, first in zip(
-        bounds[:-1].tolist(), bounds[1:].tolist(), computed.tolist(), strict=True
-    ):
+    positions, lengths, computed = pos.numpy(), seq_lens.numpy(), num_computed_tokens.numpy()
+    bounds = query_start_loc.tolist()
+    for row, slot in enumerate(idx_mapping.tolist()):
+        begin, end, first = bounds[row], bounds[row + 1], int(computed[slot])
+        lengths[row] = first + end - begin
         positions[begin:end] = np.arange(first, first + end - begin)
+    lengths[num_reqs:max_num_reqs] = 0
 
 
 def combine_sampled_and_draft_tokens(
@@ -83,29 +79,27 @@ def combine_sampled_and_draft_tokens(
 ) -> None:
     """Puts sampled and draft tokens at the end of each request's query, and says which rows of
     the hidden states are turned into logits: the last of each request's query."""
-    num_reqs = grid[0]
-    slots = idx_mapping.numpy()
-    logit_bounds = cu_num_logits.numpy()
-    num_logits = np.diff(logit_bounds)
-    query_ends = query_start_loc.numpy()[1 : num_reqs + 1]
-    first_logits = query_ends - num_logits
-    offsets = np.repeat(first_logits - logit_bounds[:-1], num_logits)
-    rows = logits_indices.numpy()
-    np.add(offsets, np.arange(len(offsets)), out=rows[: len(offsets)])
-
-    ids = input_ids.numpy()
-    lengths = seq_lens.numpy()[:num_reqs]
-    prefilled = prefill_len.numpy()[slots]
-    decoding = lengths > prefilled
-    if NUM_NEW_SAMPLED_TOKENS > 0:
+    ids, rows = input_ids.numpy(), logits_indices.numpy()
+    last_sampled, drafts = last_sampled_tokens.numpy(), draft_tokens.numpy()
+    slots = idx_mapping.tolist()
+    prefilled = prefill_len.numpy()
+    logit_bounds = cu_num_logits.tolist()
+    query_ends = query_start_loc.tolist()[1:]
+    lengths = seq_lens.tolist()
+    for row in range(grid[0]):
+        begin, end = logit_bounds[row], logit_bounds[row + 1]
+        num_logits, query_end = end - begin, query_ends[row]
+        first_logit = query_end - num_logits
+        rows[begin:end] = np.arange(first_logit, query_end)
+        slot, seq_len = slots[row], lengths[row]
+        if seq_len <= prefilled[slot]:
+            continue
         # A query slot that still belongs to the prompt keeps its token.
-        sampled = decoding & (lengths - num_logits >= prefilled)
-        ids[first_logits[sampled]] = last_sampled_tokens.numpy().reshape(-1)[slots[sampled]]
-    drafts = draft_tokens.numpy()
-    num_drafts = np.where(decoding, num_logits - NUM_NEW_SAMPLED_TOKENS, 0)
-    for row in np.flatnonzero(num_drafts > 0).tolist():
-        count, end = num_drafts[row], query_ends[row]
-        ids[end - count : end] = drafts[slots[row], :count]
+        if NUM_NEW_SAMPLED_TOKENS > 0 and seq_len - num_logits >= prefilled[slot]:
+            ids[first_logit] = last_sampled[slot, 0]
+        num_drafts = num_logits - NUM_NEW_SAMPLED_TOKENS
+        if num_drafts > 0:
+            ids[query_end - num_drafts : query_end] = drafts[slot, :num_drafts]
 
 
 def get_num_sampled_and_rejected(
@@ -143,28 +137,25 @@ def post_update(
     **launch_options: int,
 ) -> None:
     """Books the outcome of a step: tokens gained, and KV positions kept."""
-    num_reqs = grid[0]
-    slots = idx_mapping.numpy()[:num_reqs]
-    counts = num_sampled.numpy()[:num_reqs]
     computed, totals = num_computed_tokens.numpy(), total_len.numpy()
-
-    kept = -num_rejected.numpy()[:num_reqs]
-    if query_start_loc is not None:
-        kept = kept + np.diff(query_start_loc.numpy()[: num_reqs + 1])
-    mine = slots >= 0
-    computed[slots[mine]] += kept[mine]
-
-    tokens, last = all_token_ids.numpy(), last_sampled_tokens.numpy().reshape(-1)
-    sampled = sampled_tokens.numpy()
-    for row in np.flatnonzero(mine & (counts > 0)).tolist():
-        slot, count = slots[row], counts[row]
-        gained = sampled[row, :count]
-        total = totals[slot]
-        tokens[slot, total : total + count] = gained
-        last[slot] = gained[-1]
-        totals[slot] = total + count
-        if output_bin_counts is not None:
-            np.add.at(output_bin_counts.numpy()[slot], gained, 1)
+    tokens, last, sampled = (
+        t.numpy() for t in (all_token_ids, last_sampled_tokens, sampled_tokens)
+    )
+    counts, rejected = num_sampled.tolist(), num_rejected.tolist()
+    bounds = None if query_start_loc is None else query_start_loc.tolist()
+    for row, slot in enumerate(idx_mapping.tolist()):
+        if slot < 0:
+            continue
+        query_len = 0 if bounds is None else bounds[row + 1] - bounds[row]
+        computed[slot] += query_len - rejected[row]
+        if (count := counts[row]) > 0:
+            gained = sampled[row, :count]
+            total = totals[slot]
+            tokens[slot, total : total + count] = gained
+            last[slot, 0] = gained[-1]
+            totals[slot] = total + count
+            if output_bin_counts is not None:
+                np.add.at(output_bin_counts.numpy()[slot], gained, 1)
 
 
 def post_update_num_computed_tokens(
