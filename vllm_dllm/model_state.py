@@ -21,8 +21,9 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.attention import takes_window_rules
 from vllm_dllm.canvas_batch import CanvasBatch
-from vllm_dllm.config import DenoiseConfig, ExtensionConfig
+from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.sampler import DiffusionSampler
+from vllm_dllm.serving_config import read_denoise_config
 from vllm_dllm.slots import CanvasSlots
 
 
@@ -45,13 +46,7 @@ class DiffusionModelState(ModelState):
         self.extension_config = ExtensionConfig.from_additional_config(
             vllm_config.additional_config
         )
-        self.denoise_config = DenoiseConfig.from_generation_config(
-            {
-                **self.model_config.try_get_generation_config(),
-                **self.model_config.override_generation_config,
-            },
-            max_denoising_steps=diffusion_config.max_denoising_steps,
-        )
+        self.denoise_config = read_denoise_config(vllm_config)
         hidden_size = self.model_config.hf_text_config.hidden_size
         self.slots = CanvasSlots.allocate(
             self.max_num_reqs,

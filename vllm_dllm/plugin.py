@@ -5,15 +5,19 @@ import logging
 from vllm import ModelRegistry
 
 from vllm_dllm import compat, cpu, request
+from vllm_dllm.serving_config import DiffusionGemmaServingConfig
+
+DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
 
 
 def register() -> None:
     """Makes this process know our models. Repeatable, and cheap: models are named by string."""
     _log_like_vllm()
     ModelRegistry.register_model(
-        "DiffusionGemmaForBlockDiffusion",
+        DIFFUSION_GEMMA,
         "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
     )
+    compat.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
     compat.set_request_check(request.check_request)
     compat.set_sampling_params_check(request.check_sampling_params)
     cpu.install()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import LLM
+
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"

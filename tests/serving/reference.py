@@ -1,4 +1,4 @@
-"""transformers' DiffusionGemma (eager, fp32): the definition of right for the tests of this folder."""
+"""transformers' DiffusionGemma (eager, fp32): the definition of right for these tests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSampler
+
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
 

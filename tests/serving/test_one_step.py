@@ -9,65 +9,15 @@ from vllm import SamplingParams
 
 from tests.serving import reference
 from tests.serving.conftest import TRAINED, Engine
+from tests.serving.one_step import assert_equal_to_reference, random_ids, read_one_step
 
 CANVAS = 32
-FEW_STEPS = {"diffusion_max_steps": 3}
 SETTINGS = {
     "plain": {"enable_prefix_caching": False, "enable_chunked_prefill": False},
     "prefix-caching": {"enable_prefix_caching": True, "enable_chunked_prefill": False},
     "chunked-prefill": {"enable_prefix_caching": False, "max_num_batched_tokens": 96},
     "both": {"enable_prefix_caching": True, "max_num_batched_tokens": 96},
 }
-
-
-def read_one_step(
-    engine: Engine,
-    prompts: list[list[int]],
-    canvases: list[list[int]],
-    neighbours: list[list[int]] | None = None,
-) -> list[list[dict[int, float]]]:
-    """{token: logprob} at temperature 1 of each canvas position after one denoising step.
-
-    `neighbours` are prompts that generate two blocks in the same batch.
-    """
-    neighbours = neighbours or []
-    generate = SamplingParams(max_tokens=2 * CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
-    params = [
-        SamplingParams(
-            logprobs=20,
-            max_tokens=len(canvas),
-            extra_args={
-                "diffusion_seed_canvas": canvas,
-                "diffusion_max_steps": 1,
-                "diffusion_read_only": True,
-            },
-        )
-        for canvas in canvases
-    ]
-    inputs = [{"prompt_token_ids": prompt} for prompt in neighbours + prompts]
-    params = [generate] * len(neighbours) + params
-    outputs = engine.llm.generate(inputs, params, use_tqdm=False)[len(neighbours) :]
-    return [
-        [{t: entry.logprob for t, entry in at.items()} for at in output.outputs[0].logprobs]
-        for output in outputs
-    ]
-
-
-def assert_equal_to_reference(
-    model, prompts: list[list[int]], canvases: list[list[int]], read: list[list[dict[int, float]]]
-) -> None:
-    for prompt, canvas, positions in zip(prompts, canvases, read, strict=True):
-        expected = reference.first_step_logprobs(model, prompt, canvas)
-        assert len(positions) == len(canvas)
-        for row, scores in zip(expected, positions, strict=True):
-            assert max(scores, key=scores.__getitem__) == row.argmax(), f"prompt of {len(prompt)}"
-            for token, logprob in scores.items():
-                assert abs(row[token] - logprob) < 1e-3, f"prompt of {len(prompt)}"
-
-
-def random_ids(length: int, vocab_size: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
 
 @pytest.mark.parametrize("window", [16, 64])
@@ -95,7 +45,10 @@ def test_prompts_around_the_window(
 def test_trained_checkpoint(engine: Callable[..., Engine]) -> None:
     served = engine(TRAINED)
     model = reference.load(TRAINED)
-    vocab_size, window = model.config.text_config.vocab_size, model.config.text_config.sliding_window
+    vocab_size, window = (
+        model.config.text_config.vocab_size,
+        model.config.text_config.sliding_window,
+    )
     lengths = [1, window - 1, window, window + 1, 3 * window, 10 * window]
     prompts = [random_ids(length, vocab_size, seed=length) for length in lengths]
     canvases = [random_ids(model.config.canvas_length, vocab_size, seed=7) for _ in lengths]

@@ -113,25 +113,38 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         mapper = self.hf_to_vllm_mapper
         if self.config.tie_word_embeddings:
             mapper = mapper | WeightsMapper(orig_to_new_prefix={"lm_head.": None})
-        return AutoWeightsLoader(self).load_weights(_check_shared_scalars(weights), mapper=mapper)
+        reader = _WeightReader(weights)
+        try:
+            return AutoWeightsLoader(self).load_weights(reader, mapper=mapper)
+        except Exception as error:
+            raise ValueError(
+                f"Cannot load the checkpoint: {reader.position}: {error}. Expected the weights "
+                f"that transformers' DiffusionGemmaForBlockDiffusion saves for this config.json; "
+                f"check that the files are complete and belong together."
+            ) from error
 
 
-def _check_shared_scalars(
-    weights: Iterable[tuple[str, torch.Tensor]],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes `weights` on, refusing layers whose scalar differs between encoder and decoder.
+class _WeightReader:
+    """Passes a checkpoint's weights on, and knows how far it has come.
 
-    transformers ties every layer weight of the two but keeps `layer_scalar`, a buffer, twice. One
-    backbone can hold one value.
+    Refuses layers whose scalar differs between encoder and decoder: transformers ties every layer
+    weight of the two but keeps `layer_scalar`, a buffer, twice, and one backbone holds one value.
     """
-    seen: dict[str, torch.Tensor] = {}
-    for name, weight in weights:
-        if name.endswith(".layer_scalar"):
-            layer = name.partition(".layers.")[2]
-            first = seen.setdefault(layer, weight)
-            if not torch.equal(first, weight):
-                raise ValueError(
-                    f"{name} is {weight.item()}, its counterpart in the other mode is "
-                    f"{first.item()}: encoder and decoder must share one layer_scalar."
-                )
-        yield name, weight
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._weights = weights
+        self.position = "before the first weight"
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        scalars: dict[str, torch.Tensor] = {}
+        for name, weight in self._weights:
+            self.position = f"at {name} of shape {list(weight.shape)}"
+            if name.endswith(".layer_scalar"):
+                layer = name.partition(".layers.")[2]
+                if not torch.equal(scalars.setdefault(layer, weight), weight):
+                    raise ValueError(
+                        f"layer_scalar is {weight.item()} here and {scalars[layer].item()} in the "
+                        f"other mode, encoder and decoder must share it"
+                    )
+            yield name, weight
+            self.position = f"after {name}"

@@ -1,0 +1,68 @@
+"""KV of committed blocks is the KV a prefill of the same tokens writes.
+
+A commit that self-conditions its embeddings, even with a zero signal, writes other keys and values:
+stock vLLM agreed on 0.41 of the tokens when a next turn reused them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.serving import reference
+from tests.serving.conftest import Engine
+from tests.serving.one_step import (
+    FEW_STEPS,
+    assert_equal_to_reference,
+    random_ids,
+    read_one_step,
+)
+
+
+@pytest.mark.parametrize("window", [16, 64])
+def test_next_turn_reuses_generated_blocks(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], window: int
+) -> None:
+    served = engine(
+        tiny(window),
+        enable_prefix_caching=True,
+        prefix_cache_retention_interval=None,
+        block_size=32,
+    )
+    model = reference.load(tiny(window))
+    vocab_size = model.config.text_config.vocab_size
+    prompts = [random_ids(length, vocab_size, seed=length) for length in (40, 3)]
+    params = SamplingParams(max_tokens=128, ignore_eos=True, extra_args=FEW_STEPS)
+    outputs = served.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
+    turns = [
+        prompt + list(output.outputs[0].token_ids) + random_ids(5, vocab_size, seed=9)
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+    canvases = [random_ids(model.config.canvas_length, vocab_size, seed=8)] * len(turns)
+
+    for turn in turns:
+        assert cached_tokens(served, turn) > len(turn) - 64, "generated blocks must be reused"
+    reused = read_one_step(served, turns, canvases)
+    assert served.llm.reset_prefix_cache()
+    prefilled = read_one_step(served, turns, canvases)
+
+    for one, other in zip(reused, prefilled, strict=True):
+        for at_one, at_other in zip(one, other, strict=True):
+            assert torch.allclose(
+                torch.tensor(sorted(at_one.values())),
+                torch.tensor(sorted(at_other.values())),
+                atol=1e-3,
+            )
+    assert_equal_to_reference(model, turns, canvases, reused)
+
+
+def cached_tokens(engine: Engine, prompt: list[int]) -> int:
+    params = SamplingParams(
+        max_tokens=1, extra_args={"diffusion_max_steps": 1, "diffusion_read_only": True}
+    )
+    output = engine.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    return output[0].num_cached_tokens

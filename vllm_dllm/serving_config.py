@@ -1,0 +1,62 @@
+"""What start-up checks and adjusts in vLLM's configuration before a diffusion model is served."""
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.models.config import (
+    DiffusionGemmaModelForBlockDiffusionConfig,
+    VerifyAndUpdateConfig,
+)
+from vllm.platforms import current_platform
+
+from vllm_dllm.config import DenoiseConfig, ExtensionConfig
+
+logger = init_logger(__name__)
+
+SAMPLING_MEMORY_BYTES = 4 << 30
+"""Bounds the sampler's vocabulary-wide tensors when it picks the default number of requests."""
+_BYTES_PER_LOGIT = 4 * 4  # fp32 logits, scaled logits, log-probabilities, probabilities
+_FEWEST_REQUESTS = 8  # stock vLLM's default
+
+
+class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
+    """Stock vLLM's adjustments, without those that a CPU or a small vocabulary does not need."""
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Raises ValueError when the checkpoint or the command line says something unusable."""
+        scheduler_config, attention_config = (
+            vllm_config.scheduler_config,
+            vllm_config.attention_config,
+        )
+        max_num_seqs, backend = scheduler_config.max_num_seqs, attention_config.backend
+        DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
+        if current_platform.is_cpu():
+            attention_config.backend = backend  # stock picks Triton before asking the platform
+        if scheduler_config.max_num_seqs != max_num_seqs:
+            scheduler_config.max_num_seqs = min(max_num_seqs, default_max_num_seqs(vllm_config))
+            logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
+        # Read again by the worker; here, a mistake ends the start at once and in plain sight.
+        read_denoise_config(vllm_config)
+        ExtensionConfig.from_additional_config(vllm_config.additional_config)
+
+
+def default_max_num_seqs(vllm_config: VllmConfig) -> int:
+    """Requests whose vocabulary-wide tensors fit `SAMPLING_MEMORY_BYTES`."""
+    assert vllm_config.diffusion_config is not None
+    canvas_length = vllm_config.diffusion_config.canvas_length
+    per_request = canvas_length * vllm_config.model_config.get_vocab_size() * _BYTES_PER_LOGIT
+    return max(_FEWEST_REQUESTS, SAMPLING_MEMORY_BYTES // per_request)
+
+
+def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:
+    """The denoising settings: `--diffusion-config` over `--override-generation-config` over the
+    checkpoint's generation_config.json. Raises ValueError for a missing or unusable value."""
+    model_config, diffusion_config = vllm_config.model_config, vllm_config.diffusion_config
+    assert diffusion_config is not None, "vLLM creates it for every diffusion architecture"
+    return DenoiseConfig.from_generation_config(
+        {
+            **model_config.try_get_generation_config(),
+            **model_config.override_generation_config,
+        },
+        max_denoising_steps=diffusion_config.max_denoising_steps,
+    )
