@@ -1,6 +1,6 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
-CHECKPOINT ?= checkpoints/diffusiongemma-tiny-4m
+CHECKPOINT ?= checkpoints/diffusiongemma-tiny
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -38,10 +38,11 @@ $(READY): requirements/cpu.txt pyproject.toml packaging/vllm-metadata/pyproject.
 	@touch $@
 	@echo "Ready. Next: make serve, make demo or make test."
 
+# Eager: compiling this small model takes minutes at every start, and a C++ compiler.
 serve: setup ## serve the shipped checkpoint on port 8000 (PORT=...)
 	$(BIN)/vllm serve $(CHECKPOINT) --host 127.0.0.1 --port $(PORT) \
 	  --diffusion-config '{"canvas_length": 64}' --dtype float32 --max-model-len 1024 \
-	  --kv-cache-memory-bytes 1G
+	  --kv-cache-memory-bytes 1G --enforce-eager
 
 demo: setup ## start a server, ask a few questions, show the canvas denoising
 	$(BIN)/vllm-dllm demo
