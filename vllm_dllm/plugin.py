@@ -3,9 +3,11 @@
 import logging
 
 from vllm import ModelRegistry
+from vllm.logger import init_logger
 
-from vllm_dllm import compat, cpu, request
-from vllm_dllm.serving_config import DiffusionGemmaServingConfig
+from vllm_dllm import vllm_version
+
+logger = init_logger(__name__)
 
 DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
 
@@ -13,6 +15,15 @@ DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
 def register() -> None:
     """Makes this process know our models. Repeatable, and cheap: models are named by string."""
     _log_like_vllm()
+    if not vllm_version.is_supported():
+        logger.error(vllm_version.complaint())
+        ModelRegistry.register_model(DIFFUSION_GEMMA, f"{vllm_version.__name__}:{DIFFUSION_GEMMA}")
+        return
+
+    # Here, because these import things that another vLLM may not have.
+    from vllm_dllm import compat, cpu, request
+    from vllm_dllm.serving_config import DiffusionGemmaServingConfig
+
     ModelRegistry.register_model(
         DIFFUSION_GEMMA,
         "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",

@@ -1,5 +1,6 @@
 """Runs a Triton kernel that vLLM loaded without Triton in Triton's own interpreter."""
 
+import sys
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -17,8 +18,7 @@ def interpreted(fn: FunctionType) -> Any:
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 
-    # A barrier orders the threads of a block; the interpreter has one.
-    tl.debug_barrier = _no_barrier
+    _interpret_triton_language()
     for attribute, value in list(fn.__globals__.items()):
         real = compat.real_triton_module(value)
         if real is not None:
@@ -28,6 +28,28 @@ def interpreted(fn: FunctionType) -> Any:
         for name, annotation in fn.__annotations__.items()
     }
     return InterpretedFunction(fn)
+
+
+@cache
+def _interpret_triton_language() -> None:
+    """Makes the functions of `triton.language` that are written in Triton callable from an
+    interpreted kernel, as they would be had TRITON_INTERPRET been set when Triton was loaded."""
+    import triton
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    triton.knobs.runtime.interpret = True  # for parts of Triton that are loaded from here on
+    # A barrier orders the threads of a block; the interpreter has one.
+    tl.debug_barrier = _no_barrier
+    stand_ins: dict[int, InterpretedFunction] = {}
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("triton.language"):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                stand_in = stand_ins.setdefault(id(value), InterpretedFunction(value.fn))
+                setattr(module, attribute, stand_in)
 
 
 def _no_barrier(*args: Any, **kwargs: Any) -> None:
