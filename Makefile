@@ -5,6 +5,8 @@ CHECKPOINT ?= checkpoints/diffusiongemma-tiny
 BIN := .venv/bin
 READY := .venv/.ready
 # Modules are compiled when first imported: compiling all of them would double the time of set-up.
+# So Python must be free to keep what it compiled, or every start compiles all of vLLM again.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check
 # Where torch 2.13.0+cpu is, for machines whose first index lacks it.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -33,8 +35,8 @@ $(READY): requirements/cpu.txt pyproject.toml packaging/vllm-metadata/pyproject.
 	  $(PIP_INSTALL) --no-deps --extra-index-url $(TORCH_CPU_INDEX) -r requirements/cpu.txt; }
 	@echo "[3/4] this project"
 	@$(PIP_INSTALL) -qq --no-deps --no-build-isolation ./packaging/vllm-metadata --editable .
-	@echo "[4/4] check"
-	@$(BIN)/python -c 'import torch, transformers, triton, vllm; print("vLLM", vllm.__version__, "torch", torch.__version__)'
+	@echo "[4/4] first start of vLLM"
+	@$(BIN)/vllm --version
 	@touch $@
 	@echo "Ready. Next: make serve, make demo or make test."
 
