@@ -28,6 +28,7 @@ class RequestOptions:
     """The options of one admitted request; values are valid by then."""
 
     max_steps: int | None
+    canvas_length: int | None
     first_canvas: list[int] | None
     pinned: list[int]
     read_only: bool
@@ -40,6 +41,7 @@ class RequestOptions:
         constrained = bool(extra.get("diffusion_constrained"))
         return cls(
             max_steps=extra.get("diffusion_max_steps"),
+            canvas_length=extra.get("diffusion_canvas_length"),
             first_canvas=extra.get("diffusion_seed_canvas"),
             pinned=list(extra.get("diffusion_pinned") or ()),
             read_only=bool(extra.get("diffusion_read_only")),

@@ -54,6 +54,7 @@ class DiffusionSampler:
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         self.report_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
 
+        self._widths = np.zeros(state.max_num_reqs, dtype=np.int64)  # host copy of slots.width
         # By slot; only requests that ask for one of these are in here.
         self._logprob_requests: dict[int, LogprobRequest] = {}
         self._logprobs: dict[int, LogprobsTensors] = {}  # of the slot's latest denoise step
@@ -70,7 +71,10 @@ class DiffusionSampler:
         num_steps = self.config.max_denoising_steps
         if options.max_steps is not None:
             num_steps = min(options.max_steps, num_steps)
-        self.slots.reset(req_idx, int(self.sampling_states.seeds.np[req_idx]), num_steps)
+        width = options.canvas_length or self.canvas_length
+        self._widths[req_idx] = width
+        seed = int(self.sampling_states.seeds.np[req_idx])
+        self.slots.reset(req_idx, seed, num_steps, width)
         if options.first_canvas is not None:
             self.slots.set_first_canvas(req_idx, options.first_canvas, options.pinned)
         if options.read_only:
@@ -119,7 +123,14 @@ class DiffusionSampler:
         if input_batch.num_draft_tokens > 0:
             batch = self.state.canvas_batch
             assert batch is not None, "prepare_inputs runs before the sampler"
+            cut = self._cut_canvases(batch, input_batch)
+            earlier = None if cut is None else self.slots.progress(batch.slots)
             best_guess, emitted, logprobs = self._advance_canvases(logits, batch, input_batch)
+            if cut is not None and earlier is not None:
+                self.slots.take_back(batch.slots, cut, earlier)
+                emitted = torch.where(cut, 0, emitted)
+            canvas = self.slots.canvas[batch.slots]
+            self.req_states.draft_tokens[batch.slots, : self.canvas_length] = canvas
             sampled[batch.requests] = best_guess.int()
             num_sampled[batch.requests] = emitted.int()
             num_rejected[batch.requests] = (batch.lengths - emitted).int()
@@ -132,6 +143,18 @@ class DiffusionSampler:
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+
+    def _cut_canvases(self, batch: CanvasBatch, input_batch: InputBatch) -> torch.Tensor | None:
+        """[n] bool: canvases of which the scheduler ran only a part, for lack of token budget.
+
+        Such a step says nothing about the canvas: it is taken back, and the whole canvas is
+        scheduled again. A canvas that ends where the context ends is not cut. None: surely none.
+        """
+        if (batch.lengths_np == self._widths[batch.slots_np]).all():
+            return None
+        starts = input_batch.seq_lens[batch.requests] - batch.lengths
+        room = self.state.max_model_len - starts
+        return batch.lengths < torch.minimum(self.slots.width[batch.slots], room)
 
     def _start_canvases(self, input_batch: InputBatch) -> None:
         """Gives a first canvas to the requests whose prefill this step completes."""
@@ -193,7 +216,6 @@ class DiffusionSampler:
         canvas = torch.where(denoising[:, None], canvas, next_block)
         self._store(batch, denoising, outcome, canvas, best_guess)
         slots.is_causal[idx] = (finished & ~read_only).int()
-        self.req_states.draft_tokens[idx, : self.canvas_length] = canvas
 
         if self.trace is not None:
             self.trace.record(input_batch, batch, stats, outcome, canvas, denoising, finished)

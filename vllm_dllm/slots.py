@@ -10,6 +10,16 @@ import torch
 
 from vllm_dllm.denoise.convergence import NO_TOKEN
 
+_PROGRESS = (
+    "canvas",
+    "best_guess",
+    "history",
+    "soft_embeds",
+    "steps_done",
+    "is_causal",
+    "pinned",
+)
+
 
 @dataclass
 class CanvasSlots:
@@ -28,6 +38,7 @@ class CanvasSlots:
     pinned: torch.Tensor  # [R, C] bool, positions held at `first_canvas`
     read_only: torch.Tensor  # [R] bool, emits on the converging step, without a commit
     symmetric_window: torch.Tensor  # [R] int32, 1 = symmetric window rule, 0 = reference
+    width: torch.Tensor  # [R] int64, canvas length the request asked for, 1..C
 
     @classmethod
     def allocate(
@@ -58,9 +69,10 @@ class CanvasSlots:
             pinned=zeros(R, C, dtype=torch.bool),
             read_only=zeros(R, dtype=torch.bool),
             symmetric_window=zeros(R, dtype=torch.int32),
+            width=zeros(R, dtype=torch.int64),
         )
 
-    def reset(self, slot: int, seed: int, num_steps: int) -> None:
+    def reset(self, slot: int, seed: int, num_steps: int, width: int) -> None:
         """Prepares a slot for a new or resumed request: prefilling, with nothing denoised yet."""
         self.history[slot].fill_(NO_TOKEN)
         self.soft_embeds[slot].zero_()
@@ -72,6 +84,7 @@ class CanvasSlots:
         self.pinned[slot].fill_(False)
         self.read_only[slot].fill_(False)
         self.symmetric_window[slot].zero_()
+        self.width[slot].fill_(width)
 
     def set_first_canvas(self, slot: int, tokens: list[int], pinned: list[int]) -> None:
         """Makes `tokens` the request's first canvas, holding the `pinned` positions at them."""
@@ -80,3 +93,18 @@ class CanvasSlots:
         self.has_first_canvas[slot].fill_(True)
         if pinned:
             self.pinned[slot, torch.tensor(pinned, device=device)] = True
+
+    def progress(self, idx: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of everything a step changes, for the slots `idx` [n]."""
+        return {name: getattr(self, name)[idx] for name in _PROGRESS}
+
+    def take_back(
+        self,
+        idx: torch.Tensor,  # [n] int64
+        taken_back: torch.Tensor,  # [n] bool, slots that return to their earlier progress
+        earlier: dict[str, torch.Tensor],
+    ) -> None:
+        for name, before in earlier.items():
+            now = getattr(self, name)
+            mask = taken_back.view(-1, *[1] * (now.dim() - 1))
+            now[idx] = torch.where(mask, before, now[idx])

@@ -1,0 +1,88 @@
+"""One `vllm serve` of the shipped checkpoint, started as a user starts it, for all tests here."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "diffusiongemma-tiny"
+CANVAS = 64
+MAX_MODEL_LEN = 1024
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+    log: Path
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", timeout=120, max_retries=0
+        )
+
+    @property
+    def model(self) -> str:
+        return str(CHECKPOINT)
+
+
+def start(checkpoint: Path, log: Path, *options: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts a server on a free port of 127.0.0.1; returns its process (group leader) and port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        str(Path(sys.executable).parent / "vllm"), "serve", str(checkpoint),
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+        "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", "1G", *options,
+    ]  # fmt: skip
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return process, port
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def serving(checkpoint: Path, log: Path, *options: str) -> Iterator[Server]:
+    process, port = start(checkpoint, log, *options)
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            assert process.poll() is None, log.read_text()[-5000:]
+            assert time.monotonic() < deadline, log.read_text()[-5000:]
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                    break
+            except OSError:
+                time.sleep(0.5)
+        yield Server(port, log)
+    finally:
+        stop(process)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "vllm.log"
+    with serving(CHECKPOINT, log, "--max-num-seqs", "32", "--enable-prompt-tokens-details") as it:
+        yield it

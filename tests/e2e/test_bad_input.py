@@ -1,0 +1,93 @@
+"""A bad request is answered with 400, says what is wrong, and the server lives on."""
+
+import base64
+from typing import Any
+
+import pytest
+from openai import BadRequestError
+
+from tests.e2e.conftest import CANVAS, MAX_MODEL_LEN, Server
+
+PIXEL = base64.b64encode(
+    bytes.fromhex(
+        "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
+        "1f15c4890000000d49444154789c6360606060000000050001a5f64540"
+        "0000000049454e44ae426082"
+    )
+).decode()
+
+XARGS: dict[str, tuple[dict[str, Any], str]] = {
+    "canvas seed too short": ({"diffusion_seed_canvas": [1, 2]}, f"exactly {CANVAS} ids, got 2"),
+    "canvas seed out of vocabulary": (
+        {"diffusion_seed_canvas": [10**6] * CANVAS},
+        "ids must be in",
+    ),
+    "pin outside the canvas": (
+        {"diffusion_seed_canvas": [1] * CANVAS, "diffusion_pinned": [CANVAS]},
+        "inside the canvas",
+    ),
+    "pins without a canvas": ({"diffusion_pinned": [0]}, "needs a diffusion_seed_canvas"),
+    "negative steps": ({"diffusion_max_steps": -1}, "positive integer"),
+    "canvas wider than served": ({"diffusion_canvas_length": CANVAS + 1}, "no larger"),
+    "constrained to nothing": ({"diffusion_constrained": 1}, "logprob_token_ids"),
+    "unknown window rule": (
+        {"diffusion_window_rule": "sideways"},
+        "'reference', 'symmetric'], got 'sideways'",
+    ),
+}
+
+PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature": ({"temperature": 0.5}, "temperature"),
+    "logit_bias": ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+    "min_p": ({"extra_body": {"min_p": 0.1}}, "min_p"),
+    "min_tokens": ({"extra_body": {"min_tokens": 4}}, "min_tokens"),
+    "response_format": ({"response_format": {"type": "json_object"}}, "tructured output"),
+}
+
+
+def ask(server: Server, **options: Any) -> str:
+    answer = server.client.chat.completions.create(
+        model=server.model,
+        messages=[{"role": "user", "content": "Sort: b a"}],
+        max_tokens=CANVAS,
+        **options,
+    )
+    return answer.choices[0].message.content
+
+
+@pytest.fixture(autouse=True)
+def server_lives_on(server: Server):
+    yield
+    assert ask(server)
+
+
+@pytest.mark.parametrize("name", XARGS)
+def test_option(server: Server, name: str) -> None:
+    xargs, message = XARGS[name]
+    with pytest.raises(BadRequestError) as refusal:
+        ask(server, extra_body={"vllm_xargs": xargs})
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_unsupported_parameter(server: Server, name: str) -> None:
+    options, message = PARAMETERS[name]
+    with pytest.raises(BadRequestError, match=message):
+        ask(server, **options)
+
+
+def test_prompt_longer_than_the_context(server: Server) -> None:
+    with pytest.raises(BadRequestError, match=str(MAX_MODEL_LEN)):
+        server.client.completions.create(
+            model=server.model, prompt=[9] * (MAX_MODEL_LEN + 1), max_tokens=1
+        )
+
+
+def test_image(server: Server) -> None:
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
+    with pytest.raises(BadRequestError, match="image"):
+        server.client.chat.completions.create(
+            model=server.model,
+            messages=[{"role": "user", "content": [image, {"type": "text", "text": "What?"}]}],
+            max_tokens=CANVAS,
+        )

@@ -1,0 +1,84 @@
+"""A server that cannot serve ends its start and says what was expected, what came, what to do."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.e2e import conftest
+from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("good"))
+
+
+def edit_generation_config(checkpoint: Path, change: Callable[[dict], None]) -> None:
+    path = checkpoint / "generation_config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def no_entropy_bound(checkpoint: Path) -> None:
+    edit_generation_config(checkpoint, lambda c: c["sampler_config"].update(entropy_bound=0.0))
+
+
+def no_t_min(checkpoint: Path) -> None:
+    edit_generation_config(checkpoint, lambda c: c.pop("t_min"))
+
+
+def missing_weight(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.decoder.layers.1.mlp.down_proj.weight"]
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+def misshapen_weight(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    name = "model.decoder.layers.1.mlp.down_proj.weight"
+    weights[name] = weights[name][:, :8].contiguous()
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncated_file(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+CASES = {
+    "entropy-bound-0": (no_entropy_bound, [], "entropy_bound must be a number > 0, got 0.0"),
+    "generation-config-key": (no_t_min, [], "generation_config has no 't_min'"),
+    "missing-weight": (missing_weight, [], "layers.1.mlp.down_proj.weight"),
+    "misshapen-weight": (misshapen_weight, [], "at model.decoder.layers.1.mlp.down_proj.weight"),
+    "truncated-file": (truncated_file, [], "incomplete metadata, file not fully covered"),
+    "diffusion-config-key": (
+        lambda _: None,
+        ["--diffusion-config", '{"canvas_length": 32, "stride": 2}'],
+        "stride",
+    ),
+    "extension-config-key": (
+        lambda _: None,
+        ["--additional-config", '{"vllm_dllm": {"window": "symmetric"}}'],
+        "takes an object with the keys ['trace_path', 'window_rule']",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_start_ends_with_a_clear_error(good: Path, tmp_path: Path, name: str) -> None:
+    damage, options, message = CASES[name]
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(good, checkpoint)
+    damage(checkpoint)
+    log = tmp_path / "vllm.log"
+    process, _ = conftest.start(checkpoint, log, *options)
+    try:
+        assert process.wait(timeout=240) != 0
+    finally:
+        conftest.stop(process)
+    assert message in log.read_text()

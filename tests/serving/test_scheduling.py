@@ -1,0 +1,57 @@
+"""What the scheduler does to a request never shows in its tokens."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.serving.conftest import Engine
+from tests.serving.one_step import FEW_STEPS, random_ids
+
+VOCABULARY = 512
+PROMPTS = [random_ids(length, VOCABULARY, seed=length) for length in (100, 3, 70, 33, 150, 64)]
+PARAMS = [
+    SamplingParams(max_tokens=96, ignore_eos=True, seed=seed, extra_args=FEW_STEPS)
+    for seed in range(len(PROMPTS))
+]
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = engine.llm.generate(inputs, PARAMS, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def preemptions(engine: Engine) -> float:
+    return sum(m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> list[list[int]]:
+    """Each request alone, without async scheduling."""
+    served = engine(tiny(64), max_num_seqs=1, async_scheduling=False)
+    return tokens_of(served)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"async_scheduling": True}, id="async"),
+        pytest.param({"async_scheduling": False, "max_num_batched_tokens": 80}, id="chunked"),
+        pytest.param(
+            {"num_gpu_blocks_override": 40, "block_size": 32, "max_model_len": 512}, id="preempted"
+        ),
+    ],
+)
+def test_tokens_are_those_of_an_undisturbed_run(
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    undisturbed: list[list[int]],
+    options: dict[str, Any],
+) -> None:
+    served = engine(tiny(64), disable_log_stats=False, **options)
+    assert tokens_of(served) == undisturbed
+    if "num_gpu_blocks_override" in options:
+        assert preemptions(served) > 0
