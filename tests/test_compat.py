@@ -1,0 +1,144 @@
+"""Every private name of vLLM that `compat.py` takes hold of is where it was, and is still used.
+
+A failure here means that vLLM moved something: read the new source, then change `compat.py`.
+"""
+
+import ast
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import vllm
+from vllm.utils.diffusion import validate_diffusion_sampling_params
+
+from vllm_dllm import vllm_version
+from vllm_dllm.cpu.kernels import NATIVE_KERNELS
+from vllm_dllm.cpu.launch import CpuKernel
+from vllm_dllm.request import check_request
+
+VLLM = Path(vllm.__file__).parent
+
+
+def source(module: str) -> str:
+    return (VLLM / f"{module.replace('.', '/')}.py").read_text()
+
+
+def body_of(module: str, *names: str) -> str:
+    """The source of a function or class, looked up in the file: loaded ones may be patched."""
+    text = source(module)
+    nodes = ast.parse(text).body
+    for name in names:
+        node = next((n for n in nodes if getattr(n, "name", None) == name), None)
+        assert node is not None, f"vllm/{module} has no {'.'.join(names)}"
+        nodes = getattr(node, "body", [])
+    return ast.get_source_segment(text, node)
+
+
+def test_version() -> None:
+    assert vllm_version.is_supported(), vllm_version.complaint()
+
+
+# What we replace or call, and a line of the place in vLLM that makes it matter.
+SEAMS = {
+    "the cached choice of attention backend": (
+        ("v1.attention.selector", "get_attn_backend"),
+        "_cached_get_attn_backend(",
+    ),
+    "the cache can be cleared": (
+        ("v1.attention.selector",),
+        "@cache\ndef _cached_get_attn_backend",
+    ),
+    "the CPU platform names its backend by the registry": (
+        ("platforms.cpu", "CpuPlatform", "get_attn_backend_cls"),
+        "return AttentionBackendEnum.CPU_ATTN.get_path()",
+    ),
+    "the admission check of diffusion requests": (
+        ("v1.engine.input_processor", "InputProcessor"),
+        "validate_diffusion_sampling_params(",
+    ),
+    "the check of diffusion sampling parameters": (
+        ("sampling_params", "SamplingParams", "verify"),
+        "self._validate_diffusion(model_config)",
+    ),
+    "configurations by architecture": (
+        ("config.vllm", "VllmConfig", "try_verify_and_update_config"),
+        "MODELS_CONFIG_MAP.get(architecture, None)",
+    ),
+    "the choice of model runner": (
+        ("v1.worker.gpu_worker", "Worker", "__init__"),
+        "self.use_v2_model_runner = vllm_config.use_v2_model_runner",
+    ),
+    "the check of the choice": (
+        ("config.vllm", "VllmConfig", "__post_init__"),
+        "self._validate_v2_model_runner()",
+    ),
+    "what that check wants": (
+        ("config.vllm", "VllmConfig", "_validate_v2_model_runner"),
+        "if not HAS_TRITON:",
+    ),
+    "the worker class is final when the check comes": (
+        ("platforms.cpu", "CpuPlatform", "check_and_update_config"),
+        'parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"',
+    ),
+    "the CPU worker makes its runner in init_device": (
+        ("v1.worker.cpu_worker", "CPUWorker", "init_device"),
+        "if self.use_v2_model_runner:",
+    ),
+    "the stand-ins for Triton": (("triton_utils",), "triton = TritonPlaceholder()"),
+    "the stand-in for its language": (("triton_utils",), "tl = TritonLanguagePlaceholder()"),
+    "their constexpr": (
+        ("triton_utils.importing", "TritonLanguagePlaceholder", "__init__"),
+        "self.constexpr =",
+    ),
+}
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+def test_vllm_still_uses(seam: str) -> None:
+    (module, *names), line = SEAMS[seam]
+    if (VLLM / module.replace(".", "/") / "__init__.py").exists():
+        module += ".__init__"
+    text = body_of(module, *names) if names else source(module)
+    assert line in text, f"vllm.{module} {'.'.join(names)} no longer says: {line}"
+
+
+def parameters(function: Callable) -> list[str]:
+    every = inspect.signature(function).parameters.values()
+    return [p.name for p in every if p.kind is not p.VAR_KEYWORD]
+
+
+BLOCK_SIZES = ("BLOCK_SIZE", "LOOKAHEAD_BLOCK", "TRITON_BLOCK_SIZE")  # of no use to native code
+
+
+@pytest.mark.parametrize("name", NATIVE_KERNELS)
+def test_kernel_still_takes_what_its_native_version_takes(name: str) -> None:
+    """`tests/cpu` compares what they do."""
+    module_name, kernel_name = name.rsplit(".", 1)
+    kernel = getattr(import_module(module_name), kernel_name)
+    theirs = parameters(kernel.fn if isinstance(kernel, CpuKernel) else kernel)
+    expected = [p.removesuffix("_ptr") for p in theirs if p not in BLOCK_SIZES]
+    assert parameters(NATIVE_KERNELS[name]) == ["grid", *expected]
+
+
+def test_runner_calls_only_these_functions_of_triton() -> None:
+    """`set_triton_jit` fills in what vLLM's stand-in lacks."""
+    known = {"jit", "cdiv", "next_power_of_2", "heuristics"}
+    spec = find_spec("vllm.v1.worker.gpu")
+    assert spec is not None and spec.submodule_search_locations is not None
+    used = set()
+    for path in Path(spec.submodule_search_locations[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "triton"
+            ):
+                used.add(node.attr)
+    assert used <= known, f"runner v2 calls more of Triton: {used - known}"
+
+
+def test_our_admission_check_is_called_as_vllms() -> None:
+    assert parameters(check_request) == parameters(validate_diffusion_sampling_params)
