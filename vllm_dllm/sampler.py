@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 MASKED_LOGIT = -1e20
 """Stands for an excluded token: probability 0, yet finite after any temperature."""
 
+TILE_BYTES = 1 << 30
+"""Bounds the vocabulary-wide intermediates of a step, whatever the number of requests."""
+TILE_BYTES_PER_LOGIT = 6 * 4  # fp32: scaled, log-probability, probability, cumulative, products
+
 
 class DiffusionSampler:
     """Takes the place of vLLM's (Sampler, RejectionSampler) pair."""
@@ -123,12 +127,7 @@ class DiffusionSampler:
         if input_batch.num_draft_tokens > 0:
             batch = self.state.canvas_batch
             assert batch is not None, "prepare_inputs runs before the sampler"
-            cut = self._cut_canvases(batch, input_batch)
-            earlier = None if cut is None else self.slots.progress(batch.slots)
             best_guess, emitted, logprobs = self._advance_canvases(logits, batch, input_batch)
-            if cut is not None and earlier is not None:
-                self.slots.take_back(batch.slots, cut, earlier)
-                emitted = torch.where(cut, 0, emitted)
             canvas = self.slots.canvas[batch.slots]
             self.req_states.draft_tokens[batch.slots, : self.canvas_length] = canvas
             sampled[batch.requests] = best_guess.int()
@@ -144,7 +143,7 @@ class DiffusionSampler:
             num_rejected=num_rejected,
         )
 
-    def _cut_canvases(self, batch: CanvasBatch, input_batch: InputBatch) -> torch.Tensor | None:
+    def _cut_canvases(self, batch: CanvasBatch, starts: torch.Tensor) -> torch.Tensor | None:
         """[n] bool: canvases of which the scheduler ran only a part, for lack of token budget.
 
         Such a step says nothing about the canvas: it is taken back, and the whole canvas is
@@ -152,7 +151,6 @@ class DiffusionSampler:
         """
         if (batch.lengths_np == self._widths[batch.slots_np]).all():
             return None
-        starts = input_batch.seq_lens[batch.requests] - batch.lengths
         room = self.state.max_model_len - starts
         return batch.lengths < torch.minimum(self.slots.width[batch.slots], room)
 
@@ -186,12 +184,14 @@ class DiffusionSampler:
         seeds, steps_done = slots.seeds[idx], slots.steps_done[idx]
         num_steps, pinned = slots.num_steps[idx], slots.pinned[idx]
         denoising = slots.is_causal[idx] == 0
+        cut = self._cut_canvases(batch, starts)
+        earlier = None if cut is None else slots.progress(idx)
 
         logits = self._filter(logits, batch)
         step_temperature = temperature(steps_done, num_steps, self.config.t_min, self.config.t_max)
-        scaled = logits / batch.by_row(step_temperature)[:, None]
+        row_temperature = batch.by_row(step_temperature)[:, None]
         draw = noise.uniform(seeds, positions, steps_done, noise.CANDIDATE)
-        by_row = row_stats(scaled, batch.flatten(draw))
+        by_row, soft_rows = self._read_rows(logits, row_temperature, batch.flatten(draw))
         stats = RowStats(*(batch.unflatten(column) for column in by_row))
         outcome = denoise_step(
             stats,
@@ -207,7 +207,7 @@ class DiffusionSampler:
         emitted = torch.where(~denoising | (finished & read_only), batch.lengths, 0)
 
         keeps_soft = (denoising & ~finished)[:, None] & ~pinned
-        soft = batch.unflatten(self._expected_embeds(scaled))
+        soft = batch.unflatten(soft_rows)
         slots.soft_embeds[idx] = torch.where(keeps_soft[..., None], soft, 0.0)
 
         canvas = torch.where(pinned, slots.first_canvas[idx], outcome.canvas)
@@ -217,9 +217,34 @@ class DiffusionSampler:
         self._store(batch, denoising, outcome, canvas, best_guess)
         slots.is_causal[idx] = (finished & ~read_only).int()
 
+        if cut is not None and earlier is not None:
+            slots.take_back(idx, cut, earlier)
+            emitted, denoising = torch.where(cut, 0, emitted), denoising & ~cut
+
         if self.trace is not None:
             self.trace.record(input_batch, batch, stats, outcome, canvas, denoising, finished)
-        return best_guess, emitted, self._step_logprobs(logits, scaled, by_row, batch, input_batch)
+        logprobs = self._step_logprobs(logits, row_temperature, by_row, batch, input_batch, cut)
+        return best_guess, emitted, logprobs
+
+    def _read_rows(
+        self,
+        logits: torch.Tensor,  # [rows, V] fp32
+        row_temperature: torch.Tensor,  # [rows, 1] fp32
+        draw: torch.Tensor,  # [rows] float64
+    ) -> tuple[RowStats, torch.Tensor]:
+        """Statistics [rows] and expected embeddings [rows, H] of the scaled logits, computed tile
+        by tile so that the vocabulary-wide intermediates stay within `TILE_BYTES`."""
+        tile_rows = max(1, TILE_BYTES // (logits.shape[-1] * TILE_BYTES_PER_LOGIT))
+        tiles = []
+        for start in range(0, len(logits), tile_rows):
+            rows = slice(start, start + tile_rows)
+            scaled = logits[rows] / row_temperature[rows]
+            tiles.append((*row_stats(scaled, draw[rows]), self._expected_embeds(scaled)))
+        best_guess, candidate, entropy, soft = (
+            columns[0] if len(tiles) == 1 else torch.cat(columns)
+            for columns in zip(*tiles, strict=True)
+        )
+        return RowStats(best_guess, candidate, entropy), soft
 
     def _store(
         self,
@@ -277,36 +302,38 @@ class DiffusionSampler:
     def _step_logprobs(
         self,
         logits: torch.Tensor,  # [rows, V], at temperature 1
-        scaled: torch.Tensor,  # [rows, V]
+        row_temperature: torch.Tensor,  # [rows, 1]
         stats: RowStats,  # fields [rows]
         batch: CanvasBatch,
         input_batch: InputBatch,
+        cut: torch.Tensor | None,  # [n] bool, steps that were taken back
     ) -> LogprobsTensors | None:
         """Scores a commit of this step would report, and keeps this step's for the next one."""
         if self._logprob_requests.keys().isdisjoint(batch.slots_np.tolist()):
             return None
+        taken_back = [False] * batch.num_canvases if cut is None else cut.tolist()
         parts: list[LogprobsTensors] = []
         first_rows = [0] * input_batch.num_reqs
         num_rows, end = 0, 0
-        for request, slot, length in zip(
+        for request, slot, length, is_taken_back in zip(
             batch.requests_np.tolist(),
             batch.slots_np.tolist(),
             batch.lengths_np.tolist(),
+            taken_back,
             strict=True,
         ):
             end += length
             wanted = self._logprob_requests.get(slot)
-            if wanted is None:
+            if wanted is None or is_taken_back:
                 continue
             read_only = slot in self._read_only
-            source = logits if read_only else scaled
             rows = slice(end - length, end)
-            current = token_logprobs(
-                source[rows], stats.best_guess[rows], wanted, self.report_logits
-            )
+            # A read-only request asks what the model thinks, not what the schedule makes of it.
+            source = logits[rows] if read_only else logits[rows] / row_temperature[rows]
+            current = token_logprobs(source, stats.best_guess[rows], wanted, self.report_logits)
             reported = current if read_only else self._logprobs.get(slot, current)
             self._logprobs[slot] = current
             first_rows[request] = num_rows
-            num_rows += length
+            num_rows += len(reported.logprobs)
             parts.append(reported)
-        return concat(parts, first_rows)
+        return concat(parts, first_rows) if parts else None

@@ -199,7 +199,8 @@ def _gather_blocks(
 
     Inside a block and head the kernel stores the keys transposed, then the values as they are.
     """
-    num_blocks, Hkv, block_size, D = *kv_cache.shape[:3], kv_cache.shape[3] // 2
+    num_blocks, Hkv, block_size, width = kv_cache.shape
+    D = width // 2
     n, B = blocks.shape
     keys = kv_cache.view(num_blocks, Hkv, 2, D, block_size)[:, :, 0][blocks]
     values = kv_cache.view(num_blocks, Hkv, 2, block_size, D)[:, :, 1][blocks]
