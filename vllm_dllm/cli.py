@@ -1,0 +1,77 @@
+"""The command `vllm-dllm`: reads the command line and calls the module that does the work."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one sub-command; returns the exit status."""
+    options = _parser().parse_args(argv)
+    return options.run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-dllm", description="Tools around serving diffusion language models with vLLM."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    return parser
+
+
+def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Start a server, ask a few questions, show the canvas denoising, stop the server."
+    parser = commands.add_parser("demo", help=text, description=text)
+    parser.add_argument(
+        "checkpoint",
+        nargs="?",
+        type=Path,
+        default=Path("checkpoints/diffusiongemma-tiny"),
+        help="folder of the checkpoint to serve (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ask",
+        action="append",
+        metavar="QUESTION",
+        help="ask this instead of the built-in questions; may be given several times",
+    )
+    parser.add_argument("--port", type=int, help="port of the server (default: a free one)")
+    parser.add_argument(
+        "--pace",
+        type=float,
+        default=0.12,
+        metavar="SECONDS",
+        help="least time a step stays on the terminal, 0 to 5 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--save-picture",
+        type=Path,
+        metavar="FILE.svg",
+        help="also draw the first answer, one row a step, into an SVG file",
+    )
+    parser.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from vllm_dllm import demo  # late: it loads more than the other commands need
+
+    try:
+        demo.run(
+            checkpoint=options.checkpoint,
+            questions=options.ask or demo.QUESTIONS,
+            port=options.port,
+            pace_s=options.pace,
+            picture=options.save_picture,
+        )
+    except demo.DemoError as error:
+        print(f"vllm-dllm demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""`vllm-dllm demo`: a server, a few questions, and the canvases while they denoise.
+
+The server appends every step's canvases to a trace file; the demo streams answers over HTTP as any
+client does, and draws what it reads from that file meanwhile.
+"""
+
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import openai
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from vllm_dllm.demo import drawing
+from vllm_dllm.demo.errors import DemoError
+from vllm_dllm.demo.picture import save as save_picture
+from vllm_dllm.demo.server import HOST, Server, check_checkpoint, choose_port, serve_command
+from vllm_dllm.demo.steps import Step, StepReader, committed_blocks
+
+__all__ = ["QUESTIONS", "DemoError", "run"]
+
+QUESTIONS = (
+    "Write JSON with age 61, shoe 28, name Paul, city Tokyo.",
+    "I am Will. I live in Santiago. What is my city?",
+    "Sort: u r e o l p b s v g",
+    "Reverse: sand rose seed cherry eagle fox bridge cloud",
+    '{"egg": 40, "onion": 42, "jar": 50, "lake": 92, "eagle": 35, "knife": 32, "cake": 31, '
+    '"goat": 90, "bread": 83, "coat": 77, "camel": 24, "sock": 99, "bridge": 29, "tree": 35, '
+    '"table": 53, "milk": 91} What is goat, onion, camel?',
+    "Count from 33 to 62.",
+)
+"""Of the tasks of `vllm_dllm.checkpoint.tasks`, all from their held-out side."""
+
+POLL_SECONDS = 0.02
+
+
+def run(
+    checkpoint: Path,
+    questions: Sequence[str],
+    port: int | None,
+    pace_s: float,
+    picture: Path | None,
+) -> None:
+    """Serves `checkpoint`, asks, draws and stops the server, whatever happens.
+
+    Raises:
+        DemoError: says what went wrong and what to do.
+    """
+    if not 0 <= pace_s <= 5:
+        raise DemoError(f"--pace must be 0 to 5 seconds, got {pace_s:g}.")
+    if picture is not None and picture.suffix != ".svg":
+        raise DemoError(f"--save-picture draws SVG files: name one FILE.svg, got '{picture}'.")
+    check_checkpoint(checkpoint)
+    port = choose_port(port)
+    texts = drawing.TokenTexts.from_checkpoint(checkpoint)
+    folder = Path(tempfile.mkdtemp(prefix="vllm-dllm-demo-"))
+    trace, log = folder / "canvases.jsonl", folder / "server.log"
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without box characters
+    view = View(Console(highlight=False), texts, pace_s)
+    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGHUP, _exit)
+
+    with Server(serve_command(checkpoint, port, trace), port, log) as server:
+        try:
+            view.wait_for(server, checkpoint)
+            reader = StepReader(trace)
+            for number, question in enumerate(questions, start=1):
+                answer = Answer(question, f"demo-{number}", port)
+                view.show(answer, _steps_of(answer, reader, server))
+                if number == 1 and picture is not None:
+                    save_picture(picture, question, answer.first_canvas(), texts)
+                    view.say(f"Picture: {picture}")
+        finally:
+            view.say(f"\nStopping the server. Its log and the canvases stay in {folder}")
+
+
+def _exit(number: int, stack: FrameType | None) -> None:
+    """Leaves through the `with` blocks, so that the server is stopped."""
+    raise SystemExit(128 + number)
+
+
+@dataclass
+class Answer:
+    """One question, asked in a thread as soon as this is made."""
+
+    question: str
+    name: str
+    port: int
+    text: str = ""
+    num_tokens: int = 0
+    seconds: float = 0.0
+    error: Exception | None = None
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def is_mine(self, step: Step) -> bool:
+        # The server prefixes the name we send; the engine adds a random suffix.
+        return step.request_id.startswith(f"chatcmpl-{self.name}-")
+
+    def first_canvas(self) -> list[Step]:
+        """The steps until the first commit."""
+        last = next(i for i, step in enumerate(self.steps) if step.finished)
+        return self.steps[: last + 1]
+
+    def _ask(self) -> None:
+        try:
+            # trust_env: a proxy named in the environment has no business with our own server.
+            with openai.OpenAI(
+                base_url=f"http://{HOST}:{self.port}/v1",
+                api_key="unused",
+                max_retries=0,
+                http_client=openai.DefaultHttpxClient(trust_env=False),
+            ) as client:
+                model = client.models.list().data[0].id
+                start = time.monotonic()
+                stream = client.chat.completions.create(
+                    model=model,
+                    messages=[{"role": "user", "content": self.question}],
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    seed=0,  # the same canvases at every demo
+                    extra_headers={"X-Request-Id": self.name},
+                )
+                for chunk in stream:
+                    for choice in chunk.choices:
+                        self.text += choice.delta.content or ""
+                    if chunk.usage is not None:
+                        self.num_tokens = chunk.usage.completion_tokens
+                self.seconds = time.monotonic() - start
+        except Exception as error:  # a thread's exceptions reach nobody: the reader raises it
+            self.error = error
+
+
+def _steps_of(answer: Answer, reader: StepReader, server: Server) -> Iterator[Step]:
+    """The steps of `answer` as they are written, until its last one. They are kept in it, too.
+
+    Raises DemoError when the request fails or the server ends.
+    """
+    done = False
+    while not done:
+        done = answer.done  # before reading: all steps are written before the answer ends
+        for step in reader.read():
+            if answer.is_mine(step):
+                answer.steps.append(step)
+                yield step
+        if not done:
+            time.sleep(POLL_SECONDS)
+    if answer.error is not None:
+        server.check_alive()
+        raise DemoError(f"the server did not answer '{answer.question}': {answer.error}") from (
+            answer.error
+        )
+
+
+class View:
+    """Redraws in place on a terminal; prints plain lines into anything else."""
+
+    def __init__(self, console: Console, texts: drawing.TokenTexts, pace_s: float) -> None:
+        self._console = console
+        self._texts = texts
+        self._pace_s = pace_s
+        self._live = console.is_terminal and not console.is_dumb_terminal
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(text, "dim"), soft_wrap=True)
+
+    def wait_for(self, server: Server, checkpoint: Path) -> None:
+        """Shows the seconds, and what the server last logged, until it answers."""
+        self.say(f"Starting a server for {checkpoint} on port {server.port}. Log: {server.log}")
+        if self._live:
+            with self._console.status("") as status:
+
+                def waiting(seconds: float) -> None:
+                    last = "".join(server.last_log_lines(1))
+                    text = Text(f"{seconds:3.0f} s  {last}", no_wrap=True, overflow="ellipsis")
+                    status.update(text)
+
+                seconds = server.wait_until_ready(waiting)
+        else:
+            seconds = server.wait_until_ready(lambda seconds: None)
+        self.say(f"Ready after {seconds:.0f} s.")
+
+    def show(self, answer: Answer, steps: Iterator[Step]) -> None:
+        """Draws the steps as they come, then the answer."""
+        self._console.print()
+        self._console.print(Text(answer.question, "bold cyan"), soft_wrap=not self._live)
+        if self._live:
+            self._redraw(steps)
+        else:
+            block = 1
+            for step in steps:
+                self._console.print(Text(drawing.line(step, block, self._texts)), soft_wrap=True)
+                block += step.finished
+        self._console.print(Text(answer.text, "bold"), soft_wrap=not self._live)
+        num_canvases = len(committed_blocks(answer.steps))
+        num_steps = len(answer.steps)
+        self.say(
+            f"{num_steps} steps on {num_canvases} canvas{'es' * (num_canvases > 1)}, "
+            f"{answer.num_tokens} tokens in {answer.seconds:.2f} s: "
+            f"{answer.num_tokens / answer.seconds:.0f} tokens/s"
+        )
+
+    def _redraw(self, steps: Iterator[Step]) -> None:
+        """One frame a step, in the same place; every frame stays for `pace_s` at least."""
+        committed: list[list[int]] = []
+        with Live(console=self._console, auto_refresh=False) as live:
+            for step in steps:
+                drawn = drawing.frame(step, committed, self._texts, self._console.width)
+                live.update(drawn, refresh=True)
+                time.sleep(self._pace_s)
+                if step.finished:
+                    committed.append(step.best_guess)
