@@ -41,7 +41,7 @@ def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> l
         pytest.param({"async_scheduling": True}, id="async"),
         pytest.param({"async_scheduling": False, "max_num_batched_tokens": 80}, id="chunked"),
         pytest.param(
-            {"num_gpu_blocks_override": 40, "block_size": 32, "max_model_len": 512}, id="preempted"
+            {"num_gpu_blocks_override": 40, "block_size": 32, "max_model_len": 288}, id="preempted"
         ),
     ],
 )
