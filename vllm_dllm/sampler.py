@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import use_penalty
 
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.denoise import noise
@@ -30,6 +32,8 @@ from vllm_dllm.trace import CanvasTrace
 
 if TYPE_CHECKING:
     from vllm_dllm.model_state import DiffusionModelState
+
+logger = init_logger(__name__)
 
 MASKED_LOGIT = -1e20
 """Stands for an excluded token: probability 0, yet finite after any temperature."""
@@ -70,6 +74,10 @@ class DiffusionSampler:
     # --- requests ---------------------------------------------------------------------------
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
+        if use_penalty(sampling_params):
+            logger.warning_once(
+                "Diffusion models apply no frequency, presence or repetition penalty."
+            )
         options = RequestOptions.from_sampling_params(sampling_params)
         self.sampling_states.add_request(req_idx, sampling_params)
         num_steps = self.config.max_denoising_steps

@@ -1,6 +1,7 @@
 """The noise is a function of its keys alone, and looks random along each of them."""
 
 import torch
+
 from vllm_dllm.denoise import noise
 
 POSITIONS = torch.arange(256)[None]

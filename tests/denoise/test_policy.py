@@ -8,6 +8,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     LinearTemperatureScheduleLogitsProcessor,
     StableAndConfidentStoppingCriteria,
 )
+
 from vllm_dllm.config import DenoiseConfig
 from vllm_dllm.denoise.acceptance import accept_by_entropy_bound
 from vllm_dllm.denoise.convergence import NO_TOKEN, is_confident, is_stable, push_history
