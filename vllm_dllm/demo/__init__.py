@@ -39,6 +39,7 @@ QUESTIONS = (
 )
 """Of the tasks of `vllm_dllm.checkpoint.tasks`, all from their held-out side."""
 
+MOST_TOKENS = 256  # an answer that does not end would otherwise fill the whole context
 POLL_SECONDS = 0.02
 
 
@@ -134,6 +135,7 @@ class Answer:
                     messages=[{"role": "user", "content": self.question}],
                     stream=True,
                     stream_options={"include_usage": True},
+                    max_tokens=MOST_TOKENS,
                     seed=0,  # the same canvases at every demo
                     extra_headers={"X-Request-Id": self.name},
                 )
