@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from vllm_dllm import compat
+from vllm_dllm.cpu import norm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +27,7 @@ def is_needed() -> bool:
 def install() -> None:
     """Lets configurations of this process choose model runner v2. Repeatable."""
     if is_needed():
+        norm.register()
         compat.allow_v2_runner_without_triton(prepare)
 
 

@@ -1,0 +1,35 @@
+"""The C++ norm against vLLM's definition, on the layouts a Gemma4 layer hands it."""
+
+import pytest
+import torch
+from vllm import ir
+from vllm.platforms import current_platform
+
+from vllm_dllm.cpu import norm
+
+current_platform.import_kernels()
+norm.register()
+
+LAYOUTS = {
+    "rows": torch.randn(64, 128),
+    "one-row": torch.randn(1, 96),
+    "slice-of-qkv": torch.randn(64, 96)[:, 32:64].unflatten(-1, (1, 32)),
+    "transposed": torch.randn(3, 4, 32).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_the_definition(name: str, weighted: bool) -> None:
+    x = LAYOUTS[name]
+    weight = torch.rand(x.shape[-1]) if weighted else None
+    implementations = ir.ops.rms_norm.impls
+    ours = implementations[norm.PROVIDER]
+    assert ours.supports_args(x, weight, 1e-6)
+    expected = implementations["native"].impl_fn(x, weight, 1e-6)
+    assert torch.allclose(ours.impl_fn(x, weight, 1e-6), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_16_bit_types_are_left_to_the_definition() -> None:
+    x = LAYOUTS["rows"].bfloat16()
+    assert not ir.ops.rms_norm.impls[norm.PROVIDER].supports_args(x, None, 1e-6)

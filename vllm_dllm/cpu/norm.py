@@ -1,0 +1,33 @@
+"""RMS norm by vLLM's own C++ kernel, which vLLM uses on CPUs only where it compiles the model.
+
+Run op by op, a norm is six PyTorch kernels; a layer of Gemma4 has up to ten norms.
+"""
+
+import torch
+from torch import Tensor
+from vllm import ir
+
+PROVIDER = "vllm_dllm_cpu"
+
+
+def _supports(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    # In 16-bit types the kernel rounds once more than the definition does.
+    dtypes = {x.dtype} if weight is None else {x.dtype, weight.dtype}
+    return variance_size is None and dtypes == {torch.float32}
+
+
+def register() -> None:
+    """Offers the kernel to vLLM's norm layers under the name `PROVIDER`. Repeatable."""
+    if PROVIDER in ir.ops.rms_norm.impls:
+        return
+
+    @ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_supports)
+    def rms_norm(
+        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> Tensor:
+        x = x.contiguous()  # the kernel takes rows to be adjacent
+        output = torch.empty_like(x)
+        torch.ops._C.rms_norm(output, x, weight, epsilon)
+        return output
