@@ -1,0 +1,93 @@
+"""Drives an offline vLLM engine, ours or stock, with a fixed number of requests in flight."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bench.step_split import split_parts
+
+MAX_MODEL_LEN = 1024
+MAX_NUM_SEQS = 32
+
+
+class Engine:
+    """An fp32 engine of otherwise default settings, in vLLM's default process layout."""
+
+    def __init__(self, checkpoint: str, canvas_length: int, **options: Any) -> None:
+        from vllm import LLM
+
+        self.canvas_length = canvas_length
+        self.llm = LLM(
+            checkpoint,
+            dtype="float32",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=MAX_NUM_SEQS,
+            kv_cache_memory_bytes=1 << 30,
+            diffusion_config={"canvas_length": canvas_length},
+            # As `vllm serve` has it; the diffusion counters come with it.
+            disable_log_stats=False,
+            # Each prompt is sent once a round, so rounds after the first would skip prefills.
+            enable_prefix_caching=False,
+            worker_extension_cls="bench.step_split.StepSplit",
+            **options,
+        )
+        self._num_requests = 0
+
+    def handlers(self) -> Mapping[str, Callable[..., Any]]:
+        return {"run": self.run, "split": self.split}
+
+    def run(self, prompts: list[list[int]], batch: int, max_tokens: int) -> dict[str, Any]:
+        """Decodes `prompts`, at any time `batch` of them at once; a new one starts as soon as one
+        ends."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
+        engine = self.llm.llm_engine
+        outputs: list[list[int]] = [[] for _ in prompts]
+        counters = self._counters()
+        engine_steps = sent = finished = 0
+        indices: dict[str, int] = {}
+        started = time.perf_counter()
+        while finished < len(prompts):
+            while sent < len(prompts) and sent - finished < batch:
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                indices[request_id] = sent
+                engine.add_request(request_id, {"prompt_token_ids": prompts[sent]}, params)
+                sent += 1
+            engine_steps += 1
+            for output in engine.step():
+                if output.finished:
+                    outputs[indices[output.request_id]] = list(output.outputs[0].token_ids)
+                    finished += 1
+        seconds = time.perf_counter() - started
+        after = self._counters()
+        steps, committed = (
+            after[name] - counters[name]
+            for name in (
+                "vllm:diffusion_num_denoising_steps",
+                "vllm:diffusion_num_committed_tokens",
+            )
+        )
+        return {
+            "seconds": seconds,
+            "outputs": outputs,
+            "forwards": engine_steps,
+            # The counter counts a commit as a step, too.
+            "denoise_steps": steps - committed / self.canvas_length,
+        }
+
+    def split(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, float]]:
+        """The parts of every step, prompts decoded one at a time."""
+        self.llm.collective_rpc("start_split")
+        self.run(prompts, batch=1, max_tokens=max_tokens)
+        return [split_parts(step) for step in self.llm.collective_rpc("stop_split")[0]]
+
+    def _counters(self) -> dict[str, float]:
+        """vLLM's own diffusion counters."""
+        return {
+            metric.name: metric.value
+            for metric in self.llm.get_metrics()
+            if metric.name.startswith("vllm:diffusion")
+        }

@@ -1,0 +1,88 @@
+"""One measured system = one process, kept alive and asked for round after round.
+
+The parent writes a JSON line for each call and reads one back. The child answers on its own copy of
+stdout and sends everything else that is printed there to stderr, because engines are talkative.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+class SystemDied(RuntimeError):
+    """The child ended, or its handler raised."""
+
+
+class System:
+    """Parent's side: starts `python -m <module> ...` and calls its handlers."""
+
+    def __init__(self, module: str, arguments: list[str], log: Path) -> None:
+        self.module = module
+        self._log_path = log
+        self._log = log.open("w")
+        started = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,  # a process group of its own, for pause and resume
+        )
+        self.description: dict[str, Any] = self._read()
+        self.start_seconds = time.monotonic() - started
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"call": name, "arguments": arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def pause(self) -> None:
+        """Stops all processes of the system, so that an idle one takes nothing from the next."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """Ends the child: it leaves its loop when its input ends."""
+        assert self._process.stdin is not None
+        if self._process.poll() is None:
+            self.resume()
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.flush()
+            tail = "\n".join(self._log_path.read_text().splitlines()[-15:])
+            raise SystemDied(f"{self.module} ended; the end of {self._log_path}:\n{tail}")
+        return json.loads(line)
+
+
+def serve(start: Callable[[], tuple[Mapping[str, Any], Mapping[str, Callable[..., Any]]]]) -> None:
+    """Child's side: `start` gives a description of the system and its handlers by name."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    description, handlers = start()
+    answers.write(json.dumps(description) + "\n")
+    for line in sys.stdin:
+        request = json.loads(line)
+        answers.write(json.dumps(handlers[request["call"]](**request["arguments"])) + "\n")

@@ -1,0 +1,103 @@
+"""Baseline: transformers' `generate`, static batches, with the fastest setting found for it.
+
+The sequence of prompts is cut into batches; a batch ends when its slowest row does.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bench import system
+
+
+class Reference:
+    def __init__(
+        self, checkpoint: str, num_threads: int, attention: str, cache: str, experts: str
+    ) -> None:
+        import torch
+        from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
+
+        torch.set_num_threads(num_threads)
+        torch.manual_seed(0)
+        self.torch = torch
+        self.cache = cache
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self.model = DiffusionGemmaForBlockDiffusion.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation=attention
+        ).eval()
+        if experts:
+            self.model.set_experts_implementation(experts)
+        self._forwards = 0
+        self._count(self.model.model.encoder)
+        self._count(self.model.model.decoder)
+
+    def _count(self, module: Any) -> None:
+        def increment(*_: Any) -> None:
+            self._forwards += 1
+
+        module.register_forward_pre_hook(increment)
+
+    def run(self, prompts: list[list[int]], batch: int, max_tokens: int) -> dict[str, Any]:
+        """Decodes `prompts` in batches of `batch`, left-padded."""
+        torch = self.torch
+        eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        outputs: list[list[int]] = []
+        denoise_steps = 0.0
+        forwards = self._forwards
+        started = time.perf_counter()
+        with torch.inference_mode():
+            for first in range(0, len(prompts), batch):
+                rows = prompts[first : first + batch]
+                width = max(map(len, rows))
+                input_ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+                mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+                options: dict[str, Any] = {"attention_mask": mask} if batch > 1 else {}
+                if self.cache:
+                    options["cache_implementation"] = self.cache
+                result = self.model.generate(
+                    input_ids=input_ids, max_new_tokens=max_tokens, **options
+                )
+                new_tokens = result.sequences[:, width:]
+                for row in new_tokens.tolist():
+                    outputs.append(row[: row.index(eos) + 1] if eos in row else row)
+                num_tokens = (new_tokens != pad).sum(-1)
+                denoise_steps += float((num_tokens / result.tokens_per_forward).round().sum())
+        return {
+            "seconds": time.perf_counter() - started,
+            "outputs": outputs,
+            "forwards": self._forwards - forwards,
+            "denoise_steps": denoise_steps,
+        }
+
+    def handlers(self) -> dict[str, Callable[..., Any]]:
+        return {"run": self.run}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--canvas-length", type=int, help="the checkpoint's; taken from there")
+    parser.add_argument("--num-threads", type=int, default=2)
+    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--cache", default="", help="cache_implementation; static compiles")
+    parser.add_argument("--experts", default="", help="experts implementation")
+    args = parser.parse_args()
+
+    def start() -> tuple[dict[str, Any], Any]:
+        reference = Reference(
+            args.checkpoint, args.num_threads, args.attention, args.cache, args.experts
+        )
+        description = {
+            "system": "transformers generate",
+            "attention": args.attention,
+            "threads": args.num_threads,
+            "experts": reference.model.config.text_config._experts_implementation,
+        }
+        return description, reference.handlers()
+
+    system.serve(start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The bench's own rules, without any engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import harness, serving
+from bench.step_split import StepSplit, split_parts
+from bench.system import System, SystemDied
+
+
+def test_spread() -> None:
+    assert harness.spread([3.0, 1.0, 10.0]) == {
+        "median": 3.0,
+        "min": 1.0,
+        "max": 10.0,
+        "rounds": 3,
+    }
+    assert harness.spread([1.0, 2.0])["median"] == 1.5
+    with pytest.raises(ValueError, match="at least one"):
+        harness.spread([])
+
+
+def test_exact_match() -> None:
+    assert harness.exact_match(["a", "b", "c", ""], ["a", "b", "C", "d"]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference", "refused"),
+    [(0.95, 0.98, False), (0.94, 0.98, True), (1.0, 0.9, False), (float("nan"), 0.9, True)],
+    ids=["three points below", "four points below", "better", "not a number"],
+)
+def test_refuses_when_red(ours: float, reference: float, refused: bool) -> None:
+    if refused:
+        with pytest.raises(harness.Refused) as error:
+            harness.require_accuracy(ours, reference, max_points_below=3)
+        # A message as exit code: Python prints it and exits with status 1.
+        assert "No speed is reported" in str(error.value.code)
+    else:
+        harness.require_accuracy(ours, reference, max_points_below=3)
+
+
+def test_json_is_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = {"bench": "serving", "nested": {"a": [1, 2]}}
+    print("a table")
+    harness.publish(report, tmp_path / "new" / "serving.json")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
+    assert json.loads((tmp_path / "new" / "serving.json").read_text()) == report
+
+
+def test_machine_names_what_numbers_depend_on() -> None:
+    machine = harness.machine()
+    assert machine["cpu"] and machine["cores"] >= 1 and len(machine["commit"]) == 40
+    assert machine["versions"]["torch"]
+
+
+def test_measures() -> None:
+    run = {"outputs": [[5] * 64, [5] * 65], "seconds": 2.0, "forwards": 50, "denoise_steps": 30}
+    assert serving.measures(run, canvas_length=64) == {
+        "answer_tokens_per_second": 129 / 2,
+        "canvas_tokens_per_second": 3 * 64 / 2,  # the second answer took two canvases
+        "ms_per_forward": 40.0,
+        "steps_per_block": 10.0,
+    }
+
+
+def test_bars() -> None:
+    def at(rate: float) -> dict[str, object]:
+        return {"8": {"answer_tokens_per_second": {"median": rate}}}
+
+    results = {serving.OURS: at(100.0), serving.TRANSFORMERS: at(50.0), serving.STOCK: at(21.0)}
+    met = [bar["met"] for bar in serving.bars(results, outside_forward_ms=5.1)]
+    assert met == [True, False, False]
+
+
+def test_split_adds_up_to_the_step() -> None:
+    step = {"forward": 4.0, "logits": 0.5, "sample_tokens": 2.0, "execute_model": 5.0, "step": 8.0}
+    parts = split_parts(step)
+    assert sum(parts.values()) == pytest.approx(8.0)
+    assert parts["sample_ms"] == 1.5
+    assert parts["prepare_ms"] == 1.0
+    assert parts["schedule_and_messages_ms"] == 1.0
+
+
+def test_split_of_a_worker() -> None:
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    class Runner:
+        model = Model()
+
+    class Worker(StepSplit):
+        model_runner = Runner()
+
+        def execute_model(self) -> None:
+            self.model_runner.model(torch.zeros(1))
+
+        def sample_tokens(self) -> None:
+            self.model_runner.model.compute_logits(torch.zeros(1))
+
+    worker = Worker()
+    worker.start_split()
+    for _ in range(3):
+        worker.execute_model()
+        worker.sample_tokens()
+    steps = worker.stop_split()
+    assert len(steps) == 2  # the last one has no end
+    for step in steps:
+        parts = split_parts(step)
+        assert sum(parts.values()) == pytest.approx(step["step"])
+        assert all(part >= 0 for part in parts.values())
+    worker.execute_model()
+    assert len(worker._split_steps) == 3, "nothing is recorded after stop_split"
+
+
+CHILD = """
+from bench import system
+
+def start():
+    print("engine noise")
+    def double(value):
+        print("more noise")
+        return 2 * value
+    return {"system": "child"}, {"double": double}
+
+system.serve(start)
+"""
+
+
+def test_system_answers_over_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "noisy_child.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = System("noisy_child", [], tmp_path / "log")
+    assert child.description == {"system": "child"}
+    child.pause()
+    child.resume()
+    assert child.call("double", value=21) == 42
+    with pytest.raises(SystemDied, match="noisy_child ended"):
+        child.call("double", value=None)
+    child.close()
+    assert "noise" in (tmp_path / "log").read_text()
