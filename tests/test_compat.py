@@ -110,7 +110,8 @@ def parameters(function: Callable) -> list[str]:
     return [p.name for p in every if p.kind is not p.VAR_KEYWORD]
 
 
-BLOCK_SIZES = ("BLOCK_SIZE", "LOOKAHEAD_BLOCK", "TRITON_BLOCK_SIZE")  # of no use to native code
+# Of no use to native code.
+BLOCK_SIZES = ("BLOCK_SIZE", "LOOKAHEAD_BLOCK", "TOPK_BLOCK_SIZE", "TRITON_BLOCK_SIZE")
 
 
 @pytest.mark.parametrize("name", NATIVE_KERNELS)

@@ -50,6 +50,27 @@ def _interpret_triton_language() -> None:
             if isinstance(value, JITFunction):
                 stand_in = stand_ins.setdefault(id(value), InterpretedFunction(value.fn))
                 setattr(module, attribute, stand_in)
+    _accept_integer_masks()
+
+
+def _accept_integer_masks() -> None:
+    """Triton 3.9's interpreter keeps `(a < b) & (c < d)` as the integers of the comparison, and
+    then refuses it as a mask."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def as_bool(mask: Any) -> Any:
+        return TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        return load(self, ptrs, as_bool(mask), *rest)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return store(self, ptrs, value, as_bool(mask), *rest)
+
+    InterpreterBuilder.create_masked_load = masked_load
+    InterpreterBuilder.create_masked_store = masked_store
 
 
 def _no_barrier(*args: Any, **kwargs: Any) -> None:

@@ -5,7 +5,13 @@ A native kernel takes the grid and then the kernel's arguments.
 
 from collections.abc import Callable
 
-from vllm_dllm.cpu import kernels_block_table, kernels_buffers, kernels_input_batch
+from vllm_dllm.cpu import (
+    kernels_block_table,
+    kernels_buffers,
+    kernels_input_batch,
+    kernels_logprobs,
+    kernels_structured_outputs,
+)
 
 _RUNNER = "vllm.v1.worker.gpu"
 
@@ -29,5 +35,13 @@ NATIVE_KERNELS: dict[str, Callable[..., None]] = {
     f"{_RUNNER}.input_batch._prepare_pos_seq_lens_kernel": kernels_input_batch.prepare_pos_seq_lens,
     f"{_RUNNER}.input_batch._prepare_prefill_inputs_kernel": (
         kernels_input_batch.prepare_prefill_inputs
+    ),
+    f"{_RUNNER}.sample.logprob._ranks_kernel": kernels_logprobs.ranks,
+    f"{_RUNNER}.sample.logprob._topk_log_softmax_kernel": kernels_logprobs.topk_log_softmax,
+    f"{_RUNNER}.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": (
+        kernels_logprobs.prompt_logprobs_token_ids
+    ),
+    f"{_RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": (
+        kernels_structured_outputs.apply_grammar_bitmask
     ),
 }
