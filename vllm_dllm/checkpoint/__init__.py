@@ -1,1 +1,1 @@
-"""Small DiffusionGemma checkpoints: random ones for tests and the trained one this project ships."""
+"""Small DiffusionGemma checkpoints: random ones for tests, and the trained one we ship."""

@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905  (a block of words reads better than a list of strings)
 """The words that are single tokens of the shipped tokenizer, grouped by the task that uses them."""
 
 # Keys of look-up documents and items of lists.
@@ -33,9 +34,9 @@ CAPITALS = {
 
 # Everything else the prompts and answers are made of.
 FUNCTION_WORDS = """
-Add Count Good Hello Hi How JSON Look Reverse Sort The What Write am and can capital city color
-day for from has help how in is live many me morning my name number of old please
-size the times to up user model system value with write years you your
+Add Count Good Hello Hi How I JSON Please Reverse Sort The What Write You Your age am and are can
+capital city color day for from has help how in is live many me model morning my name number of
+old size system the times to up user value with write years you your
 """.split()
 
 # Joined punctuation, so that a JSON pair costs few tokens.

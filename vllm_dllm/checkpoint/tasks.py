@@ -1,0 +1,159 @@
+"""Tasks with exactly checkable answers, generated from a seed.
+
+    python -m vllm_dllm.checkpoint.tasks > checkpoints/held_out.jsonl
+
+A prompt belongs either to training or to the held-out set, decided by a hash of its text, so the
+two never share a prompt whatever the seeds are. Answers show their work where a small model needs
+it (sums digit by digit), and everything is laid out so that one position depends on few others.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_dllm.checkpoint.words import CAPITALS, NAMES, NOUNS
+
+HELD_OUT_SHARE = 16  # one prompt in this many is held out
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Example:
+    task: str
+    prompt: str
+    answer: str
+
+    @property
+    def held_out(self) -> bool:
+        digest = hashlib.sha256(self.prompt.encode()).digest()
+        return digest[0] % HELD_OUT_SHARE == 0
+
+    def messages(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.prompt}]
+
+
+def worked_sum(a: int, b: int, digits: int) -> str:
+    """`a + b`, one column after another from the lowest: "7+5+0=12, 4+8+1=13, = 132"."""
+    columns, carry = [], 0
+    for place in range(digits):
+        x, y = a // 10**place % 10, b // 10**place % 10
+        columns.append(f"{x}+{y}+{carry}={x + y + carry:02d}")
+        carry = (x + y + carry) // 10
+    return ", ".join(columns) + f", ={a + b:0{digits + 1}d}"
+
+
+def add(rng: random.Random) -> tuple[str, str]:
+    digits = rng.choice((2, 3))
+    a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
+    return f"Add {a} and {b}.", worked_sum(a, b, digits)
+
+
+def sort(rng: random.Random) -> tuple[str, str]:
+    letters = rng.sample(LETTERS, rng.randint(3, 10))
+    return f"Sort: {' '.join(letters)}", " ".join(sorted(letters))
+
+
+def reverse(rng: random.Random) -> tuple[str, str]:
+    words = rng.sample(NOUNS, rng.randint(3, 10))
+    return f"Reverse: {' '.join(words)}", " ".join(reversed(words))
+
+
+def count_up(rng: random.Random) -> tuple[str, str]:
+    """Counting from a to b; above 20 numbers the answer is longer than one canvas of 64."""
+    first = rng.randint(10, 90)
+    last = rng.randint(first + 2, min(99, first + 60))
+    return f"Count from {first} to {last}.", " ".join(map(str, range(first, last + 1)))
+
+
+def lookup(rng: random.Random) -> tuple[str, str]:
+    """Values of a JSON document; five tokens a pair, so 4 to 80 pairs are 20 to 400 tokens."""
+    num_pairs = int(4 * 20 ** rng.random())
+    keys = rng.sample(NOUNS, num_pairs)
+    document = {key: rng.randint(10, 99) for key in keys}
+    asked = rng.sample(keys, rng.randint(1, min(5, num_pairs)))
+    answer = ", ".join(f"{key}: {document[key]}" for key in asked)
+    return f"{json.dumps(document)} What is {', '.join(asked)}?", answer
+
+
+def write_json(rng: random.Random) -> tuple[str, str]:
+    fields: list[tuple[str, str | int]] = [
+        ("name", rng.choice(NAMES)),
+        ("age", rng.randint(10, 99)),
+        ("city", rng.choice(list(CAPITALS.values()))),
+    ]
+    keys = rng.sample(NOUNS, 2)
+    fields += [(keys[0], rng.randint(10, 99)), (keys[1], rng.choice(NOUNS))]
+    chosen = rng.sample(fields, rng.randint(1, 4))
+    listing = ", ".join(f"{key} {value}" for key, value in chosen)
+    return f"Write JSON with {listing}.", json.dumps(dict(chosen))
+
+
+def chat(rng: random.Random) -> tuple[str, str]:
+    name, old = rng.choice(NAMES), rng.randint(10, 99)
+    country, capital = rng.choice(list(CAPITALS.items()))
+    hello = rng.choice(["Hello", "Hi", "Good morning", "Good day"])
+    noun = rng.choice(NOUNS)
+    return rng.choice(
+        [
+            (f"{hello}! I am {name}.", f"{hello} {name}! How can I help you?"),
+            (f"{hello}! My name is {name}.", f"{hello} {name}! How can I help you?"),
+            (
+                f"{hello}! What is the capital of {country}?",
+                f"{hello}! The capital of {country} is {capital}.",
+            ),
+            (
+                f"I am {name}. I live in {capital}. What is my name?",
+                f"Your name is {name}.",
+            ),
+            (
+                f"I am {name}. I live in {capital}. What is my city?",
+                f"Your city is {capital}, the capital of {country}.",
+            ),
+            (f"I am {name}. I am {old} years old. How old am I?", f"You are {old} years old."),
+            (f"{hello}! Please write {noun}.", f"{noun}"),
+        ]
+    )
+
+
+TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
+    "add": add,
+    "sort": sort,
+    "reverse": reverse,
+    "count_up": count_up,
+    "lookup": lookup,
+    "write_json": write_json,
+    "chat": chat,
+}
+
+
+def generate(rng: random.Random, task: str, *, held_out: bool) -> Example:
+    """A random example of `task` from the training side or the held-out side."""
+    while True:
+        example = Example(task, *TASKS[task](rng))
+        if example.held_out == held_out:
+            return example
+
+
+def held_out_examples(per_task: int = 80, seed: int = 1) -> list[Example]:
+    """`per_task` different held-out prompts of every task."""
+    rng = random.Random(seed)
+    examples = []
+    for task in TASKS:
+        seen: dict[str, Example] = {}
+        while len(seen) < per_task:
+            example = generate(rng, task, held_out=True)
+            seen[example.prompt] = example
+        examples += seen.values()
+    return examples
+
+
+def main() -> None:
+    for example in held_out_examples():
+        row = {"task": example.task, "messages": example.messages(), "answer": example.answer}
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
