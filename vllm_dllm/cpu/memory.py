@@ -12,4 +12,4 @@ def int32_at(address: int, *shape: int) -> np.ndarray:
     """The int32 array of this shape that starts at `address`. The caller knows that it is alive;
     the view itself is nothing but an address and a length, so remembering it is harmless."""
     numbers = (ctypes.c_int32 * math.prod(shape)).from_address(address)
-    return np.frombuffer(numbers, dtype=np.int32).reshape(shape)
+    return np.frombuffer(memoryview(numbers).cast("B"), dtype=np.int32).reshape(shape)
