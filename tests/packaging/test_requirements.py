@@ -67,9 +67,3 @@ def test_cuda_extra_refuses_the_stand_in():
     (vllm,) = map(Requirement, extras["optional-dependencies"]["cuda"])
     assert vllm.specifier.contains("0.32.0")
     assert not vllm.specifier.contains("0.32.0+cpu")
-
-
-def test_plugin_loads():
-    """vLLM logs and swallows a plugin that cannot be imported, so import it here."""
-    (plugin,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="vllm_dllm")
-    plugin.load()
