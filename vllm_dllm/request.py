@@ -64,6 +64,7 @@ def check_sampling_params(params: SamplingParams) -> None:
         "logit_bias": None,
         "bad_words": None,
         "allowed_token_ids": None,
+        "prompt_logprobs": None,
     }
     given = {
         name: value

@@ -41,6 +41,7 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "logit_bias": ({"logit_bias": {"5": 1.0}}, "logit_bias"),
     "min_p": ({"extra_body": {"min_p": 0.1}}, "min_p"),
     "min_tokens": ({"extra_body": {"min_tokens": 4}}, "min_tokens"),
+    "prompt_logprobs": ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
     "response_format": ({"response_format": {"type": "json_object"}}, "tructured output"),
 }
 
