@@ -7,6 +7,7 @@ Prompts run in left-padded batches of similar length. The last line printed is J
 
 import argparse
 import json
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -32,6 +33,7 @@ def answer_rows(model, tokenizer, rows: list[dict], batch_size: int = 32) -> lis
     canvas_length = model.config.canvas_length
     answered: list[dict] = [{} for _ in rows]
     for start in range(0, len(order), batch_size):
+        print(f"{start} of {len(order)} prompts", file=sys.stderr, flush=True)
         chosen = order[start : start + batch_size]
         inputs = tokenizer(
             [prompts[i] for i in chosen],

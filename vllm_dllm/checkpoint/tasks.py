@@ -4,7 +4,7 @@
 
 A prompt belongs either to training or to the held-out set, decided by a hash of its text, so the
 two never share a prompt whatever the seeds are. Answers show their work where a small model needs
-it (sums digit by digit), and everything is laid out so that one position depends on few others.
+it (sums column by column), and everything is laid out so that one position depends on few others.
 """
 
 import hashlib
@@ -34,20 +34,13 @@ class Example:
         return [{"role": "user", "content": self.prompt}]
 
 
-def worked_sum(a: int, b: int, digits: int) -> str:
-    """`a + b`, one column after another from the lowest: "7+5+0=12, 4+8+1=13, = 132"."""
-    columns, carry = [], 0
-    for place in range(digits):
-        x, y = a // 10**place % 10, b // 10**place % 10
-        columns.append(f"{x}+{y}+{carry}={x + y + carry:02d}")
-        carry = (x + y + carry) // 10
-    return ", ".join(columns) + f", ={a + b:0{digits + 1}d}"
-
-
 def add(rng: random.Random) -> tuple[str, str]:
-    digits = rng.choice((2, 3))
-    a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
-    return f"Add {a} and {b}.", worked_sum(a, b, digits)
+    """A sum without carries, column by column from the left: "2+4=6, 3+1=4, =64"."""
+    columns = [(x, rng.randint(0, 9 - x)) for x in (rng.randint(1, 8) for _ in range(3))]
+    columns = columns[: rng.choice((2, 3))]
+    a, b = (int("".join(str(column[i]) for column in columns)) for i in range(2))
+    steps = ", ".join(f"{x}+{y}={x + y}" for x, y in columns)
+    return f"Add {a} and {b:0{len(columns)}d}.", f"{steps}, ={a + b}"
 
 
 def sort(rng: random.Random) -> tuple[str, str]:
@@ -67,14 +60,23 @@ def count_up(rng: random.Random) -> tuple[str, str]:
     return f"Count from {first} to {last}.", " ".join(map(str, range(first, last + 1)))
 
 
-def lookup(rng: random.Random) -> tuple[str, str]:
-    """Values of a JSON document; five tokens a pair, so 4 to 80 pairs are 20 to 400 tokens."""
-    num_pairs = int(4 * 20 ** rng.random())
+def _lookup(rng: random.Random, num_pairs: int) -> tuple[str, str]:
+    """Values of a JSON document of four tokens a pair."""
     keys = rng.sample(NOUNS, num_pairs)
-    document = {key: rng.randint(10, 99) for key in keys}
+    document = {key: rng.choice(NAMES) for key in keys}
     asked = rng.sample(keys, rng.randint(1, min(5, num_pairs)))
     answer = ", ".join(f"{key}: {document[key]}" for key in asked)
     return f"{json.dumps(document)} What is {', '.join(asked)}?", answer
+
+
+def lookup_short(rng: random.Random) -> tuple[str, str]:
+    """The look-up within the sliding window, from which a model learns the long one."""
+    return _lookup(rng, rng.randint(1, 8))
+
+
+def lookup(rng: random.Random) -> tuple[str, str]:
+    """Documents of 8 to 96 pairs: prompts of 1 to 12 sliding windows."""
+    return _lookup(rng, int(8 * 12 ** rng.random()))
 
 
 def write_json(rng: random.Random) -> tuple[str, str]:
@@ -122,6 +124,7 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
     "sort": sort,
     "reverse": reverse,
     "count_up": count_up,
+    "lookup_short": lookup_short,
     "lookup": lookup,
     "write_json": write_json,
     "chat": chat,
@@ -136,7 +139,7 @@ def generate(rng: random.Random, task: str, *, held_out: bool) -> Example:
             return example
 
 
-def held_out_examples(per_task: int = 80, seed: int = 1) -> list[Example]:
+def held_out_examples(per_task: int = 70, seed: int = 1) -> list[Example]:
     """`per_task` different held-out prompts of every task."""
     rng = random.Random(seed)
     examples = []

@@ -42,13 +42,14 @@ ARCHITECTURE = dict(
     canvas_length=64,
 )
 TASK_SHARES = {
-    "add": 1.0,
+    "add": 2.0,
     "sort": 1.0,
-    "reverse": 1.0,
+    "reverse": 0.5,
     "count_up": 1.0,
-    "lookup": 1.0,
-    "write_json": 1.0,
-    "chat": 1.0,
+    "lookup_short": 2.0,
+    "lookup": 2.0,
+    "write_json": 0.5,
+    "chat": 0.5,
 }
 FULL_NOISE_SHARE = 0.4  # canvases that start from pure noise, as every generation does
 LOAD_BALANCE_WEIGHT = 0.01
@@ -155,6 +156,9 @@ def train(rank: int, args: argparse.Namespace) -> None:
     config = build_config(vocab_size=len(tokenizer), **ARCHITECTURE)
     model = DiffusionGemmaForBlockDiffusion(config).float()
     initialize(model)
+    if args.init_from:
+        start_from = DiffusionGemmaForBlockDiffusion.from_pretrained(args.init_from)
+        model.load_state_dict(start_from.float().state_dict())
     model.model.encoder.vision_tower.requires_grad_(False)
     model.model.encoder.embed_vision.requires_grad_(False)
     model.to(args.device)
@@ -221,6 +225,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--init-from", type=Path, help="checkpoint to continue from")
     parser.add_argument("--minutes", type=float, default=80.0)
     parser.add_argument("--save-minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
