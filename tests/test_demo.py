@@ -228,6 +228,18 @@ def test_picture(tmp_path: Path) -> None:
     assert "cat dog·" in words
 
 
+def test_a_long_question_does_not_widen_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "canvas.svg"
+    picture.save(path, "Sort: " + "b a " * 200, steps(*RECORDED), TEXTS)
+    root = ElementTree.parse(path).getroot()
+    width = float(root.attrib["viewBox"].split()[2])
+    ends = [
+        float(text.attrib["x"]) + float(text.attrib["textLength"])
+        for text in root.iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert 0.9 * width < max(ends) < width
+
+
 def test_a_picture_shows_both_ends_of_many_steps() -> None:
     many = steps(*(RECORDED[0] | {"step": number} for number in range(1, 49)))
     numbers = [step.number for step in picture.spread(many, 28)]
@@ -250,10 +262,13 @@ def test_serve_command(tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
-    script = "import sys; print('no such option'); sys.exit(3)"
+    lines = ["(EngineCore) ValueError: no such file", *(f"frame {i}" for i in range(30)), "the end"]
+    script = f"import sys; print({chr(10).join(lines)!r}); sys.exit(3)"
     failing = server.Server([sys.executable, "-c", script], 1, tmp_path / "server.log")
-    with failing, pytest.raises(demo.DemoError, match=r"(?s)ended \(3\).*server\.log.*no such opt"):
+    with failing, pytest.raises(demo.DemoError, match=r"ended \(3\).*server\.log") as ended:
         failing.wait_until_ready(lambda seconds: None)
+    shown = str(ended.value).splitlines()[2:]
+    assert shown == [lines[0], "[...]", *lines[-12:]]
 
 
 def is_running(pid: int) -> bool:

@@ -28,9 +28,9 @@ from vllm_dllm.demo.steps import Step, StepReader, committed_blocks
 __all__ = ["QUESTIONS", "DemoError", "run"]
 
 QUESTIONS = (
+    "Sort: u r e o l p b s v g",
     "Write JSON with age 61, shoe 28, name Paul, city Tokyo.",
     "I am Will. I live in Santiago. What is my city?",
-    "Sort: u r e o l p b s v g",
     "Reverse: sand rose seed cherry eagle fox bridge cloud",
     '{"egg": 40, "onion": 42, "jar": 50, "lake": 92, "eagle": 35, "knife": 32, "cake": 31, '
     '"goat": 90, "bread": 83, "coat": 77, "camel": 24, "sock": 99, "bridge": 29, "tree": 35, '
@@ -184,13 +184,17 @@ class View:
 
     def wait_for(self, server: Server, checkpoint: Path) -> None:
         """Shows the seconds, and what the server last logged, until it answers."""
-        self.say(f"Starting a server for {checkpoint} on port {server.port}. Log: {server.log}")
+        self.say(f"Starting a server for {checkpoint} on port {server.port}.")
+        self.say(f"Log: {server.log}")
         if self._live:
             with self._console.status("") as status:
 
                 def waiting(seconds: float) -> None:
-                    last = "".join(server.last_log_lines(1))
-                    text = Text(f"{seconds:3.0f} s  {last}", no_wrap=True, overflow="ellipsis")
+                    text = Text(
+                        f"{seconds:3.0f} s  {server.last_log_line()}",
+                        no_wrap=True,
+                        overflow="ellipsis",
+                    )
                     status.update(text)
 
                 seconds = server.wait_until_ready(waiting)

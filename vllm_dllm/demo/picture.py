@@ -15,13 +15,19 @@ BAR_WIDTH = 90  # pixels, for the largest entropy in the picture
 CELL_WIDTH, LINE_HEIGHT, FONT_SIZE, MARGIN = 8.4, 19, 14, 18  # pixels
 COLORS = {drawing.ACCEPTED: "#7ee787", drawing.NOISE: "#6e7681", drawing.COMMITTED: "#ffffff"}
 QUESTION, LABEL, BAR, BACKGROUND = "#79c0ff", "#8b949e", "#d29922", "#0d1117"
-LEGEND = "green: accepted at this step    grey: noise, drawn anew    white: committed"
+LEGEND = "green: accepted   grey: noise   white: committed   bar: mean entropy, nats"
 
 
 def save(path: Path, question: str, steps: Sequence[Step], texts: drawing.TokenTexts) -> None:
     """Draws the steps of one canvas; of more than `MOST_ROWS`, that many evenly spread ones."""
     widths = [cell_len(texts[token]) for token in steps[-1].best_guess]
-    left, right = MARGIN + 9 * CELL_WIDTH, MARGIN + (11 + sum(widths)) * CELL_WIDTH
+    left = MARGIN + len("step 00  ") * CELL_WIDTH
+    right = left + (sum(widths) + 2) * CELL_WIDTH
+    width = right + BAR_WIDTH + 8 + len("0.000") * CELL_WIDTH + MARGIN
+    width = max(width, len(LEGEND) * CELL_WIDTH + 2 * MARGIN)
+    most_cells = int((width - 2 * MARGIN) / CELL_WIDTH)
+    if cell_len(question) > most_cells:
+        question = set_cell_size(question, most_cells - 1) + "…"
     max_entropy_nats = max(step.entropy_nats for step in steps)
     y: float = MARGIN + FONT_SIZE
     parts = [_text(MARGIN, y, question, QUESTION, "bold")]
@@ -34,9 +40,7 @@ def save(path: Path, question: str, steps: Sequence[Step], texts: drawing.TokenT
         parts.append(_text(right + BAR_WIDTH + 8, y, f"{step.entropy_nats:.3f}", LABEL))
         y += LINE_HEIGHT
     parts.append(_text(MARGIN, y + LINE_HEIGHT / 2, LEGEND, LABEL))
-    parts.append(_text(right, y + LINE_HEIGHT / 2, "mean entropy, nats", LABEL))
 
-    width = right + max(BAR_WIDTH + 8 + 5 * CELL_WIDTH, 18 * CELL_WIDTH) + MARGIN
     height = y + LINE_HEIGHT / 2 + MARGIN
     header = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '

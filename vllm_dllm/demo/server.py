@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from vllm_dllm.demo.errors import DemoError
 
 HOST = "127.0.0.1"
 STOP_SECONDS = 20  # after this long, a server that was asked to stop is killed
+FIRST_ERRORS, LAST_LINES = 3, 12  # lines of its log to show when it ends
 
 
 def serve_command(checkpoint: Path, port: int, trace: Path) -> list[str]:
@@ -25,6 +27,7 @@ def serve_command(checkpoint: Path, port: int, trace: Path) -> list[str]:
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)),
         *("--host", HOST, "--port", str(port)),
         *("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "1G"),
+        "--enforce-eager",  # compiling takes longer than the whole demo
         *("--additional-config", json.dumps({"vllm_dllm": {"trace_path": str(trace)}})),
     ]
 
@@ -117,13 +120,17 @@ class Server:
         status = self._process.poll()
         if status is not None:
             ended = f"was killed by signal {-status}" if status < 0 else f"ended ({status})"
-            raise DemoError(
-                f"the server {ended}. The last lines of its log, {self.log}:\n\n"
-                + "\n".join(self.last_log_lines(25))
-            )
+            raise DemoError(f"the server {ended}. From its log, {self.log}:\n\n{self._excerpt()}")
 
-    def last_log_lines(self, count: int) -> list[str]:
-        return self.log.read_text(errors="replace").splitlines()[-count:]
+    def _excerpt(self) -> str:
+        """The first errors of the log, and its end: vLLM names the cause well before the end."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        before, end = lines[:-LAST_LINES], lines[-LAST_LINES:]
+        errors = [line for line in before if re.search(r"\b\w+(Error|Exception): ", line)]
+        return "\n".join([*errors[:FIRST_ERRORS], *(["[...]"] if before else []), *end])
+
+    def last_log_line(self) -> str:
+        return "".join(self.log.read_text(errors="replace").splitlines()[-1:])
 
     def _is_healthy(self) -> bool:
         # Not urllib: it would ask a proxy, if the environment names one.
