@@ -32,9 +32,9 @@ QUESTIONS = (
     "Write JSON with age 61, shoe 28, name Paul, city Tokyo.",
     "I am Will. I live in Santiago. What is my city?",
     "Reverse: sand rose seed cherry eagle fox bridge cloud",
-    '{"egg": 40, "onion": 42, "jar": 50, "lake": 92, "eagle": 35, "knife": 32, "cake": 31, '
-    '"goat": 90, "bread": 83, "coat": 77, "camel": 24, "sock": 99, "bridge": 29, "tree": 35, '
-    '"table": 53, "milk": 91} What is goat, onion, camel?',
+    '{"eagle": "Iris", "bone": "Hugo", "sheep": "Paul", "cat": "Ben", "sock": "Hugo", '
+    '"goat": "Paul", "bear": "Iris", "key": "Emma", "leaf": "Zoe", "map": "Jack"} '
+    "What is key, map, bone?",
     "Count from 33 to 62.",
 )
 """Of the tasks of `vllm_dllm.checkpoint.tasks`, all from their held-out side."""
