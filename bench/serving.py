@@ -24,6 +24,12 @@ MODULES = {
     TRANSFORMERS: "bench.transformers_generate",
     STOCK: "bench.stock_vllm",
 }
+# The fastest setting of each; bench/LOG.md has the others.
+OPTIONS: dict[str, list[str]] = {
+    OURS: ["--enforce-eager"],
+    TRANSFORMERS: [],
+    STOCK: ["--enforce-eager"],
+}
 MAX_TOKENS = 128
 MAX_POINTS_BELOW = 3.0
 PROMPTS_BY_BATCH = {1: 28, 8: 56, 32: 112}  # multiples of the seven tasks
@@ -156,7 +162,7 @@ def main() -> None:
         for name in names:
             systems[name] = System(
                 MODULES[name],
-                [str(args.checkpoint), "--canvas-length", str(canvas_length)],
+                [str(args.checkpoint), "--canvas-length", str(canvas_length), *OPTIONS[name]],
                 logs / f"{MODULES[name]}.log",
             )
             stack.callback(systems[name].close)

@@ -164,3 +164,14 @@ def test_unreadable_file_is_reported_with_its_place(
 
     with pytest.raises(ValueError, match=f"after {first[0]}: file not fully covered"):
         model.load_weights(truncated())
+
+
+def test_missing_weight_is_named(tiny: tuple[ServedModel, dict[str, torch.Tensor]]) -> None:
+    model, state_dict = tiny
+    part = {
+        name: weight
+        for name, weight in state_dict.items()
+        if not name.endswith("layers.1.mlp.down_proj.weight")
+    }
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
+        model.load_weights(iter(part.items()))

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,9 @@ def training_batches(
             pool.append(rng.choice(encode_example(tokenizer, example, canvas_length)))
         # Noise on the sort key mixes the tasks whose prompts are equally short.
         pool.sort(key=lambda row: len(row[0]) + rng.uniform(0, 24))
-        batches, rows, longest = [], [], 0
+        batches: list[Any] = []
+        rows: list[Any] = []
+        longest = 0
         for row in pool:
             longest = max(longest, len(row[0]))
             size = (len(rows) + 1) * (longest + canvases_per_prefix * canvas_length)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
+from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -22,7 +22,12 @@ def read_rows(path: Path) -> list[dict]:
 
 
 @torch.no_grad()
-def answer_rows(model, tokenizer, rows: list[dict], batch_size: int = 32) -> list[dict]:
+def answer_rows(
+    model: DiffusionGemmaForBlockDiffusion,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict],
+    batch_size: int = 32,
+) -> list[dict]:
     """Adds "output", "blocks" (canvases up to EOS) and "steps" (denoising steps) to each row."""
     prompts = [
         tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)

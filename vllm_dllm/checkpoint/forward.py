@@ -114,7 +114,9 @@ class TrainingForward:
             table[kind] = (angles.cos(), angles.sin())
         return table
 
-    def _qkv(self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor):
+    def _qkv(
+        self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [B, heads, length, head_dim]."""
         attn = layer.self_attn
         ops = self.ops

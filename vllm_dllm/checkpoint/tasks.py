@@ -142,7 +142,7 @@ def generate(rng: random.Random, task: str, *, held_out: bool) -> Example:
 def held_out_examples(per_task: int = 70, seed: int = 1) -> list[Example]:
     """`per_task` different held-out prompts of every task."""
     rng = random.Random(seed)
-    examples = []
+    examples: list[Example] = []
     for task in TASKS:
         seen: dict[str, Example] = {}
         while len(seen) < per_task:

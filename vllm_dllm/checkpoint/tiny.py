@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import DiffusionGemmaForBlockDiffusion
+from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
 
 from vllm_dllm.checkpoint.architecture import build_config, build_generation_config
 from vllm_dllm.checkpoint.tokenizer import build_tokenizer
@@ -97,7 +97,13 @@ def make_tiny_checkpoint(
     return path
 
 
-def save_checkpoint(model, tokenizer, path: Path, *, vision: bool = True) -> None:
+def save_checkpoint(
+    model: DiffusionGemmaForBlockDiffusion,
+    tokenizer: PreTrainedTokenizerFast,
+    path: Path,
+    *,
+    vision: bool = True,
+) -> None:
     """Writes config, generation config, weights (tied ones once) and tokenizer to `path`."""
     state_dict = model.state_dict()
     if not vision:

@@ -11,12 +11,13 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DiffusionGemmaForBlockDiffusion
+from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
 
 from vllm_dllm.checkpoint.architecture import build_config, build_generation_config
 from vllm_dllm.checkpoint.batches import Batch, training_batches
@@ -26,7 +27,7 @@ from vllm_dllm.checkpoint.tiny import save_checkpoint
 from vllm_dllm.checkpoint.tokenizer import build_tokenizer
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-ARCHITECTURE = dict(
+ARCHITECTURE: dict[str, Any] = dict(
     hidden_size=128,
     intermediate_size=256,
     layer_types=[SLIDING, SLIDING, FULL, SLIDING, FULL],
@@ -120,7 +121,9 @@ def initialize(model: DiffusionGemmaForBlockDiffusion) -> None:
             parameter.normal_(0.0, std)
 
 
-def save(model: DiffusionGemmaForBlockDiffusion, tokenizer, path: Path) -> None:
+def save(
+    model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast, path: Path
+) -> None:
     """Writes a bf16 copy; `model` keeps training in fp32."""
     copy = DiffusionGemmaForBlockDiffusion(model.config)
     copy.load_state_dict(model.state_dict())

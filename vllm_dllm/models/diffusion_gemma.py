@@ -57,6 +57,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         # not say so; without the flag Gemma4Model would leave their value projection unset.
         text_config.attention_k_eq_v = True
         self.config = text_config
+        self.is_quantized = vllm_config.quant_config is not None
 
         with use_window_rules():
             self.model = Gemma4Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
@@ -115,7 +116,11 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             mapper = mapper | WeightsMapper(orig_to_new_prefix={"lm_head.": None})
         reader = _WeightReader(weights)
         try:
-            return AutoWeightsLoader(self).load_weights(reader, mapper=mapper)
+            loaded = AutoWeightsLoader(self).load_weights(reader, mapper=mapper)
+            missing = {name for name, _ in self.named_parameters()} - loaded
+            if missing and not self.is_quantized:
+                raise ValueError(f"no weights for {sorted(missing)}")
+            return loaded
         except Exception as error:
             raise ValueError(
                 f"Cannot load the checkpoint: {reader.position}: {error}. Expected the weights "
