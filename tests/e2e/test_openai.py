@@ -91,20 +91,6 @@ def test_logprobs_of_neighbours_with_different_widths(server: Server) -> None:
         assert all(len(e.top_logprobs) == width for e in answer.choices[0].logprobs.content)
 
 
-def test_seed_decides_the_answer_whoever_shares_the_batch(server: Server) -> None:
-    # Two steps leave the canvas undecided, so that what it holds depends on the noise.
-    extra = {"ignore_eos": True, "vllm_xargs": {"diffusion_max_steps": 2}}
-
-    def ask(seed: int) -> list[int]:
-        return read_canvas(server, seed=seed, max_tokens=CANVAS, extra_body=extra)
-
-    alone = [ask(seed) for seed in range(6)]
-    with ThreadPoolExecutor(12) as pool:
-        together = list(pool.map(ask, [*range(6), *range(100, 106)]))[:6]
-    assert together == alone
-    assert len(set(map(tuple, alone))) > 1
-
-
 def test_read_only_emits_exactly_the_canvas(server: Server) -> None:
     xargs = {"diffusion_read_only": 1, "diffusion_max_steps": 2}
     tokens = read_canvas(server, max_tokens=500, extra_body={"vllm_xargs": xargs})

