@@ -72,8 +72,8 @@ def test_random_model(engine: Callable[..., Engine], tiny: Callable[[int], Path]
 
 
 def test_trained_checkpoint(engine: Callable[..., Engine]) -> None:
-    """At least 200 blocks that converge on their own, of the tasks the checkpoint has learnt. On the
-    others it is as chaotic as a random model."""
+    """At least 200 blocks that converge on their own, of the tasks the checkpoint has learnt; on
+    the others it is as chaotic as a random model."""
     served = engine(TRAINED)
     model = reference.load(TRAINED)
     tokenizer = served.llm.get_tokenizer()
