@@ -24,7 +24,7 @@ MODULES = {
     TRANSFORMERS: "bench.transformers_generate",
     STOCK: "bench.stock_vllm",
 }
-# The fastest setting of each; bench/LOG.md has the others.
+# Engines start as `make serve` starts them; other settings have not been compared (bench/LOG.md).
 OPTIONS: dict[str, list[str]] = {
     OURS: ["--enforce-eager"],
     TRANSFORMERS: [],
