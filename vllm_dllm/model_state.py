@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata,
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_dllm.attention import takes_window_rules
+from vllm_dllm.attention import WindowRules, takes_window_rules
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.sampler import DiffusionSampler
@@ -139,17 +139,19 @@ class DiffusionModelState(ModelState):
             kv_cache_config=kv_cache_config,
             for_cudagraph_capture=for_capture,
             causal=self._causal[:num_reqs],
-            model_specific_attn_metadata=_WindowRules(self.slots.symmetric_window[slots]),
+            model_specific_attn_metadata=_AttnExtras(
+                WindowRules(self.slots.symmetric_window[slots])
+            ),
         )
 
 
-class _WindowRules(ModelSpecificAttnMetadata):
-    """Hands each request's window rule to the metadata builders that take one."""
+class _AttnExtras(ModelSpecificAttnMetadata):
+    """Hands the requests' window rules to the metadata builders that take them."""
 
-    def __init__(self, symmetric_window: torch.Tensor) -> None:  # [num_reqs] int32
-        self.symmetric_window = symmetric_window
+    def __init__(self, window_rules: WindowRules) -> None:
+        self.window_rules = window_rules
 
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
         if takes_window_rules(attn_metadata_builder):
-            return {"symmetric_window": self.symmetric_window}
+            return {"window_rules": self.window_rules}
         return {}

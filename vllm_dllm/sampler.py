@@ -60,6 +60,7 @@ class DiffusionSampler:
 
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
+        self._has_staged_writes = True
         self.report_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
 
         self._widths = np.zeros(state.max_num_reqs, dtype=np.int64)  # host copy of slots.width
@@ -80,6 +81,7 @@ class DiffusionSampler:
             )
         options = RequestOptions.from_sampling_params(sampling_params)
         self.sampling_states.add_request(req_idx, sampling_params)
+        self._has_staged_writes = True
         num_steps = self.config.max_denoising_steps
         if options.max_steps is not None:
             num_steps = min(options.max_steps, num_steps)
@@ -116,7 +118,9 @@ class DiffusionSampler:
         self._read_only.discard(slot)
 
     def apply_staged_writes(self) -> None:
-        self.sampling_states.apply_staged_writes()
+        if self._has_staged_writes:
+            self.sampling_states.apply_staged_writes()
+            self._has_staged_writes = False
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -188,7 +192,6 @@ class DiffusionSampler:
         the log-probabilities of the emitted tokens."""
         slots, idx = self.slots, batch.slots
         starts = input_batch.seq_lens[batch.requests] - batch.lengths
-        positions = starts[:, None] + torch.arange(self.canvas_length, device=logits.device)
         seeds, steps_done = slots.seeds[idx], slots.steps_done[idx]
         num_steps, pinned = slots.num_steps[idx], slots.pinned[idx]
         denoising = slots.is_causal[idx] == 0
@@ -198,14 +201,20 @@ class DiffusionSampler:
         logits = self._filter(logits, batch)
         step_temperature = temperature(steps_done, num_steps, self.config.t_min, self.config.t_max)
         row_temperature = batch.by_row(step_temperature)[:, None]
-        draw = noise.uniform(seeds, positions, steps_done, noise.CANDIDATE)
-        by_row, soft_rows = self._read_rows(logits, row_temperature, batch.flatten(draw))
+        drawn = noise.step_noise(
+            seeds,
+            self._positions(starts),
+            steps_done,
+            self._positions(starts + batch.lengths),
+            self.vocab_size,
+        )
+        by_row, soft_rows = self._read_rows(logits, row_temperature, batch.flatten(drawn.candidate))
         stats = RowStats(*(batch.unflatten(column) for column in by_row))
         outcome = denoise_step(
             stats,
             batch.valid,
             CanvasState(slots.history[idx], steps_done, num_steps),
-            noise.uniform_tokens(seeds, positions, steps_done, noise.RENOISE, self.vocab_size),
+            drawn.renoise,
             self.config,
         )
 
@@ -220,8 +229,7 @@ class DiffusionSampler:
 
         canvas = torch.where(pinned, slots.first_canvas[idx], outcome.canvas)
         canvas = torch.where(finished[:, None], best_guess, canvas)
-        next_block = self._fresh_canvas(seeds, starts + batch.lengths)
-        canvas = torch.where(denoising[:, None], canvas, next_block)
+        canvas = torch.where(denoising[:, None], canvas, drawn.next_canvas)
         self._store(batch, denoising, outcome, canvas, best_guess)
         slots.is_causal[idx] = (finished & ~read_only).int()
 
@@ -247,7 +255,10 @@ class DiffusionSampler:
         for start in range(0, len(logits), tile_rows):
             rows = slice(start, start + tile_rows)
             scaled = logits[rows] / row_temperature[rows]
-            tiles.append((*row_stats(scaled, draw[rows]), self._expected_embeds(scaled)))
+            probs = scaled.softmax(dim=-1)
+            tiles.append(
+                (*row_stats(scaled, probs, draw[rows]), self._expected_embeds(scaled, probs))
+            )
         best_guess, candidate, entropy, soft = (
             columns[0] if len(tiles) == 1 else torch.cat(columns)
             for columns in zip(*tiles, strict=True)
@@ -272,10 +283,17 @@ class DiffusionSampler:
 
     def _fresh_canvas(self, seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """Random tokens [n, C] for canvases that begin at absolute positions `starts` [n]."""
-        positions = starts[:, None] + torch.arange(self.canvas_length, device=starts.device)
         return noise.uniform_tokens(
-            seeds, positions, torch.zeros_like(starts), noise.INITIAL, self.vocab_size
+            seeds,
+            self._positions(starts),
+            torch.zeros_like(starts),
+            noise.INITIAL,
+            self.vocab_size,
         )
+
+    def _positions(self, starts: torch.Tensor) -> torch.Tensor:
+        """Absolute positions [n, C] of canvases that begin at `starts` [n]."""
+        return starts[:, None] + torch.arange(self.canvas_length, device=starts.device)
 
     def _filter(self, logits: torch.Tensor, batch: CanvasBatch) -> torch.Tensor:
         """Excludes tokens by top_k, top_p and the allowed sets of constrained requests."""
@@ -291,14 +309,15 @@ class DiffusionSampler:
             logits, batch.by_row(batch.slots), batch.slots_np
         )
 
-    def _expected_embeds(self, scaled: torch.Tensor) -> torch.Tensor:
+    def _expected_embeds(self, scaled: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """`softmax(scaled) @ E * sqrt(H)` [rows, H], the next step's self-conditioning input.
 
         The reference rounds the logits to the model's type, takes the softmax in fp32 and rounds
         again. The vocabulary may be sharded over the tensor-parallel ranks.
         """
         weight = self.embed_tokens.weight
-        probs = scaled.to(weight.dtype).softmax(dim=-1, dtype=torch.float32)
+        if weight.dtype != scaled.dtype:
+            probs = scaled.to(weight.dtype).softmax(dim=-1, dtype=torch.float32)
         shard = self.embed_tokens.shard_indices
         first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
         expected = torch.matmul(probs[:, first:end].to(weight.dtype), weight[: end - first])

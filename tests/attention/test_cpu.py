@@ -9,7 +9,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from attention_kernels import reference
-from vllm_dllm.attention.cpu import CanvasKeys, _check_cache_layout, attend_canvases
+from vllm_dllm.attention.cpu import CanvasKeys, CanvasLayout, _check_cache_layout, attend_canvases
 
 current_platform.import_kernels()
 
@@ -31,14 +31,14 @@ SHAPES = {
 def test_reference_rule(name: str, window: int, dtype: torch.dtype) -> None:
     case = PagedCase(SHAPES[name], dtype)
     selected = np.flatnonzero(case.causal.numpy() == 0)
-    keys = CanvasKeys.build(
+    layout = CanvasLayout.build(
         selected,
         case.query_start_loc.numpy(),
         case.seq_lens.numpy(),
-        case.block_table.numpy(),
         BLOCK,
         window_left=window - 1,
     )
+    keys = CanvasKeys.build(layout, case.block_table.numpy())
     output = torch.full_like(case.query, torch.nan)
     attend_canvases(case.query, case.kv_cache, keys, 0.3, output)
     expected = case.reference(window_left=window - 1)
@@ -53,7 +53,7 @@ def test_reference_rule(name: str, window: int, dtype: torch.dtype) -> None:
         error.square().mean((1, 2)).sqrt() / expected[canvas_rows].square().mean((1, 2)).sqrt()
     )
     assert rms_ratio.max() < {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    assert keys.only_canvases == all(canvas for _, _, canvas in SHAPES[name])
+    assert layout.only_canvases == all(canvas for _, _, canvas in SHAPES[name])
 
 
 @pytest.mark.parametrize("window", [24, 64, 1000])

@@ -39,3 +39,14 @@ def test_tokens_cover_the_vocabulary() -> None:
     tokens = noise.uniform_tokens(seeds, POSITIONS.expand(40, -1), torch.zeros(40), 2, 100)
     assert tokens.dtype == torch.int64
     assert sorted(tokens.unique().tolist()) == list(range(100))
+
+
+def test_step_noise_is_the_three_streams() -> None:
+    seeds, steps = torch.tensor([3, -9]), torch.tensor([0, 7])
+    here, following = POSITIONS.expand(2, -1) + 1000, POSITIONS.expand(2, -1) + 1256
+    drawn = noise.step_noise(seeds, here, steps, following, 100)
+    assert torch.equal(drawn.candidate, noise.uniform(seeds, here, steps, noise.CANDIDATE))
+    renoise = noise.uniform_tokens(seeds, here, steps, noise.RENOISE, 100)
+    assert torch.equal(drawn.renoise, renoise)
+    first = noise.uniform_tokens(seeds, following, torch.zeros(2), noise.INITIAL, 100)
+    assert torch.equal(drawn.next_canvas, first)

@@ -24,6 +24,10 @@ def random_logits(seed: int, sharpness: float = 4.0) -> torch.Tensor:
     return sharpness * torch.randn(N, C, V, generator=generator)
 
 
+def stats_of(logits: torch.Tensor, uniform: torch.Tensor) -> RowStats:
+    return row_stats(logits, logits.softmax(-1), uniform)
+
+
 @pytest.mark.parametrize("num_steps", [1, 16, 48])
 def test_temperature_is_the_reference_schedule(num_steps: int) -> None:
     reference = LinearTemperatureScheduleLogitsProcessor(0.4, 0.8, num_steps)
@@ -47,7 +51,7 @@ def test_acceptance_is_the_reference(bound: float, sharpness: float) -> None:
     logits = random_logits(1, sharpness)
     canvas = torch.zeros(N, C, dtype=torch.long)
     reference.accept_canvas(canvas, canvas, logits, 1)
-    stats = row_stats(logits.view(-1, V), torch.full((N * C,), 0.5))
+    stats = stats_of(logits.view(-1, V), torch.full((N * C,), 0.5))
     accepted = accept_by_entropy_bound(stats.entropy_nats.view(N, C), bound)
     assert torch.equal(accepted, reference.accepted_token_mask)
     assert accepted.any(dim=-1).all(), "at least one position is always accepted"
@@ -72,7 +76,7 @@ def test_convergence_is_the_reference(stability: int) -> None:
     for step in range(6):
         logits = base * (1.0 + 2.0 * step)
         logits[step % N, 0, step] += 1e4 * (step < 3)  # one canvas a step changes its mind
-        stats = row_stats(logits.view(-1, V), torch.zeros(N * C))
+        stats = stats_of(logits.view(-1, V), torch.zeros(N * C))
         best_guess, entropy = stats.best_guess.view(N, C), stats.entropy_nats.view(N, C)
         ours = is_stable(best_guess, history, valid) & is_confident(entropy, valid, confidence)
         history = push_history(history, best_guess)
@@ -96,7 +100,7 @@ def test_candidates_follow_the_distribution() -> None:
     probs = torch.tensor([0.5, 0.25, 0.125, 0.0, 0.125])
     draws = 40_000
     uniform = (torch.arange(draws) + 0.5) / draws
-    stats = row_stats(probs.log().expand(draws, -1), uniform)
+    stats = stats_of(probs.log().expand(draws, -1), uniform)
     counts = torch.bincount(stats.candidate, minlength=5) / draws
     assert torch.allclose(counts, probs, atol=1e-4)
     entropy = torch.distributions.Categorical(probs).entropy()
@@ -108,8 +112,8 @@ def test_excluded_tokens_are_never_candidates(edge: float) -> None:
     logits = torch.full((1, 7), -torch.inf)
     logits[0, [2, 4]] = torch.tensor([1.0, 3.0])
     uniform = torch.tensor([edge], dtype=torch.float64)
-    assert row_stats(logits, uniform).candidate.item() in (2, 4)
-    assert torch.isfinite(row_stats(logits, uniform).entropy_nats).all()
+    assert stats_of(logits, uniform).candidate.item() in (2, 4)
+    assert torch.isfinite(stats_of(logits, uniform).entropy_nats).all()
 
 
 def test_step_replaces_what_it_does_not_accept_and_stops_at_the_cap() -> None:

@@ -2,13 +2,24 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_dllm import compat
 
 logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class WindowRules:
+    """What a step's metadata builders need beside vLLM's own arguments."""
+
+    symmetric: torch.Tensor | None = None  # [num_reqs] int32, 1 = symmetric rule, 0 = reference
+    shared: dict[Any, Any] = field(default_factory=dict)  # what one KV cache group leaves the next
 
 
 @contextmanager
@@ -31,5 +42,5 @@ def use_window_rules() -> Iterator[None]:
 
 
 def takes_window_rules(metadata_builder: object) -> bool:
-    """Whether `metadata_builder.build` takes `symmetric_window`, each request's window rule."""
+    """Whether `metadata_builder.build` takes `window_rules`, a `WindowRules`."""
     return getattr(metadata_builder, "takes_window_rules", False)

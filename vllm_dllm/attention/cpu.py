@@ -20,30 +20,33 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_dllm.attention import WindowRules
+
 
 @dataclass(frozen=True)
-class CanvasKeys:
-    """Where the n reference-rule canvases of a batch find their queries and keys.
+class CanvasLayout:
+    """Where the n reference-rule canvases of a batch find their queries and keys, by position: the
+    same for all layers with one window and block size.
 
     Q = longest canvas (tokens), B = most cache blocks any canvas sees.
     """
 
+    selected: np.ndarray  # [n] int64, the canvases' indices in the batch
+    block_columns: np.ndarray  # [n, B] int64, their columns of the block table
     rows: torch.Tensor  # [n, Q] int64, query row of each canvas position (clamped past its end)
     valid_rows: torch.Tensor  # [n * Q] int64, entries of `rows` that are real canvas positions
-    blocks: torch.Tensor  # [n, B] int64, cache blocks that hold the visible keys
     bias: torch.Tensor  # [n, 1, 1, B * block_size] fp32, 0 for a visible key, else -inf
     only_canvases: bool  # no other request is in the batch
 
     @classmethod
     def build(
         cls,
-        selected: np.ndarray,  # [n] int, the canvases' indices in the batch
+        selected: np.ndarray,  # [n] int64
         query_start_loc: np.ndarray,  # [num_reqs + 1]
         seq_lens: np.ndarray,  # [num_reqs]
-        block_table: np.ndarray,  # [num_reqs, max_blocks]
         block_size: int,
         window_left: int,  # tokens of context a canvas sees
-    ) -> "CanvasKeys":
+    ) -> "CanvasLayout":
         starts = query_start_loc[selected]
         query_lens = query_start_loc[selected + 1] - starts
         ends = seq_lens[selected]
@@ -56,19 +59,34 @@ class CanvasKeys:
         first_blocks = first_keys // block_size
         num_blocks = (ends - 1) // block_size - first_blocks + 1
         block_steps = np.arange(num_blocks.max())
-        columns = first_blocks[:, None] + np.minimum(block_steps, num_blocks[:, None] - 1)
-        blocks = block_table[selected[:, None], columns]
-
         key_pos = first_blocks[:, None] * block_size + np.arange(len(block_steps) * block_size)
         seen = (key_pos >= first_keys[:, None]) & (key_pos < ends[:, None])
         bias = np.where(seen, np.float32(0), np.float32(-np.inf))
         return cls(
+            selected=selected,
+            block_columns=first_blocks[:, None] + np.minimum(block_steps, num_blocks[:, None] - 1),
             rows=torch.from_numpy(rows.astype(np.int64)),
             valid_rows=torch.from_numpy(np.flatnonzero(real)),
-            blocks=torch.from_numpy(blocks.astype(np.int64)),
             bias=torch.from_numpy(bias[:, None, None, :]),
             only_canvases=len(selected) == len(seq_lens),
         )
+
+
+@dataclass(frozen=True)
+class CanvasKeys:
+    """A layout and the cache blocks that hold its keys in one KV cache group."""
+
+    layout: CanvasLayout
+    blocks: torch.Tensor  # [n, B] int64
+
+    @classmethod
+    def build(
+        cls,
+        layout: CanvasLayout,
+        block_table: np.ndarray,  # [num_reqs, max_blocks]
+    ) -> "CanvasKeys":
+        blocks = block_table[layout.selected[:, None], layout.block_columns]
+        return cls(layout, torch.from_numpy(blocks.astype(np.int64)))
 
 
 @dataclass
@@ -93,31 +111,41 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-        symmetric_window: torch.Tensor | None = None,  # [num_reqs] int, 1 = symmetric rule
+        window_rules: WindowRules | None = None,
     ) -> CpuCanvasMetadata:
         base = super().build(common_prefix_len, common_attn_metadata, fast_build)
         return CpuCanvasMetadata(
-            **vars(base), canvas_keys=self._canvas_keys(common_attn_metadata, symmetric_window)
+            **vars(base), canvas_keys=self._canvas_keys(common_attn_metadata, window_rules)
         )
 
     def _canvas_keys(
-        self, common: CommonAttentionMetadata, symmetric_window: torch.Tensor | None
+        self, common: CommonAttentionMetadata, window_rules: WindowRules | None
     ) -> CanvasKeys | None:
         if self.window_size <= 0 or not isinstance(common.causal, torch.Tensor):
             return None
+        rules = window_rules or WindowRules()
+        key = (self.window_size, self.block_size)
+        if key not in rules.shared:
+            rules.shared[key] = self._layout(common, rules.symmetric)
+        layout = rules.shared[key]
+        if layout is None:
+            return None
+        return CanvasKeys.build(layout, common.block_table_tensor.numpy())
+
+    def _layout(
+        self, common: CommonAttentionMetadata, symmetric: torch.Tensor | None
+    ) -> CanvasLayout | None:
         query_start_loc = common.query_start_loc[: common.num_reqs + 1].numpy()
-        reference = common.causal.numpy() == 0
-        if symmetric_window is not None:
-            reference = reference & (symmetric_window.numpy() == 0)
-        reference = reference & (np.diff(query_start_loc) > 0)
+        reference = (common.causal.numpy() == 0) & (np.diff(query_start_loc) > 0)
+        if symmetric is not None:
+            reference &= symmetric.numpy() == 0
         selected = np.flatnonzero(reference)
         if len(selected) == 0:
             return None
-        return CanvasKeys.build(
+        return CanvasLayout.build(
             selected,
             query_start_loc,
             common.seq_lens.numpy(),
-            common.block_table_tensor.numpy(),
             self.block_size,
             window_left=self.window_size - 1,
         )
@@ -139,7 +167,7 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         canvas_keys = attn_metadata.canvas_keys if attn_metadata is not None else None
-        if canvas_keys is None or not canvas_keys.only_canvases:
+        if canvas_keys is None or not canvas_keys.layout.only_canvases:
             super().forward(
                 layer,
                 query,
@@ -176,19 +204,19 @@ def attend_canvases(
     output: torch.Tensor,  # [T, Hq, D], written at the canvases' rows
 ) -> None:
     """Bidirectional attention of each canvas over its visible keys."""
-    n, Q = canvas_keys.rows.shape
+    layout = canvas_keys.layout
+    n, Q = layout.rows.shape
     Hq, D = query.shape[1:]
     keys, values = _gather_blocks(kv_cache, canvas_keys.blocks)
     Hkv = keys.shape[1]
     # The rows of a group share their keys, and the mask does not depend on the row: fold the
     # group's heads into the row axis.
-    grouped = query[canvas_keys.rows].view(n, Q, Hkv, Hq // Hkv, D).permute(0, 2, 3, 1, 4)
+    grouped = query[layout.rows].view(n, Q, Hkv, Hq // Hkv, D).permute(0, 2, 3, 1, 4)
     scores = torch.matmul(grouped.reshape(n, Hkv, -1, D) * scale, keys)
-    probs = torch.softmax(scores.float() + canvas_keys.bias, dim=-1).to(values.dtype)
+    probs = torch.softmax(scores.float() + layout.bias, dim=-1).to(values.dtype)
     attended = torch.matmul(probs, values).view(n, Hkv, Hq // Hkv, Q, D)
     by_row = attended.permute(0, 3, 1, 2, 4).reshape(n * Q, Hq, D)
-    flat_rows = canvas_keys.rows.view(-1)
-    output[flat_rows[canvas_keys.valid_rows]] = by_row[canvas_keys.valid_rows]
+    output[layout.rows.view(-1)[layout.valid_rows]] = by_row[layout.valid_rows]
 
 
 def _gather_blocks(

@@ -56,7 +56,7 @@ def reverse(rng: random.Random) -> tuple[str, str]:
 def count_up(rng: random.Random) -> tuple[str, str]:
     """Counting from a to b; above 20 numbers the answer is longer than one canvas of 64."""
     first = rng.randint(10, 90)
-    last = rng.randint(first + 2, min(99, first + 60))
+    last = rng.randint(first + 2, min(99, first + 39))
     return f"Count from {first} to {last}.", " ".join(map(str, range(first, last + 1)))
 
 

@@ -53,14 +53,23 @@ TASK_SHARES = {
     "chat": 0.5,
 }
 FULL_NOISE_SHARE = 0.4  # canvases that start from pure noise, as every generation does
+LEFT_TO_RIGHT_SHARE = 0.2  # canvases that are clean up to some position and pure noise after it
 LOAD_BALANCE_WEIGHT = 0.01
 
 
 def noise_canvases(target: Tensor, copies: int, vocab_size: int) -> Tensor:
-    """[B, K, C] noised copies of target [B, C]; the noise level is drawn for each copy."""
+    """[B, K, C] noised copies of target [B, C]; the noise level is drawn for each copy.
+
+    Some are noised from a random position on, which is what a canvas looks like half-way when each
+    token is only certain after the one before it, as in counting.
+    """
     shape = (target.shape[0], copies, 1)
+    kind = torch.rand(shape, device=target.device)
     level = torch.rand(shape, device=target.device).sqrt()
-    level[torch.rand(shape, device=target.device) < FULL_NOISE_SHARE] = 1.0
+    level = torch.where(kind < FULL_NOISE_SHARE, 1.0, level)
+    cut = torch.randint(target.shape[1], shape, device=target.device)
+    after_cut = (torch.arange(target.shape[1], device=target.device) >= cut).float()
+    level = torch.where(kind > 1.0 - LEFT_TO_RIGHT_SHARE, after_cut, level)
     target = target[:, None].expand(-1, copies, -1)
     noise = torch.randint_like(target, vocab_size)
     return torch.where(torch.rand(target.shape, device=target.device) < level, noise, target)

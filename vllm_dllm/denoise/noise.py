@@ -5,6 +5,8 @@ splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generato
 written in int64 arithmetic, which wraps.
 """
 
+from typing import NamedTuple
+
 import torch
 
 CANDIDATE, RENOISE, INITIAL = 0, 1, 2
@@ -28,14 +30,14 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(
-    seeds: torch.Tensor,  # [n] int64
-    positions: torch.Tensor,  # [n, C] int64, absolute token positions
-    steps: torch.Tensor,  # [n] int, steps done on this canvas
-    stream: int,
+    seeds: torch.Tensor,  # [..., n] int64
+    positions: torch.Tensor,  # [..., n, C] int64, absolute token positions
+    steps: torch.Tensor,  # [..., n] int, steps done on this canvas
+    stream: int | torch.Tensor,  # a tensor broadcasts against `steps`
 ) -> torch.Tensor:
-    """Uniform numbers [n, C] float64 in [0, 1), 53 random bits each."""
+    """Uniform numbers [..., n, C] float64 in [0, 1), 53 random bits each."""
     key = _mix(seeds.long() + _GOLDEN) + steps.long() * _STEP_STRIDE + stream * _STREAM_STRIDE
-    bits = _mix(_mix(key)[:, None] + positions.long() * _GOLDEN)
+    bits = _mix(_mix(key)[..., None] + positions.long() * _GOLDEN)
     return _logical_shift_right(bits, 11).double() * 2.0**-53
 
 
@@ -48,3 +50,27 @@ def uniform_tokens(
 ) -> torch.Tensor:
     """Tokens [n, C] int64, uniform over the vocabulary."""
     return (uniform(seeds, positions, steps, stream) * vocab_size).long()
+
+
+class StepNoise(NamedTuple):
+    candidate: torch.Tensor  # [n, C] float64 in [0, 1)
+    renoise: torch.Tensor  # [n, C] int64, tokens
+    next_canvas: torch.Tensor  # [n, C] int64, tokens: the next block's first canvas
+
+
+def step_noise(
+    seeds: torch.Tensor,  # [n] int64
+    positions: torch.Tensor,  # [n, C] int64
+    steps: torch.Tensor,  # [n] int
+    next_positions: torch.Tensor,  # [n, C] int64, of the block after this one
+    vocab_size: int,
+) -> StepNoise:
+    """All that a step draws, in one pass: a pass is some forty operations, however small."""
+    draws = uniform(
+        seeds,
+        torch.stack((positions, positions, next_positions)),
+        torch.stack((steps, steps, torch.zeros_like(steps))),
+        torch.arange(3, device=seeds.device)[:, None],
+    )
+    tokens = (draws[1:] * vocab_size).long()
+    return StepNoise(draws[CANDIDATE], *tokens)
