@@ -32,7 +32,7 @@ OPTIONS: dict[str, list[str]] = {
 }
 MAX_TOKENS = 128
 MAX_POINTS_BELOW = 3.0
-PROMPTS_BY_BATCH = {1: 28, 8: 56, 32: 112}  # multiples of the seven tasks
+PROMPTS_BY_BATCH = {1: 32, 8: 64, 32: 128}  # multiples of the eight tasks
 BARS_OVER_TRANSFORMERS = {1: 1.5, 8: 2.0, 32: 2.0}
 BAR_OVER_STOCK = 5.0
 BAR_OUTSIDE_FORWARD_MS = 5.0
@@ -206,7 +206,7 @@ def main() -> None:
                         flush=True,
                     )
         splits = {
-            name: summarize_split(call(name, "split", prompts=sample.prompts[:28]))
+            name: summarize_split(call(name, "split", prompts=sample.prompts[:32]))
             for name in names
             if name != TRANSFORMERS
         }

@@ -37,8 +37,8 @@ class CPUBackend(BaseBackend):
     def hash(self):
         return "stand-in"
 
-    def parse_options(self, options):
-        raise NotImplementedError
+    def parse_options(self, *_):
+        raise RuntimeError("The stand-in backend compiles nothing; TRITON_INTERPRET=1 is missing.")
 
     add_stages = load_dialects = get_module_map = parse_options
 '''
@@ -54,8 +54,8 @@ class CPUDriver(DriverBase):
     def is_active(cls):
         return not torch.cuda.is_available()
 
-    def map_python_to_cpp_type(self, ty):
-        raise NotImplementedError
+    def map_python_to_cpp_type(self, *_):
+        raise RuntimeError("The stand-in backend launches nothing; TRITON_INTERPRET=1 is missing.")
 
     get_benchmarker = map_python_to_cpp_type
 

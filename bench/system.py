@@ -36,7 +36,9 @@ class System:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            start_new_session=True,  # a process group of its own, for pause and resume
+            # A process group of its own, for pause and resume. In the same session, so that if this
+            # process is killed the kernel continues and ends the group (SIGHUP, SIGCONT).
+            process_group=0,
         )
         self.description: dict[str, Any] = self._read()
         self.start_seconds = time.monotonic() - started

@@ -1,13 +1,16 @@
 """The bench's own rules, without any engine."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench import harness, serving
 from bench.step_split import StepSplit, split_parts
-from bench.system import System, SystemDied
+from bench.system import ROOT, System, SystemDied
 
 
 def test_spread() -> None:
@@ -147,3 +150,33 @@ def test_system_answers_over_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         child.call("double", value=None)
     child.close()
     assert "noise" in (tmp_path / "log").read_text()
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from bench.system import System
+
+child = System("noisy_child", [], Path(sys.argv[1]))
+child.pause()
+print(child._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_paused_system_ends_when_the_bench_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "noisy_child.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "log")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdin and parent.stdout
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    assert not psutil.wait_procs([child], timeout=20)[1], "the paused system is still there"
