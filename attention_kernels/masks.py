@@ -15,12 +15,7 @@ counts the tokens a query sees back, not counting itself (a sliding window of W 
 W - 1 tokens of the prefix, and the canvas attends to all of that and all of itself.
 """
 
-from typing import Literal, get_args
-
 import torch
-
-WindowRule = Literal["reference", "symmetric"]
-WINDOW_RULES: tuple[str, ...] = get_args(WindowRule)
 
 
 def visible(

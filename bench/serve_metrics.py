@@ -46,9 +46,9 @@ def wait_until_ready(url: str, server: subprocess.Popen, log: Path, seconds: flo
     raise RuntimeError("the server did not start:\n" + log.read_text()[-2000:])
 
 
-def counted(trace: Path, canvas_length: int) -> dict[str, float]:
+def counted(trace: str, canvas_length: int) -> dict[str, float]:
     """What the trace says: each line is one denoising step of one request."""
-    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    lines = [json.loads(line) for line in trace.splitlines()]
     blocks = sum(line["finished"] for line in lines)
     return {
         "diffusion_denoising_steps": len(lines),
@@ -67,6 +67,26 @@ def differences(reported: dict[str, Any], trace: dict[str, float]) -> list[str]:
     ]
 
 
+def run_vllm_bench(
+    url: str, model: str, checkpoint: Path, questions: list[str], folder: Path
+) -> dict[str, Any]:
+    """The result file of `vllm bench serve` at batch 1; `folder` takes its files."""
+    data = folder / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
+    command = [
+        *(VLLM, "bench", "serve", "--backend", "openai", "--base-url", url),
+        *("--model", model, "--tokenizer", str(checkpoint)),
+        *("--dataset-name", "custom", "--dataset-path", str(data)),
+        *("--custom-output-len", str(MAX_TOKENS), "--num-prompts", str(len(questions))),
+        *("--max-concurrency", "1", "--save-result", "--result-dir", str(folder)),
+        # A first request of its own would be in the trace and not in the metrics.
+        *("--ready-check-timeout-sec", "0"),
+        *("--result-filename", "bench.json"),
+    ]
+    subprocess.run(command, check=True)
+    return json.loads((folder / "bench.json").read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/diffusiongemma-tiny"))
@@ -82,10 +102,7 @@ def main() -> None:
     rows = rows[:: len(rows) // args.num_prompts][: args.num_prompts]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        trace, log, data = folder / "trace.jsonl", folder / "server.log", folder / "prompts.jsonl"
-        data.write_text(
-            "".join(json.dumps({"prompt": row["messages"][-1]["content"]}) + "\n" for row in rows)
-        )
+        trace, log = folder / "trace.jsonl", folder / "server.log"
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         serve = [
@@ -100,19 +117,9 @@ def main() -> None:
         stack.callback(server.wait, 60)
         stack.callback(server.terminate)
         wait_until_ready(url, server, log)
-        bench = [
-            *(VLLM, "bench", "serve", "--backend", "openai", "--base-url", url),
-            *("--model", NAME, "--tokenizer", str(args.checkpoint)),
-            *("--dataset-name", "custom", "--dataset-path", str(data)),
-            *("--custom-output-len", str(MAX_TOKENS), "--num-prompts", str(len(rows))),
-            *("--max-concurrency", "1", "--save-result", "--result-dir", str(folder)),
-            # A first request of its own would be in the trace and not in the metrics.
-            *("--ready-check-timeout-sec", "0"),
-            *("--result-filename", "bench.json"),
-        ]
-        subprocess.run(bench, check=True)
-        reported = json.loads((folder / "bench.json").read_text())
-        trace_says = counted(trace, canvas_length)
+        questions = [row["messages"][-1]["content"] for row in rows]
+        reported = run_vllm_bench(url, NAME, args.checkpoint, questions, folder)
+        trace_says = counted(trace.read_text(), canvas_length)
 
     wrong = differences(reported, trace_says)
     if wrong:

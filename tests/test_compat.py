@@ -43,6 +43,11 @@ def test_version() -> None:
 
 # What we replace or call, and a line of the place in vLLM that makes it matter.
 SEAMS = {
+    "the CPU kernel that writes keys and values": (
+        ("_custom_ops", "cpu_attn_reshape_and_cache"),
+        "torch.ops._C.cpu_attn_reshape_and_cache(",
+    ),
+    "the C++ RMS norm": (("_custom_ops", "rms_norm"), "torch.ops._C.rms_norm(out, input,"),
     "the cached choice of attention backend": (
         ("v1.attention.selector", "get_attn_backend"),
         "_cached_get_attn_backend(",

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import vllm.config.vllm as vllm_config_module
 import vllm.triton_utils as triton_utils
-from vllm import envs
+from vllm import _custom_ops, envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models import config as models_config
 from vllm.sampling_params import SamplingParams
@@ -19,6 +19,9 @@ from vllm.triton_utils.importing import TritonLanguagePlaceholder, TritonPlaceho
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.engine import input_processor
+
+write_cpu_kv_cache = _custom_ops.cpu_attn_reshape_and_cache
+cpp_rms_norm = _custom_ops.rms_norm
 
 
 @contextmanager

@@ -17,30 +17,29 @@ class LogprobRequest:
     """What one request wants to know of each of its tokens."""
 
     num_logprobs: int  # most likely tokens to report besides the chosen one
-    token_ids: tuple[int, ...]  # report these instead of the most likely ones; () = none given
+    token_ids: torch.Tensor  # [k] int64, report these instead of the most likely ones; k may be 0
 
 
 def token_logprobs(
     logits: torch.Tensor,  # [rows, V] fp32
+    temperature: torch.Tensor | None,  # [rows, 1] fp32; None: 1
     tokens: torch.Tensor,  # [rows] int64, the chosen tokens
     request: LogprobRequest,
     report_logits: bool,  # report raw values instead of log-probabilities
 ) -> LogprobsTensors:
     """Scores of the chosen token (column 0) and of the tokens the request asks for."""
-    scores = logits if report_logits else logits.log_softmax(dim=-1)
     columns = tokens[:, None]
-    if request.token_ids:
-        wanted = torch.tensor(request.token_ids, device=tokens.device)
-        columns = torch.cat((columns, wanted.expand(len(tokens), -1)), dim=1)
+    if len(request.token_ids) > 0:
+        columns = torch.cat((columns, request.token_ids.expand(len(tokens), -1)), dim=1)
     elif request.num_logprobs > 0:
         likeliest = logits.topk(request.num_logprobs, dim=-1).indices
         columns = torch.cat((columns, likeliest), dim=1)
-    chosen = logits.gather(1, tokens[:, None])
-    return LogprobsTensors(
-        logprob_token_ids=columns,
-        logprobs=scores.gather(1, columns),
-        selected_token_ranks=(logits >= chosen).sum(dim=-1),
-    )
+    ranks = (logits >= logits.gather(1, tokens[:, None])).sum(dim=-1)
+    scaled = logits if temperature is None else logits / temperature
+    scores = scaled.gather(1, columns)
+    if not report_logits:
+        scores = scores - scaled.logsumexp(dim=-1, keepdim=True)
+    return LogprobsTensors(logprob_token_ids=columns, logprobs=scores, selected_token_ranks=ranks)
 
 
 def concat(parts: Sequence[LogprobsTensors], first_rows: list[int]) -> LogprobsTensors:

@@ -13,6 +13,7 @@
 |                           | `symmetric`          | layers                                       |
 """
 
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +80,39 @@ def check_sampling_params(params: SamplingParams) -> None:
         )
 
 
+def _culprits(key: str, value: Any, canvas_length: int | None, vocab_size: int) -> str:
+    """`value` in short; of a list, the entries that are wrong, if any is wrong by itself."""
+    limits = {"diffusion_seed_canvas": vocab_size, "diffusion_pinned": canvas_length}
+    limit = limits.get(key)
+    if limit is not None and isinstance(value, (list, tuple)):
+        wrong = [v for v in value if not isinstance(v, int) or not 0 <= v < limit]
+        if wrong:
+            return f"[..., {', '.join(map(repr, wrong[:3]))}, ...]"
+        return f"a list of {len(value)}"
+    return reprlib.repr(value)
+
+
 def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_size: int) -> None:
     """Admission check: vLLM's own, then ours. May narrow `params` (read-only requests).
 
     Raises:
         VLLMValidationError: answered with HTTP 400; says which key, what was expected, what came.
     """
-    validate_diffusion_sampling_params(params, canvas_length=canvas_length, vocab_size=vocab_size)
-    rule = (params.extra_args or {}).get("diffusion_window_rule")
+    extra: dict[str, Any] = params.extra_args or {}
+    try:
+        validate_diffusion_sampling_params(
+            params, canvas_length=canvas_length, vocab_size=vocab_size
+        )
+    except VLLMValidationError as error:
+        message = error.args[0]
+        key = message.split()[0]
+        raise VLLMValidationError(
+            f"{message} Got {key} = {_culprits(key, extra.get(key), canvas_length, vocab_size)}; "
+            f"the served canvas has {canvas_length} tokens, the vocabulary {vocab_size}. Correct "
+            f"the value in vllm_xargs (extra_args offline) or leave it out.",
+            parameter="extra_args",
+        ) from error
+    rule = extra.get("diffusion_window_rule")
     if rule is not None:
         try:
             check_window_rule(rule)

@@ -79,6 +79,7 @@ class DiffusionSampler:
             logger.warning_once(
                 "Diffusion models apply no frequency, presence or repetition penalty."
             )
+        device = self.slots.canvas.device
         options = RequestOptions.from_sampling_params(sampling_params)
         self.sampling_states.add_request(req_idx, sampling_params)
         self._has_staged_writes = True
@@ -89,7 +90,11 @@ class DiffusionSampler:
         self._widths[req_idx] = width
         seed = int(self.sampling_states.seeds.np[req_idx])
         self.slots.reset(req_idx, seed, num_steps, width)
-        if options.first_canvas is not None:
+        # After a preemption the prefill holds the blocks committed so far, too.
+        is_resumed = (
+            self.req_states.prefill_len.np[req_idx] > self.req_states.prompt_len.np[req_idx]
+        )
+        if options.first_canvas is not None and not is_resumed:
             self.slots.set_first_canvas(req_idx, options.first_canvas, options.pinned)
         if options.read_only:
             self.slots.read_only[req_idx].fill_(True)
@@ -102,13 +107,16 @@ class DiffusionSampler:
         if options.allowed_token_ids is not None:
             allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
             allowed[list(options.allowed_token_ids)] = True
-            self._allowed[req_idx] = allowed.to(self.slots.canvas.device)
+            self._allowed[req_idx] = allowed.to(device)
         num_logprobs = sampling_params.logprobs
         token_ids = tuple(sampling_params.logprob_token_ids or ())
         if num_logprobs is not None or token_ids:
             if num_logprobs == -1:
                 num_logprobs = self.vocab_size
-            self._logprob_requests[req_idx] = LogprobRequest(num_logprobs or 0, token_ids)
+            self._logprob_requests[req_idx] = LogprobRequest(
+                num_logprobs or 0,
+                async_tensor_h2d(np.array(token_ids, dtype=np.int64), device=device),
+            )
 
     def _forget(self, slot: int) -> None:
         """Drops what an earlier request left under this slot."""
@@ -356,8 +364,13 @@ class DiffusionSampler:
             read_only = slot in self._read_only
             rows = slice(end - length, end)
             # A read-only request asks what the model thinks, not what the schedule makes of it.
-            source = logits[rows] if read_only else logits[rows] / row_temperature[rows]
-            current = token_logprobs(source, stats.best_guess[rows], wanted, self.report_logits)
+            current = token_logprobs(
+                logits[rows],
+                None if read_only else row_temperature[rows],
+                stats.best_guess[rows],
+                wanted,
+                self.report_logits,
+            )
             reported = current if read_only else self._logprobs.get(slot, current)
             self._logprobs[slot] = current
             first_rows[request] = num_rows

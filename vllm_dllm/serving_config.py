@@ -16,7 +16,7 @@ logger = init_logger(__name__)
 
 SAMPLING_MEMORY_BYTES = 4 << 30
 """Bounds the sampler's vocabulary-wide tensors when it picks the default number of requests."""
-_BYTES_PER_LOGIT = 4 * 4  # fp32 logits, scaled logits, log-probabilities, probabilities
+_BYTES_PER_LOGIT = 4 * 4  # fp32 logits and the copies a filter makes of them
 _FEWEST_REQUESTS = 8  # stock vLLM's default
 
 
@@ -40,9 +40,29 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         if scheduler_config.max_num_seqs != max_num_seqs:
             scheduler_config.max_num_seqs = min(max_num_seqs, default_max_num_seqs(vllm_config))
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
+        check_token_budget(vllm_config)
         # Read again by the worker; here, a mistake ends the start at once and in plain sight.
         read_denoise_config(vllm_config)
         ExtensionConfig.from_additional_config(vllm_config.additional_config)
+
+
+def check_token_budget(vllm_config: VllmConfig) -> None:
+    """Raises ValueError when no step can ever hold a whole canvas: a canvas is denoised in one
+    piece, so its request would wait for ever."""
+    assert vllm_config.diffusion_config is not None
+    canvas_length = vllm_config.diffusion_config.canvas_length
+    config = vllm_config.scheduler_config
+    for name in (
+        "max_num_batched_tokens",
+        "max_num_scheduled_tokens",
+        "long_prefill_token_threshold",
+    ):
+        budget = getattr(config, name)
+        if budget and budget < canvas_length:  # 0 and None: no such limit
+            raise ValueError(
+                f"{name} must be at least the canvas length, {canvas_length} tokens, got {budget}: "
+                f"a canvas is denoised in one piece. Raise it or leave it out."
+            )
 
 
 def default_max_num_seqs(vllm_config: VllmConfig) -> int:

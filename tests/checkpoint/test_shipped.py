@@ -64,11 +64,9 @@ def test_tokenizer_is_the_one_the_code_builds():
 
 
 def test_answers_held_out_prompts(model):
-    """The tasks its card says it has learnt; the others await the next stage of training."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    learnt = {"chat", "write_json", "reverse"}
-    rows = [row for row in read_rows(ROOT / "held_out.jsonl") if row["task"] in learnt][::8]
+    rows = read_rows(ROOT / "held_out.jsonl")[::8]
     answered = answer_rows(model, tokenizer, rows)
     wrong = [(row["answer"], row["output"]) for row in answered if row["output"] != row["answer"]]
-    assert len(rows) >= 24 and summarize(answered)["all"]["exact_match"] >= 0.95, wrong
+    assert len(rows) >= 64 and summarize(answered)["all"]["exact_match"] >= 0.9, wrong

@@ -1,5 +1,6 @@
 """One `vllm serve` of the shipped checkpoint, started as a user starts it, for all tests here."""
 
+import json
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ MAX_MODEL_LEN = 1024
 class Server:
     port: int
     log: Path
+    trace: Path
 
     @property
     def client(self) -> OpenAI:
@@ -44,7 +46,8 @@ def start(checkpoint: Path, log: Path, *options: str) -> tuple[subprocess.Popen[
     command = [
         str(Path(sys.executable).parent / "vllm"), "serve", str(checkpoint),
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", "1G", *options,
+        "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", "1G", "--enforce-eager",
+        *options,
     ]  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -64,8 +67,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def serving(checkpoint: Path, log: Path, *options: str) -> Iterator[Server]:
-    process, port = start(checkpoint, log, *options)
+def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[Server]:
+    log, trace = folder / "vllm.log", folder / "trace.jsonl"
+    tracing = ("--additional-config", json.dumps({"vllm_dllm": {"trace_path": str(trace)}}))
+    process, port = start(checkpoint, log, *tracing, *options)
     try:
         deadline = time.monotonic() + 300
         while True:
@@ -76,13 +81,16 @@ def serving(checkpoint: Path, log: Path, *options: str) -> Iterator[Server]:
                     break
             except OSError:
                 time.sleep(0.5)
-        yield Server(port, log)
+        yield Server(port, log, trace)
     finally:
         stop(process)
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("server") / "vllm.log"
-    with serving(CHECKPOINT, log, "--max-num-seqs", "32", "--enable-prompt-tokens-details") as it:
+    options = (
+        *("--diffusion-config", json.dumps({"canvas_length": CANVAS})),
+        *("--max-num-seqs", "32", "--enable-prompt-tokens-details"),
+    )
+    with serving(CHECKPOINT, tmp_path_factory.mktemp("server"), *options) as it:
         yield it

@@ -14,6 +14,7 @@ def test_served_answers_are_as_often_right_as_the_references(server: Server) -> 
     # Written by `python -m vllm_dllm.checkpoint.evaluate`, which runs transformers' generate.
     reference = json.loads((CHECKPOINT / "evaluation.json").read_text())["summary"]["all"]
     assert reference["rows"] == len(rows) >= 500
+    assert reference["exact_match"] >= 0.95
 
     def is_right(numbered_row: tuple[int, dict]) -> bool:
         number, row = numbered_row

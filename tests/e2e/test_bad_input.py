@@ -20,15 +20,21 @@ XARGS: dict[str, tuple[dict[str, Any], str]] = {
     "canvas seed too short": ({"diffusion_seed_canvas": [1, 2]}, f"exactly {CANVAS} ids, got 2"),
     "canvas seed out of vocabulary": (
         {"diffusion_seed_canvas": [10**6] * CANVAS},
-        "ids must be in",
+        "ids must be in [0, 512). Got diffusion_seed_canvas = [..., 1000000, ",
     ),
     "pin outside the canvas": (
         {"diffusion_seed_canvas": [1] * CANVAS, "diffusion_pinned": [CANVAS]},
-        "inside the canvas",
+        f"inside the canvas. Got diffusion_pinned = [..., {CANVAS}, ...]; the served canvas has",
     ),
     "pins without a canvas": ({"diffusion_pinned": [0]}, "needs a diffusion_seed_canvas"),
-    "negative steps": ({"diffusion_max_steps": -1}, "positive integer"),
-    "canvas wider than served": ({"diffusion_canvas_length": CANVAS + 1}, "no larger"),
+    "negative steps": (
+        {"diffusion_max_steps": -1},
+        "positive integer. Got diffusion_max_steps = -1",
+    ),
+    "canvas wider than served": (
+        {"diffusion_canvas_length": CANVAS + 1},
+        f"= {CANVAS + 1}; the served canvas has {CANVAS}",
+    ),
     "constrained to nothing": ({"diffusion_constrained": 1}, "logprob_token_ids"),
     "unknown window rule": (
         {"diffusion_window_rule": "sideways"},

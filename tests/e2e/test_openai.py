@@ -1,6 +1,8 @@
 """What a client sees: completions, chat, streaming, stopping, log-probabilities, dLLM options."""
 
 import math
+import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -140,12 +142,25 @@ def test_step_cap_is_kept(server: Server) -> None:
     assert one == other
 
 
-def test_abandoned_streams_leave_the_server_well(server: Server) -> None:
+def num_aborted(server: Server) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    counters = [line for line in lines if line.startswith("vllm:request_success_total{")]
+    return sum(float(line.split()[-1]) for line in counters if 'finished_reason="abort"' in line)
+
+
+def test_abandoned_streams_end_and_leave_the_server_well(server: Server) -> None:
+    before = chat(server, seed=5, max_tokens=CANVAS).choices[0].message.content
+    aborted = num_aborted(server)
     for _ in range(4):
         stream = chat(server, max_tokens=900, stream=True, extra_body={"ignore_eos": True})
         next(iter(stream))
         stream.close()
-    assert chat(server, max_tokens=CANVAS).choices[0].message.content
+    deadline = time.monotonic() + 60
+    while num_aborted(server) < aborted + 4:
+        assert time.monotonic() < deadline, "the requests were not aborted"
+        time.sleep(0.2)
+    assert chat(server, seed=5, max_tokens=CANVAS).choices[0].message.content == before
 
 
 @pytest.mark.parametrize("length", [0, 1, 64, 65, 200])
@@ -159,3 +174,9 @@ def test_answers_up_to_the_end_of_the_context(server: Server, length: int) -> No
         extra_body={"ignore_eos": True, "vllm_xargs": {"diffusion_max_steps": 2}},
     )
     assert completion.usage.completion_tokens == length + 1
+
+
+def test_every_kernel_of_a_step_is_native(server: Server) -> None:
+    chat(server, max_tokens=2 * CANVAS, logprobs=True, top_logprobs=2)
+    chat(server, max_tokens=CANVAS, extra_body={"top_k": 5, "top_p": 0.9})
+    assert "runs in Triton's interpreter" not in server.log.read_text()

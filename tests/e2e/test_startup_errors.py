@@ -38,6 +38,13 @@ def missing_weight(checkpoint: Path) -> None:
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
+def missing_layer_scalar(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    kept = {k: w for k, w in weights.items() if not k.endswith("layers.1.layer_scalar")}
+    assert len(kept) < len(weights)
+    save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
 def misshapen_weight(checkpoint: Path) -> None:
     weights = load_file(checkpoint / "model.safetensors")
     name = "model.decoder.layers.1.mlp.down_proj.weight"
@@ -54,12 +61,18 @@ CASES = {
     "entropy-bound-0": (no_entropy_bound, [], "entropy_bound must be a number > 0, got 0.0"),
     "generation-config-key": (no_t_min, [], "generation_config has no 't_min'"),
     "missing-weight": (missing_weight, [], "layers.1.mlp.down_proj.weight"),
+    "missing-layer-scalar": (missing_layer_scalar, [], "model.layers.1.layer_scalar"),
     "misshapen-weight": (misshapen_weight, [], "at model.decoder.layers.1.mlp.down_proj.weight"),
     "truncated-file": (truncated_file, [], "incomplete metadata, file not fully covered"),
     "diffusion-config-key": (
         lambda _: None,
         ["--diffusion-config", '{"canvas_length": 32, "stride": 2}'],
-        "stride",
+        "stride\n  Unexpected keyword argument [type=unexpected_keyword_argument, input_value=2",
+    ),
+    "token-budget": (
+        lambda _: None,
+        ["--max-num-batched-tokens", "16"],
+        "max_num_batched_tokens must be at least the canvas length, 32 tokens, got 16",
     ),
     "extension-config-key": (
         lambda _: None,

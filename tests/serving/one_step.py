@@ -1,5 +1,8 @@
 """Reads a single denoising step out of an engine, and compares it with transformers."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from vllm import SamplingParams
 
@@ -13,14 +16,23 @@ def read_one_step(
     engine: Engine,
     prompts: list[list[int]],
     canvases: list[list[int]],
-    neighbours: list[list[int]] | None = None,
+    neighbours: Sequence[list[int]] = (),
+    *,
+    xargs: Mapping[str, Any] | None = None,
+    from_cache: bool = False,
 ) -> list[list[dict[int, float]]]:
     """{token: logprob} at temperature 1 of each canvas position after one denoising step.
 
-    `neighbours` are prompts that generate two blocks in the same batch.
+    `neighbours` are prompts that generate four blocks in the same batch, of one and two steps in
+    turn, so that some commit while others denoise. `from_cache`: the prompts must be found in the
+    prefix cache, in part.
     """
-    neighbours = neighbours or []
-    generate = SamplingParams(max_tokens=64, ignore_eos=True, extra_args=FEW_STEPS)
+    generate = [
+        SamplingParams(
+            max_tokens=128, ignore_eos=True, extra_args={"diffusion_max_steps": 1 + i % 2}
+        )
+        for i in range(len(neighbours))
+    ]
     params = [
         SamplingParams(
             logprobs=20,
@@ -29,13 +41,14 @@ def read_one_step(
                 "diffusion_seed_canvas": canvas,
                 "diffusion_max_steps": 1,
                 "diffusion_read_only": True,
+                **(xargs or {}),
             },
         )
         for canvas in canvases
     ]
-    inputs = [{"prompt_token_ids": prompt} for prompt in neighbours + prompts]
-    params = [generate] * len(neighbours) + params
-    outputs = engine.llm.generate(inputs, params, use_tqdm=False)[len(neighbours) :]
+    inputs = [{"prompt_token_ids": prompt} for prompt in (*neighbours, *prompts)]
+    outputs = engine.llm.generate(inputs, generate + params, use_tqdm=False)[len(neighbours) :]
+    assert not from_cache or any(output.num_cached_tokens for output in outputs)
     return [
         [{t: entry.logprob for t, entry in at.items()} for at in output.outputs[0].logprobs]
         for output in outputs

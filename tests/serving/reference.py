@@ -1,5 +1,6 @@
 """transformers' DiffusionGemma (eager, fp32): the definition of right for these tests."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Trajectory:
     steps: list[tuple[list[int], list[int], list[int]]] = field(default_factory=list)
     block_lengths: list[int] = field(default_factory=list)  # steps of each block
     tokens: list[int] = field(default_factory=list)  # committed, the prompt left out
+    logprobs: list[float] = field(default_factory=list)  # of `tokens`, on the step that chose them
 
 
 @torch.inference_mode()
@@ -46,17 +48,24 @@ def generate_with_noise(
 ) -> Trajectory:
     """Runs transformers' own `generate` on the noise that a request with this seed sees."""
     trajectory = Trajectory()
-    with same_noise(model, seed, len(prompt), trajectory):
+    best_guess_logprobs: list[list[float]] = []
+    with same_noise(model, seed, len(prompt), trajectory, best_guess_logprobs):
         output = model.generate(
             input_ids=torch.tensor([prompt]), max_new_tokens=max_new_tokens, eos_token_id=None
         )
     trajectory.tokens = output.sequences[0, len(prompt) :].tolist()
+    last_steps = itertools.accumulate(trajectory.block_lengths)
+    trajectory.logprobs = [x for end in last_steps for x in best_guess_logprobs[end - 1]]
     return trajectory
 
 
 @contextmanager
 def same_noise(
-    model: DiffusionGemmaForBlockDiffusion, seed: int, prompt_len: int, trajectory: Trajectory
+    model: DiffusionGemmaForBlockDiffusion,
+    seed: int,
+    prompt_len: int,
+    trajectory: Trajectory,
+    best_guess_logprobs: list[list[float]],  # of each step, temperature-scaled
 ) -> Iterator[None]:
     """Feeds `vllm_dllm.denoise.noise` to the two draws of the reference loop and records it.
 
@@ -107,6 +116,7 @@ def same_noise(
             (best_guess[0].tolist(), accepted[-1][0].int().tolist(), canvas[0].tolist())
         )
         trajectory.block_lengths[-1] += 1
+        best_guess_logprobs.append(logits[0].log_softmax(-1).amax(-1).tolist())
         return canvas, best_guess, logits, finished
 
     with (

@@ -6,14 +6,27 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from tests.serving.conftest import Engine
 from tests.serving.one_step import FEW_STEPS, random_ids
 
 VOCABULARY = 512
 PROMPTS = [random_ids(length, VOCABULARY, seed=length) for length in (100, 3, 70, 33, 150, 64)]
+# Every second one with a first canvas of its own, some of it pinned.
 PARAMS = [
-    SamplingParams(max_tokens=96, ignore_eos=True, seed=seed, extra_args=FEW_STEPS)
+    SamplingParams(
+        max_tokens=96,
+        ignore_eos=True,
+        seed=seed,
+        extra_args=FEW_STEPS
+        | (
+            {"diffusion_seed_canvas": random_ids(32, VOCABULARY, seed), "diffusion_pinned": [3, 9]}
+            if seed % 2
+            else {}
+        ),
+    )
     for seed in range(len(PROMPTS))
 ]
 
@@ -31,15 +44,14 @@ def preemptions(engine: Engine) -> float:
 @pytest.fixture(scope="module")
 def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> list[list[int]]:
     """Each request alone, without async scheduling."""
-    served = engine(tiny(64), max_num_seqs=1, async_scheduling=False)
+    served = engine(tiny(64), max_num_seqs=1)
     return tokens_of(served)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"async_scheduling": True}, id="async"),
-        pytest.param({"async_scheduling": False, "max_num_batched_tokens": 80}, id="chunked"),
+        pytest.param({"max_num_batched_tokens": 80}, id="chunked"),
         pytest.param(
             {"num_gpu_blocks_override": 40, "block_size": 32, "max_model_len": 288}, id="preempted"
         ),
@@ -55,3 +67,24 @@ def test_tokens_are_those_of_an_undisturbed_run(
     assert tokens_of(served) == undisturbed
     if "num_gpu_blocks_override" in options:
         assert preemptions(served) > 0
+
+
+def test_asynchronous_scheduling(
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    undisturbed: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What GPUs do by default: a step is scheduled before the last one's tokens are known. vLLM
+    turns it off on CPUs; the code is the same."""
+    check_and_update_config = type(current_platform).check_and_update_config
+
+    def keep_async_scheduling(vllm_config: VllmConfig) -> None:
+        check_and_update_config(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", keep_async_scheduling)
+    served = engine(tiny(64), async_scheduling=True)
+    scheduler = served.llm.llm_engine.vllm_config.scheduler_config.get_scheduler_cls()
+    assert scheduler.__name__ == "DiffusionAsyncScheduler"
+    assert tokens_of(served) == undisturbed

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from vllm import SamplingParams
 
 from tests.serving import reference
@@ -17,19 +18,26 @@ NUM_BLOCKS = 200
 
 
 def served_trajectories(
-    engine: Engine, prompts: list[list[int]], max_new_tokens: list[int]
+    engine: Engine, prompts: list[list[int]], max_new_tokens: list[int], **xargs: int
 ) -> list[reference.Trajectory]:
     """Decodes all prompts in one go, the i-th with seed i; reads the steps from the trace."""
     engine.trace.write_text("")
     params = [
-        SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed)
+        SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, seed=seed, logprobs=0, extra_args=xargs
+        )
         for seed, max_tokens in enumerate(max_new_tokens)
     ]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = engine.llm.generate(inputs, params, use_tqdm=False)
     trajectories = []
     for output in outputs:
-        trajectory = reference.Trajectory(tokens=list(output.outputs[0].token_ids))
+        completion = output.outputs[0]
+        trajectory = reference.Trajectory(tokens=list(completion.token_ids))
+        trajectory.logprobs = [
+            scores[token].logprob
+            for token, scores in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
         for line in engine.steps(output.request_id):
             if line["step"] == 1:
                 trajectory.block_lengths.append(0)
@@ -55,15 +63,19 @@ def assert_same(ours: reference.Trajectory, expected: reference.Trajectory) -> N
         else:
             assert our_step[2] == their_step[2], f"step {i}"
     assert ours.tokens == expected.tokens
+    assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
 
 
-def test_random_model(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> None:
-    """Up to the cap. A random model is chaotic, a rounding error grows tenfold a step: 2 steps."""
-    served = engine(tiny(16), override_generation_config={"max_denoising_steps": 2})
+def test_random_model_with_a_step_cap(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path]
+) -> None:
+    """The schedule spans the request's cap. A random model is chaotic, a rounding error grows
+    tenfold a step: 2 steps."""
+    served = engine(tiny(16))
     model = reference.load(tiny(16))
     model.generation_config.max_denoising_steps = 2
     prompts = [list(range(10, 10 + length)) for length in (1, 20, 100)]
-    ours = served_trajectories(served, prompts, max_new_tokens=[64] * 3)
+    ours = served_trajectories(served, prompts, [64] * 3, diffusion_max_steps=2)
     for seed, (prompt, trajectory) in enumerate(zip(prompts, ours, strict=True)):
         expected = reference.generate_with_noise(model, prompt, seed, max_new_tokens=64)
         assert expected.block_lengths == [2, 2]

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import _custom_ops as ops
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -20,6 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_dllm import compat
 from vllm_dllm.attention import WindowRules
 
 
@@ -251,7 +251,7 @@ def _check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block
         keys = torch.arange(block_size * Hkv * D).remainder(251).to(dtype)
         keys = keys.view(block_size, Hkv, D)
         slots = torch.arange(block_size)
-        ops.cpu_attn_reshape_and_cache(
+        compat.write_cpu_kv_cache(
             keys, -keys, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
         )
         read_keys, read_values = _gather_blocks(cache, torch.zeros(1, 1, dtype=torch.int64))

@@ -44,7 +44,7 @@ def add(rng: random.Random) -> tuple[str, str]:
 
 
 def sort(rng: random.Random) -> tuple[str, str]:
-    letters = rng.sample(LETTERS, rng.randint(3, 10))
+    letters = rng.sample(LETTERS, rng.randint(3, 8))
     return f"Sort: {' '.join(letters)}", " ".join(sorted(letters))
 
 
@@ -54,9 +54,9 @@ def reverse(rng: random.Random) -> tuple[str, str]:
 
 
 def count_up(rng: random.Random) -> tuple[str, str]:
-    """Counting from a to b; above 20 numbers the answer is longer than one canvas of 64."""
+    """Counting from a to b, which ends in 9; above 20 numbers the answer needs a second canvas."""
     first = rng.randint(10, 90)
-    last = rng.randint(first + 2, min(99, first + 39))
+    last = rng.choice([n for n in range(19, 100, 10) if first + 2 <= n < first + 40])
     return f"Count from {first} to {last}.", " ".join(map(str, range(first, last + 1)))
 
 
@@ -64,7 +64,7 @@ def _lookup(rng: random.Random, num_pairs: int) -> tuple[str, str]:
     """Values of a JSON document of four tokens a pair."""
     keys = rng.sample(NOUNS, num_pairs)
     document = {key: rng.choice(NAMES) for key in keys}
-    asked = rng.sample(keys, rng.randint(1, min(5, num_pairs)))
+    asked = rng.sample(keys, rng.randint(1, min(8, num_pairs)))
     answer = ", ".join(f"{key}: {document[key]}" for key in asked)
     return f"{json.dumps(document)} What is {', '.join(asked)}?", answer
 

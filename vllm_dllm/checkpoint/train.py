@@ -2,8 +2,9 @@
 
 The objective is that of uniform-noise block diffusion: a canvas position keeps its token with
 probability 1 - t and is a uniformly random token otherwise; the model predicts the clean canvas at
-every position. In half of the rows a first pass without gradient gives the self-conditioning
-logits, scaled by a temperature of the sampler's range.
+every position. Half of the rows first take one step of the sampler, without gradient: its logits,
+scaled by a temperature of the sampler's range, are the self-conditioning, and the canvas it leaves,
+sure tokens kept and the others noised anew, is the one that is trained on.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from vllm_dllm.checkpoint.forward import TrainingForward
 from vllm_dllm.checkpoint.muon import MuonAdamW
 from vllm_dllm.checkpoint.tiny import save_checkpoint
 from vllm_dllm.checkpoint.tokenizer import build_tokenizer
+from vllm_dllm.denoise.acceptance import accept_by_entropy_bound
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ARCHITECTURE: dict[str, Any] = dict(
@@ -43,12 +45,12 @@ ARCHITECTURE: dict[str, Any] = dict(
     canvas_length=64,
 )
 TASK_SHARES = {
-    "add": 2.0,
+    "add": 0.5,
     "sort": 1.0,
     "reverse": 0.5,
     "count_up": 1.0,
-    "lookup_short": 2.0,
-    "lookup": 2.0,
+    "lookup_short": 3.0,
+    "lookup": 0.5,
     "write_json": 0.5,
     "chat": 0.5,
 }
@@ -75,6 +77,18 @@ def noise_canvases(target: Tensor, copies: int, vocab_size: int) -> Tensor:
     return torch.where(torch.rand(target.shape, device=target.device) < level, noise, target)
 
 
+def next_canvases(logits: Tensor) -> Tensor:
+    """[B, K, C] what the sampler makes of temperature-scaled logits [B, K, C, V]."""
+    candidates = torch.distributions.Categorical(logits=logits)
+    accepted = accept_by_entropy_bound(
+        candidates.entropy().flatten(0, 1), build_generation_config().sampler_config.entropy_bound
+    )
+    sampled = candidates.sample()
+    return torch.where(
+        accepted.view_as(sampled), sampled, torch.randint_like(sampled, logits.shape[-1])
+    )
+
+
 def diffusion_loss(model: TrainingForward, batch: Batch, copies: int) -> tuple[Tensor, float]:
     """Weighted cross entropy, and the share of answer tokens whose best guess is right."""
     canvas = noise_canvases(batch.target, copies, model.config.vocab_size)
@@ -87,6 +101,7 @@ def diffusion_loss(model: TrainingForward, batch: Batch, copies: int) -> tuple[T
         )
         temperature = 0.4 + 0.4 * torch.rand(half, 1, 1, 1, device=canvas.device)
         previous = model.decode(canvas[:half], first_rows, None) / temperature
+        canvas = torch.cat((next_canvases(previous), canvas[half:]))
     logits = model.decode(canvas, prefix, previous)
     target = batch.target[:, None].expand_as(canvas)
     weight = batch.weight[:, None].expand_as(canvas)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from vllm import ir
 
+from vllm_dllm import compat
+
 PROVIDER = "vllm_dllm_cpu"
 
 
@@ -29,5 +31,5 @@ def register() -> None:
     ) -> Tensor:
         x = x.contiguous()  # the kernel takes rows to be adjacent
         output = torch.empty_like(x)
-        torch.ops._C.rms_norm(output, x, weight, epsilon)
+        compat.cpp_rms_norm(output, x, weight, epsilon)
         return output

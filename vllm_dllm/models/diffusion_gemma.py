@@ -107,7 +107,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         cap = self.config.final_logit_softcapping
         if logits is None or cap is None:
             return logits
-        return logits.float().div(cap).tanh_().mul_(cap)
+        return logits.to(torch.float32, copy=True).div_(cap).tanh_().mul_(cap)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a transformers state dict; encoder and decoder names address one set of weights."""
@@ -117,8 +117,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         reader = _WeightReader(weights)
         try:
             loaded = AutoWeightsLoader(self).load_weights(reader, mapper=mapper)
-            missing = {name for name, _ in self.named_parameters()} - loaded
-            if missing and not self.is_quantized:
+            wanted = {name for name, _ in self.named_parameters()}
+            wanted |= {name for name, _ in self.named_buffers() if name.endswith("layer_scalar")}
+            if (missing := wanted - loaded) and not self.is_quantized:
                 raise ValueError(f"no weights for {sorted(missing)}")
             return loaded
         except Exception as error:
