@@ -60,11 +60,11 @@ def count_up(rng: random.Random) -> tuple[str, str]:
     return f"Count from {first} to {last}.", " ".join(map(str, range(first, last + 1)))
 
 
-def _lookup(rng: random.Random, num_pairs: int) -> tuple[str, str]:
+def _lookup(rng: random.Random, num_pairs: int, num_asked: int | None = None) -> tuple[str, str]:
     """Values of a JSON document of four tokens a pair."""
     keys = rng.sample(NOUNS, num_pairs)
     document = {key: rng.choice(NAMES) for key in keys}
-    asked = rng.sample(keys, rng.randint(1, min(8, num_pairs)))
+    asked = rng.sample(keys, num_asked or rng.randint(1, min(8, num_pairs)))
     answer = ", ".join(f"{key}: {document[key]}" for key in asked)
     return f"{json.dumps(document)} What is {', '.join(asked)}?", answer
 
@@ -77,6 +77,12 @@ def lookup_short(rng: random.Random) -> tuple[str, str]:
 def lookup(rng: random.Random) -> tuple[str, str]:
     """Documents of 8 to 96 pairs: prompts of 1 to 12 sliding windows."""
     return _lookup(rng, int(8 * 12 ** rng.random()))
+
+
+def lookup_dense(rng: random.Random) -> tuple[str, str]:
+    """All values of a document, in another order: the most look-ups a canvas of 64 holds."""
+    num_pairs = rng.randint(4, 15)
+    return _lookup(rng, num_pairs, num_asked=num_pairs)
 
 
 def write_json(rng: random.Random) -> tuple[str, str]:
@@ -129,25 +135,28 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
     "write_json": write_json,
     "chat": chat,
 }
+TRAINING_TASKS = TASKS | {"lookup_dense": lookup_dense}
 
 
 def generate(rng: random.Random, task: str, *, held_out: bool) -> Example:
     """A random example of `task` from the training side or the held-out side."""
     while True:
-        example = Example(task, *TASKS[task](rng))
+        example = Example(task, *TRAINING_TASKS[task](rng))
         if example.held_out == held_out:
             return example
 
 
 def held_out_examples(per_task: int = 70, seed: int = 1) -> list[Example]:
-    """`per_task` different held-out prompts of every task."""
+    """`per_task` different held-out prompts of every task; a task with fewer gives those it has."""
     rng = random.Random(seed)
     examples: list[Example] = []
     for task in TASKS:
         seen: dict[str, Example] = {}
-        while len(seen) < per_task:
+        for _ in range(20 * per_task):
             example = generate(rng, task, held_out=True)
             seen[example.prompt] = example
+            if len(seen) == per_task:
+                break
         examples += seen.values()
     return examples
 

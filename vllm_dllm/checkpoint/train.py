@@ -23,6 +23,7 @@ from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFas
 from vllm_dllm.checkpoint.architecture import build_config, build_generation_config
 from vllm_dllm.checkpoint.batches import Batch, training_batches
 from vllm_dllm.checkpoint.forward import TrainingForward
+from vllm_dllm.checkpoint.match_heads import look_back_weights
 from vllm_dllm.checkpoint.muon import MuonAdamW
 from vllm_dllm.checkpoint.tiny import save_checkpoint
 from vllm_dllm.checkpoint.tokenizer import build_tokenizer
@@ -45,14 +46,24 @@ ARCHITECTURE: dict[str, Any] = dict(
     canvas_length=64,
 )
 TASK_SHARES = {
-    "add": 0.5,
-    "sort": 1.0,
+    "add": 0.7,
+    "sort": 1.5,
     "reverse": 0.5,
     "count_up": 1.0,
-    "lookup_short": 3.0,
-    "lookup": 0.5,
-    "write_json": 0.5,
-    "chat": 0.5,
+    "lookup_short": 1.0,
+    "lookup": 2.0,
+    "write_json": 0.7,
+    "chat": 0.7,
+}
+# A stage of its own, after match_heads.py and before the tasks come back.
+LOOKUP_SHARES = {
+    "lookup_dense": 8.0,
+    "add": 0.2,
+    "sort": 0.4,
+    "reverse": 0.2,
+    "count_up": 0.3,
+    "write_json": 0.2,
+    "chat": 0.2,
 }
 FULL_NOISE_SHARE = 0.4  # canvases that start from pure noise, as every generation does
 LEFT_TO_RIGHT_SHARE = 0.2  # canvases that are clean up to some position and pure noise after it
@@ -89,20 +100,26 @@ def next_canvases(logits: Tensor) -> Tensor:
     )
 
 
-def diffusion_loss(model: TrainingForward, batch: Batch, copies: int) -> tuple[Tensor, float]:
-    """Weighted cross entropy, and the share of answer tokens whose best guess is right."""
+def diffusion_loss(
+    model: TrainingForward, batch: Batch, copies: int, *, step_all: bool = False
+) -> tuple[Tensor, float]:
+    """Weighted cross entropy, and the share of answer tokens whose best guess is right.
+
+    step_all: the other half of the rows takes a step, too, but gets no self-conditioning.
+    """
     canvas = noise_canvases(batch.target, copies, model.config.vocab_size)
     prefix = model.encode(batch.prefix, batch.is_token)
     # Rows are in random order, so "the first half" is a random half.
     half = len(canvas) // 2
+    stepped = len(canvas) if step_all else half
     with torch.no_grad():
         first_rows = type(prefix)(
-            [(k[:half], v[:half]) for k, v in prefix.layers], prefix.is_token[:half]
+            [(k[:stepped], v[:stepped]) for k, v in prefix.layers], prefix.is_token[:stepped]
         )
-        temperature = 0.4 + 0.4 * torch.rand(half, 1, 1, 1, device=canvas.device)
-        previous = model.decode(canvas[:half], first_rows, None) / temperature
-        canvas = torch.cat((next_canvases(previous), canvas[half:]))
-    logits = model.decode(canvas, prefix, previous)
+        temperature = 0.4 + 0.4 * torch.rand(stepped, 1, 1, 1, device=canvas.device)
+        previous = model.decode(canvas[:stepped], first_rows, None) / temperature
+        canvas = torch.cat((next_canvases(previous), canvas[stepped:]))
+    logits = model.decode(canvas, prefix, previous[:half])
     target = batch.target[:, None].expand_as(canvas)
     weight = batch.weight[:, None].expand_as(canvas)
     loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), reduction="none")
@@ -190,6 +207,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
     model.model.encoder.embed_vision.requires_grad_(False)
     model.to(args.device)
     parameters = list(model.parameters())
+    kept = [(view, view.detach().clone()) for view in look_back_weights(model)]
     forward = TrainingForward(model, compiled=not args.no_compile)
     optimizer = MuonAdamW(
         model, muon_lr=args.muon_lr, adam_lr=args.adam_lr, weight_decay=args.weight_decay
@@ -197,7 +215,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed + rank)
     batches = training_batches(
         tokenizer,
-        TASK_SHARES,
+        LOOKUP_SHARES if args.lookups else TASK_SHARES,
         seed=args.seed + rank,
         canvas_length=config.canvas_length,
         canvases_per_prefix=args.copies,
@@ -211,12 +229,16 @@ def train(rank: int, args: argparse.Namespace) -> None:
     while progress < 1:
         batch = next(batches).to(args.device)
         forward.load_balance.clear()
-        loss, right = diffusion_loss(forward, batch, args.copies)
+        loss, right = diffusion_loss(forward, batch, args.copies, step_all=args.lookups)
         balance = torch.stack(forward.load_balance).mean()
         (loss + LOAD_BALANCE_WEIGHT * balance).backward()
         elapsed = time.monotonic() - start
         progress = average_over_processes(parameters, min(1.0, elapsed / (60 * args.minutes)))
         optimizer.step(learning_rate_scale(progress))
+        if args.keep_heads:
+            with torch.no_grad():
+                for view, value in kept:
+                    view.copy_(value)
         losses.append(loss.item())
         rights.append(right)
         samples += batch.target.shape[0] * args.copies * args.processes
@@ -253,12 +275,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init-from", type=Path, help="checkpoint to continue from")
+    parser.add_argument("--lookups", action="store_true", help="the stage of dense look-ups")
+    parser.add_argument(
+        "--keep-heads", action="store_true", help="leave the heads of match_heads.py as they are"
+    )
     parser.add_argument("--minutes", type=float, default=80.0)
     parser.add_argument("--save-minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--copies", type=int, default=2, help="noised canvases for each prefix")
-    parser.add_argument("--tokens-per-batch", type=int, default=4096)
+    parser.add_argument("--tokens-per-batch", type=int, default=3072)
     parser.add_argument("--muon-lr", type=float, default=5e-3)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.05)
