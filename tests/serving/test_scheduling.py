@@ -83,7 +83,9 @@ def test_asynchronous_scheduling(
         check_and_update_config(vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
-    monkeypatch.setattr(type(current_platform), "check_and_update_config", keep_async_scheduling)
+    monkeypatch.setattr(
+        type(current_platform), "check_and_update_config", staticmethod(keep_async_scheduling)
+    )
     served = engine(tiny(64), async_scheduling=True)
     scheduler = served.llm.llm_engine.vllm_config.scheduler_config.get_scheduler_cls()
     assert scheduler.__name__ == "DiffusionAsyncScheduler"
