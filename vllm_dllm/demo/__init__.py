@@ -28,14 +28,14 @@ from vllm_dllm.demo.steps import Step, StepReader, committed_blocks
 __all__ = ["QUESTIONS", "DemoError", "run"]
 
 QUESTIONS = (
-    "Sort: u r e o l p b s v g",
+    "Sort: o r n i a z l v",
     "Write JSON with age 61, shoe 28, name Paul, city Tokyo.",
     "I am Will. I live in Santiago. What is my city?",
     "Reverse: sand rose seed cherry eagle fox bridge cloud",
     '{"eagle": "Iris", "bone": "Hugo", "sheep": "Paul", "cat": "Ben", "sock": "Hugo", '
     '"goat": "Paul", "bear": "Iris", "key": "Emma", "leaf": "Zoe", "map": "Jack"} '
     "What is key, map, bone?",
-    "Count from 33 to 62.",
+    "Count from 34 to 59.",
 )
 """Of the tasks of `vllm_dllm.checkpoint.tasks`, all from their held-out side."""
 
