@@ -11,7 +11,7 @@ MAX_NUM_SEQS = 32
 
 
 class Engine:
-    """An fp32 engine of otherwise default settings, in vLLM's default process layout."""
+    """An eager fp32 engine of otherwise default settings, in vLLM's default process layout."""
 
     def __init__(self, checkpoint: str, canvas_length: int, **options: Any) -> None:
         from vllm import LLM
@@ -20,6 +20,7 @@ class Engine:
         self.llm = LLM(
             checkpoint,
             dtype="float32",
+            enforce_eager=True,  # as `make serve` has it; compiled engines have not been compared
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_NUM_SEQS,
             kv_cache_memory_bytes=1 << 30,

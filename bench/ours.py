@@ -11,12 +11,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint")
     parser.add_argument("--canvas-length", type=int, required=True)
-    parser.add_argument("--enforce-eager", action="store_true")
     args = parser.parse_args()
 
     def start() -> tuple[dict[str, Any], Any]:
-        engine = Engine(args.checkpoint, args.canvas_length, enforce_eager=args.enforce_eager)
-        return {"system": "vllm-dllm", "enforce_eager": args.enforce_eager}, engine.handlers()
+        engine = Engine(args.checkpoint, args.canvas_length)
+        return {"system": "vllm-dllm"}, engine.handlers()
 
     system.serve(start)
 

@@ -24,12 +24,6 @@ MODULES = {
     TRANSFORMERS: "bench.transformers_generate",
     STOCK: "bench.stock_vllm",
 }
-# Engines start as `make serve` starts them; other settings have not been compared (bench/LOG.md).
-OPTIONS: dict[str, list[str]] = {
-    OURS: ["--enforce-eager"],
-    TRANSFORMERS: [],
-    STOCK: ["--enforce-eager"],
-}
 MAX_TOKENS = 128
 MAX_POINTS_BELOW = 3.0
 PROMPTS_BY_BATCH = {1: 32, 8: 64, 32: 128}  # multiples of the eight tasks
@@ -162,7 +156,7 @@ def main() -> None:
         for name in names:
             systems[name] = System(
                 MODULES[name],
-                [str(args.checkpoint), "--canvas-length", str(canvas_length), *OPTIONS[name]],
+                [str(args.checkpoint), "--canvas-length", str(canvas_length)],
                 logs / f"{MODULES[name]}.log",
             )
             stack.callback(systems[name].close)

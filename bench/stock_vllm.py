@@ -129,17 +129,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint")
     parser.add_argument("--canvas-length", type=int, required=True)
-    parser.add_argument("--enforce-eager", action="store_true")
     args = parser.parse_args()
 
     def start() -> tuple[dict[str, Any], Any]:
-        engine = Engine(
-            args.checkpoint,
-            args.canvas_length,
-            enforce_eager=args.enforce_eager,
-            language_model_only=True,
-        )
-        return {"system": "stock vLLM", "enforce_eager": args.enforce_eager}, engine.handlers()
+        engine = Engine(args.checkpoint, args.canvas_length, language_model_only=True)
+        return {"system": "stock vLLM"}, engine.handlers()
 
     with tempfile.TemporaryDirectory() as folder:
         set_environment(Path(folder))

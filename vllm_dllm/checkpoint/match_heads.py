@@ -100,10 +100,8 @@ def install_match(
     u, correlation, vt = torch.linalg.svd(whiten_x @ (x.T @ y / len(x)) @ whiten_y)
     constant = constant_readout(torch.cat((values, answers, others)))
     strength = correlation[:k].sqrt()
-    keys = (
-        whiten_x @ u[:, :k] - torch.outer(constant, value_mean @ whiten_x @ u[:, :k])
-    ) * strength
-    queries = whiten_y @ vt.T[:, :k]
+    keys, queries = whiten_x @ u[:, :k], whiten_y @ vt.T[:, :k]
+    keys = (keys - torch.outer(constant, value_mean @ keys)) * strength
     queries = (queries - torch.outer(constant, answer_mean @ queries)) * strength
 
     attention = layer.self_attn
