@@ -40,11 +40,10 @@ $(READY): requirements/cpu.txt pyproject.toml packaging/vllm-metadata/pyproject.
 	@touch $@
 	@echo "Ready. Next: make serve, make demo or make test."
 
-# Eager: compiling this small model takes minutes at every start, and a C++ compiler.
 serve: setup ## serve the shipped checkpoint on port 8000 (PORT=...)
 	$(BIN)/vllm serve $(CHECKPOINT) --host 127.0.0.1 --port $(PORT) \
 	  --diffusion-config '{"canvas_length": 64}' --dtype float32 --max-model-len 1024 \
-	  --kv-cache-memory-bytes 1G --enforce-eager
+	  --kv-cache-memory-bytes 1G
 
 demo: setup ## start a server, ask a few questions, show the canvas denoising
 	$(BIN)/vllm-dllm demo

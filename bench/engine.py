@@ -11,7 +11,7 @@ MAX_NUM_SEQS = 32
 
 
 class Engine:
-    """An eager fp32 engine of otherwise default settings, in vLLM's default process layout."""
+    """An fp32 engine of otherwise default settings, in vLLM's default process layout."""
 
     def __init__(self, checkpoint: str, canvas_length: int, **options: Any) -> None:
         from vllm import LLM
@@ -20,7 +20,6 @@ class Engine:
         self.llm = LLM(
             checkpoint,
             dtype="float32",
-            enforce_eager=True,  # as `make serve` has it; compiled engines have not been compared
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_NUM_SEQS,
             kv_cache_memory_bytes=1 << 30,
@@ -47,7 +46,8 @@ class Engine:
         engine = self.llm.llm_engine
         outputs: list[list[int]] = [[] for _ in prompts]
         counters = self._counters()
-        engine_steps = sent = finished = 0
+        forwards = self._num_forwards()
+        sent = finished = 0
         indices: dict[str, int] = {}
         started = time.perf_counter()
         while finished < len(prompts):
@@ -57,7 +57,6 @@ class Engine:
                 indices[request_id] = sent
                 engine.add_request(request_id, {"prompt_token_ids": prompts[sent]}, params)
                 sent += 1
-            engine_steps += 1
             for output in engine.step():
                 if output.finished:
                     outputs[indices[output.request_id]] = list(output.outputs[0].token_ids)
@@ -74,7 +73,7 @@ class Engine:
         return {
             "seconds": seconds,
             "outputs": outputs,
-            "forwards": engine_steps,
+            "forwards": self._num_forwards() - forwards,
             # The counter counts a commit as a step, too.
             "denoise_steps": steps - committed / self.canvas_length,
         }
@@ -84,6 +83,10 @@ class Engine:
         self.llm.collective_rpc("start_split")
         self.run(prompts, batch=1, max_tokens=max_tokens)
         return [split_parts(step) for step in self.llm.collective_rpc("stop_split")[0]]
+
+    def _num_forwards(self) -> int:
+        """How often the model has run so far; an engine also steps to tell of ended requests."""
+        return self.llm.collective_rpc("num_forwards")[0]
 
     def _counters(self) -> dict[str, float]:
         """vLLM's own diffusion counters."""

@@ -15,6 +15,20 @@ class StepSplit:
 
     model_runner: Any  # the worker's
 
+    _forwards: int | None = None
+
+    def num_forwards(self) -> int:
+        """How often the model has run since this was first called."""
+        if self._forwards is None:
+            self._forwards = 0
+
+            def increment(*_: Any) -> None:
+                assert self._forwards is not None
+                self._forwards += 1
+
+            self.model_runner.model.register_forward_hook(increment)
+        return self._forwards
+
     def start_split(self) -> None:
         """From now on each step leaves a row in `self._split_steps`: times in ms."""
         self._split_steps: list[dict[str, float]] = []

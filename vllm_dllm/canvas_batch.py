@@ -48,7 +48,9 @@ class CanvasBatch:
         if (lengths != canvas_length).any():
             cells = np.repeat(np.arange(len(requests)) * canvas_length, lengths) + positions
         if len(positions) != input_batch.num_tokens:
-            tokens = np.repeat(input_batch.query_start_loc_np[requests], lengths) + positions
+            # A canvas is the end of its request's rows; what remains of the prompt may precede it.
+            first_tokens = input_batch.query_start_loc_np[requests + 1] - lengths
+            tokens = np.repeat(first_tokens, lengths) + positions
 
         def to_device(array: np.ndarray) -> torch.Tensor:
             return async_tensor_h2d(array.astype(np.int64), device=device)

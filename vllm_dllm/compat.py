@@ -3,7 +3,7 @@
 `tests/test_compat.py` fails loudly when one of them moves.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -16,9 +16,14 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models import config as models_config
 from vllm.sampling_params import SamplingParams
 from vllm.triton_utils.importing import TritonLanguagePlaceholder, TritonPlaceholder
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.sched import diffusion_scheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import input_processor
+from vllm.v1.request import Request
 
 write_cpu_kv_cache = _custom_ops.cpu_attn_reshape_and_cache
 cpp_rms_norm = _custom_ops.rms_norm
@@ -50,6 +55,63 @@ def set_serving_config(architecture: str, serving_config: type) -> None:
     """Makes `serving_config`, a VerifyAndUpdateConfig, adjust vLLM's configuration for models of
     `architecture`."""
     models_config.MODELS_CONFIG_MAP[architecture] = serving_config
+
+
+class SchedulerHooks(Scheduler):
+    """vLLM's scheduler, with two of its steps open to subclasses."""
+
+    def complete_output(self, output: SchedulerOutput) -> None:
+        """May change what a step schedules, before it is counted."""
+
+    def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
+        """`request` has just ended with a block of `block_length` tokens, the first `num_kept` of
+        which are its own; its cache blocks are still there."""
+
+    def take_new_blocks_to_zero(self) -> list[int]:
+        """Cache blocks handed out since the last call that must be zeroed before use."""
+        return self._get_new_block_ids_to_zero() or []
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        self.complete_output(scheduler_output)
+        super()._update_after_schedule(scheduler_output)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        block_length = len(new_token_ids)
+        kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        if stopped:
+            self.request_stopped(request, block_length, len(kept))
+        return kept, stopped
+
+
+StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler
+StockDiffusionAsyncScheduler = diffusion_scheduler.DiffusionAsyncScheduler
+diffusion_canvas_width = diffusion_scheduler.diffusion_canvas_width
+_stock_schedulers = {
+    "DiffusionScheduler": StockDiffusionScheduler,
+    "DiffusionAsyncScheduler": StockDiffusionAsyncScheduler,
+}
+
+
+def set_schedulers(architecture: str, schedulers: Mapping[str, str]) -> None:
+    """Replaces vLLM's diffusion schedulers, for models of `architecture`.
+
+    `schedulers` maps the names of vLLM's classes to the paths of those that take their place.
+    vLLM finds its classes by these names after it has settled whether to schedule asynchronously,
+    which `scheduler_cls` would have to know before.
+    """
+
+    def choose(name: str, path: str) -> Callable[..., Any]:
+        def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+            ours = vllm_config.model_config.architecture == architecture
+            scheduler = resolve_obj_by_qualname(path) if ours else _stock_schedulers[name]
+            return scheduler(vllm_config, *args, **kwargs)
+
+        return make_scheduler
+
+    for name, path in schedulers.items():
+        setattr(diffusion_scheduler, name, choose(name, path))
 
 
 def set_sampling_params_check(check: Callable[[SamplingParams], None]) -> None:

@@ -92,9 +92,16 @@ class ExtensionConfig:
     trace_path: str | None = None
     """File to which every step's canvases are appended as JSON lines, for watching a canvas
     denoise. Costs a device-to-host copy a step."""
+    commit_last_block: bool = False
+    """Write the keys and values of an answer's last block, so that the next turn of a chat finds
+    them in the prefix cache. Costs a forward an answer."""
 
     def __post_init__(self) -> None:
         check_window_rule(self.window_rule)
+        if not isinstance(self.commit_last_block, bool):
+            raise ValueError(
+                f"commit_last_block must be true or false, got {self.commit_last_block!r}."
+            )
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "ExtensionConfig":

@@ -1,6 +1,6 @@
 """Log-probabilities of committed tokens.
 
-A block's tokens are emitted one step after the step that decided them, so each step's
+A committed block's tokens are emitted one step after the step that decided them, so each step's
 log-probabilities are kept for one step: a commit reports those of the step before it.
 """
 
@@ -40,6 +40,22 @@ def token_logprobs(
     if not report_logits:
         scores = scores - scaled.logsumexp(dim=-1, keepdim=True)
     return LogprobsTensors(logprob_token_ids=columns, logprobs=scores, selected_token_ranks=ranks)
+
+
+def choose(
+    condition: torch.Tensor,  # [] bool
+    one: LogprobsTensors,
+    other: LogprobsTensors,
+) -> LogprobsTensors:
+    """`one` where the condition holds, else `other`, without waiting for the device. Scores of
+    another number of tokens belong to an earlier block: then it is `one`."""
+    if one.logprobs.shape != other.logprobs.shape:
+        return one
+    return LogprobsTensors(
+        torch.where(condition, one.logprob_token_ids, other.logprob_token_ids),
+        torch.where(condition, one.logprobs, other.logprobs),
+        torch.where(condition, one.selected_token_ranks, other.selected_token_ranks),
+    )
 
 
 def concat(parts: Sequence[LogprobsTensors], first_rows: list[int]) -> LogprobsTensors:

@@ -1,6 +1,6 @@
 """What vLLM's model runner asks of a diffusion model: embeddings, causal flags, a sampler.
 
-A request's phase lives on the device (`CanvasSlots.is_causal`) and is changed there by the
+A request's phase lives on the device (`CanvasSlots.is_committing`) and is changed there by the
 sampler, so a step can be prepared while the previous one still runs.
 """
 
@@ -11,6 +11,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.tasks import GenerationTask
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
@@ -20,6 +21,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.attention import WindowRules, takes_window_rules
+from vllm_dllm.attention.requests import AttnRequests
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.sampler import DiffusionSampler
@@ -58,7 +60,8 @@ class DiffusionModelState(ModelState):
         )
         self.canvas_batch: CanvasBatch | None = None  # of the current step
         # Persistent: a captured CUDA graph reads these addresses at every replay.
-        self._causal = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        # A request may count as two (`AttnRequests`).
+        self._causal = torch.zeros(2 * self.max_num_reqs, dtype=torch.int32, device=device)
         self._inputs_embeds = torch.zeros(
             self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
         )
@@ -96,7 +99,7 @@ class DiffusionModelState(ModelState):
             self.canvas_batch = batch
             plain = embeds if batch.tokens is None else embeds[batch.tokens]
             soft = batch.flatten(self.slots.soft_embeds[batch.slots])
-            denoising = batch.by_row(self.slots.is_causal[batch.slots] == 0)
+            denoising = batch.by_row(self.slots.is_committing[batch.slots] == 0)
             conditioned = self.model.self_conditioning(plain, soft)
             chosen = torch.where(denoising[:, None], conditioned, plain)
             if batch.tokens is None:
@@ -119,28 +122,40 @@ class DiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        full_graph = cudagraph_mode == CUDAGraphMode.FULL
-        num_reqs = input_batch.num_reqs_after_padding if full_graph else input_batch.num_reqs
-        num_tokens = input_batch.num_tokens_after_padding if full_graph else input_batch.num_tokens
-        slots = input_batch.idx_mapping[: input_batch.num_reqs]
-        self._causal[: input_batch.num_reqs] = self.slots.is_causal[slots]
-        self._causal[input_batch.num_reqs : num_reqs] = 0
+        requests = AttnRequests.build(input_batch, block_tables, self.device)
+        num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens
+        query_start_loc, query_start_loc_np = requests.query_start_loc, requests.query_start_loc_np
+        seq_lens = requests.seq_lens
+        causal = self.slots.is_committing[requests.slots]
+        if input_batch.has_prefill:
+            causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
+        self._causal[:num_reqs] = causal
+        if cudagraph_mode == CUDAGraphMode.FULL:
+            assert num_reqs == input_batch.num_reqs, "the scheduler joins nothing under full graphs"
+            num_reqs, num_tokens = (
+                input_batch.num_reqs_after_padding,
+                input_batch.num_tokens_after_padding,
+            )
+            query_start_loc = input_batch.query_start_loc[: num_reqs + 1]
+            query_start_loc_np = input_batch.query_start_loc_np[: num_reqs + 1]
+            seq_lens = input_batch.seq_lens
+            self._causal[input_batch.num_reqs : num_reqs] = 0
         return build_attn_metadata(
             attn_groups=attn_groups,
             num_reqs=num_reqs,
             num_tokens=num_tokens,
-            query_start_loc_gpu=input_batch.query_start_loc[: num_reqs + 1],
-            query_start_loc_cpu=torch.from_numpy(input_batch.query_start_loc_np[: num_reqs + 1]),
-            max_query_len=input_batch.max_query_len or int(input_batch.num_scheduled_tokens.max()),
-            seq_lens=input_batch.seq_lens,
+            query_start_loc_gpu=query_start_loc,
+            query_start_loc_cpu=torch.from_numpy(query_start_loc_np),
+            max_query_len=requests.max_query_len,
+            seq_lens=seq_lens,
             max_seq_len=self.max_model_len,
-            block_tables=block_tables,
+            block_tables=requests.block_tables,
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
             for_cudagraph_capture=for_capture,
             causal=self._causal[:num_reqs],
             model_specific_attn_metadata=_AttnExtras(
-                WindowRules(self.slots.symmetric_window[slots])
+                WindowRules(self.slots.symmetric_window[requests.slots])
             ),
         )
 

@@ -29,6 +29,13 @@ def register() -> None:
         "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
     )
     compat.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
+    compat.set_schedulers(
+        DIFFUSION_GEMMA,
+        {
+            "DiffusionScheduler": "vllm_dllm.scheduler.CanvasScheduler",
+            "DiffusionAsyncScheduler": "vllm_dllm.scheduler.CanvasAsyncScheduler",
+        },
+    )
     compat.set_request_check(request.check_request)
     compat.set_sampling_params_check(request.check_sampling_params)
     cpu.install()

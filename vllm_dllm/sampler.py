@@ -26,8 +26,9 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.schedule import temperature
 from vllm_dllm.denoise.step import CanvasState, StepOutcome, denoise_step
-from vllm_dllm.logprobs import LogprobRequest, concat, token_logprobs
+from vllm_dllm.logprobs import LogprobRequest, choose, concat, token_logprobs
 from vllm_dllm.request import RequestOptions
+from vllm_dllm.stopping import is_last_block, stop_tokens
 from vllm_dllm.trace import CanvasTrace
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class DiffusionSampler:
 
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
-        self._has_staged_writes = True
+        self._added: list[int] = []  # slots of requests that came since the last step
         self.report_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
 
         self._widths = np.zeros(state.max_num_reqs, dtype=np.int64)  # host copy of slots.width
@@ -82,7 +83,7 @@ class DiffusionSampler:
         device = self.slots.canvas.device
         options = RequestOptions.from_sampling_params(sampling_params)
         self.sampling_states.add_request(req_idx, sampling_params)
-        self._has_staged_writes = True
+        self._added.append(req_idx)
         num_steps = self.config.max_denoising_steps
         if options.max_steps is not None:
             num_steps = min(options.max_steps, num_steps)
@@ -91,13 +92,18 @@ class DiffusionSampler:
         seed = int(self.sampling_states.seeds.np[req_idx])
         self.slots.reset(req_idx, seed, num_steps, width)
         # After a preemption the prefill holds the blocks committed so far, too.
-        is_resumed = (
-            self.req_states.prefill_len.np[req_idx] > self.req_states.prompt_len.np[req_idx]
-        )
+        prompt_len = int(self.req_states.prompt_len.np[req_idx])
+        is_resumed = self.req_states.prefill_len.np[req_idx] > prompt_len
         if options.first_canvas is not None and not is_resumed:
             self.slots.set_first_canvas(req_idx, options.first_canvas, options.pinned)
         if options.read_only:
             self.slots.read_only[req_idx].fill_(True)
+        max_tokens = sampling_params.max_tokens
+        end = self.state.max_model_len if max_tokens is None else prompt_len + max_tokens
+        self.slots.end[req_idx].fill_(min(end, self.state.max_model_len))
+        self.slots.stop_tokens[req_idx] = async_tensor_h2d(
+            np.array(stop_tokens(sampling_params)), device=device
+        )
         rule = options.window_rule or self.state.extension_config.window_rule
         self.slots.symmetric_window[req_idx].fill_(int(rule == "symmetric"))
 
@@ -126,9 +132,10 @@ class DiffusionSampler:
         self._read_only.discard(slot)
 
     def apply_staged_writes(self) -> None:
-        if self._has_staged_writes:
+        if self._added:
             self.sampling_states.apply_staged_writes()
-            self._has_staged_writes = False
+            self._start_canvases(np.array(self._added, dtype=np.int64))
+            self._added.clear()
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -153,8 +160,6 @@ class DiffusionSampler:
             sampled[batch.requests] = best_guess.int()
             num_sampled[batch.requests] = emitted.int()
             num_rejected[batch.requests] = (batch.lengths - emitted).int()
-        if input_batch.has_prefill:
-            self._start_canvases(input_batch)
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=logprobs,
@@ -174,23 +179,16 @@ class DiffusionSampler:
         room = self.state.max_model_len - starts
         return batch.lengths < torch.minimum(self.slots.width[batch.slots], room)
 
-    def _start_canvases(self, input_batch: InputBatch) -> None:
-        """Gives a first canvas to the requests whose prefill this step completes."""
-        num_reqs = input_batch.num_reqs
-        prefill_len = input_batch.prefill_len_np[:num_reqs]
-        computed = input_batch.num_computed_prefill_tokens_np[:num_reqs]
-        scheduled = input_batch.num_scheduled_tokens[:num_reqs]
-        done = np.flatnonzero((computed < prefill_len) & (computed + scheduled >= prefill_len))
-        if len(done) == 0:
-            return
+    def _start_canvases(self, slots_np: np.ndarray) -> None:
+        """Gives the requests that have just come to the slots [n] their first canvas, which begins
+        where their prefill ends."""
         device = self.slots.canvas.device
-        idx = async_tensor_h2d(input_batch.idx_mapping_np[done].astype(np.int64), device=device)
-        starts = async_tensor_h2d(prefill_len[done].astype(np.int64), device=device)
-        random = self._fresh_canvas(self.slots.seeds[idx], starts)
+        idx = async_tensor_h2d(slots_np, device=device)
+        starts = self.req_states.prefill_len.np[slots_np].astype(np.int64)
+        random = self._fresh_canvas(self.slots.seeds[idx], async_tensor_h2d(starts, device=device))
         has_first = self.slots.has_first_canvas[idx, None]
         canvas = torch.where(has_first, self.slots.first_canvas[idx], random)
         self.slots.canvas[idx] = canvas
-        self.slots.is_causal[idx] = 0
         self.req_states.draft_tokens[idx, : self.canvas_length] = canvas
 
     def _advance_canvases(
@@ -199,10 +197,11 @@ class DiffusionSampler:
         """Denoises or commits each canvas. Returns best guesses [n, C], tokens emitted [n] and
         the log-probabilities of the emitted tokens."""
         slots, idx = self.slots, batch.slots
-        starts = input_batch.seq_lens[batch.requests] - batch.lengths
+        block_ends = input_batch.seq_lens[batch.requests]
+        starts = block_ends - batch.lengths
         seeds, steps_done = slots.seeds[idx], slots.steps_done[idx]
         num_steps, pinned = slots.num_steps[idx], slots.pinned[idx]
-        denoising = slots.is_causal[idx] == 0
+        denoising = slots.is_committing[idx] == 0
         cut = self._cut_canvases(batch, starts)
         earlier = None if cut is None else slots.progress(idx)
 
@@ -213,7 +212,7 @@ class DiffusionSampler:
             seeds,
             self._positions(starts),
             steps_done,
-            self._positions(starts + batch.lengths),
+            self._positions(block_ends),
             self.vocab_size,
         )
         by_row, soft_rows = self._read_rows(logits, row_temperature, batch.flatten(drawn.candidate))
@@ -227,9 +226,14 @@ class DiffusionSampler:
         )
 
         finished = outcome.finished & denoising
-        read_only = slots.read_only[idx]
         best_guess = torch.where(denoising[:, None], stats.best_guess, slots.best_guess[idx])
-        emitted = torch.where(~denoising | (finished & read_only), batch.lengths, 0)
+        emitted_uncommitted = slots.read_only[idx]
+        if not self.state.extension_config.commit_last_block:
+            emitted_uncommitted = emitted_uncommitted | is_last_block(
+                best_guess, batch.valid, block_ends, slots.end[idx], slots.stop_tokens[idx]
+            )
+        emitted_uncommitted = finished & emitted_uncommitted
+        emitted = torch.where(denoising & ~emitted_uncommitted, 0, batch.lengths)
 
         keeps_soft = (denoising & ~finished)[:, None] & ~pinned
         soft = batch.unflatten(soft_rows)
@@ -239,7 +243,7 @@ class DiffusionSampler:
         canvas = torch.where(finished[:, None], best_guess, canvas)
         canvas = torch.where(denoising[:, None], canvas, drawn.next_canvas)
         self._store(batch, denoising, outcome, canvas, best_guess)
-        slots.is_causal[idx] = (finished & ~read_only).int()
+        slots.is_committing[idx] = (finished & ~emitted_uncommitted).int()
 
         if cut is not None and earlier is not None:
             slots.take_back(idx, cut, earlier)
@@ -247,7 +251,9 @@ class DiffusionSampler:
 
         if self.trace is not None:
             self.trace.record(input_batch, batch, stats, outcome, canvas, denoising, finished)
-        logprobs = self._step_logprobs(logits, row_temperature, by_row, batch, input_batch, cut)
+        logprobs = self._step_logprobs(
+            logits, row_temperature, by_row, batch, input_batch, emitted_uncommitted, cut
+        )
         return best_guess, emitted, logprobs
 
     def _read_rows(
@@ -341,6 +347,7 @@ class DiffusionSampler:
         stats: RowStats,  # fields [rows]
         batch: CanvasBatch,
         input_batch: InputBatch,
+        emitted_uncommitted: torch.Tensor,  # [n] bool, blocks this step both decides and emits
         cut: torch.Tensor | None,  # [n] bool, steps that were taken back
     ) -> LogprobsTensors | None:
         """Scores a commit of this step would report, and keeps this step's for the next one."""
@@ -350,16 +357,17 @@ class DiffusionSampler:
         parts: list[LogprobsTensors] = []
         first_rows = [0] * input_batch.num_reqs
         num_rows, end = 0, 0
-        for request, slot, length, is_taken_back in zip(
-            batch.requests_np.tolist(),
-            batch.slots_np.tolist(),
-            batch.lengths_np.tolist(),
-            taken_back,
-            strict=True,
+        for i, (request, slot, length) in enumerate(
+            zip(
+                batch.requests_np.tolist(),
+                batch.slots_np.tolist(),
+                batch.lengths_np.tolist(),
+                strict=True,
+            )
         ):
             end += length
             wanted = self._logprob_requests.get(slot)
-            if wanted is None or is_taken_back:
+            if wanted is None or taken_back[i]:
                 continue
             read_only = slot in self._read_only
             rows = slice(end - length, end)
@@ -371,7 +379,9 @@ class DiffusionSampler:
                 wanted,
                 self.report_logits,
             )
-            reported = current if read_only else self._logprobs.get(slot, current)
+            reported = current
+            if not read_only and slot in self._logprobs:
+                reported = choose(emitted_uncommitted[i], current, self._logprobs[slot])
             self._logprobs[slot] = current
             first_rows[request] = num_rows
             num_rows += len(reported.logprobs)

@@ -1,6 +1,5 @@
 """What start-up checks and adjusts in vLLM's configuration before a diffusion model is served."""
 
-from vllm import ir
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import (
@@ -10,7 +9,7 @@ from vllm.model_executor.models.config import (
 from vllm.platforms import current_platform
 
 from vllm_dllm.config import DenoiseConfig, ExtensionConfig
-from vllm_dllm.cpu import norm
+from vllm_dllm.cpu import compilation
 
 logger = init_logger(__name__)
 
@@ -34,9 +33,7 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
         if current_platform.is_cpu():
             attention_config.backend = backend  # stock picks Triton before asking the platform
-            norms = vllm_config.kernel_config.ir_op_priority.rms_norm
-            if vllm_config.model_config.enforce_eager and norm.PROVIDER in ir.ops.rms_norm.impls:
-                norms[:] = [norm.PROVIDER, *(name for name in norms if name != norm.PROVIDER)]
+            compilation.choose(vllm_config)
         if scheduler_config.max_num_seqs != max_num_seqs:
             scheduler_config.max_num_seqs = min(max_num_seqs, default_max_num_seqs(vllm_config))
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)

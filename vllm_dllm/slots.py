@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.stopping import MAX_STOP_TOKENS
 
 _PROGRESS = (
     "canvas",
@@ -16,7 +17,7 @@ _PROGRESS = (
     "history",
     "soft_embeds",
     "steps_done",
-    "is_causal",
+    "is_committing",
     "pinned",
 )
 
@@ -31,12 +32,14 @@ class CanvasSlots:
     soft_embeds: torch.Tensor  # [R, C, H] model dtype, expected embedding of last step's softmax
     steps_done: torch.Tensor  # [R] int32
     num_steps: torch.Tensor  # [R] int32, the request's step cap
-    is_causal: torch.Tensor  # [R] int32, 1 = prefill or commit, 0 = denoising
+    is_committing: torch.Tensor  # [R] int32, 1 = the next forward commits the canvas, 0 = denoises
     seeds: torch.Tensor  # [R] int64, keys of the request's noise
     first_canvas: torch.Tensor  # [R, C] int64, tokens of the caller's first canvas
     has_first_canvas: torch.Tensor  # [R] bool
     pinned: torch.Tensor  # [R, C] bool, positions held at `first_canvas`
     read_only: torch.Tensor  # [R] bool, emits on the converging step, without a commit
+    end: torch.Tensor  # [R] int64, absolute position after the last token the request may have
+    stop_tokens: torch.Tensor  # [R, MAX_STOP_TOKENS] int64
     symmetric_window: torch.Tensor  # [R] int32, 1 = symmetric window rule, 0 = reference
     width: torch.Tensor  # [R] int64, canvas length the request asked for, 1..C
 
@@ -62,12 +65,14 @@ class CanvasSlots:
             soft_embeds=zeros(R, C, hidden_size, dtype=dtype),
             steps_done=zeros(R, dtype=torch.int32),
             num_steps=zeros(R, dtype=torch.int32),
-            is_causal=zeros(R, dtype=torch.int32),
+            is_committing=zeros(R, dtype=torch.int32),
             seeds=zeros(R, dtype=torch.int64),
             first_canvas=zeros(R, C, dtype=torch.int64),
             has_first_canvas=zeros(R, dtype=torch.bool),
             pinned=zeros(R, C, dtype=torch.bool),
             read_only=zeros(R, dtype=torch.bool),
+            end=zeros(R, dtype=torch.int64),
+            stop_tokens=zeros(R, MAX_STOP_TOKENS, dtype=torch.int64),
             symmetric_window=zeros(R, dtype=torch.int32),
             width=zeros(R, dtype=torch.int64),
         )
@@ -78,7 +83,7 @@ class CanvasSlots:
         self.soft_embeds[slot].zero_()
         self.steps_done[slot].zero_()
         self.num_steps[slot].fill_(num_steps)
-        self.is_causal[slot].fill_(1)
+        self.is_committing[slot].zero_()
         self.seeds[slot].fill_(seed)
         self.has_first_canvas[slot].fill_(False)
         self.pinned[slot].fill_(False)

@@ -46,7 +46,7 @@ def start(checkpoint: Path, log: Path, *options: str) -> tuple[subprocess.Popen[
     command = [
         str(Path(sys.executable).parent / "vllm"), "serve", str(checkpoint),
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", "1G", "--enforce-eager",
+        "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", "1G",
         *options,
     ]  # fmt: skip
     with log.open("wb") as output:

@@ -1,7 +1,7 @@
 """Whole generations equal transformers' own `generate` fed with the same noise.
 
 Best guess, accepted positions, next canvas, the step a block stops at and the committed tokens are
-compared at every step, for prompts that are decoded together in one batch.
+compared at every step, for prompts that are decoded together in one batch by a compiled engine.
 """
 
 import json
@@ -15,6 +15,9 @@ from tests.serving import reference
 from tests.serving.conftest import HELD_OUT, TRAINED, Engine
 
 NUM_BLOCKS = 200
+
+# What a machine without a C++ compiler gets.
+TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 
 
 def served_trajectories(
@@ -71,7 +74,7 @@ def test_random_model_with_a_step_cap(
 ) -> None:
     """The schedule spans the request's cap. A random model is chaotic, a rounding error grows
     tenfold a step: 2 steps."""
-    served = engine(tiny(16))
+    served = engine(tiny(16), **TRACED)
     model = reference.load(tiny(16))
     model.generation_config.max_denoising_steps = 2
     prompts = [list(range(10, 10 + length)) for length in (1, 20, 100)]
@@ -84,7 +87,7 @@ def test_random_model_with_a_step_cap(
 
 def test_trained_checkpoint(engine: Callable[..., Engine]) -> None:
     """At least 200 blocks that converge on their own, some of them the second of their answer."""
-    served = engine(TRAINED)
+    served = engine(TRAINED, enforce_eager=False)
     model = reference.load(TRAINED)
     tokenizer = served.llm.get_tokenizer()
     canvas_length = model.config.canvas_length

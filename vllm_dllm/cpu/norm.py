@@ -1,4 +1,4 @@
-"""RMS norm by vLLM's own C++ kernel, which vLLM uses on CPUs only where it compiles the model.
+"""RMS norm by vLLM's own C++ kernel, for models that are not compiled.
 
 Run op by op, a norm is six PyTorch kernels; a layer of Gemma4 has up to ten norms.
 """
@@ -6,6 +6,7 @@ Run op by op, a norm is six PyTorch kernels; a layer of Gemma4 has up to ten nor
 import torch
 from torch import Tensor
 from vllm import ir
+from vllm.config import VllmConfig
 
 from vllm_dllm import compat
 
@@ -33,3 +34,10 @@ def register() -> None:
         output = torch.empty_like(x)
         compat.cpp_rms_norm(output, x, weight, epsilon)
         return output
+
+
+def prefer(vllm_config: VllmConfig) -> None:
+    """Puts the kernel first among the norms of `vllm_config`'s model, where it is registered."""
+    if PROVIDER in ir.ops.rms_norm.impls:
+        norms = vllm_config.kernel_config.ir_op_priority.rms_norm
+        norms[:] = [PROVIDER, *(name for name in norms if name != PROVIDER)]

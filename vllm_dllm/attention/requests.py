@@ -1,0 +1,73 @@
+"""The requests of a step as attention sees them.
+
+A request whose prompt and first canvas share a forward becomes two: its prompt rows, causal, and
+its canvas rows, which see the prompt and themselves. Both have the pages of the one request, and
+keys are written before any are read, so every backend with a causal flag a request can run them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+@dataclass(frozen=True)
+class AttnRequests:
+    """N requests: those of the batch, or more if some are in two parts."""
+
+    is_prompt: np.ndarray  # [N] bool, rows of a prompt
+    query_start_loc_np: np.ndarray  # [N + 1] int32
+    query_start_loc: torch.Tensor  # [N + 1] int32
+    seq_lens: torch.Tensor  # [N] int32, tokens up to each part's last row
+    slots: torch.Tensor  # [N] int64
+    block_tables: Sequence[torch.Tensor]  # a KV cache group: [N, max_blocks] int32
+    max_query_len: int
+
+    @classmethod
+    def build(
+        cls, batch: InputBatch, block_tables: Sequence[torch.Tensor], device: torch.device
+    ) -> "AttnRequests":
+        num_canvas = batch.num_draft_tokens_per_req
+        if num_canvas is not None and (batch.is_prefilling_np & (num_canvas > 0)).any():
+            return cls._in_parts(batch, num_canvas, block_tables, device)
+        num_reqs = batch.num_reqs
+        return cls(
+            is_prompt=batch.is_prefilling_np,
+            query_start_loc_np=batch.query_start_loc_np[: num_reqs + 1],
+            query_start_loc=batch.query_start_loc[: num_reqs + 1],
+            seq_lens=batch.seq_lens[:num_reqs],
+            slots=batch.idx_mapping[:num_reqs],
+            block_tables=block_tables,
+            max_query_len=batch.max_query_len or int(batch.num_scheduled_tokens.max()),
+        )
+
+    @classmethod
+    def _in_parts(
+        cls,
+        batch: InputBatch,
+        num_canvas: np.ndarray,  # [num_reqs] int32, canvas rows of each request
+        block_tables: Sequence[torch.Tensor],
+        device: torch.device,
+    ) -> "AttnRequests":
+        num_prompt = np.where(batch.is_prefilling_np, batch.num_scheduled_tokens - num_canvas, 0)
+        # [num_reqs, 2]: the rows of a prompt, then those of a canvas.
+        lengths = np.stack((num_prompt, num_canvas), axis=1)
+        following = np.stack((num_canvas, np.zeros_like(num_canvas)), axis=1)
+        requests, parts = np.nonzero(lengths)
+
+        lengths = lengths[requests, parts]
+        query_start_loc = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        indices = async_tensor_h2d(requests, device=device)
+        rows_after = async_tensor_h2d(following[requests, parts].astype(np.int32), device=device)
+        return cls(
+            is_prompt=parts == 0,
+            query_start_loc_np=query_start_loc,
+            query_start_loc=async_tensor_h2d(query_start_loc, device=device),
+            seq_lens=batch.seq_lens[indices] - rows_after,
+            slots=batch.idx_mapping[indices],
+            block_tables=[table[indices] for table in block_tables],
+            max_query_len=int(lengths.max()),
+        )

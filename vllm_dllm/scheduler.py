@@ -1,0 +1,121 @@
+"""Scheduling of canvases: vLLM's scheduler, without two forwards that a request can spare.
+
+A prompt's last rows and the first denoising step share a forward: their query rows lie side by
+side, the prompt's causal, the canvas' seeing everything. And the last canvas of a request is
+emitted by the step that finishes it: the commit would only write keys and values that nobody reads.
+"""
+
+from typing import Any
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_dllm import compat
+from vllm_dllm.config import ExtensionConfig
+
+
+class CanvasScheduling(compat.SchedulerHooks):
+    """What both of vLLM's diffusion schedulers get. Python looks it up after `AsyncScheduler`, so
+    that one's accounting sees the canvases that are added here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
+        self.commit_last_block = config.commit_last_block
+        # A KV connector has been told the step's tokens already, and a full CUDA graph of mixed
+        # batches has no room for requests that attention sees as two.
+        graphs = self.vllm_config.compilation_config.cudagraph_mode
+        self.joins_first_canvas = self.connector is None and not (
+            graphs is not None and graphs.mixed_mode() == CUDAGraphMode.FULL
+        )
+        self._spared_commits: list[int] = []  # their widths, until they are in the statistics
+
+    # --- a prompt and its first canvas ------------------------------------------------------
+
+    def complete_output(self, output: SchedulerOutput) -> None:
+        """Schedules the canvas of every request whose prefill this step completes, where the
+        token budget and the KV cache have room for it; else it is scheduled in the next step."""
+        if not self.joins_first_canvas:
+            return
+        budget = self.max_num_scheduled_tokens - output.total_num_scheduled_tokens
+        for request_id, num_tokens in list(output.num_scheduled_tokens.items()):
+            request = self.requests[request_id]
+            computed = request.num_computed_tokens + num_tokens
+            if request_id in output.scheduled_spec_decode_tokens or computed < request.num_tokens:
+                continue
+            # vLLM takes a single new token and its drafts for a decode, with CUDA graphs for it.
+            if num_tokens == 1 and request.num_computed_tokens > 0:
+                continue
+            width = min(
+                compat.diffusion_canvas_width(request, self.num_spec_tokens),
+                self.max_model_len - computed,
+            )
+            if not 0 < width <= budget:
+                continue
+            blocks = self.kv_cache_manager.allocate_slots(request, num_tokens + width)
+            if blocks is None:
+                continue
+            budget -= width
+            output.num_scheduled_tokens[request_id] += width
+            output.total_num_scheduled_tokens += width
+            output.scheduled_spec_decode_tokens[request_id] = [-1] * width
+            _append_blocks(output, request_id, blocks.get_block_ids(allow_none=True))
+        if new_blocks := self.take_new_blocks_to_zero():
+            output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *new_blocks]
+
+    # --- the last canvas --------------------------------------------------------------------
+
+    def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
+        if self.commit_last_block:
+            # Nothing else would: blocks enter the prefix cache when their successor is scheduled.
+            self.kv_cache_manager.cache_blocks(
+                request, min(request.num_computed_tokens, request.num_tokens)
+            )
+        else:
+            # The cache holds a denoising step's keys and values, which no prompt may reuse.
+            request.num_computed_tokens -= num_kept
+            self._spared_commits.append(block_length)
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Counts a spared commit as a step, because vLLM's clients work the denoising steps out
+        as all steps less one commit a canvas."""
+        if spec_decoding_stats is not None:
+            for width in self._spared_commits:
+                spec_decoding_stats.observe_draft(width, num_accepted_tokens=0)
+        self._spared_commits.clear()
+        return super().make_stats(spec_decoding_stats, *args, **kwargs)
+
+
+class CanvasScheduler(compat.StockDiffusionScheduler, CanvasScheduling):
+    """For steps that wait for the last one's tokens."""
+
+
+class CanvasAsyncScheduler(compat.StockDiffusionAsyncScheduler, CanvasScheduling):
+    """For steps that are scheduled before the last one's tokens are known."""
+
+
+def _append_blocks(
+    output: SchedulerOutput, request_id: str, block_ids: tuple[list[int], ...] | None
+) -> None:
+    """Tells the worker of cache blocks [KV cache groups][blocks] that the request got late."""
+    if block_ids is None:
+        return
+    for new in output.scheduled_new_reqs:
+        if new.req_id == request_id:
+            new.block_ids = _joined(new.block_ids, block_ids)
+            return
+    cached = output.scheduled_cached_reqs
+    i = cached.req_ids.index(request_id)
+    cached.new_block_ids[i] = _joined(cached.new_block_ids[i], block_ids)
+
+
+def _joined(
+    before: tuple[list[int], ...] | None, added: tuple[list[int], ...]
+) -> tuple[list[int], ...]:
+    if before is None:
+        return added
+    return tuple([*group, *more] for group, more in zip(before, added, strict=True))

@@ -1,0 +1,32 @@
+"""Which block is a request's last one, known on the device: vLLM's own rules (`check_stop`)."""
+
+import torch
+from vllm.sampling_params import SamplingParams
+
+MAX_STOP_TOKENS = 16
+"""A request with more stop tokens is not foreseen to stop at any: its last block is committed."""
+
+NEVER = -1
+"""Fills the unused places of a stop token list."""
+
+
+def stop_tokens(params: SamplingParams) -> list[int]:
+    """The tokens that end a request, [MAX_STOP_TOKENS]. Stop strings are not among them, the
+    scheduler does not know those either."""
+    tokens = [] if params.eos_token_id is None else [params.eos_token_id]
+    tokens += params.stop_token_ids or []
+    if len(tokens) > MAX_STOP_TOKENS:
+        tokens = []
+    return tokens + [NEVER] * (MAX_STOP_TOKENS - len(tokens))
+
+
+def is_last_block(
+    tokens: torch.Tensor,  # [n, C] int64, the blocks
+    valid: torch.Tensor,  # [n, C] bool, positions that are part of their block
+    block_ends: torch.Tensor,  # [n] int64, absolute position after each block
+    request_ends: torch.Tensor,  # [n] int64, absolute position after the last token asked for
+    stop_tokens: torch.Tensor,  # [n, MAX_STOP_TOKENS] int64
+) -> torch.Tensor:
+    """[n] bool: the scheduler ends the request with this block."""
+    stops = (tokens[:, :, None] == stop_tokens[:, None, :]).any(dim=-1) & valid
+    return stops.any(dim=-1) | (block_ends >= request_ends)
