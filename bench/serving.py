@@ -16,6 +16,7 @@ from typing import Any
 
 from bench import harness
 from bench.plot import plot
+from bench.step_split import outside_forward
 from bench.system import System
 
 OURS, TRANSFORMERS, STOCK = "vllm-dllm", "transformers", "stock vLLM"
@@ -26,7 +27,7 @@ MODULES = {
 }
 MAX_TOKENS = 128
 MAX_POINTS_BELOW = 3.0
-PROMPTS_BY_BATCH = {1: 32, 8: 64, 32: 128}  # multiples of the eight tasks
+PROMPTS_BY_BATCH = {1: 64, 8: 128, 32: 128}  # multiples of the eight tasks
 BARS_OVER_TRANSFORMERS = {1: 1.5, 8: 2.0, 32: 2.0}
 BAR_OVER_STOCK = 5.0
 BAR_OUTSIDE_FORWARD_MS = 5.0
@@ -108,7 +109,7 @@ def bars(results: dict[str, Any], outside_forward_ms: float) -> list[dict[str, A
 def summarize_split(steps: list[dict[str, float]]) -> dict[str, Any]:
     """Median of each part, and of all but the forward."""
     parts = {name: harness.spread([step[name] for step in steps])["median"] for name in steps[0]}
-    outside = [sum(step.values()) - step["model_forward_ms"] for step in steps]
+    outside = [outside_forward(step) for step in steps]
     return {
         "steps": len(steps),
         **parts,

@@ -1,7 +1,10 @@
 """Where the time of an engine step goes, measured inside the worker process.
 
 A step lasts from one call of the worker to the next, so everything is in it: scheduling, messages
-between the processes, preparing inputs, the model's forward, logits, sampling.
+between the processes, preparing inputs, the model, sampling.
+
+The model's forward is what the reference's `forward` computes: token embeddings, soft embeddings of
+the last prediction, self-conditioning, the layers and the logits. An engine calls these one by one.
 """
 
 import time
@@ -9,12 +12,20 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+LAYERS = "layers"
+MODEL_PARTS = {  # methods of the model, where it has them; the layers are its `forward`
+    "embed_input_ids": "embeddings",
+    "soft_embeddings": "soft_embeddings",
+    "self_conditioning": "self_conditioning",
+    "compute_logits": "logits",
+}
+PHASES = ("execute_model", "sample_tokens")  # of the worker; each may run parts of the model
+
 
 class StepSplit:
     """vLLM mixes this into its worker (`worker_extension_cls`); called with `collective_rpc`."""
 
     model_runner: Any  # the worker's
-
     _forwards: int | None = None
 
     def num_forwards(self) -> int:
@@ -33,24 +44,17 @@ class StepSplit:
         """From now on each step leaves a row in `self._split_steps`: times in ms."""
         self._split_steps: list[dict[str, float]] = []
         self._split_undo: list[Callable[[], None]] = []
+        self._split_phase = ""
         model = self.model_runner.model
-        forward_started = 0.0
-
-        def before(*_: Any) -> None:
-            nonlocal forward_started
-            forward_started = time.perf_counter()
-
-        def after(*_: Any) -> None:
-            self._split_add("forward", time.perf_counter() - forward_started)
-
-        for handle in (
-            model.register_forward_pre_hook(before),
-            model.register_forward_hook(after),
-        ):
-            self._split_undo.append(handle.remove)
-        self._split_time(model, "compute_logits", "logits")
-        self._split_time(self, "sample_tokens", "sample_tokens")
-        self._split_time(self, "execute_model", "execute_model", is_start=True)
+        self._split_time(model, "forward", LAYERS)
+        for method, name in MODEL_PARTS.items():
+            if hasattr(model, method):
+                # A module is timed by its forward: hooks and compiled calls go through it.
+                part = getattr(model, method)
+                owner, method = (part, "forward") if hasattr(part, "forward") else (model, method)
+                self._split_time(owner, method, name)
+        for phase in PHASES:
+            self._split_time(self, phase, phase)
 
     def stop_split(self) -> list[dict[str, float]]:
         """The steps that ran the model and were followed by another one."""
@@ -59,24 +63,25 @@ class StepSplit:
         steps = self._split_steps
         for step, following in pairwise(steps):
             step["step"] = following["started"] - step["started"]
-        return [step for step in steps if "step" in step and "forward" in step]
+        return [step for step in steps if "step" in step and LAYERS in step]
 
-    def _split_add(self, name: str, seconds: float) -> None:
-        if self._split_steps:
-            row = self._split_steps[-1]
-            row[name] = row.get(name, 0.0) + 1000 * seconds
-
-    def _split_time(self, owner: Any, method: str, name: str, is_start: bool = False) -> None:
+    def _split_time(self, owner: Any, method: str, name: str) -> None:
         inner = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
-            if is_start:
+            if name in PHASES:
+                self._split_phase = name
+            if name == PHASES[0]:
                 self._split_steps.append({"started": 1000 * started})
             try:
                 return inner(*args, **kwargs)
             finally:
-                self._split_add(name, time.perf_counter() - started)
+                milliseconds = 1000 * (time.perf_counter() - started)
+                keys = [name] if name in PHASES else [name, f"model in {self._split_phase}"]
+                for row in self._split_steps[-1:]:
+                    for key in keys:
+                        row[key] = row.get(key, 0.0) + milliseconds
 
         setattr(owner, method, timed)
         self._split_undo.append(lambda: delattr(owner, method))
@@ -84,17 +89,16 @@ class StepSplit:
 
 def split_parts(step: dict[str, float]) -> dict[str, float]:
     """Adds up to the step: what each part took, in ms."""
-    forward, logits = step["forward"], step.get("logits", 0.0)
-    sampling = step.get("sample_tokens", 0.0)
-    prepare = step["execute_model"] - forward
-    if sampling >= logits:  # logits are computed inside of it
-        sampling -= logits
-    else:
-        prepare -= logits
+    model = {f"{name}_ms": step.get(name, 0.0) for name in (LAYERS, *MODEL_PARTS.values())}
+    prepare, sample = (step.get(p, 0.0) - step.get(f"model in {p}", 0.0) for p in PHASES)
     return {
-        "model_forward_ms": forward,
-        "logits_ms": logits,
-        "sample_ms": sampling,
+        **model,
         "prepare_ms": prepare,
-        "schedule_and_messages_ms": step["step"] - forward - logits - sampling - prepare,
+        "sample_ms": sample,
+        "schedule_and_messages_ms": step["step"] - prepare - sample - sum(model.values()),
     }
+
+
+def outside_forward(parts: dict[str, float]) -> float:
+    """What of a step is not the model's forward, ms."""
+    return parts["prepare_ms"] + parts["sample_ms"] + parts["schedule_and_messages_ms"]

@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from bench import harness, serving
-from bench.step_split import StepSplit, split_parts
+from bench.step_split import StepSplit, outside_forward, split_parts
 from bench.system import ROOT, System, SystemDied
 
 
@@ -78,12 +79,22 @@ def test_bars() -> None:
 
 
 def test_split_adds_up_to_the_step() -> None:
-    step = {"forward": 4.0, "logits": 0.5, "sample_tokens": 2.0, "execute_model": 5.0, "step": 8.0}
+    step = {
+        "layers": 3.0,
+        "self_conditioning": 1.0,
+        "logits": 0.5,
+        "execute_model": 5.0,
+        "model in execute_model": 4.0,
+        "sample_tokens": 2.0,
+        "model in sample_tokens": 0.5,
+        "step": 8.0,
+    }
     parts = split_parts(step)
     assert sum(parts.values()) == pytest.approx(8.0)
     assert parts["sample_ms"] == 1.5
     assert parts["prepare_ms"] == 1.0
     assert parts["schedule_and_messages_ms"] == 1.0
+    assert outside_forward(parts) == 3.5
 
 
 def test_split_of_a_worker() -> None:
@@ -93,6 +104,10 @@ def test_split_of_a_worker() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_conditioning = nn.Identity()
 
         def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
             return x
@@ -104,12 +119,13 @@ def test_split_of_a_worker() -> None:
         model_runner = Runner()
 
         def execute_model(self) -> None:
-            self.model_runner.model(torch.zeros(1))
+            self.model_runner.model(self.model_runner.model.self_conditioning(torch.zeros(1)))
 
         def sample_tokens(self) -> None:
             self.model_runner.model.compute_logits(torch.zeros(1))
 
     worker = Worker()
+    assert worker.num_forwards() == 0
     worker.start_split()
     for _ in range(3):
         worker.execute_model()
@@ -120,8 +136,10 @@ def test_split_of_a_worker() -> None:
         parts = split_parts(step)
         assert sum(parts.values()) == pytest.approx(step["step"])
         assert all(part >= 0 for part in parts.values())
+        assert all(parts[f"{name}_ms"] > 0 for name in ("layers", "self_conditioning", "logits"))
     worker.execute_model()
     assert len(worker._split_steps) == 3, "nothing is recorded after stop_split"
+    assert worker.num_forwards() == 4
 
 
 CHILD = """
@@ -177,6 +195,11 @@ def test_a_paused_system_ends_when_the_bench_is_killed(
     )
     assert parent.stdin and parent.stdout
     child = psutil.Process(int(parent.stdout.readline()))
+    # A signal takes a moment; a group that is not stopped yet would only see its input end.
+    deadline = time.monotonic() + 20
+    while child.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline, "the system does not pause"
+        time.sleep(0.01)
     parent.kill()
     parent.wait()
     assert not psutil.wait_procs([child], timeout=20)[1], "the paused system is still there"

@@ -72,6 +72,22 @@ SEAMS = {
         ("config.vllm", "VllmConfig", "try_verify_and_update_config"),
         "MODELS_CONFIG_MAP.get(architecture, None)",
     ),
+    "diffusion schedulers are found by name": (
+        ("config.vllm", "VllmConfig", "__post_init__"),
+        'f"vllm.v1.core.sched.diffusion_scheduler.{scheduler_name}"',
+    ),
+    "the scheduler counts a step after building it": (
+        ("v1.core.sched.scheduler", "Scheduler", "schedule"),
+        "self._update_after_schedule(scheduler_output)",
+    ),
+    "the scheduler takes a request's tokens": (
+        ("v1.core.sched.scheduler", "Scheduler", "update_from_output"),
+        "new_token_ids, stopped = self._update_request_with_output(",
+    ),
+    "the cache blocks to be zeroed": (
+        ("v1.core.sched.scheduler", "Scheduler", "schedule"),
+        "new_block_ids_to_zero=self._get_new_block_ids_to_zero(),",
+    ),
     "the choice of model runner": (
         ("v1.worker.gpu_worker", "Worker", "__init__"),
         "self.use_v2_model_runner = vllm_config.use_v2_model_runner",

@@ -55,14 +55,15 @@ class CanvasBatch:
         def to_device(array: np.ndarray) -> torch.Tensor:
             return async_tensor_h2d(array.astype(np.int64), device=device)
 
+        of_requests = to_device(np.stack((requests, slots, lengths)))
         return cls(
             canvas_length=canvas_length,
             requests_np=requests,
             slots_np=slots,
             lengths_np=lengths,
-            requests=to_device(requests),
-            slots=to_device(slots),
-            lengths=to_device(lengths),
+            requests=of_requests[0],
+            slots=of_requests[1],
+            lengths=of_requests[2],
             cells=None if cells is None else to_device(cells),
             tokens=None if tokens is None else to_device(tokens),
         )
@@ -72,8 +73,10 @@ class CanvasBatch:
         return len(self.requests_np)
 
     @cached_property
-    def valid(self) -> torch.Tensor:
-        """[n, C] bool: positions that are part of their canvas."""
+    def valid(self) -> torch.Tensor | None:
+        """[n, C] bool: positions that are part of their canvas. None: all are."""
+        if self.cells is None:
+            return None
         positions = torch.arange(self.canvas_length, device=self.lengths.device)
         return positions < self.lengths[:, None]
 

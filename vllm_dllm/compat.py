@@ -58,10 +58,20 @@ def set_serving_config(architecture: str, serving_config: type) -> None:
 
 
 class SchedulerHooks(Scheduler):
-    """vLLM's scheduler, with two of its steps open to subclasses."""
+    """vLLM's scheduler, with some of its steps open to subclasses."""
+
+    knows_draft_tokens: bool = False
+    """Whether the engine may save itself the question what to draft in the next step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _ask_for_draft_tokens_only_if_needed()
 
     def complete_output(self, output: SchedulerOutput) -> None:
         """May change what a step schedules, before it is counted."""
+
+    def output_counted(self, output: SchedulerOutput) -> None:
+        """The step `output` is on its way, and the requests' counters have moved on."""
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
         """`request` has just ended with a block of `block_length` tokens, the first `num_kept` of
@@ -74,6 +84,7 @@ class SchedulerHooks(Scheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         self.complete_output(scheduler_output)
         super()._update_after_schedule(scheduler_output)
+        self.output_counted(scheduler_output)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
@@ -83,6 +94,22 @@ class SchedulerHooks(Scheduler):
         if stopped:
             self.request_stopped(request, block_length, len(kept))
         return kept, stopped
+
+
+def _ask_for_draft_tokens_only_if_needed() -> None:
+    """After each step the engine asks the worker for draft tokens, a round trip between processes
+    (0.7 ms of 15 on two cores). A scheduler that knows them spares it. Repeatable."""
+    from vllm.v1.engine.core import EngineCore  # loaded by now: it makes the scheduler
+
+    if EngineCore.post_step.__module__ == __name__:
+        return
+    stock_post_step = EngineCore.post_step
+
+    def post_step(self: EngineCore, model_executed: bool) -> None:
+        if not getattr(self.scheduler, "knows_draft_tokens", False):
+            stock_post_step(self, model_executed)
+
+    EngineCore.post_step = post_step
 
 
 StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler

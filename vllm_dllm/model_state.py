@@ -1,6 +1,6 @@
 """What vLLM's model runner asks of a diffusion model: embeddings, causal flags, a sampler.
 
-A request's phase lives on the device (`CanvasSlots.is_committing`) and is changed there by the
+A request's phase lives on the device (`SlotNumbers.is_committing`) and is changed there by the
 sampler, so a step can be prepared while the previous one still runs.
 """
 
@@ -32,8 +32,7 @@ from vllm_dllm.slots import CanvasSlots
 class DiffusionModelState(ModelState):
     """Hooks between the model runner and a block-diffusion model.
 
-    The model offers `embed_input_ids`, `self_conditioning`, and `model.embed_tokens` /
-    `model.normalizer` for the expected embedding of a prediction.
+    The model offers `embed_input_ids`, `soft_embeddings` of a prediction, and `self_conditioning`.
     """
 
     num_new_sampled_tokens_per_step: int = 0  # a step samples a whole canvas or nothing
@@ -50,14 +49,6 @@ class DiffusionModelState(ModelState):
         )
         self.denoise_config = read_denoise_config(vllm_config)
         hidden_size = self.model_config.hf_text_config.hidden_size
-        self.slots = CanvasSlots.allocate(
-            self.max_num_reqs,
-            self.canvas_length,
-            self.denoise_config.stability_threshold,
-            hidden_size,
-            self.dtype,
-            device,
-        )
         self.canvas_batch: CanvasBatch | None = None  # of the current step
         # Persistent: a captured CUDA graph reads these addresses at every replay.
         # A request may count as two (`AttnRequests`).
@@ -71,6 +62,16 @@ class DiffusionModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         return DiffusionSampler(self, sampler), None
+
+    def allocate_slots(self, canvas: torch.Tensor) -> CanvasSlots:
+        """`canvas` [R, C]: where the runner reads the tokens of canvases, its draft tokens."""
+        self.slots = CanvasSlots.allocate(
+            canvas[:, : self.canvas_length],
+            self.denoise_config.stability_threshold,
+            self.model_config.hf_text_config.hidden_size,
+            self.dtype,
+        )
+        return self.slots
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Nothing to do: the sampler, which sees the sampling parameters, prepares the slot."""
@@ -99,9 +100,9 @@ class DiffusionModelState(ModelState):
             self.canvas_batch = batch
             plain = embeds if batch.tokens is None else embeds[batch.tokens]
             soft = batch.flatten(self.slots.soft_embeds[batch.slots])
-            denoising = batch.by_row(self.slots.is_committing[batch.slots] == 0)
+            committing = batch.by_row(self.slots.is_committing(batch.slots))
             conditioned = self.model.self_conditioning(plain, soft)
-            chosen = torch.where(denoising[:, None], conditioned, plain)
+            chosen = torch.where(committing[:, None], plain, conditioned)
             if batch.tokens is None:
                 embeds.copy_(chosen)
             else:
@@ -126,7 +127,7 @@ class DiffusionModelState(ModelState):
         num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens
         query_start_loc, query_start_loc_np = requests.query_start_loc, requests.query_start_loc_np
         seq_lens = requests.seq_lens
-        causal = self.slots.is_committing[requests.slots]
+        causal = self.slots.is_committing(requests.slots)
         if input_batch.has_prefill:
             causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
         self._causal[:num_reqs] = causal

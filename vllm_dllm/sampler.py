@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -25,7 +24,7 @@ from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.schedule import temperature
-from vllm_dllm.denoise.step import CanvasState, StepOutcome, denoise_step
+from vllm_dllm.denoise.step import CanvasState, denoise_step
 from vllm_dllm.logprobs import LogprobRequest, choose, concat, token_logprobs
 from vllm_dllm.request import RequestOptions
 from vllm_dllm.stopping import is_last_block, stop_tokens
@@ -52,14 +51,14 @@ class DiffusionSampler:
 
     def __init__(self, state: "DiffusionModelState", sampler: Any) -> None:
         self.state = state
-        self.slots = state.slots
         self.config = state.denoise_config
         self.canvas_length = state.canvas_length
         self.vocab_size = state.model_config.get_vocab_size()
-        self.embed_tokens = state.model.model.embed_tokens
-        self.normalizer = state.model.model.normalizer
+        self.model = state.model
 
         self.req_states = sampler.req_states
+        self.slots = state.allocate_slots(self.req_states.draft_tokens)
+        self._offsets = torch.arange(self.canvas_length, device=self.slots.canvas.device)
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         self._added: list[int] = []  # slots of requests that came since the last step
         self.report_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
@@ -69,7 +68,10 @@ class DiffusionSampler:
         self._logprob_requests: dict[int, LogprobRequest] = {}
         self._logprobs: dict[int, LogprobsTensors] = {}  # of the slot's latest denoise step
         self._allowed: dict[int, torch.Tensor] = {}  # [V] bool, True = may be sampled
+        self._first_canvases: dict[int, torch.Tensor] = {}  # [width] int64, the caller's
         self._read_only: set[int] = set()
+        self._pinned: set[int] = set()
+        self._top_k_top_p: set[int] = set()
         trace_path = state.extension_config.trace_path
         self.trace = CanvasTrace(trace_path) if trace_path else None
 
@@ -89,18 +91,17 @@ class DiffusionSampler:
             num_steps = min(options.max_steps, num_steps)
         width = options.canvas_length or self.canvas_length
         self._widths[req_idx] = width
-        seed = int(self.sampling_states.seeds.np[req_idx])
-        self.slots.reset(req_idx, seed, num_steps, width)
-        # After a preemption the prefill holds the blocks committed so far, too.
         prompt_len = int(self.req_states.prompt_len.np[req_idx])
-        is_resumed = self.req_states.prefill_len.np[req_idx] > prompt_len
-        if options.first_canvas is not None and not is_resumed:
-            self.slots.set_first_canvas(req_idx, options.first_canvas, options.pinned)
-        if options.read_only:
-            self.slots.read_only[req_idx].fill_(True)
         max_tokens = sampling_params.max_tokens
         end = self.state.max_model_len if max_tokens is None else prompt_len + max_tokens
-        self.slots.end[req_idx].fill_(min(end, self.state.max_model_len))
+        self.slots.reset(
+            req_idx,
+            seed=int(self.sampling_states.seeds.np[req_idx]),
+            num_steps=num_steps,
+            read_only=options.read_only,
+            end=min(end, self.state.max_model_len),
+            width=width,
+        )
         self.slots.stop_tokens[req_idx] = async_tensor_h2d(
             np.array(stop_tokens(sampling_params)), device=device
         )
@@ -108,8 +109,17 @@ class DiffusionSampler:
         self.slots.symmetric_window[req_idx].fill_(int(rule == "symmetric"))
 
         self._forget(req_idx)
+        # After a preemption the prefill holds the blocks committed so far, too.
+        is_resumed = self.req_states.prefill_len.np[req_idx] > prompt_len
+        if options.first_canvas is not None and not is_resumed:
+            self._first_canvases[req_idx] = torch.tensor(options.first_canvas)
+            if options.pinned:
+                self.slots.pin(req_idx, options.first_canvas, options.pinned)
+                self._pinned.add(req_idx)
         if options.read_only:
             self._read_only.add(req_idx)
+        if sampling_params.top_k > 0 or sampling_params.top_p < 1.0:
+            self._top_k_top_p.add(req_idx)
         if options.allowed_token_ids is not None:
             allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
             allowed[list(options.allowed_token_ids)] = True
@@ -129,7 +139,9 @@ class DiffusionSampler:
         self._logprob_requests.pop(slot, None)
         self._logprobs.pop(slot, None)
         self._allowed.pop(slot, None)
-        self._read_only.discard(slot)
+        self._first_canvases.pop(slot, None)
+        for slots in (self._read_only, self._pinned, self._top_k_top_p):
+            slots.discard(slot)
 
     def apply_staged_writes(self) -> None:
         if self._added:
@@ -146,27 +158,24 @@ class DiffusionSampler:
         draft_logits: torch.Tensor | None = None,
     ) -> SamplerOutput:
         """Advances every request of the batch by one step."""
-        num_reqs = input_batch.num_reqs
-        sampled = torch.zeros(num_reqs, self.canvas_length, dtype=torch.int32, device=logits.device)
-        num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=logits.device)
-        num_rejected = torch.zeros_like(num_sampled)
-        logprobs = None
-        if input_batch.num_draft_tokens > 0:
-            batch = self.state.canvas_batch
-            assert batch is not None, "prepare_inputs runs before the sampler"
-            best_guess, emitted, logprobs = self._advance_canvases(logits, batch, input_batch)
-            canvas = self.slots.canvas[batch.slots]
-            self.req_states.draft_tokens[batch.slots, : self.canvas_length] = canvas
-            sampled[batch.requests] = best_guess.int()
-            num_sampled[batch.requests] = emitted.int()
-            num_rejected[batch.requests] = (batch.lengths - emitted).int()
-        return SamplerOutput(
-            sampled_token_ids=sampled,
-            logprobs_tensors=logprobs,
-            num_nans=None,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
-        )
+        num_reqs, device = input_batch.num_reqs, logits.device
+        if input_batch.num_draft_tokens == 0:
+            none = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+            sampled = none[:, None].expand(-1, self.canvas_length)
+            return _output(sampled, none, none, None)
+        batch = self.state.canvas_batch
+        assert batch is not None, "prepare_inputs runs before the sampler"
+        best_guess, emitted, logprobs = self._advance_canvases(logits, batch, input_batch)
+        rejected = batch.lengths - emitted
+        if batch.num_canvases == num_reqs:
+            return _output(best_guess, emitted, rejected, logprobs)
+
+        # The others are in their prefill: they sample nothing and reject nothing.
+        def spread(column: torch.Tensor) -> torch.Tensor:
+            everyone = column.new_zeros(num_reqs, *column.shape[1:])
+            return everyone.index_copy_(0, batch.requests, column)
+
+        return _output(spread(best_guess), spread(emitted), spread(rejected), logprobs)
 
     def _cut_canvases(self, batch: CanvasBatch, starts: torch.Tensor) -> torch.Tensor | None:
         """[n] bool: canvases of which the scheduler ran only a part, for lack of token budget.
@@ -185,11 +194,16 @@ class DiffusionSampler:
         device = self.slots.canvas.device
         idx = async_tensor_h2d(slots_np, device=device)
         starts = self.req_states.prefill_len.np[slots_np].astype(np.int64)
-        random = self._fresh_canvas(self.slots.seeds[idx], async_tensor_h2d(starts, device=device))
-        has_first = self.slots.has_first_canvas[idx, None]
-        canvas = torch.where(has_first, self.slots.first_canvas[idx], random)
-        self.slots.canvas[idx] = canvas
-        self.req_states.draft_tokens[idx, : self.canvas_length] = canvas
+        self.slots.canvas[idx] = noise.uniform_tokens(
+            self.slots.read_numbers(idx).noise_key,
+            self._positions(async_tensor_h2d(starts, device=device)),
+            torch.zeros_like(idx),
+            noise.INITIAL,
+            self.vocab_size,
+        )
+        for slot in slots_np.tolist():
+            if (first := self._first_canvases.pop(slot, None)) is not None:
+                self.slots.canvas[slot, : len(first)] = async_tensor_h2d(first, device=device)
 
     def _advance_canvases(
         self, logits: torch.Tensor, batch: CanvasBatch, input_batch: InputBatch
@@ -197,22 +211,24 @@ class DiffusionSampler:
         """Denoises or commits each canvas. Returns best guesses [n, C], tokens emitted [n] and
         the log-probabilities of the emitted tokens."""
         slots, idx = self.slots, batch.slots
+        numbers, tokens = slots.read_numbers(idx), slots.read_tokens(idx)
         block_ends = input_batch.seq_lens[batch.requests]
         starts = block_ends - batch.lengths
-        seeds, steps_done = slots.seeds[idx], slots.steps_done[idx]
-        num_steps, pinned = slots.num_steps[idx], slots.pinned[idx]
-        denoising = slots.is_committing[idx] == 0
+        committing = numbers.is_committing == 1
         cut = self._cut_canvases(batch, starts)
         earlier = None if cut is None else slots.progress(idx)
 
         logits = self._filter(logits, batch)
-        step_temperature = temperature(steps_done, num_steps, self.config.t_min, self.config.t_max)
+        step_temperature = temperature(
+            numbers.steps_done, numbers.num_steps, self.config.t_min, self.config.t_max
+        )
         row_temperature = batch.by_row(step_temperature)[:, None]
+        positions = self._positions(starts)
         drawn = noise.step_noise(
-            seeds,
-            self._positions(starts),
-            steps_done,
-            self._positions(block_ends),
+            numbers.noise_key,
+            positions,
+            numbers.steps_done,
+            positions + batch.lengths[:, None],
             self.vocab_size,
         )
         by_row, soft_rows = self._read_rows(logits, row_temperature, batch.flatten(drawn.candidate))
@@ -220,39 +236,49 @@ class DiffusionSampler:
         outcome = denoise_step(
             stats,
             batch.valid,
-            CanvasState(slots.history[idx], steps_done, num_steps),
+            CanvasState(tokens.history, numbers.steps_done, numbers.num_steps),
             drawn.renoise,
             self.config,
         )
 
-        finished = outcome.finished & denoising
-        best_guess = torch.where(denoising[:, None], stats.best_guess, slots.best_guess[idx])
-        emitted_uncommitted = slots.read_only[idx]
+        finished = outcome.finished & ~committing
+        best_guess = torch.where(committing[:, None], tokens.best_guess, stats.best_guess)
+        at_once = numbers.is_read_only == 1
         if not self.state.extension_config.commit_last_block:
-            emitted_uncommitted = emitted_uncommitted | is_last_block(
-                best_guess, batch.valid, block_ends, slots.end[idx], slots.stop_tokens[idx]
+            at_once = at_once | is_last_block(
+                best_guess, batch.valid, block_ends, numbers.end, slots.stop_tokens[idx]
             )
-        emitted_uncommitted = finished & emitted_uncommitted
-        emitted = torch.where(denoising & ~emitted_uncommitted, 0, batch.lengths)
+        at_once = finished & at_once
+        emitted = batch.lengths * (committing | at_once)
 
-        keeps_soft = (denoising & ~finished)[:, None] & ~pinned
-        soft = batch.unflatten(soft_rows)
-        slots.soft_embeds[idx] = torch.where(keeps_soft[..., None], soft, 0.0)
+        canvas = torch.where(finished[:, None], best_guess, outcome.canvas)
+        drops_soft = (committing | finished)[:, None, None]
+        if not self._pinned.isdisjoint(batch.slots_np.tolist()):
+            # The caller's canvas and its pins belong to the first block alone.
+            pinned = slots.pinned[idx] & ~committing[:, None]
+            slots.pinned[idx] = pinned
+            canvas = torch.where(pinned & ~finished[:, None], tokens.first_canvas, canvas)
+            drops_soft = drops_soft | pinned[..., None]
+        slots.canvas[idx] = torch.where(committing[:, None], drawn.next_canvas, canvas)
+        slots.soft_embeds[idx] = batch.unflatten(soft_rows).masked_fill(drops_soft, 0.0)
+        slots.write(
+            idx,
+            best_guess,
+            outcome.state.history.masked_fill(committing[:, None, None], NO_TOKEN),
+            outcome.state.steps_done.masked_fill(committing, 0),
+            finished & ~at_once,
+        )
 
-        canvas = torch.where(pinned, slots.first_canvas[idx], outcome.canvas)
-        canvas = torch.where(finished[:, None], best_guess, canvas)
-        canvas = torch.where(denoising[:, None], canvas, drawn.next_canvas)
-        self._store(batch, denoising, outcome, canvas, best_guess)
-        slots.is_committing[idx] = (finished & ~emitted_uncommitted).int()
-
+        denoised = ~committing
         if cut is not None and earlier is not None:
             slots.take_back(idx, cut, earlier)
-            emitted, denoising = torch.where(cut, 0, emitted), denoising & ~cut
+            emitted, denoised = torch.where(cut, 0, emitted), denoised & ~cut
 
         if self.trace is not None:
-            self.trace.record(input_batch, batch, stats, outcome, canvas, denoising, finished)
+            next_canvas = slots.canvas[idx]
+            self.trace.record(input_batch, batch, stats, outcome, next_canvas, denoised, finished)
         logprobs = self._step_logprobs(
-            logits, row_temperature, by_row, batch, input_batch, emitted_uncommitted, cut
+            logits, row_temperature, by_row, batch, input_batch, at_once, cut
         )
         return best_guess, emitted, logprobs
 
@@ -271,7 +297,7 @@ class DiffusionSampler:
             scaled = logits[rows] / row_temperature[rows]
             probs = scaled.softmax(dim=-1)
             tiles.append(
-                (*row_stats(scaled, probs, draw[rows]), self._expected_embeds(scaled, probs))
+                (*row_stats(scaled, probs, draw[rows]), self.model.soft_embeddings(scaled, probs))
             )
         best_guess, candidate, entropy, soft = (
             columns[0] if len(tiles) == 1 else torch.cat(columns)
@@ -279,35 +305,9 @@ class DiffusionSampler:
         )
         return RowStats(best_guess, candidate, entropy), soft
 
-    def _store(
-        self,
-        batch: CanvasBatch,
-        denoising: torch.Tensor,  # [n] bool; the others commit and start their next block
-        outcome: StepOutcome,
-        canvas: torch.Tensor,  # [n, C], the next forward's input
-        best_guess: torch.Tensor,  # [n, C]
-    ) -> None:
-        slots, idx = self.slots, batch.slots
-        slots.canvas[idx] = canvas
-        slots.best_guess[idx] = best_guess
-        slots.history[idx] = torch.where(denoising[:, None, None], outcome.state.history, NO_TOKEN)
-        slots.steps_done[idx] = torch.where(denoising, outcome.state.steps_done, 0)
-        # The caller's canvas and its pins belong to the first block alone.
-        slots.pinned[idx] &= denoising[:, None]
-
-    def _fresh_canvas(self, seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Random tokens [n, C] for canvases that begin at absolute positions `starts` [n]."""
-        return noise.uniform_tokens(
-            seeds,
-            self._positions(starts),
-            torch.zeros_like(starts),
-            noise.INITIAL,
-            self.vocab_size,
-        )
-
     def _positions(self, starts: torch.Tensor) -> torch.Tensor:
         """Absolute positions [n, C] of canvases that begin at `starts` [n]."""
-        return starts[:, None] + torch.arange(self.canvas_length, device=starts.device)
+        return starts[:, None] + self._offsets
 
     def _filter(self, logits: torch.Tensor, batch: CanvasBatch) -> torch.Tensor:
         """Excludes tokens by top_k, top_p and the allowed sets of constrained requests."""
@@ -319,26 +319,11 @@ class DiffusionSampler:
             ):
                 if (allowed := self._allowed.get(slot)) is not None:
                     logits[end - length : end].masked_fill_(~allowed, MASKED_LOGIT)
+        if self._top_k_top_p.isdisjoint(batch.slots_np.tolist()):
+            return logits
         return self.sampling_states.apply_top_k_top_p(
             logits, batch.by_row(batch.slots), batch.slots_np
         )
-
-    def _expected_embeds(self, scaled: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """`softmax(scaled) @ E * sqrt(H)` [rows, H], the next step's self-conditioning input.
-
-        The reference rounds the logits to the model's type, takes the softmax in fp32 and rounds
-        again. The vocabulary may be sharded over the tensor-parallel ranks.
-        """
-        weight = self.embed_tokens.weight
-        if weight.dtype != scaled.dtype:
-            probs = scaled.to(weight.dtype).softmax(dim=-1, dtype=torch.float32)
-        shard = self.embed_tokens.shard_indices
-        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
-        expected = torch.matmul(probs[:, first:end].to(weight.dtype), weight[: end - first])
-        group = get_tp_group()
-        if group.world_size > 1:
-            expected = group.all_reduce(expected)
-        return expected * self.normalizer
 
     def _step_logprobs(
         self,
@@ -347,7 +332,7 @@ class DiffusionSampler:
         stats: RowStats,  # fields [rows]
         batch: CanvasBatch,
         input_batch: InputBatch,
-        emitted_uncommitted: torch.Tensor,  # [n] bool, blocks this step both decides and emits
+        at_once: torch.Tensor,  # [n] bool, blocks this step both decides and emits
         cut: torch.Tensor | None,  # [n] bool, steps that were taken back
     ) -> LogprobsTensors | None:
         """Scores a commit of this step would report, and keeps this step's for the next one."""
@@ -381,9 +366,24 @@ class DiffusionSampler:
             )
             reported = current
             if not read_only and slot in self._logprobs:
-                reported = choose(emitted_uncommitted[i], current, self._logprobs[slot])
+                reported = choose(at_once[i], current, self._logprobs[slot])
             self._logprobs[slot] = current
             first_rows[request] = num_rows
             num_rows += len(reported.logprobs)
             parts.append(reported)
         return concat(parts, first_rows) if parts else None
+
+
+def _output(
+    sampled: torch.Tensor,  # [num_reqs, C] int
+    num_sampled: torch.Tensor,  # [num_reqs] int
+    num_rejected: torch.Tensor,  # [num_reqs] int
+    logprobs: LogprobsTensors | None,
+) -> SamplerOutput:
+    return SamplerOutput(
+        sampled_token_ids=sampled.int(),
+        logprobs_tensors=logprobs,
+        num_nans=None,
+        num_sampled=num_sampled.int(),
+        num_rejected=num_rejected.int(),
+    )

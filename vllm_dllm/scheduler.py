@@ -93,6 +93,18 @@ class CanvasScheduling(compat.SchedulerHooks):
 class CanvasScheduler(compat.StockDiffusionScheduler, CanvasScheduling):
     """For steps that wait for the last one's tokens."""
 
+    def output_counted(self, output: SchedulerOutput) -> None:
+        """The next step's drafts: the canvas, whose tokens are on the device. Only a grammar must
+        see them, so only then the engine asks."""
+        self.knows_draft_tokens = not output.has_structured_output_requests
+        if not self.knows_draft_tokens:
+            return
+        for request_id in output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            if not request.is_prefill_chunk:
+                width = compat.diffusion_canvas_width(request, self.num_spec_tokens)
+                request.spec_token_ids = [-1] * width
+
 
 class CanvasAsyncScheduler(compat.StockDiffusionAsyncScheduler, CanvasScheduling):
     """For steps that are scheduled before the last one's tokens are known."""

@@ -25,6 +25,11 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Raises ValueError when the checkpoint or the command line says something unusable."""
+        if (size := vllm_config.parallel_config.pipeline_parallel_size) != 1:
+            raise ValueError(
+                f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "
+                f"last stage learns which canvases are committed. Use --tensor-parallel-size."
+            )
         scheduler_config, attention_config = (
             vllm_config.scheduler_config,
             vllm_config.attention_config,

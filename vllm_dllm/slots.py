@@ -1,44 +1,50 @@
 """Per-request diffusion state: pre-allocated device tensors, one slot a request.
 
 The slot index is the runner's request-state index. Slots are only ever written in place, so the
-tensors keep their addresses.
+tensors keep their addresses. What a step reads of every request lies together, because on small
+batches an operation costs the same whatever it moves.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.stopping import MAX_STOP_TOKENS
 
-_PROGRESS = (
-    "canvas",
-    "best_guess",
-    "history",
-    "soft_embeds",
-    "steps_done",
-    "is_committing",
-    "pinned",
-)
+_PROGRESS = ("numbers", "tokens", "canvas", "soft_embeds", "pinned")
+
+
+class SlotNumbers(NamedTuple):
+    """Of n slots, each [n] int64. A step changes the first two."""
+
+    steps_done: torch.Tensor  # denoising steps taken on the current canvas
+    is_committing: torch.Tensor  # 1 = the next forward commits the canvas, 0 = it denoises
+    noise_key: torch.Tensor  # of the request's seed
+    num_steps: torch.Tensor  # the request's step cap
+    is_read_only: torch.Tensor  # 1 = emits on the converging step, without a commit
+    end: torch.Tensor  # absolute position after the last token the request may have
+
+
+class SlotTokens(NamedTuple):
+    """Of n slots."""
+
+    best_guess: torch.Tensor  # [n, C] int64, last step's argmax: what a commit emits
+    history: torch.Tensor  # [n, S, C] int64, earlier best guesses
+    first_canvas: torch.Tensor  # [n, C] int64, the caller's tokens at pinned positions
 
 
 @dataclass
 class CanvasSlots:
     """R = most requests at once, C = canvas length, S = stability threshold, H = hidden size."""
 
-    canvas: torch.Tensor  # [R, C] int64, tokens the next forward reads
-    best_guess: torch.Tensor  # [R, C] int64, last step's argmax: what a commit emits
-    history: torch.Tensor  # [R, S, C] int64, earlier best guesses
+    canvas: torch.Tensor  # [R, C] int64, tokens the next forward reads: the runner's draft tokens
+    numbers: torch.Tensor  # [R, 6] int64, `SlotNumbers`
+    tokens: torch.Tensor  # [R, 2 + S, C] int64, `SlotTokens`
     soft_embeds: torch.Tensor  # [R, C, H] model dtype, expected embedding of last step's softmax
-    steps_done: torch.Tensor  # [R] int32
-    num_steps: torch.Tensor  # [R] int32, the request's step cap
-    is_committing: torch.Tensor  # [R] int32, 1 = the next forward commits the canvas, 0 = denoises
-    seeds: torch.Tensor  # [R] int64, keys of the request's noise
-    first_canvas: torch.Tensor  # [R, C] int64, tokens of the caller's first canvas
-    has_first_canvas: torch.Tensor  # [R] bool
     pinned: torch.Tensor  # [R, C] bool, positions held at `first_canvas`
-    read_only: torch.Tensor  # [R] bool, emits on the converging step, without a commit
-    end: torch.Tensor  # [R] int64, absolute position after the last token the request may have
     stop_tokens: torch.Tensor  # [R, MAX_STOP_TOKENS] int64
     symmetric_window: torch.Tensor  # [R] int32, 1 = symmetric window rule, 0 = reference
     width: torch.Tensor  # [R] int64, canvas length the request asked for, 1..C
@@ -46,58 +52,73 @@ class CanvasSlots:
     @classmethod
     def allocate(
         cls,
-        max_num_reqs: int,
-        canvas_length: int,
+        canvas: torch.Tensor,  # [R, C] int64
         stability_threshold: int,
         hidden_size: int,
         dtype: torch.dtype,
-        device: torch.device,
     ) -> "CanvasSlots":
-        R, C = max_num_reqs, canvas_length
+        R, C = canvas.shape
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+            return torch.zeros(*shape, dtype=dtype, device=canvas.device)
 
         return cls(
-            canvas=zeros(R, C, dtype=torch.int64),
-            best_guess=zeros(R, C, dtype=torch.int64),
-            history=zeros(R, stability_threshold, C, dtype=torch.int64),
+            canvas=canvas,
+            numbers=zeros(R, len(SlotNumbers._fields), dtype=torch.int64),
+            tokens=zeros(R, 2 + stability_threshold, C, dtype=torch.int64),
             soft_embeds=zeros(R, C, hidden_size, dtype=dtype),
-            steps_done=zeros(R, dtype=torch.int32),
-            num_steps=zeros(R, dtype=torch.int32),
-            is_committing=zeros(R, dtype=torch.int32),
-            seeds=zeros(R, dtype=torch.int64),
-            first_canvas=zeros(R, C, dtype=torch.int64),
-            has_first_canvas=zeros(R, dtype=torch.bool),
             pinned=zeros(R, C, dtype=torch.bool),
-            read_only=zeros(R, dtype=torch.bool),
-            end=zeros(R, dtype=torch.int64),
             stop_tokens=zeros(R, MAX_STOP_TOKENS, dtype=torch.int64),
             symmetric_window=zeros(R, dtype=torch.int32),
             width=zeros(R, dtype=torch.int64),
         )
 
-    def reset(self, slot: int, seed: int, num_steps: int, width: int) -> None:
-        """Prepares a slot for a new or resumed request: prefilling, with nothing denoised yet."""
-        self.history[slot].fill_(NO_TOKEN)
+    def reset(
+        self, slot: int, *, seed: int, num_steps: int, read_only: bool, end: int, width: int
+    ) -> None:
+        """Prepares a slot for a new or resumed request, with nothing denoised yet."""
+        numbers = SlotNumbers(
+            steps_done=torch.tensor(0),
+            is_committing=torch.tensor(0),
+            noise_key=noise.keys(torch.tensor(seed)),
+            num_steps=torch.tensor(num_steps),
+            is_read_only=torch.tensor(int(read_only)),
+            end=torch.tensor(end),
+        )
+        self.numbers[slot] = torch.stack(numbers).to(self.numbers.device)
+        self.tokens[slot].fill_(NO_TOKEN)
         self.soft_embeds[slot].zero_()
-        self.steps_done[slot].zero_()
-        self.num_steps[slot].fill_(num_steps)
-        self.is_committing[slot].zero_()
-        self.seeds[slot].fill_(seed)
-        self.has_first_canvas[slot].fill_(False)
         self.pinned[slot].fill_(False)
-        self.read_only[slot].fill_(False)
-        self.symmetric_window[slot].zero_()
         self.width[slot].fill_(width)
 
-    def set_first_canvas(self, slot: int, tokens: list[int], pinned: list[int]) -> None:
-        """Makes `tokens` the request's first canvas, holding the `pinned` positions at them."""
-        device = self.first_canvas.device
-        self.first_canvas[slot, : len(tokens)] = torch.tensor(tokens, device=device)
-        self.has_first_canvas[slot].fill_(True)
-        if pinned:
-            self.pinned[slot, torch.tensor(pinned, device=device)] = True
+    def read_numbers(self, idx: torch.Tensor) -> SlotNumbers:
+        return SlotNumbers(*self.numbers[idx].unbind(dim=-1))
+
+    def read_tokens(self, idx: torch.Tensor) -> SlotTokens:
+        tokens = self.tokens[idx]
+        return SlotTokens(tokens[:, 0], tokens[:, 1:-1], tokens[:, -1])
+
+    def is_committing(self, idx: torch.Tensor) -> torch.Tensor:
+        """[n] bool, of the slots `idx` [n]."""
+        return self.numbers[idx, 1] == 1
+
+    def write(
+        self,
+        idx: torch.Tensor,  # [n] int64
+        best_guess: torch.Tensor,  # [n, C] int64
+        history: torch.Tensor,  # [n, S, C] int64
+        steps_done: torch.Tensor,  # [n] int64
+        is_committing: torch.Tensor,  # [n] bool
+    ) -> None:
+        """Stores what a step leaves for the next one."""
+        self.tokens[idx, :-1] = torch.cat((best_guess[:, None], history), dim=1)
+        self.numbers[idx, :2] = torch.stack((steps_done, is_committing.long()), dim=1)
+
+    def pin(self, slot: int, first_canvas: list[int], positions: list[int]) -> None:
+        """Holds the `positions` of the request's first canvas at the tokens they have there."""
+        device = self.tokens.device
+        self.tokens[slot, -1, : len(first_canvas)] = torch.tensor(first_canvas, device=device)
+        self.pinned[slot, torch.tensor(positions, device=device)] = True
 
     def progress(self, idx: torch.Tensor) -> dict[str, torch.Tensor]:
         """Copies of everything a step changes, for the slots `idx` [n]."""

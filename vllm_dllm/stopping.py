@@ -22,11 +22,13 @@ def stop_tokens(params: SamplingParams) -> list[int]:
 
 def is_last_block(
     tokens: torch.Tensor,  # [n, C] int64, the blocks
-    valid: torch.Tensor,  # [n, C] bool, positions that are part of their block
+    valid: torch.Tensor | None,  # [n, C] bool, positions that are part of their block; None: all
     block_ends: torch.Tensor,  # [n] int64, absolute position after each block
     request_ends: torch.Tensor,  # [n] int64, absolute position after the last token asked for
     stop_tokens: torch.Tensor,  # [n, MAX_STOP_TOKENS] int64
 ) -> torch.Tensor:
     """[n] bool: the scheduler ends the request with this block."""
-    stops = (tokens[:, :, None] == stop_tokens[:, None, :]).any(dim=-1) & valid
-    return stops.any(dim=-1) | (block_ends >= request_ends)
+    stops = tokens[:, :, None] == stop_tokens[:, None, :]
+    if valid is not None:
+        stops &= valid[:, :, None]
+    return stops.flatten(1).any(dim=-1) | (block_ends >= request_ends)

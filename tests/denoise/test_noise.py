@@ -8,12 +8,14 @@ POSITIONS = torch.arange(256)[None]
 
 
 def draw(seed: int, steps: int = 0, stream: int = noise.CANDIDATE) -> torch.Tensor:
-    return noise.uniform(torch.tensor([seed]), POSITIONS, torch.tensor([steps]), stream)
+    keys = noise.keys(torch.tensor([seed]))
+    return noise.uniform(keys, POSITIONS, torch.tensor([steps]), stream)
 
 
 def test_same_keys_same_noise_in_any_batch() -> None:
     seeds = torch.tensor([5, -(2**63), 2**63 - 1, 0])
-    together = noise.uniform(seeds, POSITIONS.expand(4, -1), torch.tensor([3, 0, 1, 2]), 1)
+    keys = noise.keys(seeds)
+    together = noise.uniform(keys, POSITIONS.expand(4, -1), torch.tensor([3, 0, 1, 2]), 1)
     for row, (seed, steps) in enumerate(zip(seeds.tolist(), [3, 0, 1, 2], strict=True)):
         assert torch.equal(together[row], draw(seed, steps, 1)[0])
 
@@ -35,18 +37,18 @@ def test_noise_is_uniform_and_uncorrelated_along_every_key() -> None:
 
 
 def test_tokens_cover_the_vocabulary() -> None:
-    seeds = torch.arange(40)
-    tokens = noise.uniform_tokens(seeds, POSITIONS.expand(40, -1), torch.zeros(40), 2, 100)
+    keys = noise.keys(torch.arange(40))
+    tokens = noise.uniform_tokens(keys, POSITIONS.expand(40, -1), torch.zeros(40), 2, 100)
     assert tokens.dtype == torch.int64
     assert sorted(tokens.unique().tolist()) == list(range(100))
 
 
 def test_step_noise_is_the_three_streams() -> None:
-    seeds, steps = torch.tensor([3, -9]), torch.tensor([0, 7])
+    keys, steps = noise.keys(torch.tensor([3, -9])), torch.tensor([0, 7])
     here, following = POSITIONS.expand(2, -1) + 1000, POSITIONS.expand(2, -1) + 1256
-    drawn = noise.step_noise(seeds, here, steps, following, 100)
-    assert torch.equal(drawn.candidate, noise.uniform(seeds, here, steps, noise.CANDIDATE))
-    renoise = noise.uniform_tokens(seeds, here, steps, noise.RENOISE, 100)
+    drawn = noise.step_noise(keys, here, steps, following, 100)
+    assert torch.equal(drawn.candidate, noise.uniform(keys, here, steps, noise.CANDIDATE))
+    renoise = noise.uniform_tokens(keys, here, steps, noise.RENOISE, 100)
     assert torch.equal(drawn.renoise, renoise)
-    first = noise.uniform_tokens(seeds, following, torch.zeros(2), noise.INITIAL, 100)
+    first = noise.uniform_tokens(keys, following, torch.zeros(2), noise.INITIAL, 100)
     assert torch.equal(drawn.next_canvas, first)

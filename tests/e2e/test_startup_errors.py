@@ -77,7 +77,17 @@ CASES = {
     "extension-config-key": (
         lambda _: None,
         ["--additional-config", '{"vllm_dllm": {"window": "symmetric"}}'],
-        "takes an object with the keys ['trace_path', 'window_rule']",
+        "takes an object with the keys ['commit_last_block', 'trace_path', 'window_rule']",
+    ),
+    "extension-config-value": (
+        lambda _: None,
+        ["--additional-config", '{"vllm_dllm": {"commit_last_block": "yes"}}'],
+        "commit_last_block must be true or false, got 'yes'",
+    ),
+    "pipeline-parallel": (
+        lambda _: None,
+        ["--pipeline-parallel-size", "2"],
+        "pipeline_parallel_size must be 1 for a diffusion model, got 2",
     ),
 }
 

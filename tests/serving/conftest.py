@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from vllm import LLM
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 
@@ -35,12 +37,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 class Engine:
     """An offline fp32 engine and the file its canvases are traced to."""
 
-    def __init__(self, checkpoint: Path, trace: Path, **options: Any) -> None:
+    def __init__(
+        self, checkpoint: Path, trace: Path, commit_last_block: bool = False, **options: Any
+    ) -> None:
         self.trace = trace
+        settings = {"trace_path": str(trace), "commit_last_block": commit_last_block}
         self.llm = LLM(
             str(checkpoint),
             dtype="float32",
-            additional_config={"vllm_dllm": {"trace_path": str(trace)}},
+            additional_config={"vllm_dllm": settings},
             **{"max_model_len": 2048, "max_num_seqs": 8, "enforce_eager": True, **options},
         )
 
@@ -75,6 +80,23 @@ def engine(
 
     yield start
     stop()
+
+
+@pytest.fixture
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines started in this test may schedule asynchronously, what GPUs do by default: a step is
+    scheduled before the last one's tokens are known. vLLM turns it off on CPUs; the code is the
+    same."""
+    check_and_update_config = type(current_platform).check_and_update_config
+
+    def keep_async_scheduling(vllm_config: VllmConfig) -> None:
+        asked = vllm_config.scheduler_config.async_scheduling
+        check_and_update_config(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asked
+
+    monkeypatch.setattr(
+        type(current_platform), "check_and_update_config", staticmethod(keep_async_scheduling)
+    )
 
 
 @pytest.fixture(scope="module")

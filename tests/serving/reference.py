@@ -74,13 +74,13 @@ def same_noise(
     """
     canvas_length = model.config.canvas_length
     vocab_size = model.config.text_config.vocab_size
-    seeds = torch.tensor([seed])
+    key = noise.keys(torch.tensor([seed]))
     position = {"block": -1, "step": 0, "candidates drawn": False}
 
     def keys() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         start = prompt_len + position["block"] * canvas_length
         return (
-            seeds,
+            key,
             torch.arange(start, start + canvas_length)[None],
             torch.tensor([position["step"]]),
         )

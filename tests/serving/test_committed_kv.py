@@ -20,21 +20,33 @@ from tests.serving.one_step import (
     read_one_step,
 )
 
+BLOCK, PROMPT, ANSWER = 32, 32, 128  # tokens; a canvas fills a cache block
 
-@pytest.mark.parametrize("window", [16, 64])
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("commit_last_block", [False, True])
 def test_next_turn_reuses_generated_blocks(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path], window: int
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    asynchronous: None,
+    commit_last_block: bool,
+    is_async: bool,
 ) -> None:
+    """The last block's too where the server commits it, else not: the cache holds a denoising
+    step's keys and values of it."""
+    window = 64 if is_async else 16
     served = engine(
         tiny(window),
         enable_prefix_caching=True,
         prefix_cache_retention_interval=None,
-        block_size=32,
+        block_size=BLOCK,
+        async_scheduling=is_async,
+        commit_last_block=commit_last_block,
     )
     model = reference.load(tiny(window))
     vocab_size = model.config.text_config.vocab_size
-    prompts = [random_ids(length, vocab_size, seed=length) for length in (40, 3)]
-    params = SamplingParams(max_tokens=128, ignore_eos=True, extra_args=FEW_STEPS)
+    prompts = [random_ids(length, vocab_size, seed=length) for length in (PROMPT, 3)]
+    params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, extra_args=FEW_STEPS)
     outputs = served.llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
     )
@@ -44,8 +56,9 @@ def test_next_turn_reuses_generated_blocks(
     ]
     canvases = [random_ids(model.config.canvas_length, vocab_size, seed=8)] * len(turns)
 
-    for turn in turns:
-        assert cached_tokens(served, turn) > len(turn) - 64, "generated blocks must be reused"
+    for prompt, turn in zip(prompts, turns, strict=True):
+        known = len(prompt) + ANSWER - (0 if commit_last_block else BLOCK)
+        assert cached_tokens(served, turn) == known // BLOCK * BLOCK
     reused = read_one_step(served, turns, canvases)
     assert served.llm.reset_prefix_cache()
     prefilled = read_one_step(served, turns, canvases)

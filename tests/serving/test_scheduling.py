@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 
 from tests.serving.conftest import Engine
 from tests.serving.one_step import FEW_STEPS, random_ids
@@ -73,20 +71,9 @@ def test_asynchronous_scheduling(
     engine: Callable[..., Engine],
     tiny: Callable[[int], Path],
     undisturbed: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: None,
 ) -> None:
-    """What GPUs do by default: a step is scheduled before the last one's tokens are known. vLLM
-    turns it off on CPUs; the code is the same."""
-    check_and_update_config = type(current_platform).check_and_update_config
-
-    def keep_async_scheduling(vllm_config: VllmConfig) -> None:
-        check_and_update_config(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(
-        type(current_platform), "check_and_update_config", staticmethod(keep_async_scheduling)
-    )
     served = engine(tiny(64), async_scheduling=True)
-    scheduler = served.llm.llm_engine.vllm_config.scheduler_config.get_scheduler_cls()
-    assert scheduler.__name__ == "DiffusionAsyncScheduler"
+    scheduler = served.llm.llm_engine.vllm_config.scheduler_config.scheduler_cls
+    assert scheduler.endswith(".DiffusionAsyncScheduler")
     assert tokens_of(served) == undisturbed

@@ -28,14 +28,17 @@ class CanvasLayout:
     """Where the n reference-rule canvases of a batch find their queries and keys, by position: the
     same for all layers with one window and block size.
 
-    Q = longest canvas (tokens), B = most cache blocks any canvas sees.
+    Q = longest canvas (tokens), B = most cache blocks any canvas sees, K <= B * block_size = keys.
     """
 
     selected: np.ndarray  # [n] int64, the canvases' indices in the batch
-    block_columns: np.ndarray  # [n, B] int64, their columns of the block table
-    rows: torch.Tensor  # [n, Q] int64, query row of each canvas position (clamped past its end)
-    valid_rows: torch.Tensor  # [n * Q] int64, entries of `rows` that are real canvas positions
-    bias: torch.Tensor  # [n, 1, 1, B * block_size] fp32, 0 for a visible key, else -inf
+    query_len: int  # Q
+    rows: torch.Tensor | None  # [n, Q] int64, query row of each canvas position (clamped past its
+    # end); None: the canvases are the batch, all of one length
+    valid_rows: torch.Tensor | None  # entries of the flat `rows` that are real canvas positions
+    block_columns: np.ndarray  # [n, B] int64, columns of the block table
+    keys: slice  # the K keys of those blocks that any canvas sees
+    bias: torch.Tensor | None  # [n, 1, 1, K] fp32, 0 for a visible key, else -inf; None: all are
     only_canvases: bool  # no other request is in the batch
 
     @classmethod
@@ -49,26 +52,41 @@ class CanvasLayout:
     ) -> "CanvasLayout":
         starts = query_start_loc[selected]
         query_lens = query_start_loc[selected + 1] - starts
+        query_len = int(query_lens.max())
+        only_canvases = len(selected) == len(seq_lens)
+        rows = valid_rows = None
+        if not only_canvases or query_lens.min() != query_len:
+            steps = np.arange(query_len)
+            real = steps < query_lens[:, None]
+            rows = torch.from_numpy((starts[:, None] + np.where(real, steps, 0)).astype(np.int64))
+            valid_rows = torch.from_numpy(np.flatnonzero(real))
+
         ends = seq_lens[selected]
         first_keys = np.maximum(ends - query_lens - window_left, 0)
-
-        steps = np.arange(query_lens.max())
-        real = steps < query_lens[:, None]
-        rows = starts[:, None] + np.where(real, steps, 0)
-
         first_blocks = first_keys // block_size
-        num_blocks = (ends - 1) // block_size - first_blocks + 1
-        block_steps = np.arange(num_blocks.max())
-        key_pos = first_blocks[:, None] * block_size + np.arange(len(block_steps) * block_size)
-        seen = (key_pos >= first_keys[:, None]) & (key_pos < ends[:, None])
-        bias = np.where(seen, np.float32(0), np.float32(-np.inf))
+        last_steps = (ends - 1) // block_size - first_blocks
+        block_steps = np.minimum(np.arange(last_steps.max() + 1), last_steps[:, None])
+        # Positions from here on count from the first block of each canvas.
+        first_seen, end_seen = (
+            first_keys - first_blocks * block_size,
+            ends - first_blocks * block_size,
+        )
+        keys = slice(int(first_seen.min()), int(end_seen.max()))
+        bias = None
+        if first_seen.max() != keys.start or end_seen.min() != keys.stop:
+            positions = np.arange(keys.start, keys.stop)
+            seen = (positions >= first_seen[:, None]) & (positions < end_seen[:, None])
+            bias = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
+            bias = bias[:, None, None, :]
         return cls(
             selected=selected,
-            block_columns=first_blocks[:, None] + np.minimum(block_steps, num_blocks[:, None] - 1),
-            rows=torch.from_numpy(rows.astype(np.int64)),
-            valid_rows=torch.from_numpy(np.flatnonzero(real)),
-            bias=torch.from_numpy(bias[:, None, None, :]),
-            only_canvases=len(selected) == len(seq_lens),
+            query_len=query_len,
+            rows=rows,
+            valid_rows=valid_rows,
+            block_columns=first_blocks[:, None] + block_steps,
+            keys=keys,
+            bias=bias,
+            only_canvases=only_canvases,
         )
 
 
@@ -103,6 +121,7 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._latest: tuple[Any, CanvasLayout | None] = ((), None)
         if self.window_size > 0:
             _check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
 
@@ -135,20 +154,24 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
     def _layout(
         self, common: CommonAttentionMetadata, symmetric: torch.Tensor | None
     ) -> CanvasLayout | None:
+        """From one denoising step to the next a layout is mostly the same."""
         query_start_loc = common.query_start_loc[: common.num_reqs + 1].numpy()
-        reference = (common.causal.numpy() == 0) & (np.diff(query_start_loc) > 0)
+        seq_lens = common.seq_lens.numpy()
+        bidirectional = common.causal.numpy() == 0
         if symmetric is not None:
-            reference &= symmetric.numpy() == 0
-        selected = np.flatnonzero(reference)
-        if len(selected) == 0:
-            return None
-        return CanvasLayout.build(
-            selected,
-            query_start_loc,
-            common.seq_lens.numpy(),
-            self.block_size,
-            window_left=self.window_size - 1,
-        )
+            bidirectional &= symmetric.numpy() == 0
+        key = (query_start_loc.tobytes(), seq_lens.tobytes(), bidirectional.tobytes())
+        if self._latest[0] == key:
+            return self._latest[1]
+        selected = np.flatnonzero(bidirectional & (np.diff(query_start_loc) > 0))
+        layout = None
+        if len(selected) > 0:
+            window_left = self.window_size - 1
+            layout = CanvasLayout.build(
+                selected, query_start_loc, seq_lens, self.block_size, window_left
+            )
+        self._latest = (key, layout)
+        return layout
 
 
 class CpuCanvasImpl(CPUAttentionBackendImpl):
@@ -205,25 +228,33 @@ def attend_canvases(
 ) -> None:
     """Bidirectional attention of each canvas over its visible keys."""
     layout = canvas_keys.layout
-    n, Q = layout.rows.shape
+    n, Q = len(layout.selected), layout.query_len
     Hq, D = query.shape[1:]
-    keys, values = _gather_blocks(kv_cache, canvas_keys.blocks)
+    keys, values = _gather_blocks(kv_cache, canvas_keys.blocks, layout.keys)
     Hkv = keys.shape[1]
     # The rows of a group share their keys, and the mask does not depend on the row: fold the
     # group's heads into the row axis.
-    grouped = query[layout.rows].view(n, Q, Hkv, Hq // Hkv, D).permute(0, 2, 3, 1, 4)
-    scores = torch.matmul(grouped.reshape(n, Hkv, -1, D) * scale, keys)
-    probs = torch.softmax(scores.float() + layout.bias, dim=-1).to(values.dtype)
+    own = query[: n * Q] if layout.rows is None else query[layout.rows]
+    grouped = own.view(n, Q, Hkv, Hq // Hkv, D).permute(0, 2, 3, 1, 4)
+    scores = torch.matmul(grouped.reshape(n, Hkv, -1, D) * scale, keys).float()
+    if layout.bias is not None:
+        scores = scores.add_(layout.bias)
+    probs = torch.softmax(scores, dim=-1).to(values.dtype)
     attended = torch.matmul(probs, values).view(n, Hkv, Hq // Hkv, Q, D)
-    by_row = attended.permute(0, 3, 1, 2, 4).reshape(n * Q, Hq, D)
-    output[layout.rows.view(-1)[layout.valid_rows]] = by_row[layout.valid_rows]
+    by_row = attended.permute(0, 3, 1, 2, 4)
+    if layout.rows is None:
+        output[: n * Q].view(n, Q, Hkv, Hq // Hkv, D).copy_(by_row)
+    else:
+        flat_rows = layout.rows.view(-1)[layout.valid_rows]
+        output[flat_rows] = by_row.reshape(n * Q, Hq, D)[layout.valid_rows]
 
 
 def _gather_blocks(
     kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
     blocks: torch.Tensor,  # [n, B] int64
+    positions: slice,  # K positions, counted from the first block's
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Transposed keys [n, Hkv, D, B * block_size] and values [n, Hkv, B * block_size, D].
+    """Transposed keys [n, Hkv, D, K] and values [n, Hkv, K, D].
 
     Inside a block and head the kernel stores the keys transposed, then the values as they are.
     """
@@ -233,8 +264,8 @@ def _gather_blocks(
     keys = kv_cache.view(num_blocks, Hkv, 2, D, block_size)[:, :, 0][blocks]
     values = kv_cache.view(num_blocks, Hkv, 2, block_size, D)[:, :, 1][blocks]
     return (
-        keys.permute(0, 2, 3, 1, 4).reshape(n, Hkv, D, B * block_size),
-        values.permute(0, 2, 1, 3, 4).reshape(n, Hkv, B * block_size, D),
+        keys.permute(0, 2, 3, 1, 4).reshape(n, Hkv, D, B * block_size)[..., positions],
+        values.permute(0, 2, 1, 3, 4).reshape(n, Hkv, B * block_size, D)[:, :, positions],
     )
 
 
@@ -254,7 +285,9 @@ def _check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block
         compat.write_cpu_kv_cache(
             keys, -keys, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
         )
-        read_keys, read_values = _gather_blocks(cache, torch.zeros(1, 1, dtype=torch.int64))
+        read_keys, read_values = _gather_blocks(
+            cache, torch.zeros(1, 1, dtype=torch.int64), slice(0, block_size)
+        )
         if torch.equal(read_keys[0].permute(2, 0, 1), keys) and torch.equal(
             read_values[0].transpose(0, 1), -keys
         ):

@@ -29,7 +29,7 @@ def choose(vllm_config: VllmConfig) -> None:
     assert vllm_config.model_config is not None
     config = vllm_config.compilation_config
     is_eager = vllm_config.model_config.enforce_eager
-    if not is_eager and config.mode is None and not config.backend and not has_compiler():
+    if not is_eager and config.mode is None and not has_compiler():
         logger.info(
             "No C++ compiler with Python headers found (g++, python3-dev): the model runs as a "
             "trace of single operations, about a third slower than compiled."

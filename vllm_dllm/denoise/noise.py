@@ -29,27 +29,35 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _logical_shift_right(x, 31)
 
 
+def keys(seeds: torch.Tensor) -> torch.Tensor:
+    """What `uniform` takes of a request's seed, the same shape int64: worked out once a request."""
+    return _mix(seeds.long() + _GOLDEN)
+
+
 def uniform(
-    seeds: torch.Tensor,  # [..., n] int64
+    keys: torch.Tensor,  # [..., n] int64
     positions: torch.Tensor,  # [..., n, C] int64, absolute token positions
     steps: torch.Tensor,  # [..., n] int, steps done on this canvas
     stream: int | torch.Tensor,  # a tensor broadcasts against `steps`
 ) -> torch.Tensor:
-    """Uniform numbers [..., n, C] float64 in [0, 1), 53 random bits each."""
-    key = _mix(seeds.long() + _GOLDEN) + steps.long() * _STEP_STRIDE + stream * _STREAM_STRIDE
-    bits = _mix(_mix(key)[..., None] + positions.long() * _GOLDEN)
+    """Uniform numbers [..., n, C] float64 in [0, 1), 53 random bits each.
+
+    Position, step and stream advance one counter by strides of their own.
+    """
+    origin = keys + steps.long() * _STEP_STRIDE + stream * _STREAM_STRIDE
+    bits = _mix(positions.long() * _GOLDEN + origin[..., None])
     return _logical_shift_right(bits, 11).double() * 2.0**-53
 
 
 def uniform_tokens(
-    seeds: torch.Tensor,  # [n] int64
+    keys: torch.Tensor,  # [n] int64
     positions: torch.Tensor,  # [n, C] int64
     steps: torch.Tensor,  # [n] int
     stream: int,
     vocab_size: int,
 ) -> torch.Tensor:
     """Tokens [n, C] int64, uniform over the vocabulary."""
-    return (uniform(seeds, positions, steps, stream) * vocab_size).long()
+    return (uniform(keys, positions, steps, stream) * vocab_size).long()
 
 
 class StepNoise(NamedTuple):
@@ -59,18 +67,18 @@ class StepNoise(NamedTuple):
 
 
 def step_noise(
-    seeds: torch.Tensor,  # [n] int64
+    keys: torch.Tensor,  # [n] int64
     positions: torch.Tensor,  # [n, C] int64
     steps: torch.Tensor,  # [n] int
     next_positions: torch.Tensor,  # [n, C] int64, of the block after this one
     vocab_size: int,
 ) -> StepNoise:
-    """All that a step draws, in one pass: a pass is some forty operations, however small."""
+    """All that a step draws, in one pass: a pass is some twenty operations, however small."""
     draws = uniform(
-        seeds,
+        keys,
         torch.stack((positions, positions, next_positions)),
         torch.stack((steps, steps, torch.zeros_like(steps))),
-        torch.arange(3, device=seeds.device)[:, None],
+        torch.arange(3, device=keys.device)[:, None],
     )
     tokens = (draws[1:] * vocab_size).long()
     return StepNoise(draws[CANDIDATE], *tokens)

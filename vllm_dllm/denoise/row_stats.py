@@ -21,14 +21,12 @@ def row_stats(
     The candidate is drawn by inverting the cumulative distribution at `uniform`: one random number
     a position, where Gumbel-max needs one for every token of the vocabulary.
     """
-    log_probs = logits - logits.logsumexp(dim=-1, keepdim=True)
-    # As torch.distributions.Categorical.entropy, the reference's: a filtered token has
-    # log-probability -inf and must add 0, not nan.
-    entropy = -(log_probs.clamp(min=torch.finfo(log_probs.dtype).min) * probs).sum(dim=-1)
+    # A token of probability 0 adds 0, as in the reference's Categorical.entropy.
+    log_probs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log_()
     return RowStats(
         best_guess=_argmax(logits),
         candidate=sample_by_inversion(probs, uniform),
-        entropy_nats=entropy,
+        entropy_nats=log_probs.mul_(probs).sum(dim=-1).neg_(),
     )
 
 
@@ -49,7 +47,7 @@ def sample_by_inversion(
     """
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
-    draw = (uniform[:, None] * total).to(cumulative.dtype)
+    draw = uniform.to(cumulative.dtype)[:, None] * total
     token = torch.searchsorted(cumulative, draw, right=True)
     last_possible = torch.searchsorted(cumulative, total)
     return torch.minimum(token, last_possible).squeeze(-1)

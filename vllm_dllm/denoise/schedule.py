@@ -15,4 +15,4 @@ def temperature(
     `LinearTemperatureScheduleLogitsProcessor(max_denoising_steps=N)` does.
     """
     remaining = (num_steps - steps_done).clamp(min=1)
-    return t_min + (t_max - t_min) * (remaining.float() / num_steps)
+    return t_min + (t_max - t_min) * (remaining / num_steps)  # ints divide to fp32

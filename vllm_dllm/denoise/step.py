@@ -27,7 +27,7 @@ class StepOutcome(NamedTuple):
 
 def denoise_step(
     stats: RowStats,  # fields [n, C]
-    valid: torch.Tensor,  # [n, C] bool, positions that are part of the canvas
+    valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
     state: CanvasState,
     renoise_tokens: torch.Tensor,  # [n, C] int64
     config: DenoiseConfig,
@@ -36,11 +36,12 @@ def denoise_step(
 
     Acceptance is decided anew each step: a position accepted before can be renoised again.
     """
+    entropy = stats.entropy_nats
     accepted = accept_by_entropy_bound(
-        torch.where(valid, stats.entropy_nats, torch.inf), config.entropy_bound
+        entropy if valid is None else torch.where(valid, entropy, torch.inf), config.entropy_bound
     )
     converged = is_stable(stats.best_guess, state.history, valid) & is_confident(
-        stats.entropy_nats, valid, config.confidence_threshold
+        entropy, valid, config.confidence_threshold
     )
     steps_done = state.steps_done + 1
     return StepOutcome(

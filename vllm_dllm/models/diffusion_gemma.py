@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.gemma4 import Gemma4Model
@@ -108,6 +109,27 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         if logits is None or cap is None:
             return logits
         return logits.to(torch.float32, copy=True).div_(cap).tanh_().mul_(cap)
+
+    def soft_embeddings(
+        self,
+        logits: torch.Tensor,  # [rows, V] fp32, divided by the step's temperature
+        probs: torch.Tensor,  # [rows, V] fp32, their softmax
+    ) -> torch.Tensor:
+        """`softmax(logits) @ E * sqrt(H)` [rows, H], the next step's self-conditioning input.
+
+        The reference rounds the logits to the model's type, takes the softmax in fp32 and rounds
+        again. The vocabulary may be sharded over the tensor-parallel ranks.
+        """
+        weight = self.model.embed_tokens.weight
+        if weight.dtype != logits.dtype:
+            probs = logits.to(weight.dtype).softmax(dim=-1, dtype=torch.float32)
+        shard = self.model.embed_tokens.shard_indices
+        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        soft = torch.matmul(probs[:, first:end].to(weight.dtype), weight[: end - first])
+        group = get_tp_group()
+        if group.world_size > 1:
+            soft = group.all_reduce(soft)
+        return soft * self.model.normalizer
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a transformers state dict; encoder and decoder names address one set of weights."""
