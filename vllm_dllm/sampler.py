@@ -245,10 +245,10 @@ class DiffusionSampler:
         best_guess = torch.where(committing[:, None], tokens.best_guess, stats.best_guess)
         at_once = numbers.is_read_only == 1
         if not self.state.extension_config.commit_last_block:
-            at_once = at_once | is_last_block(
+            at_once |= is_last_block(
                 best_guess, batch.valid, block_ends, numbers.end, slots.stop_tokens[idx]
             )
-        at_once = finished & at_once
+        at_once &= finished
         emitted = batch.lengths * (committing | at_once)
 
         canvas = torch.where(finished[:, None], best_guess, outcome.canvas)
