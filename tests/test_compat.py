@@ -88,6 +88,13 @@ SEAMS = {
         ("v1.core.sched.scheduler", "Scheduler", "schedule"),
         "new_block_ids_to_zero=self._get_new_block_ids_to_zero(),",
     ),
+    "after a step the engine only asks for draft tokens": (
+        ("v1.engine.core", "EngineCore", "post_step"),
+        """if self.check_for_draft_tokens and not self.async_scheduling and model_executed:
+            draft_token_ids = self.model_executor.take_draft_token_ids()
+            if draft_token_ids is not None:
+                self.scheduler.update_draft_token_ids(draft_token_ids)""",
+    ),
     "the choice of model runner": (
         ("v1.worker.gpu_worker", "Worker", "__init__"),
         "self.use_v2_model_runner = vllm_config.use_v2_model_runner",

@@ -1,7 +1,7 @@
 """The canvases of one scheduler step: which requests have one, and where its rows lie.
 
-Built from the runner's host-side metadata once a step; a request in prefill has no canvas. The
-device tensors are copied over asynchronously, so building it never waits for the device.
+Built from the runner's host-side metadata once a step; a request whose prefill goes on has none.
+The device tensors are copied over asynchronously, so building it never waits for the device.
 """
 
 from dataclasses import dataclass

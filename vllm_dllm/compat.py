@@ -75,7 +75,8 @@ class SchedulerHooks(Scheduler):
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
         """`request` has just ended with a block of `block_length` tokens, the first `num_kept` of
-        which are its own; its cache blocks are still there."""
+        which are its own. Its cache blocks are still there, unless it was preempted meanwhile
+        and has no computed tokens."""
 
     def take_new_blocks_to_zero(self) -> list[int]:
         """Cache blocks handed out since the last call that must be zeroed before use."""

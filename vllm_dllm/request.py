@@ -45,10 +45,15 @@ class RequestOptions:
             canvas_length=extra.get("diffusion_canvas_length"),
             first_canvas=extra.get("diffusion_seed_canvas"),
             pinned=list(extra.get("diffusion_pinned") or ()),
-            read_only=bool(extra.get("diffusion_read_only")),
+            read_only=is_read_only(params),
             allowed_token_ids=tuple(params.logprob_token_ids or ()) if constrained else None,
             window_rule=extra.get("diffusion_window_rule"),
         )
+
+
+def is_read_only(params: SamplingParams | None) -> bool:
+    """Whether a request emits its first canvas without a commit, and ends."""
+    return bool(params is not None and (params.extra_args or {}).get("diffusion_read_only"))
 
 
 def check_sampling_params(params: SamplingParams) -> None:

@@ -2,8 +2,9 @@
 
 In vLLM's speculative-decoding accounting the canvas is a set of draft tokens. A denoise step
 samples 0 tokens and rejects the whole canvas, so the KV position stays; a commit samples the whole
-canvas and rejects nothing. The host never learns which of the two a request was in until the
-output arrives, hence every request runs through both branches and keeps the one it is in.
+canvas and rejects nothing, and so does the step that finishes a request's last canvas. The host
+never learns which of the two a request was in until the output arrives, hence every request runs
+through both branches and keeps the one it is in.
 """
 
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from vllm_dllm.denoise.schedule import temperature
 from vllm_dllm.denoise.step import CanvasState, denoise_step
 from vllm_dllm.logprobs import LogprobRequest, choose, concat, token_logprobs
 from vllm_dllm.request import RequestOptions
-from vllm_dllm.stopping import is_last_block, stop_tokens
+from vllm_dllm.stopping import is_last_block, spares_last_commit, stop_tokens
 from vllm_dllm.trace import CanvasTrace
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class DiffusionSampler:
         self.slots = state.allocate_slots(self.req_states.draft_tokens)
         self._offsets = torch.arange(self.canvas_length, device=self.slots.canvas.device)
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
+        self._spares_last_commit = spares_last_commit(state.vllm_config)
         self._added: list[int] = []  # slots of requests that came since the last step
         self.report_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
 
@@ -244,7 +246,7 @@ class DiffusionSampler:
         finished = outcome.finished & ~committing
         best_guess = torch.where(committing[:, None], tokens.best_guess, stats.best_guess)
         at_once = numbers.is_read_only == 1
-        if not self.state.extension_config.commit_last_block:
+        if self._spares_last_commit:
             at_once |= is_last_block(
                 best_guess, batch.valid, block_ends, numbers.end, slots.stop_tokens[idx]
             )
@@ -335,7 +337,8 @@ class DiffusionSampler:
         at_once: torch.Tensor,  # [n] bool, blocks this step both decides and emits
         cut: torch.Tensor | None,  # [n] bool, steps that were taken back
     ) -> LogprobsTensors | None:
-        """Scores a commit of this step would report, and keeps this step's for the next one."""
+        """Scores of the blocks this step may emit: its own, or, if it commits, those of the step
+        before, which are kept for it."""
         if self._logprob_requests.keys().isdisjoint(batch.slots_np.tolist()):
             return None
         taken_back = [False] * batch.num_canvases if cut is None else cut.tolist()

@@ -13,7 +13,8 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm import compat
-from vllm_dllm.config import ExtensionConfig
+from vllm_dllm.request import is_read_only
+from vllm_dllm.stopping import spares_last_commit
 
 
 class CanvasScheduling(compat.SchedulerHooks):
@@ -22,8 +23,7 @@ class CanvasScheduling(compat.SchedulerHooks):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
-        self.commit_last_block = config.commit_last_block
+        self.spares_last_commit = spares_last_commit(self.vllm_config)
         # A KV connector has been told the step's tokens already, and a full CUDA graph of mixed
         # batches has no room for requests that attention sees as two.
         graphs = self.vllm_config.compilation_config.cudagraph_mode
@@ -39,7 +39,10 @@ class CanvasScheduling(compat.SchedulerHooks):
         token budget and the KV cache have room for it; else it is scheduled in the next step."""
         if not self.joins_first_canvas:
             return
-        budget = self.max_num_scheduled_tokens - output.total_num_scheduled_tokens
+        most_tokens = min(
+            self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens
+        )
+        budget = most_tokens - output.total_num_scheduled_tokens
         for request_id, num_tokens in list(output.num_scheduled_tokens.items()):
             request = self.requests[request_id]
             computed = request.num_computed_tokens + num_tokens
@@ -68,21 +71,26 @@ class CanvasScheduling(compat.SchedulerHooks):
     # --- the last canvas --------------------------------------------------------------------
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
-        if self.commit_last_block:
-            # Nothing else would: blocks enter the prefix cache when their successor is scheduled.
+        if request.num_computed_tokens == 0:
+            return  # preempted while this step ran: it has no cache blocks any more
+        if self.spares_last_commit or is_read_only(request.sampling_params):
+            # The last block's keys and values are a denoising step's, which no prompt may reuse:
+            # what is computed ends before it, placeholders of a step in flight aside.
+            in_flight = max(request.num_output_placeholders - num_kept, 0)
+            request.num_computed_tokens = request.num_tokens - num_kept + in_flight
+            self._spared_commits.append(block_length)
+        else:
+            # Otherwise blocks enter the prefix cache when their successor is scheduled.
             self.kv_cache_manager.cache_blocks(
                 request, min(request.num_computed_tokens, request.num_tokens)
             )
-        else:
-            # The cache holds a denoising step's keys and values, which no prompt may reuse.
-            request.num_computed_tokens -= num_kept
-            self._spared_commits.append(block_length)
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Counts a spared commit as a step, because vLLM's clients work the denoising steps out
-        as all steps less one commit a canvas."""
+        as all steps less one commit a canvas. A last block that was committed, because its end was
+        not foreseen (`stopping.py`), is counted so, too."""
         if spec_decoding_stats is not None:
             for width in self._spared_commits:
                 spec_decoding_stats.observe_draft(width, num_accepted_tokens=0)
@@ -93,12 +101,10 @@ class CanvasScheduling(compat.SchedulerHooks):
 class CanvasScheduler(compat.StockDiffusionScheduler, CanvasScheduling):
     """For steps that wait for the last one's tokens."""
 
+    knows_draft_tokens = True  # only a grammar would have to see them, and those are refused
+
     def output_counted(self, output: SchedulerOutput) -> None:
-        """The next step's drafts: the canvas, whose tokens are on the device. Only a grammar must
-        see them, so only then the engine asks."""
-        self.knows_draft_tokens = not output.has_structured_output_requests
-        if not self.knows_draft_tokens:
-            return
+        """The next step's drafts: the canvas, whose tokens are on the device."""
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             if not request.is_prefill_chunk:

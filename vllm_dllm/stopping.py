@@ -1,13 +1,24 @@
 """Which block is a request's last one, known on the device: vLLM's own rules (`check_stop`)."""
 
 import torch
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
+from vllm_dllm.config import ExtensionConfig
+
 MAX_STOP_TOKENS = 16
-"""A request with more stop tokens is not foreseen to stop at any: its last block is committed."""
+"""A request with more stop tokens is not foreseen to stop at one of them: the block that has it is
+committed like any other."""
 
 NEVER = -1
 """Fills the unused places of a stop token list."""
+
+
+def spares_last_commit(vllm_config: VllmConfig) -> bool:
+    """Whether a request's last block is emitted without a commit. Not with a KV connector: it
+    would store or send what a denoising step left in the cache."""
+    config = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+    return not config.commit_last_block and vllm_config.kv_transfer_config is None
 
 
 def stop_tokens(params: SamplingParams) -> list[int]:

@@ -53,6 +53,7 @@ def test_obeys_the_user(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, is_th
     monkeypatch.setattr(compilation, "has_compiler", lambda: is_there)
     eager = config(checkpoint, enforce_eager=True)
     assert way(eager) == (CompilationMode.NONE, eager.compilation_config.backend, True)
+    assert way(config(checkpoint, optimization_level=0))[0] == CompilationMode.NONE
     asked = config(checkpoint, compilation_config={"mode": 2, "backend": "inductor"})
     assert way(asked) == (CompilationMode.DYNAMO_TRACE_ONCE, "inductor", False)
 

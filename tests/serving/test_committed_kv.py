@@ -54,6 +54,12 @@ def test_next_turn_reuses_generated_blocks(
         prompt + list(output.outputs[0].token_ids) + random_ids(5, vocab_size, seed=9)
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
+    read_only = random_ids(PROMPT, vocab_size, seed=10)
+    params = SamplingParams(extra_args={**FEW_STEPS, "diffusion_read_only": True}, ignore_eos=True)
+    output = served.llm.generate({"prompt_token_ids": read_only}, params, use_tqdm=False)[0]
+    block = list(output.outputs[0].token_ids)
+    assert len(block) == BLOCK
+    assert cached_tokens(served, [*read_only, *block, 1]) == PROMPT, "it is never committed"
     canvases = [random_ids(model.config.canvas_length, vocab_size, seed=8)] * len(turns)
 
     for prompt, turn in zip(prompts, turns, strict=True):

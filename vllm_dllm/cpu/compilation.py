@@ -10,6 +10,7 @@ import sysconfig
 from pathlib import Path
 
 from vllm.config import CompilationMode, VllmConfig
+from vllm.config.vllm import OptimizationLevel
 from vllm.logger import init_logger
 
 from vllm_dllm.cpu import norm
@@ -28,7 +29,11 @@ def choose(vllm_config: VllmConfig) -> None:
     obeyed."""
     assert vllm_config.model_config is not None
     config = vllm_config.compilation_config
-    is_eager = vllm_config.model_config.enforce_eager
+    is_eager = (
+        vllm_config.model_config.enforce_eager
+        or config.mode == CompilationMode.NONE
+        or vllm_config.optimization_level == OptimizationLevel.O0
+    )
     if not is_eager and config.mode is None and not has_compiler():
         logger.info(
             "No C++ compiler with Python headers found (g++, python3-dev): the model runs as a "
