@@ -55,7 +55,9 @@ def test_next_turn_reuses_generated_blocks(
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
     read_only = random_ids(PROMPT, vocab_size, seed=10)
-    params = SamplingParams(extra_args={**FEW_STEPS, "diffusion_read_only": True}, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=BLOCK, ignore_eos=True, extra_args=FEW_STEPS | {"diffusion_read_only": True}
+    )
     output = served.llm.generate({"prompt_token_ids": read_only}, params, use_tqdm=False)[0]
     block = list(output.outputs[0].token_ids)
     assert len(block) == BLOCK
