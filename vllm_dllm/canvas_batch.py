@@ -1,6 +1,7 @@
 """The canvases of one scheduler step: which requests have one, and where its rows lie.
 
-Built from the runner's host-side metadata once a step; a request whose prefill goes on has none.
+Built from the runner's host-side metadata once a step, and kept while the next step has the same
+canvases, as most have; a request whose prefill goes on has none.
 The device tensors are copied over asynchronously, so building it never waits for the device.
 """
 
@@ -21,6 +22,7 @@ class CanvasBatch:
     then simply has fewer rows, and no phantom ones.
     """
 
+    made_of: bytes  # all that `build` reads of a step
     canvas_length: int  # C
     requests_np: np.ndarray  # [n] int64, indices in the batch
     slots_np: np.ndarray  # [n] int64, slots of those requests
@@ -33,9 +35,24 @@ class CanvasBatch:
 
     @classmethod
     def build(
-        cls, input_batch: InputBatch, canvas_length: int, device: torch.device
+        cls,
+        input_batch: InputBatch,
+        canvas_length: int,
+        device: torch.device,
+        previous: "CanvasBatch | None" = None,
     ) -> "CanvasBatch":
+        """`previous`: of the step before, returned as it is if this step has the same canvases."""
         num_reqs = input_batch.num_reqs
+        made_of = b"".join(
+            array.tobytes()
+            for array in (
+                input_batch.cu_num_logits_np[: num_reqs + 1],
+                input_batch.idx_mapping_np[:num_reqs],
+                input_batch.query_start_loc_np[: num_reqs + 1],
+            )
+        )
+        if previous is not None and previous.made_of == made_of:
+            return previous
         num_logits = np.diff(input_batch.cu_num_logits_np[: num_reqs + 1])
         requests = np.flatnonzero(num_logits > 0)
         lengths = num_logits[requests].astype(np.int64)
@@ -57,6 +74,7 @@ class CanvasBatch:
 
         of_requests = to_device(np.stack((requests, slots, lengths)))
         return cls(
+            made_of=made_of,
             canvas_length=canvas_length,
             requests_np=requests,
             slots_np=slots,

@@ -4,6 +4,7 @@ A request's phase lives on the device (`SlotNumbers.is_committing`) and is chang
 sampler, so a step can be prepared while the previous one still runs.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.attention import WindowRules, takes_window_rules
 from vllm_dllm.attention.requests import AttnRequests
+from vllm_dllm.attention.reuse import LatestMetadata
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.sampler import DiffusionSampler
@@ -49,7 +51,9 @@ class DiffusionModelState(ModelState):
         )
         self.denoise_config = read_denoise_config(vllm_config)
         hidden_size = self.model_config.hf_text_config.hidden_size
-        self.canvas_batch: CanvasBatch | None = None  # of the current step
+        self.canvas_batch: CanvasBatch | None = None  # of the latest step that had canvases
+        # Elsewhere, comparing what it is made of would wait for the device.
+        self._latest_metadata = LatestMetadata() if device.type == "cpu" else None
         # Persistent: a captured CUDA graph reads these addresses at every replay.
         # A request may count as two (`AttnRequests`).
         self._causal = torch.zeros(2 * self.max_num_reqs, dtype=torch.int32, device=device)
@@ -93,20 +97,22 @@ class DiffusionModelState(ModelState):
         """
         num_tokens = input_batch.num_tokens
         embeds = self._inputs_embeds[:num_tokens]
-        embeds.copy_(self.model.embed_input_ids(input_batch.input_ids[:num_tokens]))
-        self.canvas_batch = None
-        if input_batch.num_draft_tokens > 0:
-            batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
-            self.canvas_batch = batch
-            plain = embeds if batch.tokens is None else embeds[batch.tokens]
+        plain = self.model.embed_input_ids(input_batch.input_ids[:num_tokens])
+        if input_batch.num_draft_tokens == 0:
+            embeds.copy_(plain)
+        else:
+            batch = self.canvas_batch = CanvasBatch.build(
+                input_batch, self.canvas_length, self.device, self.canvas_batch
+            )
+            of_canvases = plain if batch.tokens is None else plain[batch.tokens]
             soft = batch.flatten(self.slots.soft_embeds[batch.slots])
-            committing = batch.by_row(self.slots.is_committing(batch.slots))
-            conditioned = self.model.self_conditioning(plain, soft)
-            chosen = torch.where(committing[:, None], plain, conditioned)
+            committing = batch.by_row(self.slots.is_committing(batch.slots))[:, None]
+            conditioned = self.model.self_conditioning(of_canvases, soft)
             if batch.tokens is None:
-                embeds.copy_(chosen)
+                torch.where(committing, plain, conditioned, out=embeds)
             else:
-                embeds.index_copy_(0, batch.tokens, chosen)
+                embeds.copy_(plain)
+                embeds[batch.tokens] = torch.where(committing, of_canvases, conditioned)
         return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
@@ -131,6 +137,7 @@ class DiffusionModelState(ModelState):
         if input_batch.has_prefill:
             causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
         self._causal[:num_reqs] = causal
+        symmetric = self.slots.symmetric_window[requests.slots]
         if cudagraph_mode == CUDAGraphMode.FULL:
             assert num_reqs == input_batch.num_reqs, "the scheduler joins nothing under full graphs"
             num_reqs, num_tokens = (
@@ -141,7 +148,8 @@ class DiffusionModelState(ModelState):
             query_start_loc_np = input_batch.query_start_loc_np[: num_reqs + 1]
             seq_lens = input_batch.seq_lens
             self._causal[input_batch.num_reqs : num_reqs] = 0
-        return build_attn_metadata(
+        build = partial(
+            build_attn_metadata,
             attn_groups=attn_groups,
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -155,9 +163,12 @@ class DiffusionModelState(ModelState):
             kv_cache_config=kv_cache_config,
             for_cudagraph_capture=for_capture,
             causal=self._causal[:num_reqs],
-            model_specific_attn_metadata=_AttnExtras(
-                WindowRules(self.slots.symmetric_window[requests.slots])
-            ),
+            model_specific_attn_metadata=_AttnExtras(WindowRules(symmetric)),
+        )
+        if self._latest_metadata is None:
+            return build()
+        return self._latest_metadata.get_or_build(
+            build, requests, self._causal[:num_reqs], symmetric, slot_mappings
         )
 
 

@@ -28,7 +28,14 @@ from vllm_dllm.denoise.schedule import temperature
 from vllm_dllm.denoise.step import CanvasState, denoise_step
 from vllm_dllm.logprobs import LogprobRequest, choose, concat, token_logprobs
 from vllm_dllm.request import RequestOptions
-from vllm_dllm.stopping import is_last_block, spares_last_commit, stop_tokens
+from vllm_dllm.stopping import (
+    EVERY_BLOCK,
+    NO_BLOCK,
+    NO_STOP_TOKENS,
+    is_last_block,
+    spares_last_commit,
+    stop_tokens,
+)
 from vllm_dllm.trace import CanvasTrace
 
 if TYPE_CHECKING:
@@ -94,18 +101,14 @@ class DiffusionSampler:
         width = options.canvas_length or self.canvas_length
         self._widths[req_idx] = width
         prompt_len = int(self.req_states.prompt_len.np[req_idx])
-        max_tokens = sampling_params.max_tokens
-        end = self.state.max_model_len if max_tokens is None else prompt_len + max_tokens
+        end, stops = self._last_block(sampling_params, options, prompt_len)
         self.slots.reset(
             req_idx,
             seed=int(self.sampling_states.seeds.np[req_idx]),
             num_steps=num_steps,
-            read_only=options.read_only,
-            end=min(end, self.state.max_model_len),
+            end=end,
+            stop_tokens=stops,
             width=width,
-        )
-        self.slots.stop_tokens[req_idx] = async_tensor_h2d(
-            np.array(stop_tokens(sampling_params)), device=device
         )
         rule = options.window_rule or self.state.extension_config.window_rule
         self.slots.symmetric_window[req_idx].fill_(int(rule == "symmetric"))
@@ -135,6 +138,19 @@ class DiffusionSampler:
                 num_logprobs or 0,
                 async_tensor_h2d(np.array(token_ids, dtype=np.int64), device=device),
             )
+
+    def _last_block(
+        self, params: SamplingParams, options: RequestOptions, prompt_len: int
+    ) -> tuple[int, list[int]]:
+        """The position and the tokens by which the device tells a request's last block, which the
+        step that finishes it emits."""
+        if options.read_only:
+            return EVERY_BLOCK, NO_STOP_TOKENS
+        if not self._spares_last_commit:
+            return NO_BLOCK, NO_STOP_TOKENS
+        max_tokens = params.max_tokens
+        end = self.state.max_model_len if max_tokens is None else prompt_len + max_tokens
+        return min(end, self.state.max_model_len), stop_tokens(params)
 
     def _forget(self, slot: int) -> None:
         """Drops what an earlier request left under this slot."""
@@ -185,7 +201,7 @@ class DiffusionSampler:
         Such a step says nothing about the canvas: it is taken back, and the whole canvas is
         scheduled again. A canvas that ends where the context ends is not cut. None: surely none.
         """
-        if (batch.lengths_np == self._widths[batch.slots_np]).all():
+        if batch.cells is None or (batch.lengths_np == self._widths[batch.slots_np]).all():
             return None
         room = self.state.max_model_len - starts
         return batch.lengths < torch.minimum(self.slots.width[batch.slots], room)
@@ -245,12 +261,9 @@ class DiffusionSampler:
 
         finished = outcome.finished & ~committing
         best_guess = torch.where(committing[:, None], tokens.best_guess, stats.best_guess)
-        at_once = numbers.is_read_only == 1
-        if self._spares_last_commit:
-            at_once |= is_last_block(
-                best_guess, batch.valid, block_ends, numbers.end, slots.stop_tokens[idx]
-            )
-        at_once &= finished
+        at_once = finished & is_last_block(
+            best_guess, batch.valid, block_ends, numbers.end, slots.stop_tokens[idx]
+        )
         emitted = batch.lengths * (committing | at_once)
 
         canvas = torch.where(finished[:, None], best_guess, outcome.canvas)

@@ -8,7 +8,9 @@ batches an operation costs the same whatever it moves.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
@@ -24,8 +26,7 @@ class SlotNumbers(NamedTuple):
     is_committing: torch.Tensor  # 1 = the next forward commits the canvas, 0 = it denoises
     noise_key: torch.Tensor  # of the request's seed
     num_steps: torch.Tensor  # the request's step cap
-    is_read_only: torch.Tensor  # 1 = emits on the converging step, without a commit
-    end: torch.Tensor  # absolute position after the last token the request may have
+    end: torch.Tensor  # absolute position: a block that ends there or later is the last one
 
 
 class SlotTokens(NamedTuple):
@@ -41,7 +42,7 @@ class CanvasSlots:
     """R = most requests at once, C = canvas length, S = stability threshold, H = hidden size."""
 
     canvas: torch.Tensor  # [R, C] int64, tokens the next forward reads: the runner's draft tokens
-    numbers: torch.Tensor  # [R, 6] int64, `SlotNumbers`
+    numbers: torch.Tensor  # [R, 5] int64, `SlotNumbers`
     tokens: torch.Tensor  # [R, 2 + S, C] int64, `SlotTokens`
     soft_embeds: torch.Tensor  # [R, C, H] model dtype, expected embedding of last step's softmax
     pinned: torch.Tensor  # [R, C] bool, positions held at `first_canvas`
@@ -74,7 +75,14 @@ class CanvasSlots:
         )
 
     def reset(
-        self, slot: int, *, seed: int, num_steps: int, read_only: bool, end: int, width: int
+        self,
+        slot: int,
+        *,
+        seed: int,
+        num_steps: int,
+        end: int,
+        stop_tokens: list[int],  # [MAX_STOP_TOKENS]
+        width: int,
     ) -> None:
         """Prepares a slot for a new or resumed request, with nothing denoised yet."""
         numbers = SlotNumbers(
@@ -82,7 +90,6 @@ class CanvasSlots:
             is_committing=torch.tensor(0),
             noise_key=noise.keys(torch.tensor(seed)),
             num_steps=torch.tensor(num_steps),
-            is_read_only=torch.tensor(int(read_only)),
             end=torch.tensor(end),
         )
         self.numbers[slot] = torch.stack(numbers).to(self.numbers.device)
@@ -90,6 +97,7 @@ class CanvasSlots:
         self.soft_embeds[slot].zero_()
         self.pinned[slot].fill_(False)
         self.width[slot].fill_(width)
+        self.stop_tokens[slot] = async_tensor_h2d(np.array(stop_tokens), device=self.canvas.device)
 
     def read_numbers(self, idx: torch.Tensor) -> SlotNumbers:
         return SlotNumbers(*self.numbers[idx].unbind(dim=-1))

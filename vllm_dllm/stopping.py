@@ -12,6 +12,12 @@ committed like any other."""
 
 NEVER = -1
 """Fills the unused places of a stop token list."""
+NO_STOP_TOKENS = [NEVER] * MAX_STOP_TOKENS
+
+
+EVERY_BLOCK = 0
+NO_BLOCK = 1 << 62
+"""Ends of requests of which every block counts as the last one, or none."""
 
 
 def spares_last_commit(vllm_config: VllmConfig) -> bool:
@@ -27,8 +33,8 @@ def stop_tokens(params: SamplingParams) -> list[int]:
     tokens = [] if params.eos_token_id is None else [params.eos_token_id]
     tokens += params.stop_token_ids or []
     if len(tokens) > MAX_STOP_TOKENS:
-        tokens = []
-    return tokens + [NEVER] * (MAX_STOP_TOKENS - len(tokens))
+        return NO_STOP_TOKENS
+    return tokens + NO_STOP_TOKENS[len(tokens) :]
 
 
 def is_last_block(

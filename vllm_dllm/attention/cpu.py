@@ -121,7 +121,6 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._latest: tuple[Any, CanvasLayout | None] = ((), None)
         if self.window_size > 0:
             _check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
 
@@ -154,24 +153,20 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
     def _layout(
         self, common: CommonAttentionMetadata, symmetric: torch.Tensor | None
     ) -> CanvasLayout | None:
-        """From one denoising step to the next a layout is mostly the same."""
         query_start_loc = common.query_start_loc[: common.num_reqs + 1].numpy()
-        seq_lens = common.seq_lens.numpy()
         bidirectional = common.causal.numpy() == 0
         if symmetric is not None:
             bidirectional &= symmetric.numpy() == 0
-        key = (query_start_loc.tobytes(), seq_lens.tobytes(), bidirectional.tobytes())
-        if self._latest[0] == key:
-            return self._latest[1]
         selected = np.flatnonzero(bidirectional & (np.diff(query_start_loc) > 0))
-        layout = None
-        if len(selected) > 0:
-            window_left = self.window_size - 1
-            layout = CanvasLayout.build(
-                selected, query_start_loc, seq_lens, self.block_size, window_left
-            )
-        self._latest = (key, layout)
-        return layout
+        if len(selected) == 0:
+            return None
+        return CanvasLayout.build(
+            selected,
+            query_start_loc,
+            common.seq_lens.numpy(),
+            self.block_size,
+            self.window_size - 1,
+        )
 
 
 class CpuCanvasImpl(CPUAttentionBackendImpl):

@@ -5,6 +5,7 @@ splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generato
 written in int64 arithmetic, which wraps.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,13 @@ class StepNoise(NamedTuple):
     next_canvas: torch.Tensor  # [n, C] int64, tokens: the next block's first canvas
 
 
+@lru_cache
+def _step_streams(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[3, 1] int64 each: a step's streams, and whether they go on with the steps."""
+    streams = torch.tensor([[CANDIDATE], [RENOISE], [INITIAL]], device=device)
+    return streams, (streams != INITIAL).long()
+
+
 def step_noise(
     keys: torch.Tensor,  # [n] int64
     positions: torch.Tensor,  # [n, C] int64
@@ -74,11 +82,8 @@ def step_noise(
     vocab_size: int,
 ) -> StepNoise:
     """All that a step draws, in one pass: a pass is some twenty operations, however small."""
-    draws = uniform(
-        keys,
-        torch.stack((positions, positions, next_positions)),
-        torch.stack((steps, steps, torch.zeros_like(steps))),
-        torch.arange(3, device=keys.device)[:, None],
-    )
+    streams, goes_on = _step_streams(keys.device)
+    everywhere = torch.stack((positions, positions, next_positions))
+    draws = uniform(keys, everywhere, steps * goes_on, streams)
     tokens = (draws[1:] * vocab_size).long()
     return StepNoise(draws[CANDIDATE], *tokens)

@@ -43,11 +43,9 @@ def sample_by_inversion(
 ) -> torch.Tensor:
     """The first token [rows] int64 whose cumulative probability exceeds `uniform`.
 
-    A token of probability 0 is never returned, rounding included.
+    A token of probability 0 is never returned, rounding included: the draw stays below the total.
     """
     cumulative = probs.cumsum(dim=-1)
-    total = cumulative[:, -1:].contiguous()
-    draw = uniform.to(cumulative.dtype)[:, None] * total
-    token = torch.searchsorted(cumulative, draw, right=True)
-    last_possible = torch.searchsorted(cumulative, total)
-    return torch.minimum(token, last_possible).squeeze(-1)
+    # A factor of 1 would let a draw round to the total; this one always rounds to less.
+    draw = uniform.to(cumulative.dtype)[:, None] * (cumulative[:, -1:] * (1 - 2.0**-24))
+    return torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
