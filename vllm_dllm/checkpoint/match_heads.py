@@ -10,6 +10,7 @@ and Kolter, arXiv:2305.09828), leaves to training what they are used for.
 """
 
 import argparse
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,7 +204,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    from vllm_dllm.checkpoint.train import TASK_SHARES, save
+    from vllm_dllm.checkpoint.train import LOG_FILE, TASK_SHARES, earlier_log, save
 
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
@@ -226,6 +227,7 @@ def main() -> None:
     rows = matching_rows(model, layer, batches({"lookup_dense": 1.0}), names)
     install_match(model.model.decoder.layers[layer], *rows)
     save(model, tokenizer, args.out)
+    (args.out / LOG_FILE).write_text(json.dumps(earlier_log(args.checkpoint)))
 
 
 if __name__ == "__main__":

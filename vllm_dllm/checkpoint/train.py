@@ -68,6 +68,7 @@ LOOKUP_SHARES = {
 FULL_NOISE_SHARE = 0.4  # canvases that start from pure noise, as every generation does
 LEFT_TO_RIGHT_SHARE = 0.2  # canvases that are clean up to some position and pure noise after it
 LOAD_BALANCE_WEIGHT = 0.01
+LOG_FILE = "training_log.json"
 
 
 def noise_canvases(target: Tensor, copies: int, vocab_size: int) -> Tensor:
@@ -150,6 +151,12 @@ def save_loss_curve(log: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
+def earlier_log(checkpoint: Path | None) -> list[dict]:
+    """The log of the stages that made `checkpoint`; entries have their stage and counted steps."""
+    path = checkpoint / LOG_FILE if checkpoint else None
+    return json.loads(path.read_text()) if path and path.exists() else []
+
+
 def initialize(model: DiffusionGemmaForBlockDiffusion) -> None:
     """Fan-in scaled normal weights; routers and embeddings smaller."""
     with torch.no_grad():
@@ -223,8 +230,10 @@ def train(rank: int, args: argparse.Namespace) -> None:
     )
     if rank == 0:
         print(f"{sum(p.numel() for p in parameters) / 1e6:.2f} M parameters", flush=True)
-    start, last_save, log = time.monotonic(), time.monotonic(), []
-    losses, rights, samples, step, progress = [], [], 0, 0, 0.0
+    start = last_save = time.monotonic()
+    log = earlier_log(args.init_from)
+    stage, step = (log[-1]["stage"] + 1, log[-1]["step"]) if log else (1, 0)
+    losses, rights, samples, progress = [], [], 0, 0.0
     # A budget in minutes sets the length: the schedule follows the clock on any machine.
     while progress < 1:
         batch = next(batches).to(args.device)
@@ -247,6 +256,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
             continue
         if step % args.log_every == 0:
             entry = {
+                "stage": stage,
                 "step": step,
                 "loss": sum(losses) / len(losses),
                 "right": sum(rights) / len(rights),
@@ -267,7 +277,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
             last_save = time.monotonic()
     if rank == 0:
         save(model, tokenizer, args.out)
-        (args.out / "training_log.json").write_text(json.dumps(log))
+        (args.out / LOG_FILE).write_text(json.dumps(log))
         save_loss_curve(log, args.out / "loss_curve.png")
 
 
