@@ -37,3 +37,27 @@ def visible(
     symmetric_rule = back.abs() <= window_left
     reference_rule = key_pos >= context_len - window_left
     return torch.where(causal, causal_rule, torch.where(symmetric, symmetric_rule, reference_rule))
+
+
+def visible_range(
+    first_query: torch.Tensor,  # int, positions of the first and the last query of a tile
+    last_query: torch.Tensor,
+    context_len: torch.Tensor | int,
+    seq_len: torch.Tensor | int,
+    causal: torch.Tensor | bool,
+    window_left: int,
+    symmetric: torch.Tensor | bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First key that any query of the tile sees, and the end of those keys. Every key between them
+    is seen by one of the queries, so a kernel that visits no others visits none in vain."""
+    causal = torch.as_tensor(causal, device=first_query.device)
+    symmetric = torch.as_tensor(symmetric, device=first_query.device)
+    context_len = torch.as_tensor(context_len, device=first_query.device)
+    end_of_all = torch.as_tensor(seq_len, device=first_query.device)
+    start, end = torch.zeros_like(first_query), torch.where(causal, last_query + 1, end_of_all)
+    if window_left >= 0:
+        moves = causal | symmetric  # the window moves with the query
+        start = torch.where(moves, first_query, context_len) - window_left
+        ahead = torch.where(~causal & symmetric, last_query + window_left + 1, end)
+        end = torch.minimum(ahead, end_of_all)
+    return start.clamp(min=0), end

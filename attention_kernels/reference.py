@@ -17,12 +17,16 @@ def attention(
     window_left: int = -1,
     symmetric: torch.Tensor | None = None,  # [num_reqs] int, 1 = symmetric rule; None: reference
     softcap: float = 0.0,  # 0 = none
+    key_scale: torch.Tensor | None = None,  # [1] fp32, of an fp8 cache; None = 1
+    value_scale: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,  # [T, Hq, D], written at the rows of requests
 ) -> torch.Tensor:
     """Attention output [T, Hq, D] in the query's dtype. A query that sees no key gives zeros.
 
     The queries' own keys and values are expected in the cache already.
     """
-    output = torch.zeros_like(query)
+    if output is None:
+        output = torch.zeros_like(query)
     block_size = key_cache.shape[1]
     group = query.shape[1] // key_cache.shape[2]  # query heads per key head
     for i in range(len(seq_lens)):
@@ -32,9 +36,14 @@ def attention(
             continue
         key_pos = torch.arange(seq_len, device=query.device)
         pages = block_table[i, key_pos // block_size].long()
-        keys = key_cache[pages, key_pos % block_size].repeat_interleave(group, dim=1)
-        values = value_cache[pages, key_pos % block_size].repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query[rows], keys.to(query.dtype)) * scale
+        keys = key_cache[pages, key_pos % block_size].to(query.dtype)
+        values = value_cache[pages, key_pos % block_size].to(query.dtype)
+        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        if key_scale is not None:
+            keys = keys * key_scale.to(query.dtype)
+        if value_scale is not None:
+            values = values * value_scale.to(query.dtype)
+        scores = torch.einsum("qhd,khd->hqk", query[rows], keys) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         mask = visible(
@@ -46,5 +55,5 @@ def attention(
             symmetric=symmetric is not None and bool(symmetric[i]),
         )
         probs = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1).nan_to_num(0.0)
-        output[rows] = torch.einsum("hqk,khd->qhd", probs, values.to(query.dtype))
+        output[rows] = torch.einsum("hqk,khd->qhd", probs, values)
     return output

@@ -18,7 +18,7 @@ def interpreted(fn: FunctionType) -> Any:
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 
-    _interpret_triton_language()
+    interpret_triton_language()
     for attribute, value in list(fn.__globals__.items()):
         real = compat.real_triton_module(value)
         if real is not None:
@@ -31,7 +31,7 @@ def interpreted(fn: FunctionType) -> Any:
 
 
 @cache
-def _interpret_triton_language() -> None:
+def interpret_triton_language() -> None:
     """Makes the functions of `triton.language` that are written in Triton callable from an
     interpreted kernel, as they would be had TRITON_INTERPRET been set when Triton was loaded."""
     import triton

@@ -1,0 +1,142 @@
+"""Paged variable-length attention with a causal flag a request and one- or two-sided windows."""
+
+from typing import Literal
+
+import torch
+
+Impl = Literal["triton", "reference"]
+WindowRule = Literal["reference", "symmetric"]
+
+FP8 = torch.float8_e4m3fn
+
+
+def attention(
+    query: torch.Tensor,  # [T, Hq, D] fp16, bf16 or fp32, the queries of all requests in turn
+    key_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D], query's dtype or fp8 e4m3
+    value_cache: torch.Tensor,  # like key_cache
+    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32, page of each block of a request
+    query_start_loc: torch.Tensor,  # [num_reqs + 1] int32, first row of each request
+    seq_lens: torch.Tensor,  # [num_reqs] int32, context and queries together
+    causal: torch.Tensor,  # [num_reqs] int32, 1 = causal, 0 = bidirectional
+    *,
+    scale: float,
+    window_left: int = -1,
+    window_rule: WindowRule | torch.Tensor = "reference",
+    softcap: float = 0.0,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
+    output: torch.Tensor | None = None,
+    impl: Impl = "triton",
+) -> torch.Tensor:
+    """Attention output [T, Hq, D] in the query's dtype; who sees whom is defined in `masks.py`.
+
+    The queries' own keys and values are expected in the cache already. A query that sees no key
+    gives zeros. Nothing waits for the device, and nothing depends on values there, so a call can be
+    captured in a CUDA graph and replayed after the tensors have changed.
+
+    Args:
+        scale: of the scores, before the soft cap.
+        window_left: tokens a query sees back, not counting itself; negative = no window.
+        window_rule: of bidirectional requests, or [num_reqs] int32, 1 = symmetric, 0 = reference.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 = none.
+        key_scale, value_scale: [1] fp32, what an fp8 cache is multiplied by; None = 1.
+        max_seq_len: upper bound of `seq_lens` (default: what the block table can hold). It only
+            steers how the work is split.
+        output: [T, Hq, D], written at the rows of requests; None = a new one, zero elsewhere.
+        impl: "triton" (a GPU, or Triton's interpreter) or "reference" (plain PyTorch, anywhere).
+            What it cannot do is an error, never another implementation.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    num_tokens, num_heads, head_size = _shape("query", query, 3)
+    num_blocks, block_size, num_kv_heads, _ = _shape("key_cache", key_cache, 4)
+    num_reqs, max_blocks = _shape("block_table", block_table, 2)
+    cache_shape = (num_blocks, block_size, num_kv_heads, head_size)
+    for name, tensor, shape in (
+        ("key_cache", key_cache, cache_shape),
+        ("value_cache", value_cache, cache_shape),
+        ("query_start_loc", query_start_loc, (num_reqs + 1,)),
+        ("seq_lens", seq_lens, (num_reqs,)),
+        ("causal", causal, (num_reqs,)),
+        ("window_rule", window_rule, (num_reqs,)),
+        ("key_scale", key_scale, (1,)),
+        ("value_scale", value_scale, (1,)),
+        ("output", output, (num_tokens, num_heads, head_size)),
+    ):
+        if isinstance(tensor, torch.Tensor):
+            _expect(name, "shape", shape, tuple(tensor.shape))
+    for name, tensor, dtype in (
+        ("block_table", block_table, torch.int32),
+        ("query_start_loc", query_start_loc, torch.int32),
+        ("seq_lens", seq_lens, torch.int32),
+        ("causal", causal, torch.int32),
+        ("window_rule", window_rule, torch.int32),
+        ("key_scale", key_scale, torch.float32),
+        ("value_scale", value_scale, torch.float32),
+        ("value_cache", value_cache, key_cache.dtype),
+        ("output", output, query.dtype),
+    ):
+        if isinstance(tensor, torch.Tensor):
+            _expect(name, "dtype", dtype, tensor.dtype)
+            _expect(name, "device", query.device, tensor.device)
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"query must be float16, bfloat16 or float32, got {query.dtype}")
+    if key_cache.dtype not in (query.dtype, FP8):
+        raise ValueError(
+            f"key_cache must have the query's dtype {query.dtype} or {FP8}, got {key_cache.dtype}"
+        )
+    if num_heads % num_kv_heads != 0:
+        raise ValueError(
+            f"query has {num_heads} heads, which is no multiple of key_cache's {num_kv_heads}"
+        )
+    if softcap < 0:
+        raise ValueError(f"softcap must be at least 0 (none), got {softcap}")
+    if isinstance(window_rule, str) and window_rule not in ("reference", "symmetric"):
+        raise ValueError(
+            f"window_rule must be 'reference', 'symmetric' or a tensor, got {window_rule!r}"
+        )
+    if output is None:
+        output = torch.zeros_like(query)
+    if num_tokens == 0 or num_reqs == 0:
+        return output
+
+    if isinstance(window_rule, str):
+        symmetric = torch.full_like(causal, int(window_rule == "symmetric"))
+    else:
+        symmetric = window_rule
+    tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, causal)
+    options = dict(
+        symmetric=symmetric,
+        output=output,
+        scale=scale,
+        window_left=window_left,
+        softcap=softcap,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+    if impl == "triton":
+        from attention_kernels import triton_fwd
+
+        longest = max_blocks * block_size
+        longest = longest if max_seq_len is None else min(max_seq_len, longest)
+        triton_fwd.attention(*tensors, **options, max_seq_len=longest)
+    elif impl == "reference":
+        from attention_kernels import reference
+
+        reference.attention(*tensors, **options)
+    else:
+        raise ValueError(f"impl must be 'triton' or 'reference', got {impl!r}")
+    return output
+
+
+def _shape(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...]:
+    if tensor.dim() != dims:
+        raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
+    return tuple(tensor.shape)
+
+
+def _expect(name: str, what: str, expected: object, got: object) -> None:
+    if expected != got:
+        raise ValueError(f"{name} must have {what} {expected}, got {got}")

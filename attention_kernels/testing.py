@@ -1,0 +1,113 @@
+"""Batches to test and time attention with: paged caches of random requests, NaN where none writes.
+
+A NaN that reaches an output shows a kernel that reads what it was not given.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from attention_kernels import reference
+
+
+class Request(NamedTuple):
+    query_len: int  # tokens
+    context_len: int  # tokens before them
+    causal: bool = False
+    symmetric: bool = False
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Arguments of `api.attention`, with the keys and values of request r also side by side."""
+
+    query: torch.Tensor  # [T, Hq, D]
+    key_cache: torch.Tensor  # [num_blocks, block_size, Hkv, D]
+    value_cache: torch.Tensor  # [num_blocks, block_size, Hkv, D]
+    block_table: torch.Tensor  # [num_reqs, max_blocks] int32
+    query_start_loc: torch.Tensor  # [num_reqs + 1] int32
+    seq_lens: torch.Tensor  # [num_reqs] int32
+    causal: torch.Tensor  # [num_reqs] int32
+    symmetric: torch.Tensor  # [num_reqs] int32
+
+    @classmethod
+    def random(
+        cls,
+        requests: Sequence[Request],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> "PagedBatch":
+        """Normally distributed queries, keys and values, pages in random order, on the CPU."""
+        generator = torch.Generator().manual_seed(seed)
+        query_lens = torch.tensor([request.query_len for request in requests])
+        seq_lens = query_lens + torch.tensor([request.context_len for request in requests])
+        num_pages = (seq_lens + block_size - 1) // block_size
+        max_blocks = max(1, int(num_pages.max()))
+        pages = torch.randperm(int(num_pages.sum()) + 2, generator=generator)
+        # An entry past a request's end points nowhere: whoever follows it fails.
+        block_table = torch.full((len(requests), max_blocks), 1 << 30)
+        cache_shape = (len(pages), block_size, num_kv_heads, head_size)
+        caches = [torch.full(cache_shape, torch.nan, dtype=dtype) for _ in range(2)]
+        for r, length in enumerate(seq_lens.tolist()):
+            own = pages[num_pages[:r].sum() : num_pages[: r + 1].sum()]
+            block_table[r, : len(own)] = own
+            position = torch.arange(length)
+            for cache in caches:
+                values = torch.randn(length, num_kv_heads, head_size, generator=generator)
+                cache[own[position // block_size], position % block_size] = values.to(dtype)
+
+        def int32(values: Any) -> torch.Tensor:
+            return torch.as_tensor(values).to(torch.int32)
+
+        shape = (int(query_lens.sum()), num_heads, head_size)
+        return cls(
+            query=torch.randn(shape, generator=generator).to(dtype),
+            key_cache=caches[0],
+            value_cache=caches[1],
+            block_table=int32(block_table),
+            query_start_loc=torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).to(torch.int32),
+            seq_lens=int32(seq_lens),
+            causal=int32([request.causal for request in requests]),
+            symmetric=int32([request.symmetric for request in requests]),
+        )
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """Keyword arguments of `api.attention`."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"window_rule": tensors.pop("symmetric"), **tensors}
+
+    def to(self, device: str | torch.device) -> "PagedBatch":
+        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self)}
+        return PagedBatch(**moved)
+
+    def reference(self, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+        """What `reference.attention` makes of the same numbers in `dtype`."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("query", "key_cache", "value_cache"):
+            tensors[name] = tensors[name].to(dtype)
+        return reference.attention(**tensors, **options)
+
+    def probe(self, first_key: int) -> "PagedBatch":
+        """Zero queries, and one-hot values of the D keys from position `first_key` on: an output
+        [T, Hq, D] is above zero exactly where the query sees the key."""
+        values = self.value_cache.clone()
+        _, block_size, _, head_size = values.shape
+        for r, length in enumerate(self.seq_lens.tolist()):
+            position = torch.arange(length)
+            page = self.block_table[r, position // block_size].long()
+            channel = position[:, None] - first_key == torch.arange(head_size)
+            values[page, position % block_size] = channel[:, None].to(values.dtype)
+        return replace(self, query=torch.zeros_like(self.query), value_cache=values)
+
+
+def rms_ratio(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """[...]: root mean square of the error over that of `expected`, row by row of the last axis."""
+    error = (output.double() - expected.double()).square().mean(-1).sqrt()
+    return error / expected.double().square().mean(-1).sqrt().clamp(min=1e-12)

@@ -1,0 +1,408 @@
+"""Paged attention with a causal flag a request and one- or two-sided windows, in Triton.
+
+A program computes a tile of queries of one request, for all query heads that share a key head, over
+a share of the keys that tile sees (split-KV); a second, small kernel joins the shares. The grid
+depends on shapes alone, so that a captured CUDA graph fits whatever the tensors hold at replay.
+
+Legend: T queries in all, Hq / Hkv query / key heads, D head size, G = Hq / Hkv, S splits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 512
+MAX_SPLITS = 16
+MIN_KEYS_PER_SPLIT = 256  # below that, joining costs more than the parallel work gains
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the work is cut up for one head size, group size and element size."""
+
+    block_q: int  # queries a program
+    group_padded: int  # G as a power of two; block_q * group_padded rows a program
+    block_n: int  # keys a step
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def choose(cls, head_size: int, group: int, element_size: int) -> "Tiles":
+        """So that queries, and two stages of keys and values, fit the shared memory of a Hopper or
+        Blackwell multiprocessor (227 KiB)."""
+        group_padded = triton.next_power_of_2(group)
+        head_size = triton.next_power_of_2(head_size) * element_size // 2  # as if 16-bit
+        rows = 128 if head_size <= 128 else 64
+        return cls(
+            block_q=max(1, rows // group_padded),
+            group_padded=group_padded,
+            block_n=64 if head_size <= 256 else 32 if head_size <= 512 else 16,
+            num_warps=8 if head_size > 64 else 4,
+            num_stages=2,
+        )
+
+
+def attention(
+    query: torch.Tensor,  # [T, Hq, D] fp16, bf16 or fp32
+    key_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D] query's dtype or fp8 e4m3
+    value_cache: torch.Tensor,  # like key_cache
+    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
+    query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
+    seq_lens: torch.Tensor,  # [num_reqs] int32
+    causal: torch.Tensor,  # [num_reqs] int32
+    *,
+    symmetric: torch.Tensor,  # [num_reqs] int32
+    output: torch.Tensor,  # [T, Hq, D], written at the rows of requests
+    scale: float,
+    window_left: int,
+    softcap: float,
+    key_scale: torch.Tensor | None,  # [1] fp32
+    value_scale: torch.Tensor | None,
+    max_seq_len: int,
+    num_splits: int | None = None,  # None: enough to fill the GPU
+) -> None:
+    """See `api.attention`, which checks what all implementations have in common.
+
+    Raises:
+        ValueError: for a head or block size that this one does not do.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    if not MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE:
+        raise ValueError(
+            f"impl 'triton' takes head sizes from {MIN_HEAD_SIZE} to {MAX_HEAD_SIZE}, "
+            f"got query with {head_size}"
+        )
+    for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous along its last dimension")
+    group = num_heads // num_kv_heads
+    tiles = Tiles.choose(head_size, group, query.element_size())
+    num_reqs = len(seq_lens)
+    # A request of q queries has at most q // block_q + 1 tiles; see `_find_request`.
+    num_tiles = num_tokens // tiles.block_q + num_reqs
+    if num_splits is None:
+        num_splits = _choose_splits(
+            num_tiles * num_kv_heads, max_seq_len, num_tokens, window_left, query.device
+        )
+    partial_output = partial_lse = output  # unused unless the keys are split
+    if num_splits > 1:
+        shape = (num_splits, num_tokens, num_heads)
+        partial_output = query.new_empty(*shape, head_size, dtype=torch.float32)
+        partial_lse = query.new_empty(shape, dtype=torch.float32)
+    padded = triton.next_power_of_2(head_size)
+    _attention_kernel[(num_tiles, num_kv_heads, num_splits)](
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        causal,
+        symmetric,
+        query if key_scale is None else key_scale,
+        query if value_scale is None else value_scale,
+        output,
+        partial_output,
+        partial_lse,
+        num_reqs,
+        num_tokens,
+        window_left,
+        scale,
+        softcap,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table.stride(0),
+        *output.stride()[:2],
+        HQ=num_heads,
+        GROUP=group,
+        GROUP_PADDED=tiles.group_padded,
+        D=head_size,
+        D_PADDED=padded,
+        PAGE=block_size,
+        BLOCK_Q=tiles.block_q,
+        BLOCK_N=tiles.block_n,
+        SPLITS=num_splits,
+        HAS_SOFTCAP=softcap > 0,
+        HAS_KEY_SCALE=key_scale is not None,
+        HAS_VALUE_SCALE=value_scale is not None,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if num_splits > 1:
+        _join_kernel[(num_tokens, num_heads)](
+            partial_output,
+            partial_lse,
+            output,
+            query_start_loc,
+            num_reqs,
+            num_tokens,
+            *output.stride()[:2],
+            HQ=num_heads,
+            D=head_size,
+            D_PADDED=padded,
+            SPLITS=num_splits,
+            SPLITS_PADDED=triton.next_power_of_2(num_splits),
+        )
+
+
+def _choose_splits(
+    num_programs: int, max_seq_len: int, num_tokens: int, window_left: int, device: torch.device
+) -> int:
+    """Shares of the keys, so that a small batch with a long context fills the GPU."""
+    num_keys = max_seq_len
+    if window_left >= 0:
+        num_keys = min(num_keys, window_left + num_tokens)
+    if device.type != "cuda":
+        return 1
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // num_programs
+    return max(1, min(wanted, num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
+
+
+@triton.jit
+def _find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
+    """The request that owns `tile`. Request r owns the tiles from start[r] // BLOCK_Q + r on, which
+    leaves each of them at least ceil(query_len / BLOCK_Q)."""
+    low = 0
+    high = num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        first_tile = tl.load(query_start_loc + middle) // BLOCK_Q + middle
+        if first_tile <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _key_range(first_query, last_query, context_len, seq_len, causal, symmetric, window_left):
+    """First key and end of the keys that the queries first..last see: `masks.visible_range`."""
+    start = 0
+    end = seq_len
+    if causal != 0:
+        end = last_query + 1
+        if window_left >= 0:
+            start = first_query - window_left
+    elif window_left >= 0:
+        if symmetric != 0:
+            start = first_query - window_left
+            end = last_query + window_left + 1
+        else:
+            start = context_len - window_left
+    return max(start, 0), min(end, seq_len)
+
+
+@triton.jit
+def _visible(query_pos, key_pos, context_len, causal, symmetric, window_left):
+    """`masks.visible` for a tile: query_pos [M, 1], key_pos [1, N]."""
+    back = query_pos - key_pos
+    if window_left < 0:
+        return (back >= 0) | (causal == 0)
+    causal_rule = (back >= 0) & (back <= window_left)
+    symmetric_rule = (back <= window_left) & (back >= -window_left)
+    reference_rule = (key_pos >= context_len - window_left) & (query_pos >= 0)
+    bidirectional = tl.where(symmetric != 0, symmetric_rule, reference_rule)
+    return tl.where(causal != 0, causal_rule, bidirectional)
+
+
+@triton.jit
+def _attention_kernel(
+    query,  # [T, Hq, D]
+    key_cache,  # [num_blocks, page, Hkv, D]
+    value_cache,  # [num_blocks, page, Hkv, D]
+    block_table,  # [num_reqs, max_blocks] int32
+    query_start_loc,  # [num_reqs + 1] int32
+    seq_lens,  # [num_reqs] int32
+    causal,  # [num_reqs] int32
+    symmetric,  # [num_reqs] int32
+    key_scale,  # [1] fp32; unused without HAS_KEY_SCALE
+    value_scale,  # [1] fp32
+    output,  # [T, Hq, D]
+    partial_output,  # [S, T, Hq, D] fp32; unused when SPLITS is 1
+    partial_lse,  # [S, T, Hq] fp32, base-2 log of the sum of exponentials
+    num_reqs,
+    num_tokens,
+    window_left,
+    scale,
+    softcap,
+    query_stride_t,
+    query_stride_h,
+    key_stride_block,
+    key_stride_page,
+    key_stride_h,
+    value_stride_block,
+    value_stride_page,
+    value_stride_h,
+    table_stride,
+    output_stride_t,
+    output_stride_h,
+    HQ: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a key head
+    GROUP_PADDED: tl.constexpr,  # power of two
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,  # power of two
+    PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # queries a program
+    BLOCK_N: tl.constexpr,  # keys a step
+    SPLITS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_KEY_SCALE: tl.constexpr,
+    HAS_VALUE_SCALE: tl.constexpr,
+):
+    tile, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request = _find_request(query_start_loc, tile, num_reqs, BLOCK_Q)
+    first_row = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - first_row
+    first = (tile - (first_row // BLOCK_Q + request)) * BLOCK_Q  # query of the request
+    if first >= query_len:
+        return
+    seq_len = tl.load(seq_lens + request)
+    context_len = seq_len - query_len
+    is_causal = tl.load(causal + request)
+    is_symmetric = tl.load(symmetric + request)
+
+    # Rows of the tile: query after query, and for each the heads of the group.
+    lane = tl.arange(0, BLOCK_Q * GROUP_PADDED)
+    step = first + lane // GROUP_PADDED
+    group_head = lane % GROUP_PADDED
+    is_row = (step < query_len) & (group_head < GROUP)
+    row = (first_row + step).to(tl.int64)
+    head = key_head * GROUP + group_head
+    channel = tl.arange(0, D_PADDED)
+    is_channel = channel < D
+    q = tl.load(
+        query + (row * query_stride_t + head * query_stride_h)[:, None] + channel[None, :],
+        mask=is_row[:, None] & is_channel[None, :],
+        other=0.0,
+    )
+    query_pos = context_len + step
+
+    last = min(first + BLOCK_Q, query_len) - 1
+    start, end = _key_range(
+        context_len + first,
+        context_len + last,
+        context_len,
+        seq_len,
+        is_causal,
+        is_symmetric,
+        window_left,
+    )
+    first_tile = start // BLOCK_N
+    num_tiles = tl.cdiv(end, BLOCK_N) - first_tile
+    share = tl.cdiv(num_tiles, SPLITS)
+    from_tile = first_tile + split * share
+    to_tile = min(from_tile + share, first_tile + num_tiles)
+
+    if HAS_KEY_SCALE:
+        scale *= tl.load(key_scale)
+    if not HAS_SOFTCAP:
+        scale *= LOG2_E  # weights are powers of two
+    table = block_table + request.to(tl.int64) * table_stride
+    maximum = tl.full([BLOCK_Q * GROUP_PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q * GROUP_PADDED], tl.float32)
+    accumulated = tl.zeros([BLOCK_Q * GROUP_PADDED, D_PADDED], tl.float32)
+    for key_tile in range(from_tile, to_tile):
+        key_pos = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_range = key_pos < end
+        if PAGE % BLOCK_N == 0:  # the tile lies in one page
+            page = tl.load(table + key_tile * BLOCK_N // PAGE).to(tl.int64)
+        else:
+            page = tl.load(table + key_pos // PAGE, mask=in_range, other=0).to(tl.int64)
+        slot = key_pos % PAGE
+        k = tl.load(
+            key_cache
+            + (page * key_stride_block + slot * key_stride_page + key_head * key_stride_h)[None, :]
+            + channel[:, None],
+            mask=in_range[None, :] & is_channel[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            # tanh by way of exp2, which every backend has
+            e = tl.exp2(tl.abs(scores / softcap) * (-2 * LOG2_E))
+            tanh = (1 - e) / (1 + e)
+            scores = tl.where(scores < 0, -tanh, tanh) * softcap * LOG2_E
+        seen = _visible(
+            query_pos[:, None], key_pos[None, :], context_len, is_causal, is_symmetric, window_left
+        )
+        scores = tl.where(seen & in_range[None, :], scores, float("-inf"))
+
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        # A row that has seen no key yet: any finite number will do.
+        safe_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - safe_maximum[:, None])
+        decay = tl.exp2(maximum - safe_maximum)
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(
+            value_cache
+            + (page * value_stride_block + slot * value_stride_page + key_head * value_stride_h)[
+                :, None
+            ]
+            + channel[None, :],
+            mask=in_range[:, None] & is_channel[None, :],
+            other=0.0,
+        )
+        accumulated = accumulated * decay[:, None] + tl.dot(
+            weights.to(q.dtype), v.to(q.dtype), input_precision="ieee"
+        )
+        maximum = new_maximum
+
+    result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
+    if HAS_VALUE_SCALE:
+        result *= tl.load(value_scale)
+    mask = is_row[:, None] & is_channel[None, :]
+    if SPLITS == 1:
+        tl.store(
+            output + (row * output_stride_t + head * output_stride_h)[:, None] + channel[None, :],
+            result.to(output.dtype.element_ty),
+            mask=mask,
+        )
+    else:
+        flat = (split.to(tl.int64) * num_tokens + row) * HQ + head
+        tl.store(partial_output + flat[:, None] * D + channel[None, :], result, mask=mask)
+        lse = tl.where(total > 0, maximum + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(partial_lse + flat, lse, mask=is_row)
+
+
+@triton.jit
+def _join_kernel(
+    partial_output,  # [S, T, Hq, D] fp32
+    partial_lse,  # [S, T, Hq] fp32
+    output,  # [T, Hq, D]
+    query_start_loc,  # [num_reqs + 1] int32
+    num_reqs,
+    num_tokens,
+    output_stride_t,
+    output_stride_h,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if row >= tl.load(query_start_loc + num_reqs):
+        return  # padding of a CUDA graph: no request's row
+    split = tl.arange(0, SPLITS_PADDED)
+    flat = (split.to(tl.int64) * num_tokens + row) * HQ + head
+    lse = tl.load(partial_lse + flat, mask=split < SPLITS, other=float("-inf"))
+    maximum = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
+    total = tl.sum(weights, 0)
+    channel = tl.arange(0, D_PADDED)
+    parts = tl.load(
+        partial_output + flat[:, None] * D + channel[None, :],
+        mask=(split < SPLITS)[:, None] & (channel < D)[None, :],
+        other=0.0,
+    )
+    result = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(
+        output + row * output_stride_t + head * output_stride_h + channel,
+        result.to(output.dtype.element_ty),
+        mask=channel < D,
+    )

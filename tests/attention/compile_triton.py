@@ -1,0 +1,92 @@
+"""Compiles the Triton version for GPUs that are not there, and prints what its test looks for.
+
+A process of its own: the tests' process may have Triton's functions in the interpreter.
+
+    python compile_triton.py '[[CAPABILITY, HEAD_SIZE, GROUP, PAGE, CACHE_DTYPE], ...]'
+"""
+
+import json
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from attention_kernels import triton_fwd
+
+POINTERS = {
+    "query": "bf16",
+    "key_cache": "cache",
+    "value_cache": "cache",
+    "block_table": "i32",
+    "query_start_loc": "i32",
+    "seq_lens": "i32",
+    "causal": "i32",
+    "symmetric": "i32",
+    "key_scale": "fp32",
+    "value_scale": "fp32",
+    "output": "bf16",
+    "partial_output": "fp32",
+    "partial_lse": "fp32",
+}
+FLOATS = ("scale", "softcap")
+
+
+def compile_kernel(kernel, capability, constants, cache_dtype, **options):
+    signature = {}
+    for name in kernel.arg_names:
+        if name in POINTERS:
+            signature[name] = "*" + POINTERS[name].replace("cache", cache_dtype)
+        elif name in constants:
+            signature[name] = "constexpr"
+        else:
+            signature[name] = "fp32" if name in FLOATS else "i32"
+    names = list(signature)
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        # As at run time, where strides and addresses are multiples of 16.
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if name in POINTERS or "stride" in name
+        },
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=options)
+
+
+def compile_case(capability, head_size, group, page, cache_dtype):
+    tiles = triton_fwd.Tiles.choose(head_size, group, 2)
+    padded = triton.next_power_of_2(head_size)
+    main = {
+        "HQ": 2 * group,
+        "GROUP": group,
+        "GROUP_PADDED": tiles.group_padded,
+        "D": head_size,
+        "D_PADDED": padded,
+        "PAGE": page,
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_N": tiles.block_n,
+        "SPLITS": 4,
+        "HAS_SOFTCAP": False,
+        "HAS_KEY_SCALE": cache_dtype != "bf16",
+        "HAS_VALUE_SCALE": cache_dtype != "bf16",
+    }
+    schedule = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    compiled = compile_kernel(
+        triton_fwd._attention_kernel, capability, main, cache_dtype, **schedule
+    )
+    join = {"HQ": 2 * group, "D": head_size, "D_PADDED": padded, "SPLITS": 4, "SPLITS_PADDED": 4}
+    compile_kernel(triton_fwd._join_kernel, capability, join, cache_dtype)
+    ptx = compiled.asm["ptx"]
+    instructions = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "cp.async", "ld.local")
+    return {
+        "shared_bytes": compiled.metadata.shared,
+        **{instruction: ptx.count(instruction) for instruction in instructions},
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps([compile_case(*case) for case in json.loads(sys.argv[1])]))

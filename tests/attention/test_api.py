@@ -1,0 +1,92 @@
+"""What `attention` says of arguments that do not fit, and that it goes by their meaning."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from attention_kernels.api import attention
+from attention_kernels.testing import PagedBatch, Request
+
+
+@pytest.fixture
+def batch() -> PagedBatch:
+    return PagedBatch.random(
+        [Request(4, 30), Request(3, 9, causal=True)],
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        block_size=16,
+    )
+
+
+def call(batch: PagedBatch, **changes: Any) -> torch.Tensor:
+    return attention(**{**batch.arguments(), "scale": 0.3, "impl": "reference", **changes})
+
+
+def test_rule_by_name_or_by_request(batch: PagedBatch) -> None:
+    named = call(batch, window_left=2, window_rule="symmetric")
+    assert torch.equal(named, call(batch, window_left=2, window_rule=torch.ones_like(batch.causal)))
+    assert not torch.equal(named, call(batch, window_left=2, window_rule="reference"))
+
+
+def test_writes_where_it_is_told(batch: PagedBatch) -> None:
+    output = torch.full_like(batch.query, torch.nan)
+    assert call(batch, output=output) is output
+    assert torch.equal(output, call(batch))
+
+
+def test_no_queries_and_no_requests(batch: PagedBatch) -> None:
+    no_requests = {
+        "block_table": batch.block_table[:0],
+        "query_start_loc": batch.query_start_loc[:1],
+        "window_rule": "reference",
+        "seq_lens": batch.seq_lens[:0],
+        "causal": batch.causal[:0],
+    }
+    assert call(batch, query=batch.query[:0], **no_requests).shape == (0, 4, 16)
+    assert (call(batch, **no_requests) == 0).all()
+
+
+CASES: dict[str, tuple[Any, str]] = {
+    "query": (torch.zeros(7, 64), r"query must have 3 dimensions, got shape \(7, 64\)"),
+    "key_cache": (torch.zeros(6, 16, 2, 8), r"key_cache must have shape \(6, 16, 2, 16\), got"),
+    "value_cache": (torch.zeros(6, 16, 1, 16), r"value_cache must have shape"),
+    "block_table": (
+        torch.zeros(2, 3),
+        "block_table must have dtype torch.int32, got torch.f",
+    ),
+    "query_start_loc": (
+        torch.zeros(2, dtype=torch.int32),
+        r"query_start_loc must have shape \(3",
+    ),
+    "seq_lens": (torch.zeros(2, dtype=torch.int64), "seq_lens must have dtype torch.int32"),
+    "causal": (torch.zeros(3, dtype=torch.int32), r"causal must have shape \(2,\), got \(3,\)"),
+    "window_rule": (
+        "two-sided",
+        "window_rule must be 'reference', 'symmetric' or a tensor",
+    ),
+    "softcap": (-1.0, r"softcap must be at least 0 \(none\), got -1.0"),
+    "key_scale": (torch.tensor([1], dtype=torch.int32), "key_scale must have dtype torch.float32"),
+    "output": (torch.zeros(7, 4, 16, dtype=torch.half), "output must have dtype torch.float32"),
+    "impl": ("cutlass", "impl must be 'triton' or 'reference', got 'cutlass'"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_errors_name_the_argument(batch: PagedBatch, name: str) -> None:
+    value, message = CASES[name]
+    with pytest.raises(ValueError, match=message):
+        call(batch, **{name: value})
+
+
+def test_devices_dtypes_and_groups_must_fit(batch: PagedBatch) -> None:
+    with pytest.raises(ValueError, match="seq_lens must have device cpu, got meta"):
+        call(batch, seq_lens=batch.seq_lens.to("meta"))
+    half = {name: getattr(batch, name).half() for name in ("key_cache", "value_cache")}
+    with pytest.raises(ValueError, match=r"key_cache must have the query's dtype torch.float32 or"):
+        call(batch, **half)
+    with pytest.raises(ValueError, match="query must be float16, bfloat16 or float32, got"):
+        call(batch, query=batch.query.double())
+    with pytest.raises(ValueError, match="query has 3 heads, which is no multiple of key_cache"):
+        call(batch, query=batch.query[:, :3].contiguous())

@@ -1,0 +1,221 @@
+"""The Triton version: who sees whom, exactly; numbers, against float64; its limits.
+
+Without a GPU it runs in Triton's interpreter, in fp32 and fp16 (bf16 is multiplied wrongly there).
+"""
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_kernels.api import FP8, attention
+from attention_kernels.masks import visible, visible_range
+from attention_kernels.testing import PagedBatch, Request, rms_ratio
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("triton_version")
+
+MIXES = {
+    "causal": [
+        Request(5, 0, causal=True),
+        Request(1, 40, causal=True),
+        Request(9, 17, causal=True),
+    ],
+    "canvases": [Request(8, 33), Request(8, 2), Request(1, 50), Request(3, 0)],
+    "mixed": [
+        Request(8, 37),
+        Request(8, 37, symmetric=True),
+        Request(8, 37, causal=True),
+        Request(0, 12),
+        Request(21, 5, symmetric=True),
+        Request(1, 0, causal=True),
+    ],
+}
+WINDOWS = [-1, 0, 1, 15, 200]
+
+
+def seen_by_definition(batch: PagedBatch, window_left: int, first_key: int) -> torch.Tensor:
+    """[T, D] bool: visibility of the D keys from `first_key` on, by `masks.visible`."""
+    D = batch.query.shape[-1]
+    rows = []
+    for r, length in enumerate(batch.seq_lens.tolist()):
+        query_len = int(batch.query_start_loc[r + 1] - batch.query_start_loc[r])
+        key_pos = torch.arange(first_key, first_key + D)
+        seen = visible(
+            torch.arange(length - query_len, length)[:, None],
+            key_pos,
+            length - query_len,
+            bool(batch.causal[r]),
+            window_left,
+            bool(batch.symmetric[r]),
+        )
+        rows.append(seen & (key_pos < length))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("window_left", WINDOWS)
+@pytest.mark.parametrize("mix", MIXES)
+def test_visibility(mix: str, window_left: int, block_size: int) -> None:
+    D = 32
+    batch = PagedBatch.random(
+        MIXES[mix], num_heads=4, num_kv_heads=2, head_size=D, block_size=block_size
+    )
+    for first_key in range(0, int(batch.seq_lens.max()), D):
+        probe = batch.probe(first_key).to(DEVICE)
+        output = attention(**probe.arguments(), scale=1.0, window_left=window_left).cpu()
+        expected = seen_by_definition(batch, window_left, first_key)
+        assert torch.equal(output > 0, expected[:, None].expand_as(output))
+
+
+SHAPES = {  # requests, heads, key heads, head size, page
+    "mixed": (MIXES["mixed"], 4, 2, 64, 16),
+    "odd head size": (MIXES["mixed"], 2, 1, 48, 16),
+    "three heads a group": (MIXES["mixed"], 6, 2, 32, 32),
+    "one head a group": (MIXES["canvases"], 2, 2, 32, 64),
+    "sliding layers of 26B": ([Request(16, 70), Request(9, 0, causal=True)], 4, 2, 256, 16),
+    "full layers of 26B": ([Request(16, 70), Request(9, 0, causal=True)], 16, 2, 512, 32),
+    "64 requests": ([Request(1 + r % 3, r, causal=r % 2 == 0) for r in range(64)], 2, 1, 32, 16),
+    "long context": ([Request(4, 3000), Request(2, 2500, causal=True)], 2, 1, 32, 128),
+}
+# Allowed beside twice the error of plain PyTorch in the same dtype: log2(e) and the scale are one
+# factor, then come a power of two, a sum and a quotient.
+ROUNDINGS = 4
+# Of the worst row. A window that is off by one key shows more in most rows.
+RMS_LIMIT = 0.005
+
+
+def check_numbers(batch: PagedBatch, **options: Any) -> None:
+    options = {"scale": 0.3, **options}
+    output = attention(**batch.to(DEVICE).arguments(), **options).cpu()
+    expected = batch.reference(torch.float64, **options)
+    plain = batch.reference(batch.query.dtype, **options)
+    error, allowed = ((t.double() - expected).abs().max() for t in (output, plain))
+    assert error <= 2 * allowed + ROUNDINGS * torch.finfo(output.dtype).eps * expected.abs().max()
+    assert rms_ratio(output, expected).max() < RMS_LIMIT
+
+
+@pytest.mark.parametrize("window_left", [-1, 11])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers(shape: str, dtype: torch.dtype, window_left: int) -> None:
+    requests, num_heads, num_kv_heads, head_size, block_size = SHAPES[shape]
+    batch = PagedBatch.random(
+        requests,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    check_numbers(batch, window_left=window_left, scale=head_size**-0.5)
+
+
+def small_batch(requests: list[Request] = MIXES["mixed"], **options: Any) -> PagedBatch:
+    return PagedBatch.random(
+        requests,
+        **{"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "block_size": 16, **options},
+    )
+
+
+def test_softcap() -> None:
+    check_numbers(small_batch(), softcap=1.5, window_left=20)
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 7])
+def test_split_keys(
+    triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch, num_splits: int
+) -> None:
+    monkeypatch.setattr(triton_version, "_choose_splits", lambda *_: num_splits)
+    requests = [*MIXES["mixed"], Request(4, 500), Request(3, 400, causal=True)]
+    check_numbers(small_batch(requests))
+    check_numbers(small_batch(requests), window_left=30)
+
+
+def test_fp8_cache_with_scales() -> None:
+    batch = small_batch(dtype=torch.float16)
+    # The error budget starts from the numbers the cache holds, so they must be fp8 numbers.
+    coarse = replace(
+        batch, key_cache=batch.key_cache.to(FP8), value_cache=batch.value_cache.to(FP8)
+    )
+    scales = {"key_scale": torch.tensor([0.5]), "value_scale": torch.tensor([3.0])}
+    output = attention(
+        **coarse.to(DEVICE).arguments(),
+        scale=0.3,
+        **{name: scale.to(DEVICE) for name, scale in scales.items()},
+    ).cpu()
+    expected = coarse.reference(torch.float64, scale=0.3, **scales)
+    assert rms_ratio(output, expected).max() < RMS_LIMIT
+
+
+def test_strided_arguments() -> None:
+    """As an engine has them: keys and values side by side, queries a part of a wider row."""
+    batch = small_batch(head_size=32)
+    both = torch.stack((batch.key_cache, batch.value_cache), dim=1).to(DEVICE)
+    wide = torch.cat((batch.query, batch.query + 1), dim=1).to(DEVICE)
+    output = torch.full_like(wide, torch.nan)
+    arguments = batch.to(DEVICE).arguments() | {
+        "query": wide[:, : batch.query.shape[1]],
+        "key_cache": both[:, 0],
+        "value_cache": both[:, 1],
+    }
+    attention(**arguments, scale=0.3, output=output[:, : batch.query.shape[1]])
+    assert output[:, batch.query.shape[1] :].isnan().all(), "written outside of its rows"
+    torch.testing.assert_close(
+        output[:, : batch.query.shape[1]].cpu(), batch.reference(torch.float32, scale=0.3)
+    )
+
+
+def test_rows_of_no_request_are_left_alone() -> None:
+    """A captured CUDA graph has more rows than the requests it is replayed with."""
+    batch = small_batch()
+    padding = torch.full((7, *batch.query.shape[1:]), torch.nan)
+    padded = replace(batch, query=torch.cat((batch.query, padding)))
+    output = attention(**padded.to(DEVICE).arguments(), scale=0.3).cpu()
+    assert (output[len(batch.query) :] == 0).all()
+    torch.testing.assert_close(
+        output[: len(batch.query)], batch.reference(torch.float32, scale=0.3)
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    query_len=st.integers(1, 70),
+    context_len=st.integers(0, 200),
+    first=st.integers(0, 69),
+    block_q=st.sampled_from([1, 8, 16]),
+    causal=st.booleans(),
+    symmetric=st.booleans(),
+    window_left=st.integers(-1, 90),
+)
+def test_visits_all_keys_that_are_seen_and_no_tile_without_one(
+    triton_version: ModuleType,
+    query_len: int,
+    context_len: int,
+    first: int,
+    block_q: int,
+    causal: bool,
+    symmetric: bool,
+    window_left: int,
+) -> None:
+    first = min(first, query_len - 1)
+    last = min(first + block_q, query_len) - 1
+    seq_len = context_len + query_len
+    arguments = (context_len + first, context_len + last, context_len, seq_len)
+    start, end = triton_version._key_range.fn(*arguments, causal, symmetric, window_left)
+    query_pos = torch.arange(arguments[0], arguments[1] + 1)[:, None]
+    seen = visible(
+        query_pos, torch.arange(seq_len), context_len, causal, window_left, symmetric
+    ).any(dim=0)
+    assert seen[start:end].all() and not seen[:start].any() and not seen[end:].any()
+    by_definition = visible_range(*map(torch.tensor, arguments), causal, window_left, symmetric)
+    assert [int(bound) for bound in by_definition] == [start, end]
+
+
+def test_says_which_head_sizes_it_does() -> None:
+    with pytest.raises(ValueError, match=r"head sizes from 16 to 512, got query with 8"):
+        attention(**small_batch(head_size=8).to(DEVICE).arguments(), scale=1.0)
