@@ -56,6 +56,14 @@ SEAMS = {
         ("v1.attention.selector",),
         "@cache\ndef _cached_get_attn_backend",
     ),
+    "extensions have one backend name that every process knows": (
+        ("v1.attention.backends.registry", "AttentionBackendEnum"),
+        "CUSTOM = None",
+    ),
+    "the GPU platform asks the chosen backend's class": (
+        ("platforms.cuda", "_get_attn_backend_class"),
+        ".get_class()",
+    ),
     "the CPU platform names its backend by the registry": (
         ("platforms.cpu", "CpuPlatform", "get_attn_backend_cls"),
         "return AttentionBackendEnum.CPU_ATTN.get_path()",

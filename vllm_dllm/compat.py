@@ -45,6 +45,19 @@ def override_cpu_attention_backend(class_path: str) -> Iterator[None]:
         selector._cached_get_attn_backend.cache_clear()
 
 
+def register_custom_attention_backend(class_path: str) -> None:
+    """`--attention-backend CUSTOM` means `class_path`, unless another extension was here first: the
+    only name vLLM leaves to extensions that all of its processes know. Repeatable."""
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, class_path)
+
+
+def custom_attention_backend(class_path: str) -> AttentionBackendEnum | None:
+    """CUSTOM, if it means `class_path`."""
+    custom = AttentionBackendEnum.CUSTOM
+    return custom if custom.is_overridden() and custom.get_path() == class_path else None
+
+
 def set_request_check(check: Callable[..., Any]) -> None:
     """Replaces vLLM's admission check of diffusion requests, `validate_diffusion_sampling_params`,
     by `check`, of the same signature."""

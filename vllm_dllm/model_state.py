@@ -57,6 +57,7 @@ class DiffusionModelState(ModelState):
         # Persistent: a captured CUDA graph reads these addresses at every replay.
         # A request may count as two (`AttnRequests`).
         self._causal = torch.zeros(2 * self.max_num_reqs, dtype=torch.int32, device=device)
+        self._symmetric = torch.zeros_like(self._causal)
         self._inputs_embeds = torch.zeros(
             self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
         )
@@ -137,7 +138,7 @@ class DiffusionModelState(ModelState):
         if input_batch.has_prefill:
             causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
         self._causal[:num_reqs] = causal
-        symmetric = self.slots.symmetric_window[requests.slots]
+        self._symmetric[:num_reqs] = self.slots.symmetric_window[requests.slots]
         if cudagraph_mode == CUDAGraphMode.FULL:
             assert num_reqs == input_batch.num_reqs, "the scheduler joins nothing under full graphs"
             num_reqs, num_tokens = (
@@ -148,6 +149,7 @@ class DiffusionModelState(ModelState):
             query_start_loc_np = input_batch.query_start_loc_np[: num_reqs + 1]
             seq_lens = input_batch.seq_lens
             self._causal[input_batch.num_reqs : num_reqs] = 0
+        causal, symmetric = self._causal[:num_reqs], self._symmetric[:num_reqs]
         build = partial(
             build_attn_metadata,
             attn_groups=attn_groups,
@@ -162,14 +164,12 @@ class DiffusionModelState(ModelState):
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
             for_cudagraph_capture=for_capture,
-            causal=self._causal[:num_reqs],
+            causal=causal,
             model_specific_attn_metadata=_AttnExtras(WindowRules(symmetric)),
         )
         if self._latest_metadata is None:
             return build()
-        return self._latest_metadata.get_or_build(
-            build, requests, self._causal[:num_reqs], symmetric, slot_mappings
-        )
+        return self._latest_metadata.get_or_build(build, requests, causal, symmetric, slot_mappings)
 
 
 class _AttnExtras(ModelSpecificAttnMetadata):

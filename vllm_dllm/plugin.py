@@ -21,7 +21,7 @@ def register() -> None:
         return
 
     # Here, because these import things that another vLLM may not have.
-    from vllm_dllm import compat, cpu, request
+    from vllm_dllm import attention, compat, cpu, request
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig
 
     ModelRegistry.register_model(
@@ -38,6 +38,7 @@ def register() -> None:
     )
     compat.set_request_check(request.check_request)
     compat.set_sampling_params_check(request.check_sampling_params)
+    compat.register_custom_attention_backend(attention.GPU_BACKEND)
     cpu.install()
 
 

@@ -8,6 +8,7 @@ from vllm.model_executor.models.config import (
 )
 from vllm.platforms import current_platform
 
+from vllm_dllm.attention import gpu_backend
 from vllm_dllm.config import DenoiseConfig, ExtensionConfig
 from vllm_dllm.cpu import compilation
 
@@ -39,6 +40,13 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         if current_platform.is_cpu():
             attention_config.backend = backend  # stock picks Triton before asking the platform
             compilation.choose(vllm_config)
+        elif backend is None and (ours := gpu_backend()) is not None:
+            attention_config.backend = ours
+            logger.info(
+                "Attention runs our Triton kernel (--attention-backend %s), which knows the window "
+                "rules of diffusion models.",
+                ours.name,
+            )
         if scheduler_config.max_num_seqs != max_num_seqs:
             scheduler_config.max_num_seqs = min(max_num_seqs, default_max_num_seqs(vllm_config))
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)

@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.config import AttentionConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dllm import compat
 
 logger = init_logger(__name__)
+
+GPU_BACKEND = "vllm_dllm.attention.triton.TritonCanvasBackend"
 
 
 @dataclass(frozen=True)
@@ -22,23 +26,32 @@ class WindowRules:
     shared: dict[Any, Any] = field(default_factory=dict)  # what one KV cache group leaves the next
 
 
+def gpu_backend() -> AttentionBackendEnum | None:
+    """What our GPU attention is called in vLLM; None if another extension has taken the name."""
+    return compat.custom_attention_backend(GPU_BACKEND)
+
+
 @contextmanager
-def use_window_rules() -> Iterator[None]:
-    """Attention layers built inside get a backend that applies the reference window rule.
+def use_window_rules(attention_config: AttentionConfig) -> Iterator[None]:
+    """Attention layers built inside apply the reference window rule, unless a stock backend was
+    chosen for a GPU.
 
     Scoped to one model's construction: other models of the process keep vLLM's own backends.
     """
-    if not current_platform.is_cpu():
-        logger.warning_once(
-            "Sliding-window layers use vLLM's own attention backend on this device. It masks "
-            "canvas rows by distance (|q-k| < window), where the reference lets each row see the "
-            "last window-1 prefix tokens and the whole canvas: prompts longer than the window "
-            "are decoded differently from the reference."
-        )
-        yield
+    if current_platform.is_cpu():
+        with compat.override_cpu_attention_backend("vllm_dllm.attention.cpu.CpuCanvasBackend"):
+            yield
         return
-    with compat.override_cpu_attention_backend("vllm_dllm.attention.cpu.CpuCanvasBackend"):
-        yield
+    backend = attention_config.backend
+    if backend is None or backend != gpu_backend():
+        logger.warning_once(
+            "Sliding-window layers run attention backend %s. It masks canvas rows by distance "
+            "(|q-k| < window), where the reference lets each row see the last window-1 prefix "
+            "tokens and the whole canvas: prompts longer than the window are decoded differently "
+            "from the reference. Leave out --attention-backend to decode as the reference does.",
+            backend.name if backend is not None else "by vLLM's choice",
+        )
+    yield
 
 
 def takes_window_rules(metadata_builder: object) -> bool:

@@ -60,7 +60,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         self.config = text_config
         self.is_quantized = vllm_config.quant_config is not None
 
-        with use_window_rules():
+        with use_window_rules(vllm_config.attention_config):
             self.model = Gemma4Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(
             num_embeddings=text_config.vocab_size,

@@ -1,0 +1,167 @@
+"""GPU attention of diffusion models: vLLM's cache and metadata around `attention_kernels`.
+
+`--attention-backend CUSTOM`, the default of our models on a GPU. All layers run the Triton version,
+sliding ones with the window rule of each request.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.config.cache import CacheDType
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from attention_kernels import triton_fwd
+from vllm_dllm.attention import WindowRules
+
+
+@dataclass
+class TritonCanvasMetadata:
+    """N requests, T rows; the tensors are the runner's and the model state's own."""
+
+    num_actual_tokens: int  # T, without the padding of a CUDA graph
+    query_start_loc: torch.Tensor  # [N + 1] int32
+    seq_lens: torch.Tensor  # [N] int32
+    max_seq_len: int
+    block_table: torch.Tensor  # [N, max_blocks] int32
+    slot_mapping: torch.Tensor  # [T] int64
+    causal: torch.Tensor  # [N] int32
+    symmetric: torch.Tensor  # [N] int32
+
+
+class TritonCanvasMetadataBuilder(AttentionMetadataBuilder[TritonCanvasMetadata]):
+    """Passes tensors on: nothing is worked out, so any step can be in a CUDA graph."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    takes_window_rules = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # abstract in vLLM
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        window_rules: WindowRules | None = None,
+    ) -> TritonCanvasMetadata:
+        common = common_attn_metadata
+        causal = common.causal
+        if not isinstance(causal, torch.Tensor):  # a profiling run
+            causal = torch.full_like(common.seq_lens, int(causal))
+        symmetric = window_rules.symmetric if window_rules is not None else None
+        return TritonCanvasMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            max_seq_len=common.max_seq_len,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=causal,
+            symmetric=torch.zeros_like(causal) if symmetric is None else symmetric,
+        )
+
+
+class TritonCanvasImpl(TritonAttentionImpl):
+    """Writes the cache as vLLM's Triton backend does, and reads it with our kernel."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Queries stay as they are: fp8 is for the cache alone.
+        self.supports_quant_query_input = False
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,  # [>= T, Hq, D]
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
+        attn_metadata: TritonCanvasMetadata | None,
+        output: torch.Tensor,  # [>= T, Hq, D]
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert output_scale is None and output_block_scale is None, "we do not offer to fuse this"
+        if attn_metadata is None:  # a profiling run
+            return output.fill_(0)
+        num_tokens = attn_metadata.num_actual_tokens
+        key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        key_scale = value_scale = None
+        if self.kv_cache_dtype.startswith("fp8"):
+            key_cache, value_cache = (t.view(self.fp8_dtype) for t in (key_cache, value_cache))
+            key_scale, value_scale = layer._k_scale.view(1), layer._v_scale.view(1)
+        triton_fwd.attention(
+            query[:num_tokens],
+            key_cache,
+            value_cache,
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            attn_metadata.causal,
+            symmetric=attn_metadata.symmetric,
+            output=output[:num_tokens],
+            scale=self.scale,
+            window_left=self.sliding_window[0],
+            softcap=self.logits_soft_cap,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            max_seq_len=attn_metadata.max_seq_len,
+        )
+        return output
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+
+class TritonCanvasBackend(TritonAttentionBackend):
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonCanvasImpl]:
+        return TritonCanvasImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonCanvasMetadataBuilder]:
+        return TritonCanvasMetadataBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return triton_fwd.MIN_HEAD_SIZE <= head_size <= triton_fwd.MAX_HEAD_SIZE
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True  # asked for by every checkpoint with a vision tower; images are refused
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        return False
