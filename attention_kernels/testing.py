@@ -42,37 +42,43 @@ class PagedBatch:
         head_size: int,
         block_size: int,
         dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
         seed: int = 0,
     ) -> "PagedBatch":
-        """Normally distributed queries, keys and values, pages in random order, on the CPU."""
-        generator = torch.Generator().manual_seed(seed)
+        """Normally distributed queries, keys and values, pages in random order."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
         query_lens = torch.tensor([request.query_len for request in requests])
         seq_lens = query_lens + torch.tensor([request.context_len for request in requests])
         num_pages = (seq_lens + block_size - 1) // block_size
         max_blocks = max(1, int(num_pages.max()))
-        pages = torch.randperm(int(num_pages.sum()) + 2, generator=generator)
+        total = int(num_pages.sum()) + 2
+        pages = torch.randperm(total, generator=generator, device=device)
         # An entry past a request's end points nowhere: whoever follows it fails.
-        block_table = torch.full((len(requests), max_blocks), 1 << 30)
+        block_table = torch.full((len(requests), max_blocks), 1 << 30, device=device)
         cache_shape = (len(pages), block_size, num_kv_heads, head_size)
-        caches = [torch.full(cache_shape, torch.nan, dtype=dtype) for _ in range(2)]
+        caches = [torch.full(cache_shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
         for r, length in enumerate(seq_lens.tolist()):
             own = pages[num_pages[:r].sum() : num_pages[: r + 1].sum()]
             block_table[r, : len(own)] = own
-            position = torch.arange(length)
+            position = torch.arange(length, device=device)
             for cache in caches:
-                values = torch.randn(length, num_kv_heads, head_size, generator=generator)
-                cache[own[position // block_size], position % block_size] = values.to(dtype)
+                cache[own[position // block_size], position % block_size] = normal(
+                    length, num_kv_heads, head_size
+                )
 
         def int32(values: Any) -> torch.Tensor:
-            return torch.as_tensor(values).to(torch.int32)
+            return torch.as_tensor(values, device=device).to(torch.int32)
 
-        shape = (int(query_lens.sum()), num_heads, head_size)
         return cls(
-            query=torch.randn(shape, generator=generator).to(dtype),
+            query=normal(int(query_lens.sum()), num_heads, head_size),
             key_cache=caches[0],
             value_cache=caches[1],
             block_table=int32(block_table),
-            query_start_loc=torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).to(torch.int32),
+            query_start_loc=int32(torch.nn.functional.pad(query_lens.cumsum(0), (1, 0))),
             seq_lens=int32(seq_lens),
             causal=int32([request.causal for request in requests]),
             symmetric=int32([request.symmetric for request in requests]),

@@ -1,4 +1,4 @@
-"""What every test gets: a fixed seed, and threads that sleep while they wait."""
+"""What every test gets: a fixed seed, threads that sleep while they wait, and the GPU it needs."""
 
 import os
 
@@ -12,10 +12,14 @@ import torch
 SLOW = {"serving", "e2e"}  # folders whose tests start engines
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in SLOW:
             item.add_marker(pytest.mark.slow)
+    if not torch.cuda.is_available():
+        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if item not in on_gpu]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,107 @@
+"""What only a GPU can show: bf16, real tensor cores, splits by themselves, CUDA graphs.
+
+pytest -m gpu
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_kernels.api import FP8, attention
+from attention_kernels.testing import PagedBatch, Request, rms_ratio
+
+pytestmark = pytest.mark.gpu
+
+REQUESTS = [
+    Request(256, 3000),
+    Request(256, 700, symmetric=True),
+    Request(256, 1500, causal=True),
+    Request(0, 5),
+    Request(77, 9000),
+    Request(1, 0, causal=True),
+    Request(700, 0, causal=True),
+]
+LAYERS = {  # query heads, key heads, head size, window_left
+    "sliding layers of 26B": (16, 8, 256, 1023),
+    "full layers of 26B": (16, 2, 512, -1),
+    "small heads": (8, 2, 64, 100),
+}
+# The worst row's error over its size: bf16 has 8 bits, weights and outputs are rounded to it.
+RMS_LIMITS = {torch.bfloat16: 0.005, torch.float16: 0.001}
+
+
+def random_batch(layer: str, requests: list[Request], dtype: torch.dtype, page: int) -> PagedBatch:
+    num_heads, num_kv_heads, head_size, _ = LAYERS[layer]
+    return PagedBatch.random(
+        requests,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=page,
+        dtype=dtype,
+        device="cuda",
+    )
+
+
+def options(layer: str) -> dict[str, float]:
+    _, _, head_size, window_left = LAYERS[layer]
+    return {"scale": head_size**-0.5, "window_left": window_left}
+
+
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("dtype", RMS_LIMITS, ids=["bf16", "fp16"])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("requests", [REQUESTS, [Request(256, 20_000)]], ids=["mixed", "one"])
+def test_numbers(requests: list[Request], layer: str, dtype: torch.dtype, page: int) -> None:
+    batch = random_batch(layer, requests, dtype, page)
+    output = attention(**batch.arguments(), **options(layer))
+    expected = batch.reference(torch.float64, **options(layer))
+    plain = batch.reference(dtype, **options(layer))
+    error, allowed = ((t.double() - expected).abs().max() for t in (output, plain))
+    assert error <= 2 * allowed + torch.finfo(dtype).eps * expected.abs().max()
+    assert rms_ratio(output, expected).max() < RMS_LIMITS[dtype]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_fp8_cache(layer: str) -> None:
+    batch = random_batch(layer, REQUESTS, torch.bfloat16, 16)
+    coarse = replace(
+        batch, key_cache=batch.key_cache.to(FP8), value_cache=batch.value_cache.to(FP8)
+    )
+    scales = {
+        "key_scale": torch.tensor([0.5], device="cuda"),
+        "value_scale": torch.tensor([3.0], device="cuda"),
+    }
+    output = attention(**coarse.arguments(), **options(layer), **scales)
+    expected = coarse.reference(torch.float64, **options(layer), **scales)
+    assert rms_ratio(output, expected).max() < RMS_LIMITS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_captured_graph_follows_its_tensors(layer: str) -> None:
+    """Phases, rules, lengths and pages change between replays; shapes stay."""
+    first, second = (
+        random_batch(layer, requests, torch.bfloat16, 16)
+        for requests in (
+            [Request(256, 2000), Request(256, 3000, causal=True), Request(256, 64)],
+            [Request(256, 10, causal=True), Request(200, 3056), Request(100, 900, symmetric=True)],
+        )
+    )
+    arguments = {name: tensor.clone() for name, tensor in first.arguments().items()}
+    output = torch.zeros_like(first.query)
+    attention(**arguments, **options(layer), output=output)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention(**arguments, **options(layer), output=output)
+    for batch in (second, first):
+        for name, tensor in batch.arguments().items():
+            if name in ("key_cache", "value_cache"):
+                arguments[name][: len(tensor)] = tensor[: len(arguments[name])]
+            elif name == "block_table":
+                arguments[name][:, : tensor.shape[1]] = tensor[:, : arguments[name].shape[1]]
+            else:
+                arguments[name][: len(tensor)] = tensor
+        graph.replay()
+        expected = batch.reference(torch.float64, **options(layer))
+        assert rms_ratio(output[: len(batch.query)], expected).max() < RMS_LIMITS[torch.bfloat16]
