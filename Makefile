@@ -49,7 +49,7 @@ demo: setup ## start a server, ask a few questions, show the canvas denoising
 	$(BIN)/vllm-dllm demo
 
 test: setup ## run the tests
-	$(BIN)/pytest
+	$(BIN)/pytest --durations=20
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check

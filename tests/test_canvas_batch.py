@@ -32,6 +32,14 @@ def test_only_full_canvases_need_no_indices() -> None:
     assert batch.by_row(torch.tensor([5, 6])).tolist() == [5] * 4 + [6] * 4
 
 
+def test_slots_in_order_are_a_slice() -> None:
+    in_order = build(step([4, 4, 4], [4, 0, 4], [3, 9, 4]))
+    assert in_order.slot_index == slice(3, 5)
+    for slots in ([4, 3], [3, 5]):
+        index = build(step([4, 4], [4, 4], slots)).slot_index
+        assert isinstance(index, torch.Tensor) and index.tolist() == slots
+
+
 def test_prefills_and_short_canvases() -> None:
     # A prefill that goes on, a prompt's last 3 rows with a canvas cut to 2, a full canvas.
     batch = build(step([5, 5, 4], [0, 2, 4], [1, 0, 3]))

@@ -30,6 +30,7 @@ class CanvasBatch:
     requests: torch.Tensor  # [n] int64
     slots: torch.Tensor  # [n] int64
     lengths: torch.Tensor  # [n] int64
+    slot_index: slice | torch.Tensor  # `slots`; a slice, which copies nothing, if they are in order
     cells: torch.Tensor | None  # [rows] int64, row -> request * C + position; None: all are full
     tokens: torch.Tensor | None  # [rows] int64, row -> token of the batch; None: rows = tokens
 
@@ -73,6 +74,9 @@ class CanvasBatch:
             return async_tensor_h2d(array.astype(np.int64), device=device)
 
         of_requests = to_device(np.stack((requests, slots, lengths)))
+        slot_index = of_requests[1]
+        if (np.diff(slots) == 1).all():
+            slot_index = slice(int(slots[0]), int(slots[-1]) + 1)
         return cls(
             made_of=made_of,
             canvas_length=canvas_length,
@@ -82,6 +86,7 @@ class CanvasBatch:
             requests=of_requests[0],
             slots=of_requests[1],
             lengths=of_requests[2],
+            slot_index=slot_index,
             cells=None if cells is None else to_device(cells),
             tokens=None if tokens is None else to_device(tokens),
         )

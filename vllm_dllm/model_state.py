@@ -106,8 +106,8 @@ class DiffusionModelState(ModelState):
                 input_batch, self.canvas_length, self.device, self.canvas_batch
             )
             of_canvases = plain if batch.tokens is None else plain[batch.tokens]
-            soft = batch.flatten(self.slots.soft_embeds[batch.slots])
-            committing = batch.by_row(self.slots.is_committing(batch.slots))[:, None]
+            soft = batch.flatten(self.slots.soft_embeds[batch.slot_index])
+            committing = batch.by_row(self.slots.is_committing(batch.slot_index))[:, None]
             conditioned = self.model.self_conditioning(of_canvases, soft)
             if batch.tokens is None:
                 torch.where(committing, plain, conditioned, out=embeds)

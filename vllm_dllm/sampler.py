@@ -228,7 +228,7 @@ class DiffusionSampler:
     ) -> tuple[torch.Tensor, torch.Tensor, LogprobsTensors | None]:
         """Denoises or commits each canvas. Returns best guesses [n, C], tokens emitted [n] and
         the log-probabilities of the emitted tokens."""
-        slots, idx = self.slots, batch.slots
+        slots, idx = self.slots, batch.slot_index
         numbers, tokens = slots.read_numbers(idx), slots.read_tokens(idx)
         block_ends = input_batch.seq_lens[batch.requests]
         starts = block_ends - batch.lengths

@@ -6,7 +6,7 @@ batches an operation costs the same whatever it moves.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +17,11 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.stopping import MAX_STOP_TOKENS
 
 _PROGRESS = ("numbers", "tokens", "canvas", "soft_embeds", "pinned")
+
+
+SlotIndex: TypeAlias = slice | torch.Tensor
+"""n slots: consecutive ones, of which nothing is copied (what is read changes with the next write),
+or [n] int64."""
 
 
 class SlotNumbers(NamedTuple):
@@ -99,20 +104,20 @@ class CanvasSlots:
         self.width[slot].fill_(width)
         self.stop_tokens[slot] = async_tensor_h2d(np.array(stop_tokens), device=self.canvas.device)
 
-    def read_numbers(self, idx: torch.Tensor) -> SlotNumbers:
+    def read_numbers(self, idx: SlotIndex) -> SlotNumbers:
         return SlotNumbers(*self.numbers[idx].unbind(dim=-1))
 
-    def read_tokens(self, idx: torch.Tensor) -> SlotTokens:
+    def read_tokens(self, idx: SlotIndex) -> SlotTokens:
         tokens = self.tokens[idx]
         return SlotTokens(tokens[:, 0], tokens[:, 1:-1], tokens[:, -1])
 
-    def is_committing(self, idx: torch.Tensor) -> torch.Tensor:
+    def is_committing(self, idx: SlotIndex) -> torch.Tensor:
         """[n] bool, of the slots `idx` [n]."""
         return self.numbers[idx, 1] == 1
 
     def write(
         self,
-        idx: torch.Tensor,  # [n] int64
+        idx: SlotIndex,
         best_guess: torch.Tensor,  # [n, C] int64
         history: torch.Tensor,  # [n, S, C] int64
         steps_done: torch.Tensor,  # [n] int64
@@ -128,13 +133,13 @@ class CanvasSlots:
         self.tokens[slot, -1, : len(first_canvas)] = torch.tensor(first_canvas, device=device)
         self.pinned[slot, torch.tensor(positions, device=device)] = True
 
-    def progress(self, idx: torch.Tensor) -> dict[str, torch.Tensor]:
+    def progress(self, idx: SlotIndex) -> dict[str, torch.Tensor]:
         """Copies of everything a step changes, for the slots `idx` [n]."""
-        return {name: getattr(self, name)[idx] for name in _PROGRESS}
+        return {name: getattr(self, name)[idx].clone() for name in _PROGRESS}
 
     def take_back(
         self,
-        idx: torch.Tensor,  # [n] int64
+        idx: SlotIndex,
         taken_back: torch.Tensor,  # [n] bool, slots that return to their earlier progress
         earlier: dict[str, torch.Tensor],
     ) -> None:
