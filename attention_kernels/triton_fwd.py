@@ -127,6 +127,7 @@ def attention(
         BLOCK_Q=tiles.block_q,
         BLOCK_N=tiles.block_n,
         SPLITS=num_splits,
+        HAS_WINDOW=window_left >= 0,
         HAS_SOFTCAP=softcap > 0,
         HAS_KEY_SCALE=key_scale is not None,
         HAS_VALUE_SCALE=value_scale is not None,
@@ -160,7 +161,8 @@ def _choose_splits(
     if device.type != "cuda":
         return 1
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // num_programs
-    return max(1, min(wanted, num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
+    splits = max(1, min(wanted, num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
+    return 1 << (splits.bit_length() - 1)  # each number is compiled for: few of them
 
 
 @triton.jit
@@ -198,19 +200,23 @@ def _key_range(first_query, last_query, context_len, seq_len, causal, symmetric,
 
 
 @triton.jit
-def _visible(query_pos, key_pos, context_len, causal, symmetric, window_left):
+def _visible(
+    query_pos, key_pos, context_len, causal, symmetric, window_left, HAS_WINDOW: tl.constexpr
+):
     """`masks.visible` for a tile: query_pos [M, 1], key_pos [1, N]."""
     back = query_pos - key_pos
-    if window_left < 0:
-        return (back >= 0) | (causal == 0)
-    causal_rule = (back >= 0) & (back <= window_left)
-    symmetric_rule = (back <= window_left) & (back >= -window_left)
-    reference_rule = (key_pos >= context_len - window_left) & (query_pos >= 0)
-    bidirectional = tl.where(symmetric != 0, symmetric_rule, reference_rule)
-    return tl.where(causal != 0, causal_rule, bidirectional)
+    if HAS_WINDOW:
+        causal_rule = (back >= 0) & (back <= window_left)
+        symmetric_rule = (back <= window_left) & (back >= -window_left)
+        reference_rule = (key_pos >= context_len - window_left) & (query_pos >= 0)
+        bidirectional = tl.where(symmetric != 0, symmetric_rule, reference_rule)
+        seen = tl.where(causal != 0, causal_rule, bidirectional)
+    else:
+        seen = (back >= 0) | (causal == 0)
+    return seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _attention_kernel(
     query,  # [T, Hq, D]
     key_cache,  # [num_blocks, page, Hkv, D]
@@ -250,6 +256,7 @@ def _attention_kernel(
     BLOCK_Q: tl.constexpr,  # queries a program
     BLOCK_N: tl.constexpr,  # keys a step
     SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_KEY_SCALE: tl.constexpr,
     HAS_VALUE_SCALE: tl.constexpr,
@@ -308,7 +315,8 @@ def _attention_kernel(
     accumulated = tl.zeros([BLOCK_Q * GROUP_PADDED, D_PADDED], tl.float32)
     for key_tile in range(from_tile, to_tile):
         key_pos = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        in_range = key_pos < end
+        # Whoever owns the pages before `start` by now may have left a NaN there.
+        in_range = (key_pos >= start) & (key_pos < end)
         if PAGE % BLOCK_N == 0:  # the tile lies in one page
             page = tl.load(table + key_tile * BLOCK_N // PAGE).to(tl.int64)
         else:
@@ -328,7 +336,13 @@ def _attention_kernel(
             tanh = (1 - e) / (1 + e)
             scores = tl.where(scores < 0, -tanh, tanh) * softcap * LOG2_E
         seen = _visible(
-            query_pos[:, None], key_pos[None, :], context_len, is_causal, is_symmetric, window_left
+            query_pos[:, None],
+            key_pos[None, :],
+            context_len,
+            is_causal,
+            is_symmetric,
+            window_left,
+            HAS_WINDOW,
         )
         scores = tl.where(seen & in_range[None, :], scores, float("-inf"))
 
@@ -369,7 +383,7 @@ def _attention_kernel(
         tl.store(partial_lse + flat, lse, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _join_kernel(
     partial_output,  # [S, T, Hq, D] fp32
     partial_lse,  # [S, T, Hq] fp32

@@ -184,7 +184,9 @@ def usable_systems(device: str) -> list[str]:
             )
             try:
                 error = rms_ratio(run(), expected).max().item()
-            except (RuntimeError, NotImplementedError, ImportError, AssertionError) as failure:
+            except Exception as failure:  # whatever another system raises, it is named and left out
+                if system.startswith("ours"):
+                    raise
                 print(f"{system} does not run {name} layers here: {failure!r}"[:300], flush=True)
                 usable[system] = False
                 continue

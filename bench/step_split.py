@@ -19,7 +19,7 @@ MODEL_PARTS = {  # methods of the model, where it has them; the layers are its `
     "self_conditioning": "self_conditioning",
     "compute_logits": "logits",
 }
-PHASES = ("execute_model", "sample_tokens")  # of the worker; each may run parts of the model
+PHASES = ("execute_model", "sample_tokens")  # of the worker; both may run parts of the model
 
 
 class StepSplit:
@@ -70,6 +70,7 @@ class StepSplit:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
+            outer = self._split_phase
             if name in PHASES:
                 self._split_phase = name
             if name == PHASES[0]:
@@ -78,10 +79,15 @@ class StepSplit:
                 return inner(*args, **kwargs)
             finally:
                 milliseconds = 1000 * (time.perf_counter() - started)
-                keys = [name] if name in PHASES else [name, f"model in {self._split_phase}"]
+                times = {name: milliseconds}
+                if name not in PHASES:
+                    times[f"model in {outer}"] = milliseconds
+                elif outer:  # our worker samples inside `execute_model`
+                    times[outer] = -milliseconds
+                self._split_phase = outer
                 for row in self._split_steps[-1:]:
-                    for key in keys:
-                        row[key] = row.get(key, 0.0) + milliseconds
+                    for key, value in times.items():
+                        row[key] = row.get(key, 0.0) + value
 
         setattr(owner, method, timed)
         self._split_undo.append(lambda: delattr(owner, method))

@@ -97,7 +97,8 @@ def test_split_adds_up_to_the_step() -> None:
     assert outside_forward(parts) == 3.5
 
 
-def test_split_of_a_worker() -> None:
+@pytest.mark.parametrize("samples_at_once", [False, True])
+def test_split_of_a_worker(samples_at_once: bool) -> None:
     import torch
     from torch import nn
 
@@ -120,6 +121,8 @@ def test_split_of_a_worker() -> None:
 
         def execute_model(self) -> None:
             self.model_runner.model(self.model_runner.model.self_conditioning(torch.zeros(1)))
+            if samples_at_once:
+                self.sample_tokens()
 
         def sample_tokens(self) -> None:
             self.model_runner.model.compute_logits(torch.zeros(1))
@@ -129,14 +132,16 @@ def test_split_of_a_worker() -> None:
     worker.start_split()
     for _ in range(3):
         worker.execute_model()
-        worker.sample_tokens()
+        if not samples_at_once:
+            worker.sample_tokens()
     steps = worker.stop_split()
     assert len(steps) == 2  # the last one has no end
     for step in steps:
         parts = split_parts(step)
         assert sum(parts.values()) == pytest.approx(step["step"])
         assert all(part >= 0 for part in parts.values())
-        assert all(parts[f"{name}_ms"] > 0 for name in ("layers", "self_conditioning", "logits"))
+        names = ("layers", "self_conditioning", "logits", "prepare", "sample")
+        assert all(parts[f"{name}_ms"] > 0 for name in names)
     worker.execute_model()
     assert len(worker._split_steps) == 3, "nothing is recorded after stop_split"
     assert worker.num_forwards() == 4

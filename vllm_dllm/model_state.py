@@ -130,6 +130,7 @@ class DiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
+        # A capture (`for_capture`) builds what a step does: the same buffers, so replays read them.
         requests = AttnRequests.build(input_batch, block_tables, self.device)
         num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens
         query_start_loc, query_start_loc_np = requests.query_start_loc, requests.query_start_loc_np
@@ -163,7 +164,6 @@ class DiffusionModelState(ModelState):
             block_tables=requests.block_tables,
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
-            for_cudagraph_capture=for_capture,
             causal=causal,
             model_specific_attn_metadata=_AttnExtras(WindowRules(symmetric)),
         )

@@ -30,8 +30,9 @@ from vllm_dllm.logprobs import LogprobRequest, choose, concat, token_logprobs
 from vllm_dllm.request import RequestOptions
 from vllm_dllm.stopping import (
     EVERY_BLOCK,
+    MAX_STOP_TOKENS,
+    NEVER,
     NO_BLOCK,
-    NO_STOP_TOKENS,
     is_last_block,
     spares_last_commit,
     stop_tokens,
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 MASKED_LOGIT = -1e20
-"""Stands for an excluded token: probability 0, yet finite after any temperature."""
+"""Stands for an excluded token: its probability is 0, its share of the entropy is not NaN."""
 
 TILE_BYTES = 1 << 30
 """Bounds the vocabulary-wide intermediates of a step, whatever the number of requests."""
-TILE_BYTES_PER_LOGIT = 6 * 4  # fp32: scaled, log-probability, probability, cumulative, products
+TILE_BYTES_PER_LOGIT = 5 * 4  # fp32: logit, scaled, log-probability, probability, cumulative
 
 
 class DiffusionSampler:
@@ -73,6 +74,7 @@ class DiffusionSampler:
         self.report_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
 
         self._widths = np.zeros(state.max_num_reqs, dtype=np.int64)  # host copy of slots.width
+        self._num_stops = np.zeros(state.max_num_reqs, dtype=np.int64)  # of slots.stop_tokens
         # By slot; only requests that ask for one of these are in here.
         self._logprob_requests: dict[int, LogprobRequest] = {}
         self._logprobs: dict[int, LogprobsTensors] = {}  # of the slot's latest denoise step
@@ -107,9 +109,10 @@ class DiffusionSampler:
             seed=int(self.sampling_states.seeds.np[req_idx]),
             num_steps=num_steps,
             end=end,
-            stop_tokens=stops,
+            stop_tokens=stops + [NEVER] * (MAX_STOP_TOKENS - len(stops)),
             width=width,
         )
+        self._num_stops[req_idx] = len(stops)
         rule = options.window_rule or self.state.extension_config.window_rule
         self.slots.symmetric_window[req_idx].fill_(int(rule == "symmetric"))
 
@@ -145,9 +148,9 @@ class DiffusionSampler:
         """The position and the tokens by which the device tells a request's last block, which the
         step that finishes it emits."""
         if options.read_only:
-            return EVERY_BLOCK, NO_STOP_TOKENS
+            return EVERY_BLOCK, []
         if not self._spares_last_commit:
-            return NO_BLOCK, NO_STOP_TOKENS
+            return NO_BLOCK, []
         max_tokens = params.max_tokens
         end = self.state.max_model_len if max_tokens is None else prompt_len + max_tokens
         return min(end, self.state.max_model_len), stop_tokens(params)
@@ -261,8 +264,9 @@ class DiffusionSampler:
 
         finished = outcome.finished & ~committing
         best_guess = torch.where(committing[:, None], tokens.best_guess, stats.best_guess)
+        num_stops = self._num_stops[batch.slots_np].max()
         at_once = finished & is_last_block(
-            best_guess, batch.valid, block_ends, numbers.end, slots.stop_tokens[idx]
+            best_guess, batch.valid, block_ends, numbers.end, slots.stop_tokens[idx][:, :num_stops]
         )
         emitted = batch.lengths * (committing | at_once)
 
@@ -275,7 +279,7 @@ class DiffusionSampler:
             canvas = torch.where(pinned & ~finished[:, None], tokens.first_canvas, canvas)
             drops_soft = drops_soft | pinned[..., None]
         slots.canvas[idx] = torch.where(committing[:, None], drawn.next_canvas, canvas)
-        slots.soft_embeds[idx] = batch.unflatten(soft_rows).masked_fill(drops_soft, 0.0)
+        slots.soft_embeds[idx] = batch.unflatten(soft_rows).masked_fill_(drops_soft, 0.0)
         slots.write(
             idx,
             best_guess,
@@ -310,10 +314,8 @@ class DiffusionSampler:
         for start in range(0, len(logits), tile_rows):
             rows = slice(start, start + tile_rows)
             scaled = logits[rows] / row_temperature[rows]
-            probs = scaled.softmax(dim=-1)
-            tiles.append(
-                (*row_stats(scaled, probs, draw[rows]), self.model.soft_embeddings(scaled, probs))
-            )
+            stats, probs = row_stats(scaled, draw[rows])
+            tiles.append((*stats, self.model.soft_embeddings(scaled, probs)))
         best_guess, candidate, entropy, soft = (
             columns[0] if len(tiles) == 1 else torch.cat(columns)
             for columns in zip(*tiles, strict=True)
@@ -336,9 +338,10 @@ class DiffusionSampler:
                     logits[end - length : end].masked_fill_(~allowed, MASKED_LOGIT)
         if self._top_k_top_p.isdisjoint(batch.slots_np.tolist()):
             return logits
-        return self.sampling_states.apply_top_k_top_p(
+        logits = self.sampling_states.apply_top_k_top_p(
             logits, batch.by_row(batch.slots), batch.slots_np
         )
+        return logits.clamp(min=MASKED_LOGIT)  # from -inf
 
     def _step_logprobs(
         self,

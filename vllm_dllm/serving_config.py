@@ -40,7 +40,7 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         if current_platform.is_cpu():
             attention_config.backend = backend  # stock picks Triton before asking the platform
             compilation.choose(vllm_config)
-        elif backend is None and (ours := gpu_backend()) is not None:
+        elif backend is None and (ours := gpu_backend(vllm_config)) is not None:
             attention_config.backend = ours
             logger.info(
                 "Attention runs our Triton kernel (--attention-backend %s), which knows the window "

@@ -12,7 +12,6 @@ committed like any other."""
 
 NEVER = -1
 """Fills the unused places of a stop token list."""
-NO_STOP_TOKENS = [NEVER] * MAX_STOP_TOKENS
 
 
 EVERY_BLOCK = 0
@@ -28,13 +27,11 @@ def spares_last_commit(vllm_config: VllmConfig) -> bool:
 
 
 def stop_tokens(params: SamplingParams) -> list[int]:
-    """The tokens that end a request, [MAX_STOP_TOKENS]. Stop strings are not among them, the
+    """The tokens that end a request, at most MAX_STOP_TOKENS. Stop strings are not among them, the
     scheduler does not know those either."""
     tokens = [] if params.eos_token_id is None else [params.eos_token_id]
     tokens += params.stop_token_ids or []
-    if len(tokens) > MAX_STOP_TOKENS:
-        return NO_STOP_TOKENS
-    return tokens + NO_STOP_TOKENS[len(tokens) :]
+    return tokens if len(tokens) <= MAX_STOP_TOKENS else []
 
 
 def is_last_block(
@@ -42,7 +39,7 @@ def is_last_block(
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of their block; None: all
     block_ends: torch.Tensor,  # [n] int64, absolute position after each block
     request_ends: torch.Tensor,  # [n] int64, absolute position after the last token asked for
-    stop_tokens: torch.Tensor,  # [n, MAX_STOP_TOKENS] int64
+    stop_tokens: torch.Tensor,  # [n, K] int64
 ) -> torch.Tensor:
     """[n] bool: the scheduler ends the request with this block."""
     stops = tokens[:, :, None] == stop_tokens[:, None, :]

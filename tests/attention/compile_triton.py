@@ -70,6 +70,7 @@ def compile_case(capability, head_size, group, page, cache_dtype):
         "BLOCK_Q": tiles.block_q,
         "BLOCK_N": tiles.block_n,
         "SPLITS": 4,
+        "HAS_WINDOW": head_size < 512,
         "HAS_SOFTCAP": False,
         "HAS_KEY_SCALE": cache_dtype != "bf16",
         "HAS_VALUE_SCALE": cache_dtype != "bf16",
@@ -84,6 +85,7 @@ def compile_case(capability, head_size, group, page, cache_dtype):
     instructions = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "cp.async", "ld.local")
     return {
         "shared_bytes": compiled.metadata.shared,
+        "calls in the loop": compiled.asm["ttgir"].partition("scf.for")[2].count("tt.call"),
         **{instruction: ptx.count(instruction) for instruction in instructions},
     }
 

@@ -3,19 +3,20 @@
 Without a GPU the kernel runs in Triton's interpreter; what vLLM calls around it is real.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import AttentionConfig
+from vllm.config import AttentionConfig, VllmConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import vllm_dllm.attention
 from attention_kernels.api import FP8
 from attention_kernels.testing import PagedBatch, Request, rms_ratio
-from vllm_dllm import compat, plugin
+from vllm_dllm import plugin
 from vllm_dllm.attention import WindowRules, gpu_backend, use_window_rules
 from vllm_dllm.attention.triton import TritonCanvasBackend
 
@@ -117,37 +118,60 @@ def test_offers_what_the_26b_model_asks_for() -> None:
     assert builder.get_cudagraph_support(None, None) == AttentionCGSupport.ALWAYS
 
 
-def test_the_name_custom_is_ours_once_the_plugin_is_loaded() -> None:
-    plugin.register()
-    assert gpu_backend() is AttentionBackendEnum.CUSTOM
-    assert AttentionBackendEnum.CUSTOM.get_class() is TritonCanvasBackend
+def config(cache_dtype: str = "auto") -> VllmConfig:
+    return SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=cache_dtype))  # type: ignore[return-value]
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Warnings that building the model's layers would print on a GPU."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[str]]:
+    """Pretends that there is a GPU of this capability; collects the warnings of our attention."""
+    plugin.register()
     warnings: list[str] = []
-    monkeypatch.setattr(
-        vllm_dllm.attention, "current_platform", SimpleNamespace(is_cpu=lambda: False)
-    )
     monkeypatch.setattr(
         vllm_dllm.attention.logger, "warning_once", lambda text, *args: warnings.append(text % args)
     )
-    return warnings
+
+    def pretend(major: int, minor: int) -> list[str]:
+        platform = SimpleNamespace(
+            is_cpu=lambda: False, get_device_capability=lambda: DeviceCapability(major, minor)
+        )
+        monkeypatch.setattr(vllm_dllm.attention, "current_platform", platform)
+        return warnings
+
+    return pretend
 
 
-def test_a_stock_backend_is_served_with_a_warning(on_a_gpu: list[str]) -> None:
+def test_default_where_it_can_serve(gpu: Callable[[int, int], list[str]]) -> None:
+    for capability in ((9, 0), (10, 0)):
+        gpu(*capability)
+        assert gpu_backend(config()) is AttentionBackendEnum.CUSTOM
+        assert gpu_backend(config("fp8")) is AttentionBackendEnum.CUSTOM
+        assert gpu_backend(config("fp8_e5m2")) is None
+    for capability in ((8, 0), (8, 9), (12, 0)):
+        gpu(*capability)
+        assert gpu_backend(config()) is None
+    assert AttentionBackendEnum.CUSTOM.get_class() is TritonCanvasBackend
+
+
+def test_a_stock_backend_is_served_with_a_warning(gpu: Callable[[int, int], list[str]]) -> None:
+    warnings = gpu(9, 0)
     with use_window_rules(AttentionConfig(backend=AttentionBackendEnum.CUSTOM)):
         pass
-    assert on_a_gpu == []
+    assert warnings == []
     with use_window_rules(AttentionConfig(backend=AttentionBackendEnum.TRITON_ATTN)):
         pass
-    assert len(on_a_gpu) == 1 and "TRITON_ATTN" in on_a_gpu[0] and "|q-k| < window" in on_a_gpu[0]
+    assert len(warnings) == 1 and "TRITON_ATTN" in warnings[0] and "|q-k| < window" in warnings[0]
 
 
-def test_another_extension_keeps_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = "theirs.Backend"
-    monkeypatch.setattr(AttentionBackendEnum.CUSTOM, "is_overridden", lambda: True, raising=False)
-    monkeypatch.setattr(AttentionBackendEnum.CUSTOM, "get_path", lambda: theirs, raising=False)
-    compat.register_custom_attention_backend("ours.Backend")
-    assert gpu_backend() is None
+def test_another_extension_keeps_the_name(gpu: Callable[[int, int], list[str]]) -> None:
+    gpu(9, 0)
+    custom, theirs = AttentionBackendEnum.CUSTOM, "vllm.v1.attention.backends.theirs.Backend"
+    custom.clear_override()
+    try:
+        register_backend(custom, theirs)
+        plugin.register()
+        assert custom.get_path() == theirs and gpu_backend(config()) is None
+    finally:
+        custom.clear_override()
+        plugin.register()
+    assert gpu_backend(config()) is custom

@@ -182,6 +182,25 @@ def test_rows_of_no_request_are_left_alone() -> None:
     )
 
 
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_pages_before_the_window_may_hold_anything(block_size: int) -> None:
+    """An engine gives them to other requests."""
+    window_left = 20
+    batch = small_batch(
+        [Request(8, 300), Request(5, 200, True), Request(3, 77, symmetric=True)],
+        block_size=block_size,
+    )
+    expected = batch.reference(torch.float32, scale=0.3, window_left=window_left)
+    for r, length in enumerate(batch.seq_lens.tolist()):
+        query_len = int(batch.query_start_loc[r + 1] - batch.query_start_loc[r])
+        position = torch.arange(length - query_len - window_left)
+        pages = batch.block_table[r, position // block_size].long()
+        for cache in (batch.key_cache, batch.value_cache):
+            cache[pages, position % block_size] = torch.nan
+    output = attention(**batch.to(DEVICE).arguments(), scale=0.3, window_left=window_left)
+    torch.testing.assert_close(output.cpu(), expected)
+
+
 @settings(deadline=None, max_examples=300)
 @given(
     query_len=st.integers(1, 70),

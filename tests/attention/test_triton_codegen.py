@@ -39,4 +39,5 @@ def test_uses_the_tensor_cores_and_fits(compiled: dict[str, dict[str, int]], cas
     assert found[TENSOR_CORES[CASES[case][0]]] > 0 and found["mma.sync"] == 0, found
     assert found["cp.async"] > 0, "keys and values are not loaded ahead"
     assert found["ld.local"] == 0, "registers spill"
+    assert found["calls in the loop"] == 0, "a call keeps its arguments in another layout"
     assert found["shared_bytes"] <= SHARED_BYTES

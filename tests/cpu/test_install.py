@@ -1,5 +1,6 @@
 """When this machine's runner is ours, and what is set for it."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_dllm import compat, cpu, plugin
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
+from vllm_dllm.cpu.interpret import interpret_triton_language
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 OURS = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"
@@ -82,3 +84,8 @@ def test_a_user_who_asks_for_runner_v1_is_told(
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ValueError, match="Model Runner V1 does not support: diffusion models"):
         EngineArgs(str(checkpoint), enforce_eager=True).create_engine_config()
+
+
+def test_interpreting_a_kernel_is_this_processs_own_affair() -> None:
+    interpret_triton_language()
+    assert "TRITON_INTERPRET" not in os.environ

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.config import AttentionConfig
+from vllm import envs
+from vllm.config import AttentionConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -26,9 +27,20 @@ class WindowRules:
     shared: dict[Any, Any] = field(default_factory=dict)  # what one KV cache group leaves the next
 
 
-def gpu_backend() -> AttentionBackendEnum | None:
-    """What our GPU attention is called in vLLM; None if another extension has taken the name."""
-    return compat.custom_attention_backend(GPU_BACKEND)
+def gpu_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
+    """What our GPU attention is called in vLLM; None if it cannot serve this GPU or type of cache,
+    or if another extension has taken the name."""
+    name = compat.custom_attention_backend(GPU_BACKEND)
+    if name is None:
+        return None
+    backend, capability = name.get_class(), current_platform.get_device_capability()
+    usable = (
+        capability is not None
+        and backend.supports_compute_capability(capability)
+        and backend.supports_kv_cache_dtype(vllm_config.cache_config.cache_dtype)
+        and not envs.VLLM_BATCH_INVARIANT
+    )
+    return name if usable else None
 
 
 @contextmanager
@@ -43,7 +55,7 @@ def use_window_rules(attention_config: AttentionConfig) -> Iterator[None]:
             yield
         return
     backend = attention_config.backend
-    if backend is None or backend != gpu_backend():
+    if backend is None or backend != compat.custom_attention_backend(GPU_BACKEND):
         logger.warning_once(
             "Sliding-window layers run attention backend %s. It masks canvas rows by distance "
             "(|q-k| < window), where the reference lets each row see the last window-1 prefix "

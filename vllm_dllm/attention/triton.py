@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config.cache import CacheDType
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionLayer,
@@ -53,10 +54,9 @@ class TritonCanvasMetadataBuilder(AttentionMetadataBuilder[TritonCanvasMetadata]
         window_rules: WindowRules | None = None,
     ) -> TritonCanvasMetadata:
         common = common_attn_metadata
-        causal = common.causal
-        if not isinstance(causal, torch.Tensor):  # a profiling run
-            causal = torch.full_like(common.seq_lens, int(causal))
-        symmetric = window_rules.symmetric if window_rules is not None else None
+        assert isinstance(common.causal, torch.Tensor), "the model state passes flags a request"
+        # The model state's own buffers, whose addresses a captured CUDA graph keeps.
+        assert window_rules is not None and window_rules.symmetric is not None
         return TritonCanvasMetadata(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,
@@ -64,8 +64,8 @@ class TritonCanvasMetadataBuilder(AttentionMetadataBuilder[TritonCanvasMetadata]
             max_seq_len=common.max_seq_len,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            causal=causal,
-            symmetric=torch.zeros_like(causal) if symmetric is None else symmetric,
+            causal=common.causal,
+            symmetric=window_rules.symmetric,
         )
 
 
@@ -145,6 +145,14 @@ class TritonCanvasBackend(TritonAttentionBackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return triton_fwd.MIN_HEAD_SIZE <= head_size <= triton_fwd.MAX_HEAD_SIZE
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return capability.major in (9, 10)  # tiles fill the shared memory of these
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False  # the number of splits depends on the batch
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -4,6 +4,7 @@ import sys
 from functools import cache
 from types import FunctionType
 from typing import Any
+from unittest.mock import patch
 
 from vllm_dllm import compat
 
@@ -39,7 +40,9 @@ def interpret_triton_language() -> None:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    triton.knobs.runtime.interpret = True  # for parts of Triton that are loaded from here on
+    # For parts of Triton that are loaded from here on; processes started from here are their own.
+    with patch.object(triton.knobs, "propagate_env", False):
+        triton.knobs.runtime.interpret = True
     # A barrier orders the threads of a block; the interpreter has one.
     tl.debug_barrier = _no_barrier
     stand_ins: dict[int, InterpretedFunction] = {}

@@ -1,6 +1,9 @@
 """The CPU worker of model runner v2. Configurations name it by string, so that the process that
 runs the model, which is not the one that was started by the user, is the one that imports it."""
 
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_dllm.cpu.launch import replace_kernels
@@ -10,3 +13,14 @@ class TritonFreeCPUWorker(CPUWorker):
     def init_device(self) -> None:
         replace_kernels()
         super().init_device()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Samples at once where nothing is left to wait for, and returns the tokens. Otherwise the
+        engine would be told that the model has run and ask for them: a round trip a step."""
+        output = super().execute_model(scheduler_output)
+        samples_at_once = (
+            self.model_config.is_diffusion
+            and not scheduler_output.has_structured_output_requests  # their masks come meanwhile
+            and not self.scheduler_config.async_scheduling  # there, the engine has asked already
+        )
+        return self.sample_tokens(None) if output is None and samples_at_once else output

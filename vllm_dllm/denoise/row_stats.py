@@ -12,22 +12,22 @@ class RowStats(NamedTuple):
 
 
 def row_stats(
-    logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled
-    probs: torch.Tensor,  # [rows, V] fp32, softmax(logits)
+    logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; excluded tokens far down, not -inf
     uniform: torch.Tensor,  # [rows] float in [0, 1)
-) -> RowStats:
-    """Statistics of every row's distribution.
+) -> tuple[RowStats, torch.Tensor]:
+    """Statistics of every row's distribution, and softmax(logits) [rows, V].
 
     The candidate is drawn by inverting the cumulative distribution at `uniform`: one random number
     a position, where Gumbel-max needs one for every token of the vocabulary.
     """
-    # A token of probability 0 adds 0, as in the reference's Categorical.entropy.
-    log_probs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log_()
-    return RowStats(
+    log_probs = logits.log_softmax(dim=-1)
+    probs = log_probs.exp()
+    stats = RowStats(
         best_guess=_argmax(logits),
         candidate=sample_by_inversion(probs, uniform),
         entropy_nats=log_probs.mul_(probs).sum(dim=-1).neg_(),
     )
+    return stats, probs
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,8 @@ def sample_by_inversion(
 ) -> torch.Tensor:
     """The first token [rows] int64 whose cumulative probability exceeds `uniform`.
 
-    A token of probability 0 is never returned, rounding included: the draw stays below the total.
+    Where the sum runs from left to right, as on a CPU, a token of probability 0 is never returned,
+    rounding included: the draw stays below the total.
     """
     cumulative = probs.cumsum(dim=-1)
     # A factor of 1 would let a draw round to the total; this one always rounds to less.

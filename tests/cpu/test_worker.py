@@ -1,0 +1,41 @@
+"""When the CPU worker samples without being asked."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_dllm.cpu.worker import TritonFreeCPUWorker
+
+TOKENS, NOTHING_RAN = object(), object()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, ran: Any = None, **changes: bool) -> Any:
+    """What the worker answers the engine that asks it to execute a step."""
+    setting = {"is_diffusion": True, "async_scheduling": False, "structured": False, **changes}
+    worker = TritonFreeCPUWorker.__new__(TritonFreeCPUWorker)
+    worker.model_config = SimpleNamespace(is_diffusion=setting["is_diffusion"])
+    worker.scheduler_config = SimpleNamespace(async_scheduling=setting["async_scheduling"])
+    monkeypatch.setattr(CPUWorker, "execute_model", lambda *_: ran)
+    monkeypatch.setattr(CPUWorker, "sample_tokens", lambda *_: TOKENS)
+    return worker.execute_model(
+        SimpleNamespace(has_structured_output_requests=setting["structured"])
+    )
+
+
+def test_a_step_of_canvases_is_sampled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch) is TOKENS
+
+
+def test_an_empty_step_has_nothing_to_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, ran=NOTHING_RAN) is NOTHING_RAN
+
+
+@pytest.mark.parametrize(
+    "change", [{"is_diffusion": False}, {"async_scheduling": True}, {"structured": True}], ids=str
+)
+def test_otherwise_the_engine_asks(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, bool]
+) -> None:
+    assert run(monkeypatch, **change) is None
