@@ -29,7 +29,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> DiffusionModelState:
     monkeypatch.setattr(model_state, "build_attn_metadata", built)
     state = DiffusionModelState.__new__(DiffusionModelState)
     state.device = torch.device("cpu")
-    state.max_model_len = 100
+    state.model_config = SimpleNamespace(max_model_len=100)
     state._latest_metadata = None
     state._causal = torch.zeros(2 * MAX_REQS, dtype=torch.int32)
     state._symmetric = torch.zeros(2 * MAX_REQS, dtype=torch.int32)
