@@ -201,7 +201,7 @@ def main() -> None:
                         flush=True,
                     )
         splits = {
-            name: summarize_split(call(name, "split", prompts=sample.prompts[:32]))
+            name: summarize_split(call(name, "split", prompts=sample.prompts[:64]))
             for name in names
             if name != TRANSFORMERS
         }
