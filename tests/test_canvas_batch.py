@@ -21,8 +21,8 @@ def step(rows: list[int], canvas_rows: list[int], slots: list[int]) -> SimpleNam
     )
 
 
-def build(batch: SimpleNamespace, previous: CanvasBatch | None = None) -> CanvasBatch:
-    return CanvasBatch.build(batch, C, torch.device("cpu"), previous)  # type: ignore[arg-type]
+def build(batch: SimpleNamespace) -> CanvasBatch:
+    return CanvasBatch.build(batch, C, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_only_full_canvases_need_no_indices() -> None:
@@ -35,6 +35,7 @@ def test_only_full_canvases_need_no_indices() -> None:
 def test_slots_in_order_are_a_slice() -> None:
     in_order = build(step([4, 4, 4], [4, 0, 4], [3, 9, 4]))
     assert in_order.slot_index == slice(3, 5)
+    assert in_order.request_index.tolist() == [0, 2]
     for slots in ([4, 3], [3, 5]):
         index = build(step([4, 4], [4, 4], slots)).slot_index
         assert isinstance(index, torch.Tensor) and index.tolist() == slots
@@ -52,13 +53,13 @@ def test_prefills_and_short_canvases() -> None:
     assert torch.equal(batch.flatten(batch.unflatten(rows)), rows)
 
 
-def test_kept_while_the_canvases_are_the_same() -> None:
+def test_kept_for_steps_with_the_same_canvases() -> None:
     first = build(step([4, 4], [4, 4], [7, 2]))
-    assert build(step([4, 4], [4, 4], [7, 2]), first) is first
+    assert build(step([4, 4], [4, 4], [7, 2])) is first
     for other in (
         step([4, 4], [4, 4], [7, 3]),  # another request
         step([4, 4], [4, 3], [7, 2]),  # a canvas cut short
         step([5, 4], [4, 4], [7, 2]),  # the end of a prompt before it
         step([4], [4], [7]),
     ):
-        assert build(other, first) is not first
+        assert build(other) is not first

@@ -55,6 +55,7 @@ def prepare(state: DiffusionModelState, mode: CUDAGraphMode, **options: Any) -> 
         query_start_loc=torch.from_numpy(query_start_loc),
         seq_lens=torch.tensor([20, 30, 0], dtype=torch.int32),
         idx_mapping=torch.tensor([3, 1]),
+        idx_mapping_np=np.array([3, 1], dtype=np.int32),
     )
     tables = (torch.zeros(3, 2, dtype=torch.int32),)
     mappings = torch.zeros(1, 3 * C, dtype=torch.int64)

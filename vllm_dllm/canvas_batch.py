@@ -6,12 +6,14 @@ The device tensors are copied over asynchronously, so building it never waits fo
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_dllm.slots import Index, index_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,6 @@ class CanvasBatch:
     then simply has fewer rows, and no phantom ones.
     """
 
-    made_of: bytes  # all that `build` reads of a step
     canvas_length: int  # C
     requests_np: np.ndarray  # [n] int64, indices in the batch
     slots_np: np.ndarray  # [n] int64, slots of those requests
@@ -30,34 +31,41 @@ class CanvasBatch:
     requests: torch.Tensor  # [n] int64
     slots: torch.Tensor  # [n] int64
     lengths: torch.Tensor  # [n] int64
-    slot_index: slice | torch.Tensor  # `slots`; a slice, which copies nothing, if they are in order
+    request_index: Index
+    slot_index: Index
     cells: torch.Tensor | None  # [rows] int64, row -> request * C + position; None: all are full
     tokens: torch.Tensor | None  # [rows] int64, row -> token of the batch; None: rows = tokens
 
     @classmethod
     def build(
+        cls, input_batch: InputBatch, canvas_length: int, device: torch.device
+    ) -> "CanvasBatch":
+        """From one denoising step to the next, and often from one request to another, the canvases
+        lie in the same places: what was built for them is kept."""
+        num_reqs = input_batch.num_reqs
+        return cls._build(
+            input_batch.cu_num_logits_np[: num_reqs + 1].astype(np.int64).tobytes(),
+            input_batch.query_start_loc_np[: num_reqs + 1].astype(np.int64).tobytes(),
+            input_batch.idx_mapping_np[:num_reqs].astype(np.int64).tobytes(),
+            canvas_length,
+            device,
+        )
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def _build(
         cls,
-        input_batch: InputBatch,
+        cu_num_logits: bytes,
+        query_start_loc: bytes,
+        idx_mapping: bytes,
         canvas_length: int,
         device: torch.device,
-        previous: "CanvasBatch | None" = None,
     ) -> "CanvasBatch":
-        """`previous`: of the step before, returned as it is if this step has the same canvases."""
-        num_reqs = input_batch.num_reqs
-        made_of = b"".join(
-            array.tobytes()
-            for array in (
-                input_batch.cu_num_logits_np[: num_reqs + 1],
-                input_batch.idx_mapping_np[:num_reqs],
-                input_batch.query_start_loc_np[: num_reqs + 1],
-            )
-        )
-        if previous is not None and previous.made_of == made_of:
-            return previous
-        num_logits = np.diff(input_batch.cu_num_logits_np[: num_reqs + 1])
+        num_logits = np.diff(np.frombuffer(cu_num_logits, dtype=np.int64))
+        bounds = np.frombuffer(query_start_loc, dtype=np.int64)
         requests = np.flatnonzero(num_logits > 0)
-        lengths = num_logits[requests].astype(np.int64)
-        slots = input_batch.idx_mapping_np[requests].astype(np.int64)
+        lengths = num_logits[requests]
+        slots = np.frombuffer(idx_mapping, dtype=np.int64)[requests]
 
         # Position inside its canvas of every row, counted up from each canvas' first row.
         first_rows = np.cumsum(lengths) - lengths
@@ -65,20 +73,15 @@ class CanvasBatch:
         cells = tokens = None
         if (lengths != canvas_length).any():
             cells = np.repeat(np.arange(len(requests)) * canvas_length, lengths) + positions
-        if len(positions) != input_batch.num_tokens:
+        if len(positions) != bounds[-1]:
             # A canvas is the end of its request's rows; what remains of the prompt may precede it.
-            first_tokens = input_batch.query_start_loc_np[requests + 1] - lengths
-            tokens = np.repeat(first_tokens, lengths) + positions
+            tokens = np.repeat(bounds[requests + 1] - lengths, lengths) + positions
 
         def to_device(array: np.ndarray) -> torch.Tensor:
-            return async_tensor_h2d(array.astype(np.int64), device=device)
+            return async_tensor_h2d(array, device=device)
 
         of_requests = to_device(np.stack((requests, slots, lengths)))
-        slot_index = of_requests[1]
-        if (np.diff(slots) == 1).all():
-            slot_index = slice(int(slots[0]), int(slots[-1]) + 1)
         return cls(
-            made_of=made_of,
             canvas_length=canvas_length,
             requests_np=requests,
             slots_np=slots,
@@ -86,7 +89,8 @@ class CanvasBatch:
             requests=of_requests[0],
             slots=of_requests[1],
             lengths=of_requests[2],
-            slot_index=slot_index,
+            request_index=index_of(requests, of_requests[0]),
+            slot_index=index_of(slots, of_requests[1]),
             cells=None if cells is None else to_device(cells),
             tokens=None if tokens is None else to_device(tokens),
         )
@@ -106,7 +110,8 @@ class CanvasBatch:
     def by_row(self, per_request: torch.Tensor) -> torch.Tensor:
         """[n, ...] -> [rows, ...]: each request's value at each of its rows."""
         if self.cells is None:
-            return per_request.repeat_interleave(self.canvas_length, dim=0)
+            shape = (self.num_canvases, self.canvas_length, *per_request.shape[1:])
+            return per_request[:, None].expand(shape).flatten(0, 1)
         return per_request[self.cells // self.canvas_length]
 
     def flatten(self, grid: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class DiffusionModelState(ModelState):
         )
         self.denoise_config = read_denoise_config(vllm_config)
         hidden_size = self.model_config.hf_text_config.hidden_size
-        self.canvas_batch: CanvasBatch | None = None  # of the latest step that had canvases
+        self.canvas_batch: CanvasBatch | None = None  # of the current step
         # Elsewhere, comparing what it is made of would wait for the device.
         self._latest_metadata = LatestMetadata() if device.type == "cpu" else None
         # Persistent: a captured CUDA graph reads these addresses at every replay.
@@ -102,9 +102,8 @@ class DiffusionModelState(ModelState):
         if input_batch.num_draft_tokens == 0:
             embeds.copy_(plain)
         else:
-            batch = self.canvas_batch = CanvasBatch.build(
-                input_batch, self.canvas_length, self.device, self.canvas_batch
-            )
+            batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
+            self.canvas_batch = batch
             of_canvases = plain if batch.tokens is None else plain[batch.tokens]
             soft = batch.flatten(self.slots.soft_embeds[batch.slot_index])
             committing = batch.by_row(self.slots.is_committing(batch.slot_index))[:, None]

@@ -217,7 +217,7 @@ class DiffusionSampler:
         starts = self.req_states.prefill_len.np[slots_np].astype(np.int64)
         self.slots.canvas[idx] = noise.uniform_tokens(
             self.slots.read_numbers(idx).noise_key,
-            self._positions(async_tensor_h2d(starts, device=device)),
+            async_tensor_h2d(starts, device=device)[:, None] + self._offsets,
             torch.zeros_like(idx),
             noise.INITIAL,
             self.vocab_size,
@@ -233,7 +233,7 @@ class DiffusionSampler:
         the log-probabilities of the emitted tokens."""
         slots, idx = self.slots, batch.slot_index
         numbers, tokens = slots.read_numbers(idx), slots.read_tokens(idx)
-        block_ends = input_batch.seq_lens[batch.requests]
+        block_ends = input_batch.seq_lens[batch.request_index]
         starts = block_ends - batch.lengths
         committing = numbers.is_committing == 1
         cut = self._cut_canvases(batch, starts)
@@ -244,12 +244,12 @@ class DiffusionSampler:
             numbers.steps_done, numbers.num_steps, self.config.t_min, self.config.t_max
         )
         row_temperature = batch.by_row(step_temperature)[:, None]
-        positions = self._positions(starts)
         drawn = noise.step_noise(
             numbers.noise_key,
-            positions,
+            starts,
+            batch.lengths,
             numbers.steps_done,
-            positions + batch.lengths[:, None],
+            self.canvas_length,
             self.vocab_size,
         )
         by_row, soft_rows = self._read_rows(logits, row_temperature, batch.flatten(drawn.candidate))
@@ -262,8 +262,10 @@ class DiffusionSampler:
             self.config,
         )
 
-        finished = outcome.finished & ~committing
-        best_guess = torch.where(committing[:, None], tokens.best_guess, stats.best_guess)
+        denoised = ~committing
+        finished = outcome.finished & denoised
+        committed = committing[:, None]
+        best_guess = torch.where(committed, tokens.best_guess, stats.best_guess)
         num_stops = self._num_stops[batch.slots_np].max()
         at_once = finished & is_last_block(
             best_guess, batch.valid, block_ends, numbers.end, slots.stop_tokens[idx][:, :num_stops]
@@ -271,24 +273,24 @@ class DiffusionSampler:
         emitted = batch.lengths * (committing | at_once)
 
         canvas = torch.where(finished[:, None], best_guess, outcome.canvas)
-        drops_soft = (committing | finished)[:, None, None]
+        # A commit reads none, and the canvas after it starts with none.
+        drops_soft = committed[..., None]
         if not self._pinned.isdisjoint(batch.slots_np.tolist()):
             # The caller's canvas and its pins belong to the first block alone.
-            pinned = slots.pinned[idx] & ~committing[:, None]
+            pinned = slots.pinned[idx] & ~committed
             slots.pinned[idx] = pinned
             canvas = torch.where(pinned & ~finished[:, None], tokens.first_canvas, canvas)
             drops_soft = drops_soft | pinned[..., None]
-        slots.canvas[idx] = torch.where(committing[:, None], drawn.next_canvas, canvas)
+        slots.canvas[idx] = torch.where(committed, drawn.next_canvas, canvas)
         slots.soft_embeds[idx] = batch.unflatten(soft_rows).masked_fill_(drops_soft, 0.0)
         slots.write(
             idx,
             best_guess,
-            outcome.state.history.masked_fill(committing[:, None, None], NO_TOKEN),
+            outcome.state.history.masked_fill(committed[..., None], NO_TOKEN),
             outcome.state.steps_done.masked_fill(committing, 0),
             finished & ~at_once,
         )
 
-        denoised = ~committing
         if cut is not None and earlier is not None:
             slots.take_back(idx, cut, earlier)
             emitted, denoised = torch.where(cut, 0, emitted), denoised & ~cut
@@ -321,10 +323,6 @@ class DiffusionSampler:
             for columns in zip(*tiles, strict=True)
         )
         return RowStats(best_guess, candidate, entropy), soft
-
-    def _positions(self, starts: torch.Tensor) -> torch.Tensor:
-        """Absolute positions [n, C] of canvases that begin at `starts` [n]."""
-        return starts[:, None] + self._offsets
 
     def _filter(self, logits: torch.Tensor, batch: CanvasBatch) -> torch.Tensor:
         """Excludes tokens by top_k, top_p and the allowed sets of constrained requests."""

@@ -19,9 +19,16 @@ from vllm_dllm.stopping import MAX_STOP_TOKENS
 _PROGRESS = ("numbers", "tokens", "canvas", "soft_embeds", "pinned")
 
 
-SlotIndex: TypeAlias = slice | torch.Tensor
-"""n slots: consecutive ones, of which nothing is copied (what is read changes with the next write),
-or [n] int64."""
+Index: TypeAlias = slice | torch.Tensor
+"""n rows of a tensor: [n] int64, or consecutive ones, of which nothing is copied: what is read that
+way changes with the next write."""
+
+
+def index_of(rows: np.ndarray, on_device: torch.Tensor) -> Index:
+    """The index of `rows` [n], of which `on_device` is a copy."""
+    if (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return on_device
 
 
 class SlotNumbers(NamedTuple):
@@ -104,20 +111,20 @@ class CanvasSlots:
         self.width[slot].fill_(width)
         self.stop_tokens[slot] = async_tensor_h2d(np.array(stop_tokens), device=self.canvas.device)
 
-    def read_numbers(self, idx: SlotIndex) -> SlotNumbers:
+    def read_numbers(self, idx: Index) -> SlotNumbers:
         return SlotNumbers(*self.numbers[idx].unbind(dim=-1))
 
-    def read_tokens(self, idx: SlotIndex) -> SlotTokens:
+    def read_tokens(self, idx: Index) -> SlotTokens:
         tokens = self.tokens[idx]
         return SlotTokens(tokens[:, 0], tokens[:, 1:-1], tokens[:, -1])
 
-    def is_committing(self, idx: SlotIndex) -> torch.Tensor:
+    def is_committing(self, idx: Index) -> torch.Tensor:
         """[n] bool, of the slots `idx` [n]."""
         return self.numbers[idx, 1] == 1
 
     def write(
         self,
-        idx: SlotIndex,
+        idx: Index,
         best_guess: torch.Tensor,  # [n, C] int64
         history: torch.Tensor,  # [n, S, C] int64
         steps_done: torch.Tensor,  # [n] int64
@@ -133,13 +140,13 @@ class CanvasSlots:
         self.tokens[slot, -1, : len(first_canvas)] = torch.tensor(first_canvas, device=device)
         self.pinned[slot, torch.tensor(positions, device=device)] = True
 
-    def progress(self, idx: SlotIndex) -> dict[str, torch.Tensor]:
+    def progress(self, idx: Index) -> dict[str, torch.Tensor]:
         """Copies of everything a step changes, for the slots `idx` [n]."""
         return {name: getattr(self, name)[idx].clone() for name in _PROGRESS}
 
     def take_back(
         self,
-        idx: SlotIndex,
+        idx: Index,
         taken_back: torch.Tensor,  # [n] bool, slots that return to their earlier progress
         earlier: dict[str, torch.Tensor],
     ) -> None:

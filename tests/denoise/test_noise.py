@@ -45,8 +45,10 @@ def test_tokens_cover_the_vocabulary() -> None:
 
 def test_step_noise_is_the_three_streams() -> None:
     keys, steps = noise.keys(torch.tensor([3, -9])), torch.tensor([0, 7])
-    here, following = POSITIONS.expand(2, -1) + 1000, POSITIONS.expand(2, -1) + 1256
-    drawn = noise.step_noise(keys, here, steps, following, 100)
+    starts, lengths = torch.tensor([1000, 17]), torch.tensor([256, 90])
+    drawn = noise.step_noise(keys, starts, lengths, steps, 256, 100)
+    here = POSITIONS + starts[:, None]
+    following = here + lengths[:, None]
     assert torch.equal(drawn.candidate, noise.uniform(keys, here, steps, noise.CANDIDATE))
     renoise = noise.uniform_tokens(keys, here, steps, noise.RENOISE, 100)
     assert torch.equal(drawn.renoise, renoise)

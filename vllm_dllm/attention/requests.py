@@ -13,6 +13,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_dllm.slots import Index, index_of
+
 
 @dataclass(frozen=True)
 class AttnRequests:
@@ -22,7 +24,7 @@ class AttnRequests:
     query_start_loc_np: np.ndarray  # [N + 1] int32
     query_start_loc: torch.Tensor  # [N + 1] int32
     seq_lens: torch.Tensor  # [N] int32, tokens up to each part's last row
-    slots: torch.Tensor  # [N] int64
+    slots: Index  # [N]
     block_tables: Sequence[torch.Tensor]  # a KV cache group: [N, max_blocks] int32
     max_query_len: int
 
@@ -39,7 +41,7 @@ class AttnRequests:
             query_start_loc_np=batch.query_start_loc_np[: num_reqs + 1],
             query_start_loc=batch.query_start_loc[: num_reqs + 1],
             seq_lens=batch.seq_lens[:num_reqs],
-            slots=batch.idx_mapping[:num_reqs],
+            slots=index_of(batch.idx_mapping_np[:num_reqs], batch.idx_mapping[:num_reqs]),
             block_tables=block_tables,
             max_query_len=batch.max_query_len or int(batch.num_scheduled_tokens.max()),
         )

@@ -5,6 +5,7 @@ splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generato
 written in int64 arithmetic, which wraps.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -67,23 +68,48 @@ class StepNoise(NamedTuple):
     next_canvas: torch.Tensor  # [n, C] int64, tokens: the next block's first canvas
 
 
+class _StepDraws(NamedTuple):
+    """What `step_noise` makes its counters and numbers of: [3, 1] each, a row a stream."""
+
+    streams: torch.Tensor  # int64, their place in the counter
+    per_step: torch.Tensor  # int64, what a step adds: the next canvas is drawn for its step 0
+    per_start: torch.Tensor  # int64, what a position adds
+    per_length: torch.Tensor  # int64, what the canvas' length adds: the next one lies behind it
+    along_canvas: torch.Tensor  # [C] int64
+    scale: torch.Tensor  # [3, 1, 1] float64, of 53 random bits
+
+
 @lru_cache
-def _step_streams(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[3, 1] int64 each: a step's streams, and whether they go on with the steps."""
-    streams = torch.tensor([[CANDIDATE], [RENOISE], [INITIAL]], device=device)
-    return streams, (streams != INITIAL).long()
+def _step_draws(canvas_length: int, vocab_size: int, device: torch.device) -> _StepDraws:
+    streams = (CANDIDATE, RENOISE, INITIAL)
+    choices = (1, vocab_size, vocab_size)
+
+    def column(values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor([[value] for value in values], device=device)
+
+    return _StepDraws(
+        streams=column(streams) * _STREAM_STRIDE,
+        per_step=column(_STEP_STRIDE * (stream != INITIAL) for stream in streams),
+        per_start=column([_GOLDEN] * 3),
+        per_length=column(_GOLDEN * (stream == INITIAL) for stream in streams),
+        along_canvas=torch.arange(canvas_length, device=device) * _GOLDEN,
+        scale=column(choices)[..., None].double() * 2.0**-53,
+    )
 
 
 def step_noise(
     keys: torch.Tensor,  # [n] int64
-    positions: torch.Tensor,  # [n, C] int64
-    steps: torch.Tensor,  # [n] int
-    next_positions: torch.Tensor,  # [n, C] int64, of the block after this one
+    starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+    lengths: torch.Tensor,  # [n] int64, how far behind it the next canvas starts
+    steps: torch.Tensor,  # [n] int64
+    canvas_length: int,
     vocab_size: int,
 ) -> StepNoise:
-    """All that a step draws, in one pass: a pass is some twenty operations, however small."""
-    streams, goes_on = _step_streams(keys.device)
-    everywhere = torch.stack((positions, positions, next_positions))
-    draws = uniform(keys, everywhere, steps * goes_on, streams)
-    tokens = (draws[1:] * vocab_size).long()
-    return StepNoise(draws[CANDIDATE], *tokens)
+    """All that a step draws, as `uniform` and `uniform_tokens` would, in one pass: on small batches
+    each of its operations costs the same, however little it does."""
+    draws = _step_draws(canvas_length, vocab_size, keys.device)
+    origin = (keys + draws.streams).addcmul_(steps, draws.per_step)
+    origin = origin.addcmul_(starts, draws.per_start).addcmul_(lengths, draws.per_length)
+    bits = _mix(origin[..., None] + draws.along_canvas)
+    drawn = _logical_shift_right(bits, 11) * draws.scale
+    return StepNoise(drawn[CANDIDATE], *drawn[RENOISE:].long())
