@@ -187,7 +187,13 @@ def main() -> None:
         rows: dict[str, dict[str, list[Any]]] = {
             name: {str(batch): [] for batch in args.batches} for name in names
         }
+        # A host slows down and speeds up within minutes, so the split is taken in every round, too.
+        split_steps: dict[str, list[dict[str, float]]] = {
+            name: [] for name in names if name != TRANSFORMERS
+        }
         for round_index in range(args.rounds):
+            for name, steps in split_steps.items():
+                steps += call(name, "split", prompts=sample.prompts[:32])
             for batch in args.batches:
                 for name in names:
                     result = run(name, batch, PROMPTS_BY_BATCH.get(batch, 4 * batch))
@@ -200,11 +206,7 @@ def main() -> None:
                         f"{line['ms_per_forward']:.1f} ms/forward",
                         flush=True,
                     )
-        splits = {
-            name: summarize_split(call(name, "split", prompts=sample.prompts[:64]))
-            for name in names
-            if name != TRANSFORMERS
-        }
+        splits = {name: summarize_split(steps) for name, steps in split_steps.items()}
         settings = {name: systems[name].description for name in names}
 
     results = {
