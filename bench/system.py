@@ -17,6 +17,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 
+CLOSE_SECONDS = 60.0
+
+
 class SystemDied(RuntimeError):
     """The child ended, or its handler raised."""
 
@@ -57,15 +60,16 @@ class System:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Ends the child: it leaves its loop when its input ends."""
+        """Ends the child: it leaves its loop when its input ends. One that does not is killed with
+        all of its processes."""
         assert self._process.stdin is not None
         if self._process.poll() is None:
             self.resume()
         self._process.stdin.close()
         try:
-            self._process.wait(timeout=60)
+            self._process.wait(timeout=CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._log.close()
 

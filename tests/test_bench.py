@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import harness, serving
+from bench import harness, serving, system
 from bench.step_split import StepSplit, outside_forward, split_parts
 from bench.system import ROOT, System, SystemDied
 
@@ -173,6 +173,28 @@ def test_system_answers_over_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         child.call("double", value=None)
     child.close()
     assert "noise" in (tmp_path / "log").read_text()
+
+
+STUBBORN = """
+import subprocess, sys, time
+from bench import system
+
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+system.serve(lambda: ({"helper": helper.pid}, {}))
+time.sleep(600)
+"""
+
+
+def test_a_system_that_does_not_end_is_killed_with_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stubborn_child.py").write_text(STUBBORN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(system, "CLOSE_SECONDS", 0.5)
+    child = System("stubborn_child", [], tmp_path / "log")
+    helper = psutil.Process(child.description["helper"])
+    child.close()
+    assert not psutil.wait_procs([helper], timeout=20)[1], "a process of the system is still there"
 
 
 PARENT = """
