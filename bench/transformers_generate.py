@@ -1,4 +1,4 @@
-"""Baseline: transformers' `generate`, static batches, with the fastest setting found for it.
+"""Baseline: transformers' `generate`, static batches, its defaults unless told otherwise.
 
 The sequence of prompts is cut into batches; a batch ends when its slowest row does.
 """
