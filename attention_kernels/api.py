@@ -1,13 +1,15 @@
 """Paged variable-length attention with a causal flag a request and one- or two-sided windows."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
 
-Impl = Literal["triton", "reference"]
-WindowRule = Literal["reference", "symmetric"]
+from attention_kernels.support import FP8, Case, fa4_reason, import_fa4, triton_reason
 
-FP8 = torch.float8_e4m3fn
+Impl = Literal["triton", "fa4", "reference"]
+WindowRule = Literal["reference", "symmetric"]
 
 
 def attention(
@@ -44,11 +46,13 @@ def attention(
         max_seq_len: upper bound of `seq_lens` (default: what the block table can hold). It only
             steers how the work is split.
         output: [T, Hq, D], written at the rows of requests; None = a new one, zero elsewhere.
-        impl: "triton" (a GPU, or Triton's interpreter) or "reference" (plain PyTorch, anywhere).
-            What it cannot do is an error, never another implementation.
+        impl: "triton" (a GPU, or Triton's interpreter), "fa4" (FlashAttention-4, a GPU) or
+            "reference" (plain PyTorch, anywhere). What it cannot do is an error, never another
+            implementation; `support.py` knows before.
 
     Raises:
         ValueError: names the argument, what was expected and what came.
+        ImportError: a package of `impl` is missing; says which.
     """
     num_tokens, num_heads, head_size = _shape("query", query, 3)
     num_blocks, block_size, num_kv_heads, _ = _shape("key_cache", key_cache, 4)
@@ -106,8 +110,17 @@ def attention(
         symmetric = torch.full_like(causal, int(window_rule == "symmetric"))
     else:
         symmetric = window_rule
-    tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, causal)
-    options = dict(
+    longest = max_blocks * block_size
+    longest = longest if max_seq_len is None else min(max_seq_len, longest)
+    run = _implementation(impl, query, key_cache, longest)
+    run(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        causal,
         symmetric=symmetric,
         output=output,
         scale=scale,
@@ -116,19 +129,32 @@ def attention(
         key_scale=key_scale,
         value_scale=value_scale,
     )
+    return output
+
+
+def _implementation(
+    impl: Impl, query: torch.Tensor, key_cache: torch.Tensor, max_seq_len: int
+) -> Callable[..., object]:
+    """The function that `impl` names. Raises ValueError if it cannot do this case."""
+    if impl == "reference":
+        from attention_kernels import reference
+
+        return reference.attention
+    if impl not in ("triton", "fa4"):
+        raise ValueError(f"impl must be 'triton', 'fa4' or 'reference', got {impl!r}")
+    on_gpu = query.device.type == "cuda"
+    if impl == "fa4" and not on_gpu:
+        raise ValueError(f"impl 'fa4' takes tensors on a GPU, got query on {query.device}")
+    # Without a GPU, Triton's interpreter does what it would do on Hopper.
+    capability = torch.cuda.get_device_capability(query.device) if on_gpu else (9, 0)
+    case = Case(capability, query.shape[-1], query.dtype, key_cache.dtype)
+    if reason := (triton_reason if impl == "triton" else fa4_reason)(case):
+        raise ValueError(f"impl {impl!r} takes {reason}")
     if impl == "triton":
         from attention_kernels import triton_fwd
 
-        longest = max_blocks * block_size
-        longest = longest if max_seq_len is None else min(max_seq_len, longest)
-        triton_fwd.attention(*tensors, **options, max_seq_len=longest)
-    elif impl == "reference":
-        from attention_kernels import reference
-
-        reference.attention(*tensors, **options)
-    else:
-        raise ValueError(f"impl must be 'triton' or 'reference', got {impl!r}")
-    return output
+        return partial(triton_fwd.attention, max_seq_len=max_seq_len)
+    return import_fa4().attention
 
 
 def _shape(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...]:

@@ -8,15 +8,18 @@ Legend: T queries in all, Hq / Hkv query / key heads, D head size, G = Hq / Hkv,
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from attention_kernels.support import shared_bytes
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 512
 MAX_SPLITS = 16
 MIN_KEYS_PER_SPLIT = 256  # below that, joining costs more than the parallel work gains
+_SPARE_BYTES = 4096  # of shared memory, for what Triton adds
 
 
 @dataclass(frozen=True)
@@ -30,18 +33,22 @@ class Tiles:
     num_stages: int
 
     @classmethod
-    def choose(cls, head_size: int, group: int, element_size: int) -> "Tiles":
-        """So that queries, and two stages of keys and values, fit the shared memory of a Hopper or
-        Blackwell multiprocessor (227 KiB)."""
+    def choose(cls, head_size: int, group: int, element_size: int, shared_memory: int) -> "Tiles":
+        """The largest whose queries and stages of keys and values fit `shared_memory` bytes."""
         group_padded = triton.next_power_of_2(group)
-        head_size = triton.next_power_of_2(head_size) * element_size // 2  # as if 16-bit
-        rows = 128 if head_size <= 128 else 64
+        bytes_a_row = triton.next_power_of_2(head_size) * element_size
+        most_rows, num_stages = (128 if bytes_a_row <= 256 else 64), 2
+        for rows, block_n in ((most_rows, 64), (most_rows, 32), (32, 32), (32, 16), (16, 16)):
+            if bytes_a_row * (rows + 2 * num_stages * block_n) + _SPARE_BYTES <= shared_memory:
+                break
+        else:
+            num_stages = 1
         return cls(
             block_q=max(1, rows // group_padded),
             group_padded=group_padded,
-            block_n=64 if head_size <= 256 else 32 if head_size <= 512 else 16,
-            num_warps=8 if head_size > 64 else 4,
-            num_stages=2,
+            block_n=block_n,
+            num_warps=8 if bytes_a_row > 128 and rows >= 64 else 4,
+            num_stages=num_stages,
         )
 
 
@@ -64,23 +71,18 @@ def attention(
     max_seq_len: int,
     num_splits: int | None = None,  # None: enough to fill the GPU
 ) -> None:
-    """See `api.attention`, which checks what all implementations have in common.
+    """See `api.attention`, which checks the rest.
 
     Raises:
-        ValueError: for a head or block size that this one does not do.
+        ValueError: for a tensor that is not contiguous along its last dimension.
     """
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
-    if not MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE:
-        raise ValueError(
-            f"impl 'triton' takes head sizes from {MIN_HEAD_SIZE} to {MAX_HEAD_SIZE}, "
-            f"got query with {head_size}"
-        )
     for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous along its last dimension")
     group = num_heads // num_kv_heads
-    tiles = Tiles.choose(head_size, group, query.element_size())
+    tiles = Tiles.choose(head_size, group, query.element_size(), _shared_memory(query.device))
     num_reqs = len(seq_lens)
     # A request of q queries has at most q // block_q + 1 tiles; see `_find_request`.
     num_tiles = num_tokens // tiles.block_q + num_reqs
@@ -149,6 +151,13 @@ def attention(
             SPLITS=num_splits,
             SPLITS_PADDED=triton.next_power_of_2(num_splits),
         )
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes a program may have; without a GPU, as on Hopper."""
+    on_gpu = device.type == "cuda"
+    return shared_bytes(torch.cuda.get_device_capability(device) if on_gpu else (9, 0))
 
 
 def _choose_splits(

@@ -1,5 +1,6 @@
 """What every test gets: a fixed seed, threads that sleep while they wait, and the GPU it needs."""
 
+import importlib.util
 import os
 
 # libgomp reads it when torch is imported. Engines and transformers share the cores, and threads
@@ -16,10 +17,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.parent.name in SLOW:
             item.add_marker(pytest.mark.slow)
+    absent = set()
     if not torch.cuda.is_available():
-        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=on_gpu)
-        items[:] = [item for item in items if item not in on_gpu]
+        absent.add("gpu")
+    if importlib.util.find_spec("flash_attn") is None:
+        absent.add("fa4")
+    left_out = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -43,8 +43,9 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         elif backend is None and (ours := gpu_backend(vllm_config)) is not None:
             attention_config.backend = ours
             logger.info(
-                "Attention runs our Triton kernel (--attention-backend %s), which knows the window "
-                "rules of diffusion models.",
+                "Attention runs our kernels (--attention-backend %s), which know the window rules "
+                "of diffusion models: Triton, or with --attention-config.flash_attn_version 4 "
+                "FlashAttention-4 in the layers that it can serve.",
                 ours.name,
             )
         if scheduler_config.max_num_seqs != max_num_seqs:

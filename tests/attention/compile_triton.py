@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attention_kernels import triton_fwd
+from attention_kernels.support import shared_bytes
 
 POINTERS = {
     "query": "bf16",
@@ -58,7 +59,7 @@ def compile_kernel(kernel, capability, constants, cache_dtype, **options):
 
 
 def compile_case(capability, head_size, group, page, cache_dtype):
-    tiles = triton_fwd.Tiles.choose(head_size, group, 2)
+    tiles = triton_fwd.Tiles.choose(head_size, group, 2, shared_bytes(divmod(capability, 10)))
     padded = triton.next_power_of_2(head_size)
     main = {
         "HQ": 2 * group,

@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "softcap": (-1.0, r"softcap must be at least 0 \(none\), got -1.0"),
     "key_scale": (torch.tensor([1], dtype=torch.int32), "key_scale must have dtype torch.float32"),
     "output": (torch.zeros(7, 4, 16, dtype=torch.half), "output must have dtype torch.float32"),
-    "impl": ("cutlass", "impl must be 'triton' or 'reference', got 'cutlass'"),
+    "impl": ("cutlass", "impl must be 'triton', 'fa4' or 'reference', got 'cutlass'"),
 }
 
 

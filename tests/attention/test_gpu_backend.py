@@ -3,6 +3,7 @@
 Without a GPU the kernel runs in Triton's interpreter; what vLLM calls around it is real.
 """
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -13,12 +14,13 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-import vllm_dllm.attention
+import vllm_dllm.attention.gpu
 from attention_kernels.api import FP8
+from attention_kernels.support import import_fa4
 from attention_kernels.testing import PagedBatch, Request, rms_ratio
 from vllm_dllm import plugin
 from vllm_dllm.attention import WindowRules, gpu_backend, use_window_rules
-from vllm_dllm.attention.triton import TritonCanvasBackend
+from vllm_dllm.attention.gpu import GpuCanvasBackend, runs_fa4
 
 pytestmark = pytest.mark.usefixtures("triton_version")
 
@@ -32,7 +34,7 @@ HQ, HKV, D, PAGE, WINDOW = 4, 2, 32, 16, 12
 
 
 def metadata(batch: PagedBatch):
-    builder = TritonCanvasBackend.get_builder_cls()(None, [], None, torch.device("cpu"))
+    builder = GpuCanvasBackend.get_builder_cls()(None, [], None, torch.device("cpu"))
     common = CommonAttentionMetadata(
         query_start_loc=batch.query_start_loc,
         query_start_loc_cpu=batch.query_start_loc,
@@ -54,7 +56,7 @@ def engine_layout(batch: PagedBatch) -> torch.Tensor:
 
 
 def attend(batch: PagedBatch, kv_cache: torch.Tensor, cache_dtype: str = "auto") -> torch.Tensor:
-    impl = TritonCanvasBackend.get_impl_cls()(HQ, D, 0.3, HKV, None, WINDOW, cache_dtype)
+    impl = GpuCanvasBackend.get_impl_cls()(HQ, D, 0.3, HKV, None, WINDOW, cache_dtype)
     layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
     padding = torch.full((5, HQ, D), torch.nan, dtype=batch.query.dtype)
     query = torch.cat((batch.query, padding))
@@ -98,7 +100,7 @@ def test_fp8_cache() -> None:
 def test_offers_what_the_26b_model_asks_for() -> None:
     for head_size, has_window in ((256, True), (512, False)):
         for kv_cache_dtype in ("auto", "fp8"):
-            reasons = TritonCanvasBackend.validate_configuration(
+            reasons = GpuCanvasBackend.validate_configuration(
                 head_size=head_size,
                 dtype=torch.bfloat16,
                 kv_cache_dtype=kv_cache_dtype,
@@ -114,7 +116,7 @@ def test_offers_what_the_26b_model_asks_for() -> None:
                 use_non_causal=True,
             )
             assert not reasons
-    builder = TritonCanvasBackend.get_builder_cls()
+    builder = GpuCanvasBackend.get_builder_cls()
     assert builder.get_cudagraph_support(None, None) == AttentionCGSupport.ALWAYS
 
 
@@ -142,15 +144,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[str]]:
 
 
 def test_default_where_it_can_serve(gpu: Callable[[int, int], list[str]]) -> None:
-    for capability in ((9, 0), (10, 0)):
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
         gpu(*capability)
         assert gpu_backend(config()) is AttentionBackendEnum.CUSTOM
         assert gpu_backend(config("fp8")) is AttentionBackendEnum.CUSTOM
         assert gpu_backend(config("fp8_e5m2")) is None
-    for capability in ((8, 0), (8, 9), (12, 0)):
-        gpu(*capability)
-        assert gpu_backend(config()) is None
-    assert AttentionBackendEnum.CUSTOM.get_class() is TritonCanvasBackend
+    gpu(8, 0)
+    assert gpu_backend(config()) is AttentionBackendEnum.CUSTOM
+    assert gpu_backend(config("fp8")) is None
+    gpu(7, 5)
+    assert gpu_backend(config()) is None
+    assert AttentionBackendEnum.CUSTOM.get_class() is GpuCanvasBackend
 
 
 def test_a_stock_backend_is_served_with_a_warning(gpu: Callable[[int, int], list[str]]) -> None:
@@ -175,3 +179,37 @@ def test_another_extension_keeps_the_name(gpu: Callable[[int, int], list[str]]) 
         custom.clear_override()
         plugin.register()
     assert gpu_backend(config()) is custom
+
+
+@pytest.mark.fa4
+def test_a_kernel_a_layer_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4 where it was asked for and can serve, Triton in the other layers."""
+    log: list[str] = []
+    monkeypatch.setattr(
+        vllm_dllm.attention.gpu.logger, "info_once", lambda text, *args: log.append(text % args)
+    )
+
+    def runs(version: int | None, head_size: int, cache: str = "auto", chip=(9, 0)) -> bool:
+        config = SimpleNamespace(
+            attention_config=AttentionConfig(flash_attn_version=version),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+        )
+        monkeypatch.setattr(
+            vllm_dllm.attention.gpu, "get_current_vllm_config_or_none", lambda: config
+        )
+        platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(*chip))
+        monkeypatch.setattr(vllm_dllm.attention.gpu, "current_platform", platform)
+        return runs_fa4(head_size, cache)
+
+    assert not runs(None, 256) and not runs(3, 256) and log == []
+    assert runs(4, 256) and "Layers of head size 256 run FlashAttention-4" in log[-1]
+    assert not runs(4, 512) and "head size 512 run the Triton kernel" in log[-1]
+    assert "got query with 512" in log[-1]
+    assert not runs(4, 256, cache="fp8") and "a key_cache of the query's dtype" in log[-1]
+    assert not runs(4, 256, chip=(8, 0)) and "got sm_80" in log[-1]
+
+
+def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "attention_kernels.fa4_fwd", None)
+    with pytest.raises(ImportError, match=r"flash-attn-4 .*pip install 'vllm-dllm\[fa4\]'"):
+        import_fa4()

@@ -12,11 +12,12 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from attention_kernels.support import FIRST_FP8_CAPABILITY
 from vllm_dllm import compat
 
 logger = init_logger(__name__)
 
-GPU_BACKEND = "vllm_dllm.attention.triton.TritonCanvasBackend"
+GPU_BACKEND = "vllm_dllm.attention.gpu.GpuCanvasBackend"
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ def gpu_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
     if name is None:
         return None
     backend, capability = name.get_class(), current_platform.get_device_capability()
+    cache_dtype = vllm_config.cache_config.cache_dtype
     usable = (
         capability is not None
         and backend.supports_compute_capability(capability)
-        and backend.supports_kv_cache_dtype(vllm_config.cache_config.cache_dtype)
+        and backend.supports_kv_cache_dtype(cache_dtype)
+        and not (cache_dtype.startswith("fp8") and tuple(capability) < FIRST_FP8_CAPABILITY)
         and not envs.VLLM_BATCH_INVARIANT
     )
     return name if usable else None

@@ -26,7 +26,15 @@ LAYERS = {  # query heads, key heads, head size, window_left
     "sliding layers of 26B": (16, 8, 256, 1023),
     "full layers of 26B": (16, 2, 512, -1),
     "small heads": (8, 2, 64, 100),
+    "small heads, no window": (8, 2, 64, -1),
 }
+# What each version does of the layers and of the dtypes below.
+CASES = [
+    pytest.param(impl, layer, marks=[pytest.mark.fa4] if impl == "fa4" else [])
+    for impl in ("triton", "fa4")
+    for layer, (_, _, head_size, _) in LAYERS.items()
+    if impl == "triton" or head_size <= 256
+]
 # The worst row's error over its size: bf16 has 8 bits, weights and outputs are rounded to it.
 RMS_LIMITS = {torch.bfloat16: 0.005, torch.float16: 0.001}
 
@@ -51,11 +59,13 @@ def options(layer: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("page", [16, 128])
 @pytest.mark.parametrize("dtype", RMS_LIMITS, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(("impl", "layer"), CASES)
 @pytest.mark.parametrize("requests", [REQUESTS, [Request(256, 20_000)]], ids=["mixed", "one"])
-def test_numbers(requests: list[Request], layer: str, dtype: torch.dtype, page: int) -> None:
+def test_numbers(
+    requests: list[Request], impl: str, layer: str, dtype: torch.dtype, page: int
+) -> None:
     batch = random_batch(layer, requests, dtype, page)
-    output = attention(**batch.arguments(), **options(layer))
+    output = attention(**batch.arguments(), **options(layer), impl=impl)
     expected = batch.reference(torch.float64, **options(layer))
     plain = batch.reference(dtype, **options(layer))
     error, allowed = ((t.double() - expected).abs().max() for t in (output, plain))
@@ -78,8 +88,8 @@ def test_fp8_cache(layer: str) -> None:
     assert rms_ratio(output, expected).max() < RMS_LIMITS[torch.bfloat16]
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_captured_graph_follows_its_tensors(layer: str) -> None:
+@pytest.mark.parametrize(("impl", "layer"), CASES)
+def test_a_captured_graph_follows_its_tensors(impl: str, layer: str) -> None:
     """Phases, rules, lengths and pages change between replays; shapes stay."""
     first, second = (
         random_batch(layer, requests, torch.bfloat16, 16)
@@ -90,10 +100,10 @@ def test_a_captured_graph_follows_its_tensors(layer: str) -> None:
     )
     arguments = {name: tensor.clone() for name, tensor in first.arguments().items()}
     output = torch.zeros_like(first.query)
-    attention(**arguments, **options(layer), output=output)  # compiles
+    attention(**arguments, **options(layer), output=output, impl=impl)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        attention(**arguments, **options(layer), output=output)
+        attention(**arguments, **options(layer), output=output, impl=impl)
     for batch in (second, first):
         for name, tensor in batch.arguments().items():
             if name in ("key_cache", "value_cache"):

@@ -1,14 +1,20 @@
 """GPU attention of diffusion models: vLLM's cache and metadata around `attention_kernels`.
 
-`--attention-backend CUSTOM`, the default of our models on a GPU. All layers run the Triton version,
-sliding ones with the window rule of each request.
+`--attention-backend CUSTOM`, the default of our models on a GPU. A layer runs the Triton version,
+or FlashAttention-4 where that was asked for (`--attention-config.flash_attn_version 4`) and can do
+the layer's head size; sliding layers apply the window rule of each request.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.config.cache import CacheDType
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -19,12 +25,14 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
-from attention_kernels import triton_fwd
+from attention_kernels import support, triton_fwd
 from vllm_dllm.attention import WindowRules
+
+logger = init_logger(__name__)
 
 
 @dataclass
-class TritonCanvasMetadata:
+class GpuCanvasMetadata:
     """N requests, T rows; the tensors are the runner's and the model state's own."""
 
     num_actual_tokens: int  # T, without the padding of a CUDA graph
@@ -37,7 +45,7 @@ class TritonCanvasMetadata:
     symmetric: torch.Tensor  # [N] int32
 
 
-class TritonCanvasMetadataBuilder(AttentionMetadataBuilder[TritonCanvasMetadata]):
+class GpuCanvasMetadataBuilder(AttentionMetadataBuilder[GpuCanvasMetadata]):
     """Passes tensors on: nothing is worked out, so any step can be in a CUDA graph."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -52,12 +60,12 @@ class TritonCanvasMetadataBuilder(AttentionMetadataBuilder[TritonCanvasMetadata]
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
         window_rules: WindowRules | None = None,
-    ) -> TritonCanvasMetadata:
+    ) -> GpuCanvasMetadata:
         common = common_attn_metadata
         assert isinstance(common.causal, torch.Tensor), "the model state passes flags a request"
         # The model state's own buffers, whose addresses a captured CUDA graph keeps.
         assert window_rules is not None and window_rules.symmetric is not None
-        return TritonCanvasMetadata(
+        return GpuCanvasMetadata(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
@@ -69,13 +77,16 @@ class TritonCanvasMetadataBuilder(AttentionMetadataBuilder[TritonCanvasMetadata]
         )
 
 
-class TritonCanvasImpl(TritonAttentionImpl):
-    """Writes the cache as vLLM's Triton backend does, and reads it with our kernel."""
+class GpuCanvasImpl(TritonAttentionImpl):
+    """Writes the cache as vLLM's Triton backend does, and reads it with our kernels."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Queries stay as they are: fp8 is for the cache alone.
         self.supports_quant_query_input = False
+        self._fa4: ModuleType | None = None
+        if runs_fa4(self.head_size, self.kv_cache_dtype):
+            self._fa4 = support.import_fa4()
 
     def forward(
         self,
@@ -84,7 +95,7 @@ class TritonCanvasImpl(TritonAttentionImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
-        attn_metadata: TritonCanvasMetadata | None,
+        attn_metadata: GpuCanvasMetadata | None,
         output: torch.Tensor,  # [>= T, Hq, D]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -98,7 +109,22 @@ class TritonCanvasImpl(TritonAttentionImpl):
         if self.kv_cache_dtype.startswith("fp8"):
             key_cache, value_cache = (t.view(self.fp8_dtype) for t in (key_cache, value_cache))
             key_scale, value_scale = layer._k_scale.view(1), layer._v_scale.view(1)
-        triton_fwd.attention(
+        options = dict(
+            symmetric=attn_metadata.symmetric,
+            output=output[:num_tokens],
+            scale=self.scale,
+            window_left=self.sliding_window[0],
+            softcap=self.logits_soft_cap,
+        )
+        kernel: Callable[..., None]
+        if self._fa4 is not None:
+            kernel = self._fa4.attention
+        else:
+            kernel = triton_fwd.attention
+            options |= dict(
+                key_scale=key_scale, value_scale=value_scale, max_seq_len=attn_metadata.max_seq_len
+            )
+        kernel(
             query[:num_tokens],
             key_cache,
             value_cache,
@@ -106,14 +132,7 @@ class TritonCanvasImpl(TritonAttentionImpl):
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
             attn_metadata.causal,
-            symmetric=attn_metadata.symmetric,
-            output=output[:num_tokens],
-            scale=self.scale,
-            window_left=self.sliding_window[0],
-            softcap=self.logits_soft_cap,
-            key_scale=key_scale,
-            value_scale=value_scale,
-            max_seq_len=attn_metadata.max_seq_len,
+            **options,
         )
         return output
 
@@ -121,7 +140,29 @@ class TritonCanvasImpl(TritonAttentionImpl):
         return False
 
 
-class TritonCanvasBackend(TritonAttentionBackend):
+def runs_fa4(head_size: int, kv_cache_dtype: str) -> bool:
+    """Whether a layer of the model being built runs FlashAttention-4: if it was asked for and can
+    serve the layer. Said in the log either way."""
+    config, capability = get_current_vllm_config_or_none(), current_platform.get_device_capability()
+    if config is None or config.attention_config.flash_attn_version != 4 or capability is None:
+        return False
+    query_dtype = config.model_config.dtype
+    cache_dtype = support.FP8 if kv_cache_dtype.startswith("fp8") else query_dtype
+    reason = support.fa4_reason(
+        support.Case((capability.major, capability.minor), head_size, query_dtype, cache_dtype)
+    )
+    if reason is not None:
+        logger.info_once(
+            "Layers of head size %d run the Triton kernel: FlashAttention-4 takes %s.",
+            head_size,
+            reason,
+        )
+        return False
+    logger.info_once("Layers of head size %d run FlashAttention-4.", head_size)
+    return True
+
+
+class GpuCanvasBackend(TritonAttentionBackend):
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
         "auto",
         "float16",
@@ -135,20 +176,20 @@ class TritonCanvasBackend(TritonAttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type[TritonCanvasImpl]:
-        return TritonCanvasImpl
+    def get_impl_cls() -> type[GpuCanvasImpl]:
+        return GpuCanvasImpl
 
     @staticmethod
-    def get_builder_cls() -> type[TritonCanvasMetadataBuilder]:
-        return TritonCanvasMetadataBuilder
+    def get_builder_cls() -> type[GpuCanvasMetadataBuilder]:
+        return GpuCanvasMetadataBuilder
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return triton_fwd.MIN_HEAD_SIZE <= head_size <= triton_fwd.MAX_HEAD_SIZE
+        return head_size in support.TRITON_HEAD_SIZES
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return capability.major in (9, 10)  # tiles fill the shared memory of these
+        return capability.major >= 8
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -1,0 +1,157 @@
+"""Cuts a batch into chunks of queries, each with only the keys it sees, for kernels that know
+neither per-request flags nor windows.
+
+A chunk is up to `CHUNK` queries of one request and the pages from its first visible key to its
+last: a sequence of its own, so that whoever attends to it skips the rest on both sides. Who sees
+whom inside is one band a chunk: query row q of it sees key k of it iff
+`low <= k - slope * q <= high`.
+
+Legend: N requests, T queries in all, C chunks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from attention_kernels.triton_fwd import _find_request, _key_range
+
+CHUNK = 256  # queries; a canvas of the 26B model is one chunk
+FAR = tl.constexpr(1 << 30)  # beyond any position
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """All int32. Chunks without queries have no keys."""
+
+    query_start_loc: torch.Tensor  # [C + 1]
+    seq_lens: torch.Tensor  # [C] keys, from the start of the first page
+    block_table: torch.Tensor  # [C, P]
+    bands: torch.Tensor  # [C, 3] slope, low, high
+
+    @classmethod
+    def cut(
+        cls,
+        block_table: torch.Tensor,  # [N, max_blocks] int32
+        query_start_loc: torch.Tensor,  # [N + 1] int32
+        seq_lens: torch.Tensor,  # [N] int32
+        causal: torch.Tensor,  # [N] int32
+        symmetric: torch.Tensor,  # [N] int32
+        *,
+        num_tokens: int,  # T or more
+        block_size: int,
+        window_left: int,
+    ) -> "Chunks":
+        """One small kernel; shapes depend on the arguments' shapes alone."""
+        num_reqs, max_blocks = block_table.shape
+        num_chunks = num_tokens // CHUNK + num_reqs  # see `triton_fwd._find_request`
+        num_pages = max_blocks
+        if window_left >= 0:
+            # A request's queries and what the first of them sees back, wherever a page starts.
+            num_pages = min(max_blocks, triton.cdiv(window_left + num_tokens, block_size) + 1)
+        chunks = cls(
+            block_table.new_empty(num_chunks + 1),
+            block_table.new_empty(num_chunks),
+            block_table.new_empty(num_chunks, num_pages),
+            block_table.new_empty(num_chunks, 3),
+        )
+        _cut_kernel[(num_chunks,)](
+            block_table,
+            query_start_loc,
+            seq_lens,
+            causal,
+            symmetric,
+            chunks.query_start_loc,
+            chunks.seq_lens,
+            chunks.block_table,
+            chunks.bands,
+            num_reqs,
+            num_chunks,
+            num_pages,
+            window_left,
+            block_table.stride(0),
+            CHUNK=CHUNK,
+            PAGE=block_size,
+            PAGES_A_STEP=128,
+        )
+        return chunks
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_chunks", "num_pages"])
+def _cut_kernel(
+    block_table,
+    query_start_loc,
+    seq_lens,
+    causal,
+    symmetric,
+    chunk_start_loc,  # [C + 1]
+    chunk_seq_lens,  # [C]
+    chunk_block_table,  # [C, num_pages]
+    bands,  # [C, 3]
+    num_reqs,
+    num_chunks,
+    num_pages,
+    window_left,
+    table_stride,
+    CHUNK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGES_A_STEP: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    request = _find_request(query_start_loc, chunk, num_reqs, CHUNK)
+    first_row = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - first_row
+    first = min((chunk - (first_row // CHUNK + request)) * CHUNK, query_len)
+    num_rows = min(query_len - first, CHUNK)
+    tl.store(chunk_start_loc + chunk, first_row + first)
+    if chunk == num_chunks - 1:  # always of the last request
+        tl.store(chunk_start_loc + num_chunks, first_row + query_len)
+
+    seq_len = tl.load(seq_lens + request)
+    context_len = seq_len - query_len
+    first_pos = context_len + first
+    is_causal = tl.load(causal + request)
+    is_symmetric = tl.load(symmetric + request)
+    start, end = _key_range(
+        first_pos,
+        first_pos + num_rows - 1,
+        context_len,
+        seq_len,
+        is_causal,
+        is_symmetric,
+        window_left,
+    )
+    first_page = start // PAGE
+    shift = first_page * PAGE  # position of the chunk's key 0
+    num_keys = end - shift
+    if num_rows == 0:
+        num_keys = 0
+    tl.store(chunk_seq_lens + chunk, num_keys)
+
+    slope = 0
+    low = -FAR
+    high = FAR + 0
+    if is_causal != 0:
+        slope = 1
+        high = first_pos - shift
+        if window_left >= 0:
+            low = first_pos - shift - window_left
+    elif window_left >= 0:
+        if is_symmetric != 0:
+            slope = 1
+            low = first_pos - shift - window_left
+            high = first_pos - shift + window_left
+        else:
+            low = context_len - shift - window_left
+    tl.store(bands + 3 * chunk, slope)
+    tl.store(bands + 3 * chunk + 1, low)
+    tl.store(bands + 3 * chunk + 2, high)
+
+    used = tl.cdiv(num_keys, PAGE)
+    from_table = block_table + request.to(tl.int64) * table_stride + first_page
+    to_table = chunk_block_table + chunk.to(tl.int64) * num_pages
+    for step in range(0, num_pages, PAGES_A_STEP):
+        column = step + tl.arange(0, PAGES_A_STEP)
+        page = tl.load(from_table + column, mask=column < used, other=0)
+        tl.store(to_table + column, page, mask=column < num_pages)

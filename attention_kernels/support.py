@@ -1,0 +1,73 @@
+"""What the GPU versions can do on which chip: one reason in words, or None.
+
+Facts of flash-attn-4 4.0.0b36 are from its source and from compiling each case.
+"""
+
+import importlib
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+TRITON_HEAD_SIZES = range(16, 513)
+FIRST_FP8_CAPABILITY = (8, 9)  # of an fp8 cache, in Triton
+FA4_HEAD_SIZES = {  # by the major compute capability
+    9: range(32, 257, 16),
+    10: (*range(32, 129, 16), 256),
+}
+_SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+_LEAST_SHARED_KIB = 99  # of all GPUs since Ampere
+
+
+class Case(NamedTuple):
+    capability: tuple[int, int]  # compute capability of the GPU
+    head_size: int
+    query_dtype: torch.dtype
+    cache_dtype: torch.dtype
+
+
+def shared_bytes(capability: tuple[int, int]) -> int:
+    """Shared memory that one program may have."""
+    return _SHARED_KIB.get(capability, _LEAST_SHARED_KIB) * 1024
+
+
+def triton_reason(case: Case) -> str | None:
+    """Why the Triton version cannot do this, in words that complete "impl 'triton' takes"."""
+    if case.head_size not in TRITON_HEAD_SIZES:
+        first, last = TRITON_HEAD_SIZES[0], TRITON_HEAD_SIZES[-1]
+        return f"head sizes from {first} to {last}, got query with {case.head_size}"
+    if case.capability < (8, 0):
+        return f"GPUs of compute capability 8.0 and up, got {_name(case)}"
+    if case.cache_dtype == FP8 and case.capability < FIRST_FP8_CAPABILITY:
+        return f"an fp8 key_cache on GPUs of compute capability 8.9 and up, got {_name(case)}"
+    return None
+
+
+def fa4_reason(case: Case) -> str | None:
+    """Why FlashAttention-4 cannot do this, in words that complete "impl 'fa4' takes"."""
+    sizes = FA4_HEAD_SIZES.get(case.capability[0])
+    if sizes is None:
+        return f"Hopper and data-centre Blackwell GPUs (9.x, 10.x), got {_name(case)}"
+    if case.head_size not in sizes:
+        return f"head sizes {sorted(sizes)} on {_name(case)}, got query with {case.head_size}"
+    if case.query_dtype not in (torch.float16, torch.bfloat16):
+        return f"float16 and bfloat16, got query with {case.query_dtype}"
+    if case.cache_dtype != case.query_dtype:
+        return f"a key_cache of the query's dtype {case.query_dtype}, got {case.cache_dtype}"
+    return None
+
+
+def import_fa4() -> ModuleType:
+    """The FlashAttention-4 version. Raises ImportError that says what to install."""
+    try:
+        return importlib.import_module("attention_kernels.fa4_fwd")
+    except ImportError as error:
+        raise ImportError(
+            f"FlashAttention-4 needs the package flash-attn-4 ({error}). Install it with "
+            f"pip install 'vllm-dllm[fa4]', or leave FlashAttention-4 out."
+        ) from error
+
+
+def _name(case: Case) -> str:
+    return "sm_{}{}".format(*case.capability)

@@ -1,0 +1,151 @@
+"""Chunks: every query in one of them, all keys it sees and only pages of them, one band each.
+
+The kernel that cuts runs in Triton's interpreter where there is no GPU.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_kernels import chunks as chunks_module
+from attention_kernels.chunks import Chunks
+from attention_kernels.masks import visible, visible_range
+from attention_kernels.testing import PagedBatch, Request, rms_ratio
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("triton_version")
+
+MIXED = [
+    Request(8, 37),
+    Request(8, 37, symmetric=True),
+    Request(8, 37, causal=True),
+    Request(0, 12),
+    Request(21, 50, symmetric=True),
+    Request(1, 0, causal=True),
+    Request(40, 90, causal=True),
+    Request(30, 2),
+]
+
+
+def small_batch(requests: list[Request], block_size: int = 16) -> PagedBatch:
+    return PagedBatch.random(
+        requests, num_heads=2, num_kv_heads=1, head_size=32, block_size=block_size
+    )
+
+
+def cut(batch: PagedBatch, window_left: int, padding: int = 0) -> Chunks:
+    on_device = batch.to(DEVICE)
+    chunks = Chunks.cut(
+        on_device.block_table,
+        on_device.query_start_loc,
+        on_device.seq_lens,
+        on_device.causal,
+        on_device.symmetric,
+        num_tokens=len(batch.query) + padding,
+        block_size=batch.key_cache.shape[1],
+        window_left=window_left,
+    )
+    return Chunks(**{name: tensor.cpu() for name, tensor in vars(chunks).items()})
+
+
+def attend(batch: PagedBatch, chunks: Chunks, scale: float) -> torch.Tensor:
+    """What a kernel makes of chunks that takes them for requests, and of the band of each."""
+    output = torch.zeros_like(batch.query)
+    block_size, num_kv_heads = batch.key_cache.shape[1:3]
+    group = batch.query.shape[1] // num_kv_heads
+    for chunk, length in enumerate(chunks.seq_lens.tolist()):
+        rows = slice(*chunks.query_start_loc[chunk : chunk + 2].tolist())
+        k = torch.arange(length)
+        pages = chunks.block_table[chunk, k // block_size].long()
+        keys, values = (
+            cache[pages, k % block_size].repeat_interleave(group, dim=1)
+            for cache in (batch.key_cache, batch.value_cache)
+        )
+        slope, low, high = chunks.bands[chunk].tolist()
+        ahead = k - slope * torch.arange(rows.stop - rows.start)[:, None]
+        seen = (ahead >= low) & (ahead <= high)
+        # A stranger's key before the first visible one, in the same page, may be a NaN.
+        keys, values = (t.where(seen.any(0)[:, None, None], 0) for t in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", batch.query[rows], keys) * scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        output[rows] = torch.einsum("hqk,khd->qhd", weights, values)
+    return output
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("window_left", [-1, 0, 11, 200])
+def test_attention_by_chunks(
+    monkeypatch: pytest.MonkeyPatch, window_left: int, block_size: int
+) -> None:
+    monkeypatch.setattr(chunks_module, "CHUNK", 16)
+    batch = small_batch(MIXED, block_size)
+    expected = batch.reference(torch.float64, scale=0.3, window_left=window_left)
+    output = attend(batch, cut(batch, window_left), 0.3)
+    assert rms_ratio(output, expected).max() < 1e-5
+
+
+def test_many_requests_and_the_padding_of_a_graph() -> None:
+    batch = small_batch([Request(1 + r % 3, 7 * r, causal=r % 2 == 0) for r in range(64)])
+    chunks = cut(batch, 20, padding=700)
+    assert chunks.query_start_loc[-1] == len(batch.query), "padding is nobody's"
+    expected = batch.reference(torch.float64, scale=0.3, window_left=20)
+    assert rms_ratio(attend(batch, chunks, 0.3), expected).max() < 1e-5
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    query_len=st.integers(0, 70),
+    before=st.integers(0, 40),
+    context_len=st.integers(0, 300),
+    causal=st.booleans(),
+    symmetric=st.booleans(),
+    window_left=st.integers(-1, 90),
+    block_size=st.sampled_from([16, 32]),
+)
+def test_no_page_in_vain(
+    query_len: int,
+    before: int,
+    context_len: int,
+    causal: bool,
+    symmetric: bool,
+    window_left: int,
+    block_size: int,
+) -> None:
+    request = Request(query_len, context_len, causal, symmetric)
+    batch = small_batch([Request(before, 3), request], block_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks_module, "CHUNK", 16)
+        chunks = cut(batch, window_left)
+    starts = chunks.query_start_loc.tolist()
+    assert starts[0] == 0 and starts[-1] == before + query_len
+    num_rows = 0
+    for chunk in range(len(chunks.seq_lens)):
+        first, end = starts[chunk] - before, starts[chunk + 1] - before
+        if first < 0 or first == end:  # the other request's, or empty
+            assert first < 0 or chunks.seq_lens[chunk] == 0
+            continue
+        assert end - first <= 16
+        num_rows += end - first
+        positions = torch.tensor(context_len + first), torch.tensor(context_len + end - 1)
+        seq_len = context_len + query_len
+        start, stop = visible_range(
+            *positions, context_len, seq_len, causal, window_left, symmetric
+        )
+        shift = int(start) // block_size * block_size
+        length = int(stop) - shift
+        assert chunks.seq_lens[chunk] == length
+        pages = batch.block_table[1, shift // block_size :][: -(-length // block_size)]
+        assert torch.equal(chunks.block_table[chunk, : len(pages)], pages)
+        slope, low, high = chunks.bands[chunk].tolist()
+        ahead = torch.arange(length) - slope * torch.arange(end - first)[:, None]
+        seen = visible(
+            torch.arange(*(int(p) + i for i, p in enumerate(positions)))[:, None],
+            torch.arange(length) + shift,
+            context_len,
+            causal,
+            window_left,
+            symmetric,
+        )
+        assert torch.equal((ahead >= low) & (ahead <= high), seen)
+    assert num_rows == query_len
