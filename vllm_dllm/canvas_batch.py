@@ -107,6 +107,14 @@ class CanvasBatch:
         positions = torch.arange(self.canvas_length, device=self.lengths.device)
         return positions < self.lengths[:, None]
 
+    @cached_property
+    def full_valid(self) -> torch.Tensor:
+        """[n, C] bool: `valid`, also where all are."""
+        if self.valid is not None:
+            return self.valid
+        shape = self.num_canvases, self.canvas_length
+        return torch.ones(shape, dtype=torch.bool, device=self.lengths.device)
+
     def by_row(self, per_request: torch.Tensor) -> torch.Tensor:
         """[n, ...] -> [rows, ...]: each request's value at each of its rows."""
         if self.cells is None:

@@ -155,14 +155,14 @@ def set_schedulers(architecture: str, schedulers: Mapping[str, str]) -> None:
         setattr(diffusion_scheduler, name, choose(name, path))
 
 
-def set_sampling_params_check(check: Callable[[SamplingParams], None]) -> None:
-    """Replaces vLLM's check of the sampling parameters of diffusion requests by `check`."""
+def accept_all_sampling_params() -> None:
+    """Lifts vLLM's refusal of sampling parameters for diffusion models; their values are checked as
+    for any model."""
 
-    def validate_diffusion(self: SamplingParams, model_config: ModelConfig) -> None:
-        if model_config.is_diffusion:
-            check(self)
+    def accept(self: SamplingParams, model_config: ModelConfig) -> None:
+        pass
 
-    SamplingParams._validate_diffusion = validate_diffusion
+    SamplingParams._validate_diffusion = accept
 
 
 def has_triton() -> bool:

@@ -7,7 +7,7 @@ Sources, in order: the checkpoint's `generation_config.json`, `--override-genera
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 WindowRule = Literal["reference", "symmetric"]
@@ -92,6 +92,8 @@ class ExtensionConfig:
     trace_path: str | None = None
     """File to which every step's canvases are appended as JSON lines, for watching a canvas
     denoise. Costs a device-to-host copy a step."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `diffusion_*` keys (`options.OPTIONS`) for requests that leave them out."""
     commit_last_block: bool = False
     """Write the keys and values of an answer's last block, so that the next turn of a chat finds
     them in the prefix cache. Costs a forward an answer."""

@@ -72,7 +72,6 @@ class DiffusionModelState(ModelState):
         """`canvas` [R, C]: where the runner reads the tokens of canvases, its draft tokens."""
         self.slots = CanvasSlots.allocate(
             canvas[:, : self.canvas_length],
-            self.denoise_config.stability_threshold,
             self.model_config.hf_text_config.hidden_size,
             self.dtype,
         )

@@ -37,7 +37,7 @@ def register() -> None:
         },
     )
     compat.set_request_check(request.check_request)
-    compat.set_sampling_params_check(request.check_sampling_params)
+    compat.accept_all_sampling_params()
     compat.register_custom_attention_backend(attention.GPU_BACKEND)
     cpu.install()
 

@@ -1,19 +1,10 @@
-"""Per-request options of a diffusion model, from `SamplingParams.extra_args` (`vllm_xargs`).
+"""What a request asks of a diffusion model: checked at admission, read by the worker.
 
-| key                       | value                | meaning                                      |
-|---------------------------|----------------------|----------------------------------------------|
-| `diffusion_max_steps`     | int >= 1             | step cap; the temperature schedule spans it  |
-| `diffusion_canvas_length` | int in 1..C          | a narrower canvas                            |
-| `diffusion_seed_canvas`   | token ids, as many   | the first canvas, instead of a random one    |
-|                           | as the canvas has    |                                              |
-| `diffusion_pinned`        | canvas positions     | held at the seed canvas while denoising it   |
-| `diffusion_read_only`     | bool                 | emit the first canvas on its last step; end  |
-| `diffusion_constrained`   | bool                 | sample among `logprob_token_ids` only        |
-| `diffusion_window_rule`   | `reference` or       | which keys a canvas row sees on sliding      |
-|                           | `symmetric`          | layers                                       |
+README.md, "Requests", says what the keys of `vllm_xargs` (`SamplingParams.extra_args`) mean.
 """
 
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,68 +12,66 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils.diffusion import validate_diffusion_sampling_params
 
-from vllm_dllm.config import check_window_rule
+from vllm_dllm.options import check_options
+
+DEFAULT_ACCEPT_PROBABILITY = 0.9
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """The options of one admitted request; values are valid by then."""
+    """The options of one admitted request; values are valid by then. None: the server's setting."""
 
     max_steps: int | None
     canvas_length: int | None
     first_canvas: list[int] | None
     pinned: list[int]
     read_only: bool
-    allowed_token_ids: tuple[int, ...] | None
+    constrained: bool
     window_rule: str | None
+    acceptance: str
+    entropy_bound: float | None
+    accept_probability: float
+    accept_tokens: int | None
+    confidence_threshold: float | None
+    stability_threshold: int | None
+    t_min: float | None
+    t_max: float | None
+    judge_answer_only: bool
 
     @classmethod
-    def from_sampling_params(cls, params: SamplingParams) -> "RequestOptions":
-        extra: dict[str, Any] = params.extra_args or {}
-        constrained = bool(extra.get("diffusion_constrained"))
+    def from_sampling_params(
+        cls, params: SamplingParams, defaults: Mapping[str, Any]
+    ) -> "RequestOptions":
+        """`defaults`: the server's, for keys that the request leaves out."""
+        given = {k: v for k, v in (params.extra_args or {}).items() if v is not None}
+        extra = {**defaults, **given}
+
+        def get(name: str, default: Any = None) -> Any:
+            return extra.get(f"diffusion_{name}", default)
+
         return cls(
-            max_steps=extra.get("diffusion_max_steps"),
-            canvas_length=extra.get("diffusion_canvas_length"),
-            first_canvas=extra.get("diffusion_seed_canvas"),
-            pinned=list(extra.get("diffusion_pinned") or ()),
+            max_steps=get("max_steps"),
+            canvas_length=get("canvas_length"),
+            first_canvas=get("seed_canvas"),
+            pinned=list(get("pinned", ())),
             read_only=is_read_only(params),
-            allowed_token_ids=tuple(params.logprob_token_ids or ()) if constrained else None,
-            window_rule=extra.get("diffusion_window_rule"),
+            constrained=bool(get("constrained")),
+            window_rule=get("window_rule"),
+            acceptance=get("acceptance", "entropy_bound"),
+            entropy_bound=get("entropy_bound"),
+            accept_probability=get("accept_probability", DEFAULT_ACCEPT_PROBABILITY),
+            accept_tokens=get("accept_tokens"),
+            confidence_threshold=get("confidence_threshold"),
+            stability_threshold=get("stability_threshold"),
+            t_min=get("t_min"),
+            t_max=get("t_max"),
+            judge_answer_only=bool(get("judge_answer_only")),
         )
 
 
 def is_read_only(params: SamplingParams | None) -> bool:
     """Whether a request emits its first canvas without a commit, and ends."""
     return bool(params is not None and (params.extra_args or {}).get("diffusion_read_only"))
-
-
-def check_sampling_params(params: SamplingParams) -> None:
-    """Refuses the sampling parameters a canvas has no meaning for yet. `seed` has one: it keys the
-    request's noise.
-
-    Raises:
-        VLLMValidationError: answered with HTTP 400; names each parameter and what came.
-    """
-    neutral = {
-        "temperature": 1.0,
-        "min_p": 0.0,
-        "min_tokens": 0,
-        "logit_bias": None,
-        "bad_words": None,
-        "allowed_token_ids": None,
-        "prompt_logprobs": None,
-    }
-    given = {
-        name: value
-        for name, value in ((name, getattr(params, name)) for name in neutral)
-        if value != neutral[name] and value not in ([], {})
-    }
-    if given:
-        raise VLLMValidationError(
-            f"Sampling parameters a diffusion model does not support: {given}. Leave them out; "
-            f"temperature must be 1.0, as a canvas is denoised by the model's own schedule.",
-            parameter=next(iter(given)),
-        )
 
 
 def _culprits(key: str, value: Any, canvas_length: int | None, vocab_size: int) -> str:
@@ -117,11 +106,7 @@ def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_si
             f"the value in vllm_xargs (extra_args offline) or leave it out.",
             parameter="extra_args",
         ) from error
-    rule = extra.get("diffusion_window_rule")
-    if rule is not None:
-        try:
-            check_window_rule(rule)
-        except ValueError as error:
-            raise VLLMValidationError(
-                f"diffusion_window_rule: {error}", parameter="extra_args"
-            ) from error
+    try:
+        check_options(extra)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="extra_args") from error

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.penalties import use_penalty
 
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.convergence import NO_TOKEN, up_to_first_stop
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.schedule import temperature
 from vllm_dllm.denoise.step import CanvasState, denoise_step
-from vllm_dllm.logprobs import LogprobRequest, choose, concat, token_logprobs
+from vllm_dllm.logit_filters import LogitFilters
+from vllm_dllm.policies import Policies, revealing
 from vllm_dllm.request import RequestOptions
+from vllm_dllm.step_logprobs import StepLogprobs
 from vllm_dllm.stopping import (
     EVERY_BLOCK,
     MAX_STOP_TOKENS,
@@ -41,11 +41,6 @@ from vllm_dllm.trace import CanvasTrace
 
 if TYPE_CHECKING:
     from vllm_dllm.model_state import DiffusionModelState
-
-logger = init_logger(__name__)
-
-MASKED_LOGIT = -1e20
-"""Stands for an excluded token: its probability is 0, its share of the entropy is not NaN."""
 
 TILE_BYTES = 1 << 30
 """Bounds the vocabulary-wide intermediates of a step, whatever the number of requests."""
@@ -71,30 +66,27 @@ class DiffusionSampler:
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         self._spares_last_commit = spares_last_commit(state.vllm_config)
         self._added: list[int] = []  # slots of requests that came since the last step
-        self.report_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
-
+        self.policies = Policies(
+            self.config, state.max_num_reqs, self.canvas_length, self.slots.canvas.device
+        )
+        self.filters = LogitFilters(self.req_states, self.sampling_states)
+        self.logprobs = StepLogprobs(
+            sampler.logprobs_mode, self.vocab_size, self.slots.canvas.device
+        )
         self._widths = np.zeros(state.max_num_reqs, dtype=np.int64)  # host copy of slots.width
         self._num_stops = np.zeros(state.max_num_reqs, dtype=np.int64)  # of slots.stop_tokens
         # By slot; only requests that ask for one of these are in here.
-        self._logprob_requests: dict[int, LogprobRequest] = {}
-        self._logprobs: dict[int, LogprobsTensors] = {}  # of the slot's latest denoise step
-        self._allowed: dict[int, torch.Tensor] = {}  # [V] bool, True = may be sampled
         self._first_canvases: dict[int, torch.Tensor] = {}  # [width] int64, the caller's
-        self._read_only: set[int] = set()
         self._pinned: set[int] = set()
-        self._top_k_top_p: set[int] = set()
         trace_path = state.extension_config.trace_path
         self.trace = CanvasTrace(trace_path) if trace_path else None
 
     # --- requests ---------------------------------------------------------------------------
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        if use_penalty(sampling_params):
-            logger.warning_once(
-                "Diffusion models apply no frequency, presence or repetition penalty."
-            )
-        device = self.slots.canvas.device
-        options = RequestOptions.from_sampling_params(sampling_params)
+        options = RequestOptions.from_sampling_params(
+            sampling_params, self.state.extension_config.defaults
+        )
         self.sampling_states.add_request(req_idx, sampling_params)
         self._added.append(req_idx)
         num_steps = self.config.max_denoising_steps
@@ -115,8 +107,12 @@ class DiffusionSampler:
         self._num_stops[req_idx] = len(stops)
         rule = options.window_rule or self.state.extension_config.window_rule
         self.slots.symmetric_window[req_idx].fill_(int(rule == "symmetric"))
+        self.policies.add_request(req_idx, options, sampling_params.temperature, num_steps)
+        self.filters.add_request(req_idx, sampling_params, options)
+        self.logprobs.add_request(req_idx, sampling_params, options)
 
-        self._forget(req_idx)
+        self._first_canvases.pop(req_idx, None)
+        self._pinned.discard(req_idx)
         # After a preemption the prefill holds the blocks committed so far, too.
         is_resumed = self.req_states.prefill_len.np[req_idx] > prompt_len
         if options.first_canvas is not None and not is_resumed:
@@ -124,23 +120,6 @@ class DiffusionSampler:
             if options.pinned:
                 self.slots.pin(req_idx, options.first_canvas, options.pinned)
                 self._pinned.add(req_idx)
-        if options.read_only:
-            self._read_only.add(req_idx)
-        if sampling_params.top_k > 0 or sampling_params.top_p < 1.0:
-            self._top_k_top_p.add(req_idx)
-        if options.allowed_token_ids is not None:
-            allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
-            allowed[list(options.allowed_token_ids)] = True
-            self._allowed[req_idx] = allowed.to(device)
-        num_logprobs = sampling_params.logprobs
-        token_ids = tuple(sampling_params.logprob_token_ids or ())
-        if num_logprobs is not None or token_ids:
-            if num_logprobs == -1:
-                num_logprobs = self.vocab_size
-            self._logprob_requests[req_idx] = LogprobRequest(
-                num_logprobs or 0,
-                async_tensor_h2d(np.array(token_ids, dtype=np.int64), device=device),
-            )
 
     def _last_block(
         self, params: SamplingParams, options: RequestOptions, prompt_len: int
@@ -150,23 +129,15 @@ class DiffusionSampler:
         if options.read_only:
             return EVERY_BLOCK, []
         if not self._spares_last_commit:
-            return NO_BLOCK, []
+            return NO_BLOCK, stop_tokens(params)
         max_tokens = params.max_tokens
         end = self.state.max_model_len if max_tokens is None else prompt_len + max_tokens
         return min(end, self.state.max_model_len), stop_tokens(params)
 
-    def _forget(self, slot: int) -> None:
-        """Drops what an earlier request left under this slot."""
-        self._logprob_requests.pop(slot, None)
-        self._logprobs.pop(slot, None)
-        self._allowed.pop(slot, None)
-        self._first_canvases.pop(slot, None)
-        for slots in (self._read_only, self._pinned, self._top_k_top_p):
-            slots.discard(slot)
-
     def apply_staged_writes(self) -> None:
         if self._added:
             self.sampling_states.apply_staged_writes()
+            self.filters.apply_staged_writes()
             self._start_canvases(np.array(self._added, dtype=np.int64))
             self._added.clear()
 
@@ -239,9 +210,10 @@ class DiffusionSampler:
         cut = self._cut_canvases(batch, starts)
         earlier = None if cut is None else slots.progress(idx)
 
-        logits = self._filter(logits, batch)
+        policy = self.policies.of(batch)
+        raw, logits = logits, self.filters.apply(logits, batch, starts, tokens.best_guess)
         step_temperature = temperature(
-            numbers.steps_done, numbers.num_steps, self.config.t_min, self.config.t_max
+            numbers.steps_done, numbers.num_steps, policy.t_min, policy.t_span
         )
         row_temperature = batch.by_row(step_temperature)[:, None]
         drawn = noise.step_noise(
@@ -252,23 +224,39 @@ class DiffusionSampler:
             self.canvas_length,
             self.vocab_size,
         )
-        by_row, soft_rows = self._read_rows(logits, row_temperature, batch.flatten(drawn.candidate))
+        by_row, soft_rows = self._read_rows(
+            logits, row_temperature, batch.flatten(drawn.candidate), batch
+        )
         stats = RowStats(*(batch.unflatten(column) for column in by_row))
+        if policy.is_greedy is not None:
+            greedy = torch.where(policy.is_greedy[:, None], stats.best_guess, stats.candidate)
+            stats = stats._replace(candidate=greedy)
+        num_stops = self._num_stops[batch.slots_np].max()
+        stops = slots.stop_tokens[idx][:, :num_stops]
+        judged = batch.valid
+        if policy.judges_answer_only is not None:
+            answer = up_to_first_stop(stats.best_guess, batch.valid, stops)
+            judged = torch.where(policy.judges_answer_only[:, None], answer, batch.full_valid)
         outcome = denoise_step(
             stats,
             batch.valid,
-            CanvasState(tokens.history, numbers.steps_done, numbers.num_steps),
+            CanvasState(
+                tokens.best_guess, numbers.times_repeated, numbers.steps_done, numbers.num_steps
+            ),
             drawn.renoise,
-            self.config,
+            policy.rules,
+            revealing(policy, slots.revealed[idx], slots.canvas[idx]),
+            judged,
         )
 
         denoised = ~committing
         finished = outcome.finished & denoised
         committed = committing[:, None]
-        best_guess = torch.where(committed, tokens.best_guess, stats.best_guess)
-        num_stops = self._num_stops[batch.slots_np].max()
+        decided = outcome.state.best_guess
+        best_guess = torch.where(committed, tokens.best_guess, decided)
+        last_stops = stops if self._spares_last_commit else stops[:, :0]
         at_once = finished & is_last_block(
-            best_guess, batch.valid, block_ends, numbers.end, slots.stop_tokens[idx][:, :num_stops]
+            best_guess, batch.valid, block_ends, numbers.end, last_stops
         )
         emitted = batch.lengths * (committing | at_once)
 
@@ -283,23 +271,26 @@ class DiffusionSampler:
             drops_soft = drops_soft | pinned[..., None]
         slots.canvas[idx] = torch.where(committed, drawn.next_canvas, canvas)
         slots.soft_embeds[idx] = batch.unflatten(soft_rows).masked_fill_(drops_soft, 0.0)
+        if policy.reveal is not None:
+            slots.revealed[idx] = outcome.accepted & ~committed
         slots.write(
             idx,
-            best_guess,
-            outcome.state.history.masked_fill(committed[..., None], NO_TOKEN),
+            decided.masked_fill(committed, NO_TOKEN),
             outcome.state.steps_done.masked_fill(committing, 0),
             finished & ~at_once,
+            outcome.state.times_repeated,
         )
 
         if cut is not None and earlier is not None:
             slots.take_back(idx, cut, earlier)
             emitted, denoised = torch.where(cut, 0, emitted), denoised & ~cut
+        self.filters.count_emitted(batch, best_guess, emitted)
 
         if self.trace is not None:
             next_canvas = slots.canvas[idx]
             self.trace.record(input_batch, batch, stats, outcome, next_canvas, denoised, finished)
-        logprobs = self._step_logprobs(
-            logits, row_temperature, by_row, batch, input_batch, at_once, cut
+        logprobs = self.logprobs.report(
+            raw, logits, row_temperature, decided, batch, input_batch.num_reqs, at_once, cut
         )
         return best_guess, emitted, logprobs
 
@@ -308,6 +299,7 @@ class DiffusionSampler:
         logits: torch.Tensor,  # [rows, V] fp32
         row_temperature: torch.Tensor,  # [rows, 1] fp32
         draw: torch.Tensor,  # [rows] float64
+        batch: CanvasBatch,
     ) -> tuple[RowStats, torch.Tensor]:
         """Statistics [rows] and expected embeddings [rows, H] of the scaled logits, computed tile
         by tile so that the vocabulary-wide intermediates stay within `TILE_BYTES`."""
@@ -315,80 +307,14 @@ class DiffusionSampler:
         tiles = []
         for start in range(0, len(logits), tile_rows):
             rows = slice(start, start + tile_rows)
-            scaled = logits[rows] / row_temperature[rows]
+            scaled = self.filters.truncate(logits[rows] / row_temperature[rows], batch, rows)
             stats, probs = row_stats(scaled, draw[rows])
             tiles.append((*stats, self.model.soft_embeddings(scaled, probs)))
-        best_guess, candidate, entropy, soft = (
+        *columns, soft = (
             columns[0] if len(tiles) == 1 else torch.cat(columns)
             for columns in zip(*tiles, strict=True)
         )
-        return RowStats(best_guess, candidate, entropy), soft
-
-    def _filter(self, logits: torch.Tensor, batch: CanvasBatch) -> torch.Tensor:
-        """Excludes tokens by top_k, top_p and the allowed sets of constrained requests."""
-        if not self._allowed.keys().isdisjoint(batch.slots_np.tolist()):
-            logits = logits.clone()
-            ends = np.cumsum(batch.lengths_np).tolist()
-            for slot, end, length in zip(
-                batch.slots_np.tolist(), ends, batch.lengths_np.tolist(), strict=True
-            ):
-                if (allowed := self._allowed.get(slot)) is not None:
-                    logits[end - length : end].masked_fill_(~allowed, MASKED_LOGIT)
-        if self._top_k_top_p.isdisjoint(batch.slots_np.tolist()):
-            return logits
-        logits = self.sampling_states.apply_top_k_top_p(
-            logits, batch.by_row(batch.slots), batch.slots_np
-        )
-        return logits.clamp(min=MASKED_LOGIT)  # from -inf
-
-    def _step_logprobs(
-        self,
-        logits: torch.Tensor,  # [rows, V], at temperature 1
-        row_temperature: torch.Tensor,  # [rows, 1]
-        stats: RowStats,  # fields [rows]
-        batch: CanvasBatch,
-        input_batch: InputBatch,
-        at_once: torch.Tensor,  # [n] bool, blocks this step both decides and emits
-        cut: torch.Tensor | None,  # [n] bool, steps that were taken back
-    ) -> LogprobsTensors | None:
-        """Scores of the blocks this step may emit: its own, or, if it commits, those of the step
-        before, which are kept for it."""
-        if self._logprob_requests.keys().isdisjoint(batch.slots_np.tolist()):
-            return None
-        taken_back = [False] * batch.num_canvases if cut is None else cut.tolist()
-        parts: list[LogprobsTensors] = []
-        first_rows = [0] * input_batch.num_reqs
-        num_rows, end = 0, 0
-        for i, (request, slot, length) in enumerate(
-            zip(
-                batch.requests_np.tolist(),
-                batch.slots_np.tolist(),
-                batch.lengths_np.tolist(),
-                strict=True,
-            )
-        ):
-            end += length
-            wanted = self._logprob_requests.get(slot)
-            if wanted is None or taken_back[i]:
-                continue
-            read_only = slot in self._read_only
-            rows = slice(end - length, end)
-            # A read-only request asks what the model thinks, not what the schedule makes of it.
-            current = token_logprobs(
-                logits[rows],
-                None if read_only else row_temperature[rows],
-                stats.best_guess[rows],
-                wanted,
-                self.report_logits,
-            )
-            reported = current
-            if not read_only and slot in self._logprobs:
-                reported = choose(at_once[i], current, self._logprobs[slot])
-            self._logprobs[slot] = current
-            first_rows[request] = num_rows
-            num_rows += len(reported.logprobs)
-            parts.append(reported)
-        return concat(parts, first_rows) if parts else None
+        return RowStats(*columns), soft
 
 
 def _output(

@@ -16,7 +16,7 @@ from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.stopping import MAX_STOP_TOKENS
 
-_PROGRESS = ("numbers", "tokens", "canvas", "soft_embeds", "pinned")
+_PROGRESS = ("numbers", "tokens", "canvas", "soft_embeds", "pinned", "revealed")
 
 
 Index: TypeAlias = slice | torch.Tensor
@@ -32,10 +32,11 @@ def index_of(rows: np.ndarray, on_device: torch.Tensor) -> Index:
 
 
 class SlotNumbers(NamedTuple):
-    """Of n slots, each [n] int64. A step changes the first two."""
+    """Of n slots, each [n] int64. A step changes the first three."""
 
     steps_done: torch.Tensor  # denoising steps taken on the current canvas
     is_committing: torch.Tensor  # 1 = the next forward commits the canvas, 0 = it denoises
+    times_repeated: torch.Tensor  # steps on end that the best guess has stood still
     noise_key: torch.Tensor  # of the request's seed
     num_steps: torch.Tensor  # the request's step cap
     end: torch.Tensor  # absolute position: a block that ends there or later is the last one
@@ -44,20 +45,20 @@ class SlotNumbers(NamedTuple):
 class SlotTokens(NamedTuple):
     """Of n slots."""
 
-    best_guess: torch.Tensor  # [n, C] int64, last step's argmax: what a commit emits
-    history: torch.Tensor  # [n, S, C] int64, earlier best guesses
+    best_guess: torch.Tensor  # [n, C] int64, last step's: what a commit emits
     first_canvas: torch.Tensor  # [n, C] int64, the caller's tokens at pinned positions
 
 
 @dataclass
 class CanvasSlots:
-    """R = most requests at once, C = canvas length, S = stability threshold, H = hidden size."""
+    """R = most requests at once, C = canvas length, H = hidden size."""
 
     canvas: torch.Tensor  # [R, C] int64, tokens the next forward reads: the runner's draft tokens
-    numbers: torch.Tensor  # [R, 5] int64, `SlotNumbers`
-    tokens: torch.Tensor  # [R, 2 + S, C] int64, `SlotTokens`
+    numbers: torch.Tensor  # [R, 6] int64, `SlotNumbers`
+    tokens: torch.Tensor  # [R, 2, C] int64, `SlotTokens`
     soft_embeds: torch.Tensor  # [R, C, H] model dtype, expected embedding of last step's softmax
     pinned: torch.Tensor  # [R, C] bool, positions held at `first_canvas`
+    revealed: torch.Tensor  # [R, C] bool, positions of the canvas that are revealed for good
     stop_tokens: torch.Tensor  # [R, MAX_STOP_TOKENS] int64
     symmetric_window: torch.Tensor  # [R] int32, 1 = symmetric window rule, 0 = reference
     width: torch.Tensor  # [R] int64, canvas length the request asked for, 1..C
@@ -66,7 +67,6 @@ class CanvasSlots:
     def allocate(
         cls,
         canvas: torch.Tensor,  # [R, C] int64
-        stability_threshold: int,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> "CanvasSlots":
@@ -78,9 +78,10 @@ class CanvasSlots:
         return cls(
             canvas=canvas,
             numbers=zeros(R, len(SlotNumbers._fields), dtype=torch.int64),
-            tokens=zeros(R, 2 + stability_threshold, C, dtype=torch.int64),
+            tokens=zeros(R, len(SlotTokens._fields), C, dtype=torch.int64),
             soft_embeds=zeros(R, C, hidden_size, dtype=dtype),
             pinned=zeros(R, C, dtype=torch.bool),
+            revealed=zeros(R, C, dtype=torch.bool),
             stop_tokens=zeros(R, MAX_STOP_TOKENS, dtype=torch.int64),
             symmetric_window=zeros(R, dtype=torch.int32),
             width=zeros(R, dtype=torch.int64),
@@ -100,6 +101,7 @@ class CanvasSlots:
         numbers = SlotNumbers(
             steps_done=torch.tensor(0),
             is_committing=torch.tensor(0),
+            times_repeated=torch.tensor(0),
             noise_key=noise.keys(torch.tensor(seed)),
             num_steps=torch.tensor(num_steps),
             end=torch.tensor(end),
@@ -108,6 +110,7 @@ class CanvasSlots:
         self.tokens[slot].fill_(NO_TOKEN)
         self.soft_embeds[slot].zero_()
         self.pinned[slot].fill_(False)
+        self.revealed[slot].fill_(False)
         self.width[slot].fill_(width)
         self.stop_tokens[slot] = async_tensor_h2d(np.array(stop_tokens), device=self.canvas.device)
 
@@ -115,8 +118,7 @@ class CanvasSlots:
         return SlotNumbers(*self.numbers[idx].unbind(dim=-1))
 
     def read_tokens(self, idx: Index) -> SlotTokens:
-        tokens = self.tokens[idx]
-        return SlotTokens(tokens[:, 0], tokens[:, 1:-1], tokens[:, -1])
+        return SlotTokens(*self.tokens[idx].unbind(dim=1))
 
     def is_committing(self, idx: Index) -> torch.Tensor:
         """[n] bool, of the slots `idx` [n]."""
@@ -126,13 +128,14 @@ class CanvasSlots:
         self,
         idx: Index,
         best_guess: torch.Tensor,  # [n, C] int64
-        history: torch.Tensor,  # [n, S, C] int64
         steps_done: torch.Tensor,  # [n] int64
         is_committing: torch.Tensor,  # [n] bool
+        times_repeated: torch.Tensor,  # [n] int64
     ) -> None:
         """Stores what a step leaves for the next one."""
-        self.tokens[idx, :-1] = torch.cat((best_guess[:, None], history), dim=1)
-        self.numbers[idx, :2] = torch.stack((steps_done, is_committing.long()), dim=1)
+        self.tokens[idx, 0] = best_guess
+        progress = (steps_done, is_committing.long(), times_repeated)
+        self.numbers[idx, : len(progress)] = torch.stack(progress, dim=1)
 
     def pin(self, slot: int, first_canvas: list[int], positions: list[int]) -> None:
         """Holds the `positions` of the request's first canvas at the tokens they have there."""

@@ -32,7 +32,7 @@ class CanvasTrace:
         finished: torch.Tensor,  # [n] bool
     ) -> None:
         """Writes this step's denoised canvases. Waits for the device."""
-        tokens, accepted = stats.best_guess.tolist(), outcome.accepted.int().tolist()
+        tokens, accepted = outcome.state.best_guess.tolist(), outcome.accepted.int().tolist()
         entropy = (stats.entropy_nats.sum(-1) / batch.lengths).tolist()
         next_canvas = canvas.tolist()
         steps = outcome.state.steps_done.tolist()

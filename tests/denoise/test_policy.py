@@ -9,12 +9,16 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     StableAndConfidentStoppingCriteria,
 )
 
-from vllm_dllm.config import DenoiseConfig
-from vllm_dllm.denoise.acceptance import accept_by_entropy_bound
-from vllm_dllm.denoise.convergence import NO_TOKEN, is_confident, is_stable, push_history
+from vllm_dllm.denoise.acceptance import Reveal, accept_by_entropy_bound, reveal
+from vllm_dllm.denoise.convergence import (
+    NO_TOKEN,
+    is_confident,
+    times_repeated,
+    up_to_first_stop,
+)
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.schedule import temperature
-from vllm_dllm.denoise.step import CanvasState, denoise_step
+from vllm_dllm.denoise.step import CanvasState, StepRules, denoise_step
 
 N, C, V = 5, 16, 40
 
@@ -37,13 +41,13 @@ def test_temperature_is_the_reference_schedule(num_steps: int) -> None:
     logits = random_logits(0)
     for steps_done in range(num_steps):
         remaining = torch.tensor(num_steps - steps_done, dtype=torch.int32)
-        ours = temperature(torch.tensor([steps_done]), torch.tensor([num_steps]), 0.4, 0.8)
+        ours = temperature(torch.tensor([steps_done]), torch.tensor([num_steps]), 0.4, 0.8 - 0.4)
         assert torch.equal(logits / ours, reference(None, logits, cur_step=remaining))
 
 
 def test_capped_schedule_ends_where_the_reference_with_that_many_steps_ends() -> None:
     # Stock vLLM keeps the schedule of 48 steps, and ends a cap of 16 at 0.675.
-    last = temperature(torch.tensor([15]), torch.tensor([16]), 0.4, 0.8)
+    last = temperature(torch.tensor([15]), torch.tensor([16]), 0.4, 0.8 - 0.4)
     assert last.item() == pytest.approx(0.425)
 
 
@@ -72,7 +76,7 @@ def test_absent_positions_are_never_accepted_and_do_not_use_up_the_bound() -> No
 def test_convergence_is_the_reference(stability: int) -> None:
     confidence = 0.05
     reference = StableAndConfidentStoppingCriteria(stability, confidence)
-    history = torch.full((N, stability, C), NO_TOKEN)
+    earlier, times = torch.full((N, C), NO_TOKEN), torch.zeros(N, dtype=torch.long)
     valid = torch.ones(N, C, dtype=torch.bool)
     base = random_logits(2)
     outcomes = []
@@ -81,8 +85,9 @@ def test_convergence_is_the_reference(stability: int) -> None:
         logits[step % N, 0, step] += 1e4 * (step < 3)  # one canvas a step changes its mind
         stats = stats_of(logits.view(-1, V), torch.zeros(N * C))
         best_guess, entropy = stats.best_guess.view(N, C), stats.entropy_nats.view(N, C)
-        ours = is_stable(best_guess, history, valid) & is_confident(entropy, valid, confidence)
-        history = push_history(history, best_guess)
+        times = times_repeated(best_guess, earlier, times, valid)
+        ours = (times >= stability) & is_confident(entropy, valid, confidence)
+        earlier = best_guess
         assert torch.equal(ours, reference(best_guess, logits))
         outcomes.append(ours)
     assert torch.stack(outcomes).any(), "the case must contain a convergence"
@@ -93,9 +98,10 @@ def test_phantom_positions_do_not_keep_a_canvas_from_converging() -> None:
     entropy = torch.tensor([[0.001, 0.002, 5.0, 5.0]])
     valid = torch.tensor([[True, True, False, False]])
     guess = torch.tensor([[3, 4, 0, 0]])
-    history = torch.tensor([[[3, 4, 7, 7]]])
+    earlier, times = torch.tensor([[3, 4, 7, 7]]), torch.tensor([2])
     assert is_confident(entropy, valid, 0.005).item()
-    assert is_stable(guess, history, valid).item()
+    assert times_repeated(guess, earlier, times, valid).item() == 3
+    assert times_repeated(guess, earlier, times, torch.ones_like(valid)).item() == 0
     assert not is_confident(entropy, torch.ones_like(valid), 0.005).item()
 
 
@@ -120,23 +126,115 @@ def test_excluded_tokens_are_never_candidates(edge: float) -> None:
 
 
 def test_step_replaces_what_it_does_not_accept_and_stops_at_the_cap() -> None:
-    config = DenoiseConfig(48, 0.4, 0.8, 0.1, 0.005, 1)
+    rules = StepRules(entropy_bound=0.1, confidence_threshold=0.005, stability_threshold=1)
     stats = RowStats(
         best_guess=torch.tensor([[1, 2, 3]] * 2),
         candidate=torch.tensor([[1, 9, 3]] * 2),
         entropy_nats=torch.tensor([[0.0, 2.0, 0.09]] * 2),
+        best_logprob=torch.zeros(2, 3),
     )
     state = CanvasState(
-        history=torch.full((2, 1, 3), NO_TOKEN),
-        steps_done=torch.tensor([0, 3], dtype=torch.int32),
-        num_steps=torch.tensor([4, 4], dtype=torch.int32),
+        best_guess=torch.full((2, 3), NO_TOKEN),
+        times_repeated=torch.zeros(2, dtype=torch.long),
+        steps_done=torch.tensor([0, 3]),
+        num_steps=torch.tensor([4, 4]),
     )
     noise = torch.full((2, 3), 77)
-    outcome = denoise_step(stats, torch.ones(2, 3, dtype=torch.bool), state, noise, config)
+    outcome = denoise_step(stats, torch.ones(2, 3, dtype=torch.bool), state, noise, rules)
     # The exclusive sum: position 1 (2.0 nats) comes after 0.09 nats and is accepted, too.
     assert outcome.accepted.tolist() == [[True, True, True]] * 2
     assert outcome.finished.tolist() == [False, True]
     sharper = stats._replace(entropy_nats=torch.tensor([[0.0, 2.0, 0.11]] * 2))
-    outcome = denoise_step(sharper, torch.ones(2, 3, dtype=torch.bool), state, noise, config)
+    outcome = denoise_step(sharper, torch.ones(2, 3, dtype=torch.bool), state, noise, rules)
     assert outcome.canvas.tolist() == [[1, 77, 3]] * 2
-    assert outcome.state.history.tolist() == [[[1, 2, 3]]] * 2
+    assert outcome.state.best_guess.tolist() == [[1, 2, 3]] * 2
+    assert outcome.state.times_repeated.tolist() == [0, 0]
+
+
+def test_rules_of_each_canvas_are_those_it_would_have_alone() -> None:
+    logits = random_logits(3, 6.0)
+    stats = RowStats(*(t.view(N, C) for t in stats_of(logits.view(-1, V), torch.rand(N * C))))
+    noise = torch.full((N, C), 77)
+    state = CanvasState(
+        stats.best_guess.clone(), torch.arange(N), torch.zeros(N).long(), torch.full((N,), 9)
+    )
+    bounds, confidences = (torch.linspace(low, high, N) for low, high in ((0.05, 9.0), (0.5, 1.5)))
+    stability = torch.tensor([1, 5, 0, 2, 9])
+    together = denoise_step(
+        stats, None, state, noise, StepRules(bounds, confidences, stability.float())
+    )
+    for i in range(N):
+        row = slice(i, i + 1)
+        alone = denoise_step(
+            RowStats(*(t[row] for t in stats)),
+            None,
+            CanvasState(*(t[row] for t in state)),
+            noise[row],
+            StepRules(bounds[i].item(), confidences[i].item(), stability[i].item()),
+        )
+        assert torch.equal(alone.canvas[0], together.canvas[i])
+        assert alone.finished.item() == together.finished[i].item()
+    assert 0 < together.finished.sum() < N
+
+
+def reveal_rule(threshold: float, per_step: int, revealed: torch.Tensor, n: int = 1) -> Reveal:
+    return Reveal(
+        is_chosen=torch.ones(n, dtype=torch.bool),
+        threshold=torch.full((n,), threshold),
+        per_step=torch.full((n,), per_step),
+        revealed=revealed,
+        tokens=torch.full_like(revealed, 50, dtype=torch.long),
+    )
+
+
+def test_reveal_by_probability_and_by_number() -> None:
+    probability = torch.tensor([[0.95, 0.2, 0.91, 0.5, 0.99]])
+    hidden = torch.zeros(1, 5, dtype=torch.bool)
+    by_threshold = reveal(probability, None, reveal_rule(0.9, 1, hidden))
+    assert by_threshold.tolist() == [[True, False, True, False, True]]
+    at_least_one = reveal(probability * 0.5, None, reveal_rule(0.9, 1, hidden))
+    assert at_least_one.tolist() == [[False, False, False, False, True]]
+    two = reveal(probability, None, reveal_rule(2.0, 2, hidden))
+    assert two.tolist() == [[True, False, False, False, True]]
+    already, valid = torch.tensor([[True, False, False, False, True]]), torch.arange(5) < 4
+    next_two = reveal(probability, valid[None], reveal_rule(2.0, 2, already))
+    assert next_two.tolist() == [[False, False, True, True, False]]
+
+
+def test_a_revealed_position_keeps_its_token_and_the_last_one_finishes_the_canvas() -> None:
+    stats = RowStats(
+        best_guess=torch.tensor([[1, 2, 3]]),
+        candidate=torch.tensor([[4, 5, 6]]),
+        entropy_nats=torch.ones(1, 3),
+        best_logprob=torch.tensor([[0.5, 0.9, 0.7]]).log(),
+    )
+    revealed = torch.tensor([[True, False, False]])
+    state = CanvasState(
+        torch.full((1, 3), NO_TOKEN), torch.tensor([0]), torch.tensor([0]), torch.tensor([9])
+    )
+    rules = StepRules(0.1, 0.005, 1)
+    noise = torch.full((1, 3), 77)
+    outcome = denoise_step(stats, None, state, noise, rules, reveal_rule(2.0, 1, revealed))
+    assert outcome.canvas.tolist() == [[50, 5, 77]]
+    assert outcome.state.best_guess.tolist() == [[50, 5, 3]] and not outcome.finished
+    outcome = denoise_step(stats, None, state, noise, rules, reveal_rule(2.0, 2, revealed))
+    assert outcome.canvas.tolist() == [[50, 5, 6]] and outcome.finished
+    # A neighbour that goes by the entropy bound is not touched.
+    both = RowStats(*(t.expand(2, 3) for t in stats))
+    states = CanvasState(*(t.expand(2, *t.shape[1:]) for t in state))
+    rule = reveal_rule(2.0, 2, revealed.expand(2, 3), n=2)
+    rule = rule._replace(is_chosen=torch.tensor([True, False]))
+    mixed = denoise_step(both, None, states, noise.expand(2, 3), rules, rule)
+    alone = denoise_step(stats, None, state, noise, rules)
+    assert torch.equal(mixed.canvas[1:], alone.canvas)
+    assert torch.equal(mixed.state.best_guess[1:], alone.state.best_guess)
+
+
+def test_judging_the_answer_only() -> None:
+    guess = torch.tensor([[5, 9, 7, 9], [5, 6, 7, 8], [9, 6, 7, 8]])
+    stops = torch.tensor([[9, -1]] * 3)
+    answer = up_to_first_stop(guess, None, stops)
+    assert answer.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
+    valid = torch.tensor([[True, False, True, True], [True, True, True, False], [True] * 4])
+    answer = up_to_first_stop(guess, valid, stops)
+    assert answer.int().tolist() == [[1, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]

@@ -43,7 +43,7 @@ def test_pins_are_complete_and_agree():
 def test_pins_are_for_cpu():
     locked = pins()
     assert not LEFT_OUT & locked.keys()
-    # FlashAttention-4's compiler, which needs no GPU; libraries that do would come with CUDA's torch.
+    # FlashAttention-4's compiler needs no GPU; what does would come with CUDA's torch.
     compiler = ("nvidia-cutlass-dsl", "cuda-bindings", "cuda-pathfinder")
     cuda = [name for name in locked if name.startswith(("nvidia-", "cuda-"))]
     assert all(name.startswith(compiler) for name in cuda), cuda

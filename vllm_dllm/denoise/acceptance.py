@@ -1,11 +1,13 @@
-"""Which candidates of a step are kept: the entropy bound."""
+"""Which candidates of a step are kept."""
+
+from typing import NamedTuple
 
 import torch
 
 
 def accept_by_entropy_bound(
     entropy_nats: torch.Tensor,  # [n, C] fp32; +inf at positions that are not part of the canvas
-    entropy_bound: float,  # nats
+    entropy_bound: float | torch.Tensor,  # nats, of all canvases or [n]
 ) -> torch.Tensor:
     """Accepted positions [n, C] bool.
 
@@ -18,5 +20,34 @@ def accept_by_entropy_bound(
     # The reference subtracts the element from the inclusive sum; an exclusive sum computed
     # another way could differ in the last bit and flip a position at the bound.
     entropy_before = torch.cumsum(ascending, dim=-1) - ascending
+    if isinstance(entropy_bound, torch.Tensor):
+        entropy_bound = entropy_bound[:, None]
     taken = entropy_before <= entropy_bound  # inf - inf is nan: absent positions are never taken
     return torch.zeros_like(taken).scatter_(-1, order, taken)
+
+
+class Reveal(NamedTuple):
+    """Canvases that are revealed for good, position by position, as mask-noise diffusion models do
+    (Wu et al., "Fast-dLLM", arXiv 2505.22618: a probability threshold; Nie et al., "Large Language
+    Diffusion Models", arXiv 2502.09992: the k most certain positions a step)."""
+
+    is_chosen: torch.Tensor  # [n] bool, canvases that are; the others go by the entropy bound
+    threshold: torch.Tensor  # [n] fp32, probability from which on a candidate is kept; > 1: none is
+    per_step: torch.Tensor  # [n] int64, at least so many a step, the most probable ones
+    revealed: torch.Tensor  # [n, C] bool, revealed by earlier steps
+    tokens: torch.Tensor  # [n, C] int64, the canvas of this step
+
+
+def reveal(
+    probability: torch.Tensor,  # [n, C] fp32, of each position's best guess
+    valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
+    rule: Reveal,
+) -> torch.Tensor:
+    """Positions revealed by this step [n, C] bool: hidden ones of at least the threshold, and as
+    many of the most probable ones as `per_step` says."""
+    hidden = ~rule.revealed if valid is None else ~rule.revealed & valid
+    order = torch.where(hidden, probability, -1.0).argsort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, rank)
+    enough = (probability >= rule.threshold[:, None]) | (rank < rule.per_step[:, None])
+    return hidden & enough

@@ -3,26 +3,27 @@
 import torch
 
 NO_TOKEN = -1
-"""Fills the history of a fresh canvas. No token id equals it, so a history that is not full yet
-never counts as stable."""
+"""The best guess before the first step, which thus repeats nothing: no token id equals it."""
 
 
-def is_stable(
+def times_repeated(
     best_guess: torch.Tensor,  # [n, C] int64
-    history: torch.Tensor,  # [n, stability_threshold, C] int64, earlier best guesses
+    earlier: torch.Tensor,  # [n, C] int64, the step before's best guess
+    times: torch.Tensor,  # [n] int64, how often `earlier` had been repeated
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
 ) -> torch.Tensor:
-    """[n] bool: the best guess equals each of the `stability_threshold` guesses before it."""
-    same = history == best_guess[:, None, :]
+    """[n] int64: for how many steps on end the best guess has been what it was the step before. It
+    equals each of the s guesses before it iff that is at least s."""
+    same = best_guess == earlier
     if valid is not None:
-        same |= ~valid[:, None, :]
-    return same.flatten(1).all(dim=-1)
+        same |= ~valid
+    return (times + 1) * same.all(dim=-1)
 
 
 def is_confident(
     entropy_nats: torch.Tensor,  # [n, C] fp32
     valid: torch.Tensor | None,  # [n, C] bool; None: all
-    confidence_threshold: float,  # nats
+    confidence_threshold: float | torch.Tensor,  # nats, of all canvases or [n]
 ) -> torch.Tensor:
     """[n] bool: the mean entropy over the canvas' own positions is below the threshold."""
     if valid is None:
@@ -31,11 +32,16 @@ def is_confident(
     return total / valid.sum(dim=-1).clamp(min=1) < confidence_threshold
 
 
-def push_history(
-    history: torch.Tensor,  # [n, stability_threshold, C]
-    best_guess: torch.Tensor,  # [n, C]
+def up_to_first_stop(
+    best_guess: torch.Tensor,  # [n, C] int64
+    valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
+    stop_tokens: torch.Tensor,  # [n, K] int64, tokens that end an answer; unused places: < 0
 ) -> torch.Tensor:
-    """The history one step later: the oldest guess leaves, `best_guess` comes last."""
-    if history.shape[1] == 0:
-        return history
-    return torch.cat((history[:, 1:], best_guess[:, None, :]), dim=1)
+    """[n, C] bool: valid positions up to the first stop token, itself included: what comes after
+    it is dropped, so nobody has to wait for it."""
+    stops = (best_guess[..., None] == stop_tokens[:, None, :]).any(dim=-1)
+    if valid is not None:
+        stops &= valid
+    before = stops.cumsum(dim=-1) - stops.long()  # stop tokens before each position
+    first = before == 0
+    return first if valid is None else first & valid

@@ -9,6 +9,7 @@ class RowStats(NamedTuple):
     best_guess: torch.Tensor  # [rows] int64, argmax
     candidate: torch.Tensor  # [rows] int64, one draw from softmax(logits)
     entropy_nats: torch.Tensor  # [rows] fp32
+    best_logprob: torch.Tensor  # [rows] fp32, of the best guess
 
 
 def row_stats(
@@ -22,10 +23,13 @@ def row_stats(
     """
     log_probs = logits.log_softmax(dim=-1)
     probs = log_probs.exp()
+    best_guess = _argmax(logits)
+    best_logprob = log_probs.gather(-1, best_guess[:, None]).squeeze(-1)
     stats = RowStats(
-        best_guess=_argmax(logits),
+        best_guess=best_guess,
         candidate=sample_by_inversion(probs, uniform),
         entropy_nats=log_probs.mul_(probs).sum(dim=-1).neg_(),
+        best_logprob=best_logprob,
     )
     return stats, probs
 

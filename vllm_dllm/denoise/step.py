@@ -4,18 +4,26 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_dllm.config import DenoiseConfig
-from vllm_dllm.denoise.acceptance import accept_by_entropy_bound
-from vllm_dllm.denoise.convergence import is_confident, is_stable, push_history
+from vllm_dllm.denoise.acceptance import Reveal, accept_by_entropy_bound, reveal
+from vllm_dllm.denoise.convergence import is_confident, times_repeated
 from vllm_dllm.denoise.row_stats import RowStats
+
+
+class StepRules(NamedTuple):
+    """How canvases are denoised: each a number for all of them, or a tensor [n]."""
+
+    entropy_bound: float | torch.Tensor  # nats
+    confidence_threshold: float | torch.Tensor  # nats
+    stability_threshold: int | torch.Tensor  # steps
 
 
 class CanvasState(NamedTuple):
     """What a canvas carries from step to step."""
 
-    history: torch.Tensor  # [n, stability_threshold, C] int64, earlier best guesses
-    steps_done: torch.Tensor  # [n] int32
-    num_steps: torch.Tensor  # [n] int32, step cap N
+    best_guess: torch.Tensor  # [n, C] int64, of the step before
+    times_repeated: torch.Tensor  # [n] int64, see `convergence.times_repeated`
+    steps_done: torch.Tensor  # [n] int64
+    num_steps: torch.Tensor  # [n] int64, step cap N
 
 
 class StepOutcome(NamedTuple):
@@ -30,27 +38,41 @@ def denoise_step(
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
     state: CanvasState,
     renoise_tokens: torch.Tensor,  # [n, C] int64
-    config: DenoiseConfig,
+    rules: StepRules,
+    revealing: Reveal | None = None,  # None: no canvas is revealed for good
+    judged: torch.Tensor | None = None,  # [n, C] bool, positions to wait for; None: the valid ones
 ) -> StepOutcome:
     """Accept, renoise and judge, as one pass of the reference's `_denoising_step`.
 
-    Acceptance is decided anew each step: a position accepted before can be renoised again.
+    Acceptance is decided anew each step: a position accepted before can be renoised again. A canvas
+    that is revealed for good keeps what was revealed, and is finished when nothing is hidden.
     """
     entropy = stats.entropy_nats
+    best_guess, candidate = stats.best_guess, stats.candidate
     accepted = accept_by_entropy_bound(
-        entropy if valid is None else torch.where(valid, entropy, torch.inf), config.entropy_bound
+        entropy if valid is None else torch.where(valid, entropy, torch.inf), rules.entropy_bound
     )
-    converged = is_stable(stats.best_guess, state.history, valid) & is_confident(
-        entropy, valid, config.confidence_threshold
+    all_revealed = None
+    if revealing is not None:
+        chosen = revealing.is_chosen[:, None]
+        kept = revealing.revealed & chosen
+        shown = kept | reveal(stats.best_logprob.exp(), valid, revealing)
+        accepted = torch.where(chosen, shown, accepted)
+        candidate = torch.where(kept, revealing.tokens, candidate)
+        best_guess = torch.where(shown & chosen, candidate, best_guess)
+        all_revealed = (shown if valid is None else shown | ~valid).all(-1) & revealing.is_chosen
+    if judged is None:
+        judged = valid
+    repeated = times_repeated(best_guess, state.best_guess, state.times_repeated, judged)
+    converged = (repeated >= rules.stability_threshold) & is_confident(
+        entropy, judged, rules.confidence_threshold
     )
+    if all_revealed is not None:
+        converged |= all_revealed
     steps_done = state.steps_done + 1
     return StepOutcome(
-        canvas=torch.where(accepted, stats.candidate, renoise_tokens),
+        canvas=torch.where(accepted, candidate, renoise_tokens),
         accepted=accepted,
-        state=CanvasState(
-            history=push_history(state.history, stats.best_guess),
-            steps_done=steps_done,
-            num_steps=state.num_steps,
-        ),
+        state=CanvasState(best_guess, repeated, steps_done, state.num_steps),
         finished=converged | (steps_done >= state.num_steps),
     )

@@ -1,0 +1,111 @@
+"""What a request's sampling parameters do to the logits of its canvas, before the temperature.
+
+The order is vLLM's: allowed tokens and biases, stop tokens that come too early, penalties, bad
+words. A canvas is decided at once, so "generated so far" needs a definition: at position i it is
+the blocks committed before, and the step before's best guess at the positions before i.
+
+Legend: C = canvas length, V = vocabulary size, L rows = consecutive positions of one canvas.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+MASKED_LOGIT = -1e20
+"""Stands for an excluded token: its probability is 0, its share of the entropy is not NaN."""
+
+_REPAIRS = 8
+"""How often the best guess is looked through for bad words of several tokens. Each time all it has
+are excluded, so that only a chain of substitutes that are bad words themselves needs another."""
+
+
+@dataclass
+class Penalties:
+    presence: float
+    frequency: float
+    repetition: float
+    counts: torch.Tensor  # [V] fp32, of the tokens committed so far
+    in_prompt: torch.Tensor  # [V] bool
+
+    def apply_(
+        self,
+        logits: torch.Tensor,  # [L, V] fp32
+        first: int,  # canvas position of the first row
+        guess: torch.Tensor,  # [C] int64, the step before's best guess; NO_TOKEN: none yet
+    ) -> None:
+        L, C = len(logits), len(guess)
+        position = torch.arange(C, device=guess.device)
+        is_before = position < position[first : first + L, None]
+        counted = (is_before & (guess >= 0)).to(logits.dtype)
+        own = torch.zeros_like(logits).scatter_add_(1, guess.clamp(min=0).expand(L, C), counted)
+        generated = own.add_(self.counts)
+        if self.repetition != 1.0:
+            scaled = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
+            logits.copy_(torch.where((generated > 0) | self.in_prompt, scaled, logits))
+        if self.frequency != 0.0:
+            logits.addcmul_(generated, logits.new_tensor(-self.frequency))
+        if self.presence != 0.0:
+            logits.add_((generated > 0).to(logits.dtype), alpha=-self.presence)
+
+    def count_(self, block: torch.Tensor, is_emitted: torch.Tensor) -> None:
+        """Counts a block [C] int64 of tokens, NO_TOKEN where it has none, if `is_emitted` []."""
+        counted = (is_emitted & (block >= 0)).to(self.counts.dtype)
+        self.counts.scatter_add_(0, block.clamp(min=0), counted)
+
+
+@dataclass
+class LogitRules:
+    """Of one request. All on the device of the logits."""
+
+    bias: torch.Tensor | None = None  # [V] fp32, MASKED_LOGIT for tokens that are never allowed
+    early_stops: torch.Tensor | None = None  # [k] int64, tokens that may not come ...
+    stops_from: int = 0  # ... before this absolute position
+    penalties: Penalties | None = None
+    bad_words: list[torch.Tensor] = field(default_factory=list)  # [>= 2] int64 each
+
+    def __bool__(self) -> bool:
+        several = (self.bias, self.early_stops, self.penalties)
+        return bool(self.bad_words) or any(rule is not None for rule in several)
+
+    def apply_(
+        self,
+        logits: torch.Tensor,  # [L, V] fp32, changed in place
+        first: int,  # canvas position of the first row
+        start: torch.Tensor,  # [] int64, absolute position of the canvas' first token
+        guess: torch.Tensor,  # [C] int64, the step before's best guess
+    ) -> None:
+        """All but the bad words of several tokens, which need the whole canvas."""
+        if self.bias is not None:
+            logits.add_(self.bias).clamp_(min=MASKED_LOGIT)
+        if self.early_stops is not None:
+            position = start + first + torch.arange(len(logits), device=logits.device)
+            is_early = (position < self.stops_from)[:, None]
+            stops = logits[:, self.early_stops].masked_fill(is_early, MASKED_LOGIT)
+            logits[:, self.early_stops] = stops
+        if self.penalties is not None:
+            self.penalties.apply_(logits, first, guess)
+
+    def exclude_bad_words_(
+        self,
+        logits: torch.Tensor,  # [C, V] fp32, changed in place
+        before: torch.Tensor,  # [w] int64, the tokens before the canvas; < 0: not the request's
+    ) -> None:
+        """Excludes the last token of each bad word of several tokens wherever this step's best
+        guess spells the rest of it before, so that the best guess holds none."""
+        for _ in range(_REPAIRS):
+            spelled = torch.cat((before, logits.argmax(dim=-1)))
+            for word in self.bad_words:
+                rest = len(word) - 1
+                from_start = spelled[len(before) - rest :]  # what ends before position 0 and on
+                windows = from_start.unfold(0, rest, 1)[: len(logits)]
+                matches = (windows == word[:-1]).all(dim=-1)
+                column = logits[:, word[-1]]
+                logits[:, word[-1]] = torch.where(matches, MASKED_LOGIT, column)
+
+
+def exclude_below_min_p_(
+    logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled, changed in place
+    min_p: torch.Tensor,  # [rows, 1] fp32, of the most probable token's probability; 0 = none
+) -> None:
+    lowest = logits.amax(dim=-1, keepdim=True) + min_p.log()
+    logits.masked_fill_(logits < lowest, MASKED_LOGIT)

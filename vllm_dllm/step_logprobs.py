@@ -1,0 +1,95 @@
+"""Which log-probabilities a step reports, to the requests that ask for them."""
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+
+from vllm_dllm.canvas_batch import CanvasBatch
+from vllm_dllm.logprobs import LogprobRequest, choose, concat, token_logprobs
+from vllm_dllm.request import RequestOptions
+
+
+class StepLogprobs:
+    """By slot; only requests that ask for log-probabilities are in here."""
+
+    def __init__(self, mode: str, vocab_size: int, device: torch.device) -> None:
+        self.reports_logits = mode in ("raw_logits", "processed_logits")
+        self.reports_processed = mode in ("processed_logits", "processed_logprobs")
+        self.vocab_size = vocab_size
+        self.device = device
+        self._requests: dict[int, LogprobRequest] = {}
+        self._latest: dict[int, LogprobsTensors] = {}  # of the slot's latest denoising step
+        self._read_only: set[int] = set()
+        self._constrained: set[int] = set()
+
+    def add_request(self, slot: int, params: SamplingParams, options: RequestOptions) -> None:
+        self._requests.pop(slot, None)
+        self._latest.pop(slot, None)
+        self._read_only.discard(slot)
+        self._constrained.discard(slot)
+        count = params.logprobs
+        token_ids = tuple(params.logprob_token_ids or ())
+        if count is None and not token_ids:
+            return
+        self._requests[slot] = LogprobRequest(
+            self.vocab_size if count == -1 else count or 0,
+            async_tensor_h2d(np.array(token_ids, dtype=np.int64), device=self.device),
+        )
+        if options.read_only:
+            self._read_only.add(slot)
+        if options.constrained:
+            self._constrained.add(slot)
+
+    def report(
+        self,
+        raw: torch.Tensor,  # [rows, V] fp32, the model's logits
+        processed: torch.Tensor,  # [rows, V] fp32, what the sampling parameters make of them
+        row_temperature: torch.Tensor,  # [rows, 1]
+        best_guess: torch.Tensor,  # [n, C] int64
+        batch: CanvasBatch,
+        num_reqs: int,  # of the whole batch
+        at_once: torch.Tensor,  # [n] bool, blocks this step both decides and emits
+        cut: torch.Tensor | None,  # [n] bool, steps that were taken back
+    ) -> LogprobsTensors | None:
+        """Scores of the blocks this step may emit: its own, or, if it commits, those of the step
+        before, which are kept for it."""
+        if self._requests.keys().isdisjoint(batch.slots_np.tolist()):
+            return None
+        taken_back = [False] * batch.num_canvases if cut is None else cut.tolist()
+        parts: list[LogprobsTensors] = []
+        first_rows = [0] * num_reqs
+        num_rows, end = 0, 0
+        for i, (request, slot, length) in enumerate(
+            zip(
+                batch.requests_np.tolist(),
+                batch.slots_np.tolist(),
+                batch.lengths_np.tolist(),
+                strict=True,
+            )
+        ):
+            end += length
+            wanted = self._requests.get(slot)
+            if wanted is None or taken_back[i]:
+                continue
+            read_only = slot in self._read_only
+            rows = slice(end - length, end)
+            # A constrained request asks for probabilities among its choices.
+            in_process = self.reports_processed or slot in self._constrained
+            # A read-only request asks what the model thinks, not what the schedule makes of it.
+            current = token_logprobs(
+                (processed if in_process else raw)[rows],
+                None if read_only else row_temperature[rows],
+                best_guess[i, :length],
+                wanted,
+                self.reports_logits,
+            )
+            reported = current
+            if not read_only and slot in self._latest:
+                reported = choose(at_once[i], current, self._latest[slot])
+            self._latest[slot] = current
+            first_rows[request] = num_rows
+            num_rows += len(reported.logprobs)
+            parts.append(reported)
+        return concat(parts, first_rows) if parts else None
