@@ -23,6 +23,7 @@ from vllm.v1.core.sched import diffusion_scheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import input_processor
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 write_cpu_kv_cache = _custom_ops.cpu_attn_reshape_and_cache
@@ -90,6 +91,15 @@ class SchedulerHooks(Scheduler):
         """`request` has just ended with a block of `block_length` tokens, the first `num_kept` of
         which are its own. Its cache blocks are still there, unless it was preempted meanwhile
         and has no computed tokens."""
+
+    def output_arrived(self, output: ModelRunnerOutput) -> None:
+        """The worker's answer, before anything is made of it."""
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        self.output_arrived(model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def take_new_blocks_to_zero(self) -> list[int]:
         """Cache blocks handed out since the last call that must be zeroed before use."""

@@ -100,6 +100,8 @@ class ExtensionConfig:
 
     def __post_init__(self) -> None:
         check_window_rule(self.window_rule)
+        if not isinstance(self.defaults, Mapping):
+            raise ValueError(f"defaults must be an object, got {self.defaults!r}.")
         if not isinstance(self.commit_last_block, bool):
             raise ValueError(
                 f"commit_last_block must be true or false, got {self.commit_last_block!r}."

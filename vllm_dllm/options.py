@@ -79,10 +79,10 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def check_options(given: Mapping[str, Any], known: frozenset[str] = STOCK_OPTIONS) -> None:
-    """Raises ValueError for a `diffusion_*` key that is not known or a value that is out of range.
+    """Raises ValueError for a key that is not known or a value that is out of range.
     Those in `known` are checked elsewhere."""
     for key, value in given.items():
-        if not key.startswith("diffusion_") or key in known or value is None:
+        if key in known or value is None:
             continue
         option = OPTIONS.get(key)
         if option is None:

@@ -107,6 +107,6 @@ def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_si
             parameter="extra_args",
         ) from error
     try:
-        check_options(extra)
+        check_options({k: v for k, v in extra.items() if k.startswith("diffusion_")})
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="extra_args") from error

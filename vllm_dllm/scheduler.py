@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -31,6 +32,8 @@ class CanvasScheduling(compat.SchedulerHooks):
             graphs is not None and graphs.mixed_mode() == CUDAGraphMode.FULL
         )
         self._spared_commits: list[int] = []  # their widths, until they are in the statistics
+        # Scores of prompts, by request, until its first block is emitted.
+        self._prompt_scores: dict[str, tuple[Any, Any]] = {}
 
     # --- a prompt and its first canvas ------------------------------------------------------
 
@@ -47,6 +50,10 @@ class CanvasScheduling(compat.SchedulerHooks):
             request = self.requests[request_id]
             computed = request.num_computed_tokens + num_tokens
             if request_id in output.scheduled_spec_decode_tokens or computed < request.num_tokens:
+                continue
+            # Prompt log-probabilities take every row of their request for one of the prompt.
+            params = request.sampling_params
+            if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
                 continue
             # vLLM takes a single new token and its drafts for a decode, with CUDA graphs for it.
             if num_tokens == 1 and request.num_computed_tokens > 0:
@@ -67,6 +74,25 @@ class CanvasScheduling(compat.SchedulerHooks):
             _append_blocks(output, request_id, blocks.get_block_ids(allow_none=True))
         if new_blocks := self.take_new_blocks_to_zero():
             output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *new_blocks]
+
+    # --- a prompt's log-probabilities -------------------------------------------------------
+
+    def output_arrived(self, output: ModelRunnerOutput) -> None:
+        """Holds the log-probabilities of a prompt back until the request's first block: vLLM takes
+        them with the first tokens, which other models sample in the prompt's last step."""
+        scores = (output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict)
+        for request_id in {*scores[0], *scores[1]}:
+            self._prompt_scores[request_id] = tuple(s.pop(request_id, None) for s in scores)
+        for request_id in list(self._prompt_scores):
+            index = output.req_id_to_index.get(request_id)
+            if index is not None and output.sampled_token_ids[index]:
+                for by_request, held in zip(
+                    scores, self._prompt_scores.pop(request_id), strict=True
+                ):
+                    if held is not None:
+                        by_request[request_id] = held
+            elif request_id not in self.requests:  # aborted
+                del self._prompt_scores[request_id]
 
     # --- the last canvas --------------------------------------------------------------------
 

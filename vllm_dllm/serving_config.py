@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm_dllm.attention import gpu_backend
 from vllm_dllm.config import DenoiseConfig, ExtensionConfig
 from vllm_dllm.cpu import compilation
+from vllm_dllm.options import check_options
 
 logger = init_logger(__name__)
 
@@ -54,7 +55,8 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         check_token_budget(vllm_config)
         # Read again by the worker; here, a mistake ends the start at once and in plain sight.
         read_denoise_config(vllm_config)
-        ExtensionConfig.from_additional_config(vllm_config.additional_config)
+        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+        check_options(extension.defaults, known=frozenset())
 
 
 def check_token_budget(vllm_config: VllmConfig) -> None:

@@ -40,14 +40,43 @@ XARGS: dict[str, tuple[dict[str, Any], str]] = {
         {"diffusion_window_rule": "sideways"},
         "'reference', 'symmetric'], got 'sideways'",
     ),
+    "unknown acceptance": (
+        {"diffusion_acceptance": "luck"},
+        "diffusion_acceptance must be one of ['entropy_bound', 'confidence', 'top_k'], got 'luck'",
+    ),
+    "entropy bound of nothing": (
+        {"diffusion_entropy_bound": 0},
+        "diffusion_entropy_bound must be a number > 0, got 0",
+    ),
+    "probability above 1": (
+        {"diffusion_accept_probability": 1.5},
+        "diffusion_accept_probability must be a number > 0 and <= 1, got 1.5",
+    ),
+    "no token a step": (
+        {"diffusion_accept_tokens": 0},
+        "diffusion_accept_tokens must be an integer >= 1, got 0",
+    ),
+    "half a stability": (
+        {"diffusion_stability_threshold": 0.5},
+        "diffusion_stability_threshold must be an integer >= 0, got 0.5",
+    ),
+    "half a schedule": ({"diffusion_t_min": 0.5}, "come together, got 0.5 and None"),
+    "schedule upside down": (
+        {"diffusion_t_min": 0.9, "diffusion_t_max": 0.5},
+        "diffusion_t_min must be at most diffusion_t_max, got 0.9 and 0.5",
+    ),
+    "unknown key": (
+        {"diffusion_entropy_bond": 0.2},
+        "diffusion_entropy_bond is not known. Known are: diffusion_accept_probability, ",
+    ),
 }
 
 PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
-    "temperature": ({"temperature": 0.5}, "temperature"),
-    "logit_bias": ({"logit_bias": {"5": 1.0}}, "logit_bias"),
-    "min_p": ({"extra_body": {"min_p": 0.1}}, "min_p"),
-    "min_tokens": ({"extra_body": {"min_tokens": 4}}, "min_tokens"),
-    "prompt_logprobs": ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+    "temperature": ({"temperature": -0.5}, "temperature must be non-negative, got -0.5"),
+    "logit_bias": ({"logit_bias": {"5000": 1.0}}, "5000"),
+    "min_p": ({"extra_body": {"min_p": 1.1}}, r"min_p must be in \[0, 1\], got 1.1"),
+    "min_tokens": ({"extra_body": {"min_tokens": 400}}, "min_tokens must be less than or equal"),
+    "allowed": ({"extra_body": {"allowed_token_ids": [5000]}}, "allowed_token_ids"),
     "response_format": ({"response_format": {"type": "json_object"}}, "tructured output"),
 }
 
@@ -77,7 +106,7 @@ def test_option(server: Server, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_unsupported_parameter(server: Server, name: str) -> None:
+def test_parameter_out_of_range(server: Server, name: str) -> None:
     options, message = PARAMETERS[name]
     with pytest.raises(BadRequestError, match=message):
         ask(server, **options)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import LLM
+from vllm import LLM, RequestOutput
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
@@ -54,6 +54,15 @@ class Engine:
         lines = map(json.loads, self.trace.read_text().splitlines())
         # Inside the engine a request's id carries a random suffix.
         return [line for line in lines if line["request_id"].rpartition("-")[0] == request_id]
+
+    def canvases(self, outputs: list[RequestOutput]) -> list[list[list[int]]]:
+        """Of each request, what every forward but the first reads: [steps][C]."""
+        found: dict[str, list[list[int]]] = {output.request_id: [] for output in outputs}
+        for line in map(json.loads, self.trace.read_text().splitlines()):
+            own = found.get(line["request_id"].rpartition("-")[0])
+            if own is not None:
+                own.append(line["canvas"])
+        return list(found.values())
 
 
 @pytest.fixture(scope="module")

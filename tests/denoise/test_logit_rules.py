@@ -1,0 +1,124 @@
+"""What sampling parameters do to a canvas' logits, position by position in plain Python."""
+
+import math
+
+import pytest
+import torch
+
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.logit_rules import (
+    MASKED_LOGIT,
+    LogitRules,
+    Penalties,
+    exclude_below_min_p_,
+)
+
+C, V = 6, 12
+START = torch.tensor(40)
+GUESS = torch.tensor([3, 7, 3, 3, 5, 7])
+
+
+def random_logits() -> torch.Tensor:
+    return torch.randn(C, V, generator=torch.Generator().manual_seed(0))
+
+
+def applied(rules: LogitRules, guess: torch.Tensor = GUESS) -> torch.Tensor:
+    logits = random_logits()
+    rules.apply_(logits, 0, START, guess)
+    return logits
+
+
+def test_bias_and_allowed_tokens() -> None:
+    bias = torch.full((V,), MASKED_LOGIT)
+    bias[[2, 5]] = torch.tensor([0.0, 1.5])
+    logits = applied(LogitRules(bias=bias))
+    expected = random_logits()
+    assert torch.equal(logits[:, 2], expected[:, 2])
+    assert torch.allclose(logits[:, 5], expected[:, 5] + 1.5)
+    others = [t for t in range(V) if t not in (2, 5)]
+    assert (logits[:, others] == MASKED_LOGIT).all()
+    assert logits.softmax(-1)[:, others].sum() == 0
+
+
+def test_stop_tokens_wait_for_their_position() -> None:
+    logits = applied(LogitRules(early_stops=torch.tensor([1, 4]), stops_from=43))
+    expected = random_logits()
+    expected[:3, [1, 4]] = MASKED_LOGIT  # positions 40, 41, 42
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("rows", [slice(0, C), slice(2, 5)])
+@pytest.mark.parametrize("known", [GUESS, torch.full((C,), NO_TOKEN)], ids=["guess", "no guess"])
+@pytest.mark.parametrize(
+    ("presence", "frequency", "repetition"),
+    [(0.7, 0.0, 1.0), (0.0, 0.4, 1.0), (0.0, 0.0, 1.8), (-0.2, 0.3, 0.6)],
+)
+def test_penalties(
+    presence: float, frequency: float, repetition: float, known: torch.Tensor, rows: slice
+) -> None:
+    """As vLLM's for a position, with the guesses before it in the place of draft tokens."""
+    committed = torch.tensor([5, 5, 9])
+    prompt = [0, 3]
+    penalties = Penalties(
+        presence,
+        frequency,
+        repetition,
+        torch.bincount(committed, minlength=V).float(),
+        torch.zeros(V, dtype=torch.bool).index_fill_(0, torch.tensor(prompt), True),
+    )
+    ours = random_logits()[rows]
+    LogitRules(penalties=penalties).apply_(ours, rows.start, START, known)
+    expected = random_logits()
+    for i in range(C):
+        before = committed.tolist() + [t for t in known[:i].tolist() if t != NO_TOKEN]
+        for token in range(V):
+            value = expected[i, token].item()
+            if token in before or token in prompt:
+                value = value / repetition if value > 0 else value * repetition
+            value -= frequency * before.count(token) + presence * (token in before)
+            expected[i, token] = value
+    torch.testing.assert_close(ours, expected[rows])
+
+
+def test_emitted_blocks_are_counted() -> None:
+    penalties = Penalties(0, 1, 1, torch.zeros(V), torch.zeros(V, dtype=torch.bool))
+    block = torch.tensor([3, 3, NO_TOKEN, 8])
+    penalties.count_(block, torch.tensor(False))
+    assert penalties.counts.sum() == 0
+    penalties.count_(block, torch.tensor(True))
+    assert penalties.counts.tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 1, 0, 0, 0]
+
+
+def spell(tokens: list[int]) -> torch.Tensor:
+    """Logits whose best guess is `tokens`; the next best is the token after, and so on."""
+    distance = (torch.arange(V) - torch.tensor(tokens)[:, None]) % V
+    return -distance.float()
+
+
+def bad_words(logits: torch.Tensor, words: list[list[int]], before: list[int]) -> list[int]:
+    rules = LogitRules(bad_words=[torch.tensor(word) for word in words])
+    rules.exclude_bad_words_(logits, torch.tensor(before))
+    return logits.argmax(-1).tolist()
+
+
+def test_bad_words_of_several_tokens() -> None:
+    words = [[3, 4], [5, 5, 6]]
+    before = [NO_TOKEN, 1]
+    guess = bad_words(spell([3, 4, 5, 5, 6, 2]), words, before)
+    assert guess == [3, 5, 5, 5, 7, 2]
+    # Across the block boundary, and not in the prompt, whose tokens are NO_TOKEN.
+    assert bad_words(spell([6, 0, 0, 0, 0, 0]), words, [5, 5]) == [7, 0, 0, 0, 0, 0]
+    assert bad_words(spell([4, 0, 0, 0, 0, 0]), words, [1, 3]) == [5, 0, 0, 0, 0, 0]
+    assert bad_words(spell([4, 0, 0, 0, 0, 0]), words, before) == [4, 0, 0, 0, 0, 0]
+
+
+def test_a_substitute_that_completes_another_bad_word_is_replaced_too() -> None:
+    words = [[3, 4], [3, 5], [3, 6]]
+    assert bad_words(spell([3, 4, 0, 0, 0, 0]), words, [NO_TOKEN]) == [3, 7, 0, 0, 0, 0]
+
+
+def test_min_p() -> None:
+    logits = torch.tensor([[0.0, -1.0, -3.0], [0.0, -1.0, -3.0]])
+    exclude_below_min_p_(logits, torch.tensor([[0.1], [0.0]]))
+    assert math.exp(-1) > 0.1 > math.exp(-3)
+    assert logits.tolist() == [[0.0, -1.0, pytest.approx(MASKED_LOGIT)], [0.0, -1.0, -3.0]]
