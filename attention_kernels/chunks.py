@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention_kernels.triton_fwd import _find_request, _key_range
+from attention_kernels.tiling import find_request, key_range
 
 CHUNK = 256  # queries; a canvas of the 26B model is one chunk
 FAR = tl.constexpr(1 << 30)  # beyond any position
@@ -45,7 +45,7 @@ class Chunks:
     ) -> "Chunks":
         """One small kernel; shapes depend on the arguments' shapes alone."""
         num_reqs, max_blocks = block_table.shape
-        num_chunks = num_tokens // CHUNK + num_reqs  # see `triton_fwd._find_request`
+        num_chunks = num_tokens // CHUNK + num_reqs  # see `tiling.find_request`
         num_pages = max_blocks
         if window_left >= 0:
             # A request's queries and what the first of them sees back, wherever a page starts.
@@ -99,7 +99,7 @@ def _cut_kernel(
     PAGES_A_STEP: tl.constexpr,
 ):
     chunk = tl.program_id(0)
-    request = _find_request(query_start_loc, chunk, num_reqs, CHUNK)
+    request = find_request(query_start_loc, chunk, num_reqs, CHUNK)
     first_row = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_row
     first = min((chunk - (first_row // CHUNK + request)) * CHUNK, query_len)
@@ -113,7 +113,7 @@ def _cut_kernel(
     first_pos = context_len + first
     is_causal = tl.load(causal + request)
     is_symmetric = tl.load(symmetric + request)
-    start, end = _key_range(
+    start, end = key_range(
         first_pos,
         first_pos + num_rows - 1,
         context_len,
@@ -124,14 +124,14 @@ def _cut_kernel(
     )
     first_page = start // PAGE
     shift = first_page * PAGE  # position of the chunk's key 0
-    num_keys = end - shift
+    num_keys = max(end - shift, 0)
     if num_rows == 0:
         num_keys = 0
     tl.store(chunk_seq_lens + chunk, num_keys)
 
     slope = 0
     low = -FAR
-    high = FAR + 0
+    high = FAR
     if is_causal != 0:
         slope = 1
         high = first_pos - shift

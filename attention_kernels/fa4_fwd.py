@@ -14,6 +14,8 @@ from flash_attn.cute.utils import scalar_to_ssa
 
 from attention_kernels.chunks import CHUNK, Chunks
 
+_ALIGNMENT = 16  # bytes, of its vectorised loads
+
 
 @cute.jit
 def band_mask(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
@@ -42,26 +44,36 @@ def attention(
     softcap: float,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
-) -> None:
-    """See `api.attention`, which checks the rest.
+    chunks: Chunks | None = None,  # of the same batch and window, from an earlier layer
+) -> Chunks:
+    """See `api.attention`, which checks the rest. Returns the chunks, for the next layer.
+
+    Where a page is a key tile, all of it is read: what lies behind the end of a sequence in its
+    last page is multiplied by 0, and must be finite.
 
     Raises:
-        ValueError: for scales, which only an fp8 cache has.
+        ValueError: for scales, which only an fp8 cache has, and for strides that FlashAttention-4
+            would copy a whole cache for.
     """
-    for name, tensor in (("key_scale", key_scale), ("value_scale", value_scale)):
-        if tensor is not None:
+    for name, scale_of in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if scale_of is not None:
             raise ValueError(f"impl 'fa4' takes no {name}: it reads caches of the query's dtype")
-    chunks = Chunks.cut(
-        block_table,
-        query_start_loc,
-        seq_lens,
-        causal,
-        symmetric,
-        num_tokens=len(query),
-        block_size=key_cache.shape[1],
-        window_left=window_left,
-    )
+    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "output": output}
+    for name, tensor in tensors.items():
+        _check_alignment(name, tensor)
+    if chunks is None:
+        chunks = Chunks.cut(
+            block_table,
+            query_start_loc,
+            seq_lens,
+            causal,
+            symmetric,
+            num_tokens=len(query),
+            block_size=key_cache.shape[1],
+            window_left=window_left,
+        )
     attend_chunks(query, key_cache, value_cache, chunks, output, scale, softcap)
+    return chunks
 
 
 def attend_chunks(
@@ -81,7 +93,7 @@ def attend_chunks(
         cu_seqlens_q=chunks.query_start_loc,
         seqused_k=chunks.seq_lens,
         page_table=chunks.block_table,
-        max_seqlen_q=min(CHUNK, len(query)),
+        max_seqlen_q=CHUNK,  # whatever the batch: it is part of the compile key
         max_seqlen_k=chunks.block_table.shape[1] * key_cache.shape[1],
         softmax_scale=scale,
         softcap=softcap,
@@ -89,3 +101,13 @@ def attend_chunks(
         aux_tensors=[chunks.bands],
         out=output,
     )
+
+
+def _check_alignment(name: str, tensor: torch.Tensor) -> None:
+    strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
+    if tensor.stride(-1) != 1 or any(n % _ALIGNMENT for n in (tensor.data_ptr(), *strides)):
+        raise ValueError(
+            f"impl 'fa4' takes a {name} that is contiguous along its last dimension, with an "
+            f"address and other strides that are multiples of {_ALIGNMENT} bytes, got strides "
+            f"{strides} bytes and {tensor.stride(-1)} elements at address {tensor.data_ptr():#x}"
+        )

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from attention_kernels.support import shared_bytes
+from attention_kernels.tiling import find_request, key_range
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 16
@@ -39,6 +40,7 @@ class Tiles:
         bytes_a_row = triton.next_power_of_2(head_size) * element_size
         most_rows, num_stages = (128 if bytes_a_row <= 256 else 64), 2
         for rows, block_n in ((most_rows, 64), (most_rows, 32), (32, 32), (32, 16), (16, 16)):
+            rows = max(rows, group_padded)
             if bytes_a_row * (rows + 2 * num_stages * block_n) + _SPARE_BYTES <= shared_memory:
                 break
         else:
@@ -84,7 +86,7 @@ def attention(
     group = num_heads // num_kv_heads
     tiles = Tiles.choose(head_size, group, query.element_size(), _shared_memory(query.device))
     num_reqs = len(seq_lens)
-    # A request of q queries has at most q // block_q + 1 tiles; see `_find_request`.
+    # A request of q queries has at most q // block_q + 1 tiles; see `find_request`.
     num_tiles = num_tokens // tiles.block_q + num_reqs
     if num_splits is None:
         num_splits = _choose_splits(
@@ -175,40 +177,6 @@ def _choose_splits(
 
 
 @triton.jit
-def _find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
-    """The request that owns `tile`. Request r owns the tiles from start[r] // BLOCK_Q + r on, which
-    leaves each of them at least ceil(query_len / BLOCK_Q)."""
-    low = 0
-    high = num_reqs
-    while low < high:
-        middle = (low + high) // 2
-        first_tile = tl.load(query_start_loc + middle) // BLOCK_Q + middle
-        if first_tile <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
-
-
-@triton.jit
-def _key_range(first_query, last_query, context_len, seq_len, causal, symmetric, window_left):
-    """First key and end of the keys that the queries first..last see: `masks.visible_range`."""
-    start = 0
-    end = seq_len
-    if causal != 0:
-        end = last_query + 1
-        if window_left >= 0:
-            start = first_query - window_left
-    elif window_left >= 0:
-        if symmetric != 0:
-            start = first_query - window_left
-            end = last_query + window_left + 1
-        else:
-            start = context_len - window_left
-    return max(start, 0), min(end, seq_len)
-
-
-@triton.jit
 def _visible(
     query_pos, key_pos, context_len, causal, symmetric, window_left, HAS_WINDOW: tl.constexpr
 ):
@@ -271,7 +239,7 @@ def _attention_kernel(
     HAS_VALUE_SCALE: tl.constexpr,
 ):
     tile, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request = _find_request(query_start_loc, tile, num_reqs, BLOCK_Q)
+    request = find_request(query_start_loc, tile, num_reqs, BLOCK_Q)
     first_row = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_row
     first = (tile - (first_row // BLOCK_Q + request)) * BLOCK_Q  # query of the request
@@ -299,7 +267,7 @@ def _attention_kernel(
     query_pos = context_len + step
 
     last = min(first + BLOCK_Q, query_len) - 1
-    start, end = _key_range(
+    start, end = key_range(
         context_len + first,
         context_len + last,
         context_len,

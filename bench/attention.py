@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from triton.errors import TritonError
 
 from attention_kernels.api import Impl, attention
 from attention_kernels.testing import PagedBatch, Request, rms_ratio
@@ -147,14 +146,13 @@ OURS: dict[str, Callable[[PagedBatch, Layer], Run]] = {
     "ours": partial(ours, rule="reference"),
     "ours, symmetric": partial(ours, rule="symmetric"),
     "ours, FA4": partial(ours, rule="reference", impl="fa4"),
+    "ours, FA4, symmetric": partial(ours, rule="symmetric", impl="fa4"),
 }
 OTHERS: dict[str, Callable[[PagedBatch, Layer], Run]] = {  # their windows are symmetric
     "vLLM TRITON_ATTN": vllm_triton,
     "vLLM FLASH_ATTN 4": vllm_fa4,
     "flex_attention": flex,
 }
-# What a kernel that does not fit this machine raises: not built in, not for this chip or head size.
-DOES_NOT_RUN = (ImportError, RuntimeError, ValueError, TypeError, AssertionError, TritonError)
 
 
 def random_batch(layer: Layer, context: int, batch: int, device: str) -> PagedBatch:
@@ -189,19 +187,33 @@ def left_out(device: str, name: str) -> dict[str, str]:
         symmetric = system in OTHERS or "symmetric" in system
         try:
             error = worst_row(prepare(batch, layer), batch, layer, symmetric)
-        except DOES_NOT_RUN as failure:
+        except Exception as failure:  # not built in, not for this chip or head size, ...
             if system == "ours":
                 raise
             reasons[system] = repr(failure)[:500]
             continue
         print(f"{name} layers, {system}: worst row's RMS ratio {error:.4f}", flush=True)
-        if error > MAX_RMS_RATIO:
+        if not error <= MAX_RMS_RATIO:  # a NaN is wrong, too
             if system in OURS:
                 raise harness.Refused(f"{system} is wrong on {name} layers: {error:.4f}.")
             reasons[system] = f"worst row's RMS ratio {error:.4f}"
     for system, reason in reasons.items():
         print(f"{name} layers, LEFT OUT {system}: {reason}", flush=True)
     return reasons
+
+
+def captured(run: Run) -> Run:
+    """`run` as a server replays it: without what Python does around it."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return output
+
+    return replay
 
 
 def time_ms(run: Run, repetitions: int) -> float:
@@ -239,7 +251,7 @@ def main() -> None:
         layer = LAYERS[name]
         batch = random_batch(layer, context, size, device)
         timed = [system for system in OURS | OTHERS if system not in reasons[name]]
-        runs = {system: (OURS | OTHERS)[system](batch, layer) for system in timed}
+        runs = {s: captured((OURS | OTHERS)[s](batch, layer)) for s in timed}
         times: dict[str, list[float]] = {system: [] for system in runs}
         for run in runs.values():
             time_ms(run, 3)
@@ -257,9 +269,10 @@ def main() -> None:
                 measured["share_of_peak_flops"] = tflop / seconds / peak_tflops
                 measured["share_of_peak_bandwidth"] = tb / seconds / peak_tbs
         medians = {system: measured["median"] for system, measured in cell["ms"].items()}
-        cell["best_other"] = min(medians.keys() & OTHERS.keys(), key=lambda s: medians[s])
-        cell["best_of_ours"] = min(medians.keys() & OURS.keys(), key=lambda s: medians[s])
-        cell["speedup"] = medians[cell["best_other"]] / medians[cell["best_of_ours"]]
+        best = min(medians.keys() & OTHERS.keys(), key=lambda s: medians[s])
+        cell["best_other"] = best
+        # The others' window is symmetric, so only that of ours compares like with like.
+        cell["speedup"] = {s: medians[best] / medians[s] for s in medians.keys() & OURS.keys()}
         line = ", ".join(f"{s} {v['median']:.3f}" for s, v in cell["ms"].items())
         print(f"{name} context {context} batch {size}: {line}", flush=True)
         cells.append(cell)

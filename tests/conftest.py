@@ -1,6 +1,6 @@
 """What every test gets: a fixed seed, threads that sleep while they wait, and the GPU it needs."""
 
-import importlib.util
+import importlib.metadata
 import os
 
 # libgomp reads it when torch is imported. Engines and transformers share the cores, and threads
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent = set()
     if not torch.cuda.is_available():
         absent.add("gpu")
-    if importlib.util.find_spec("flash_attn") is None:
+    if not any(d.name == "flash-attn-4" for d in importlib.metadata.distributions()):
         absent.add("fa4")
     left_out = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=left_out)

@@ -37,12 +37,15 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
             vllm_config.attention_config,
         )
         max_num_seqs, backend = scheduler_config.max_num_seqs, attention_config.backend
+        flash_attn_version = attention_config.flash_attn_version
         DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
         if current_platform.is_cpu():
             attention_config.backend = backend  # stock picks Triton before asking the platform
             compilation.choose(vllm_config)
-        elif backend is None and (ours := gpu_backend(vllm_config)) is not None:
+        elif backend in (None, ours := gpu_backend(vllm_config)) and ours is not None:
             attention_config.backend = ours
+            # Stock picks 4 for layers of different head sizes; to our backend it is a user's wish.
+            attention_config.flash_attn_version = flash_attn_version
             logger.info(
                 "Attention runs our kernels (--attention-backend %s), which know the window rules "
                 "of diffusion models: Triton, or with --attention-config.flash_attn_version 4 "

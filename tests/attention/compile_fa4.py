@@ -1,9 +1,9 @@
 """Compiles FlashAttention-4 with our mask for GPUs that are not there, and prints what its test
 looks for. A process of its own: the chip is chosen by the environment, before the first import.
 
-    python compile_fa4.py CAPABILITY '[[HEAD_SIZE, QUERY_HEADS_A_KEY_HEAD, PAGE], ...]'
+    python compile_fa4.py CAPABILITY HEAD_SIZE QUERY_HEADS_A_KEY_HEAD PAGE
 
-First comes the first case with FlashAttention-4's own causal mask, then each case with ours.
+Our mask comes first, then another mask with the same tensors, then ours again.
 """
 
 import json
@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 CAPABILITY, FOLDER = sys.argv[1], Path(tempfile.mkdtemp())
 os.environ |= {
@@ -22,8 +23,10 @@ os.environ |= {
     "CUTE_DSL_DUMP_DIR": str(FOLDER),
 }
 
+import cutlass.cute as cute  # noqa: E402
 import torch  # noqa: E402
-from flash_attn.cute.interface import _flash_attn_fwd  # noqa: E402
+from cutlass import Int32  # noqa: E402
+from flash_attn.cute.utils import scalar_to_ssa  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from attention_kernels import fa4_fwd  # noqa: E402
@@ -42,35 +45,19 @@ def tensors(head_size, group, page):
     return query, *cache.split(head_size, dim=-1)
 
 
-def compile_case(head_size, group, page):
-    query, keys, values = tensors(head_size, group, page)
+@cute.jit
+def another_mask(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+    slope = scalar_to_ssa(aux_tensors[0][batch_idx[0], 0], Int32)
+    return kv_idx >= slope * q_idx
+
+
+def ptx_with(mask, query, keys, values, softcap):
+    """What is compiled anew for it."""
     chunks = Chunks(int32(6), int32(5), int32(5, 83), int32(5, 3))
-    fa4_fwd.attend_chunks(query, keys, values, chunks, torch.empty_like(query), 0.1, 0.0)
-
-
-def compile_causal(head_size, group, page):
-    """The same but for the mask: FlashAttention-4's own."""
-    query, keys, values = tensors(head_size, group, page)
-    _flash_attn_fwd(
-        query,
-        keys,
-        values,
-        cu_seqlens_q=int32(6),
-        seqused_k=int32(5),
-        page_table=int32(5, 83),
-        max_seqlen_q=256,
-        max_seqlen_k=83 * page,
-        softmax_scale=0.1,
-        causal=True,
-        out=torch.empty_like(query),
-    )
-
-
-def ptx_of(compile_one, case):
-    """What was compiled anew, all together; its files have one name whatever the mask."""
-    compile_one(*case)
+    with patch.object(fa4_fwd, "band_mask", mask):
+        fa4_fwd.attend_chunks(query, keys, values, chunks, torch.empty_like(query), 0.1, softcap)
     texts = []
-    for path in FOLDER.glob("*.ptx"):
+    for path in FOLDER.glob("*.ptx"):  # of one name, whatever the mask
         texts.append(path.read_text())
         path.unlink()
     return "".join(texts)
@@ -78,8 +65,9 @@ def ptx_of(compile_one, case):
 
 if __name__ == "__main__":
     words = ("wgmma.mma_async", "tcgen05.mma", "ld.local", ".entry")
-    cases = json.loads(sys.argv[2])
+    masks = (fa4_fwd.band_mask, another_mask, fa4_fwd.band_mask)
     with FakeTensorMode():
-        texts = [ptx_of(compile_causal, cases[0]), *(ptx_of(compile_case, case) for case in cases)]
+        batch = tensors(*map(int, sys.argv[2:]))
+        texts = [ptx_with(mask, *batch, softcap=0.0) for mask in masks]
     shutil.rmtree(FOLDER)
     print(json.dumps([{word: text.count(word) for word in words} for text in texts]))

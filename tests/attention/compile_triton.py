@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attention_kernels import triton_fwd
+from attention_kernels import chunks, triton_fwd
 from attention_kernels.support import shared_bytes
 
 POINTERS = {
@@ -29,6 +29,10 @@ POINTERS = {
     "output": "bf16",
     "partial_output": "fp32",
     "partial_lse": "fp32",
+    "chunk_start_loc": "i32",
+    "chunk_seq_lens": "i32",
+    "chunk_block_table": "i32",
+    "bands": "i32",
 }
 FLOATS = ("scale", "softcap")
 
@@ -82,6 +86,8 @@ def compile_case(capability, head_size, group, page, cache_dtype):
     )
     join = {"HQ": 2 * group, "D": head_size, "D_PADDED": padded, "SPLITS": 4, "SPLITS_PADDED": 4}
     compile_kernel(triton_fwd._join_kernel, capability, join, cache_dtype)
+    cut = {"CHUNK": chunks.CHUNK, "PAGE": page, "PAGES_A_STEP": 128}
+    compile_kernel(chunks._cut_kernel, capability, cut, cache_dtype)
     ptx = compiled.asm["ptx"]
     instructions = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "cp.async", "ld.local")
     return {

@@ -3,7 +3,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from attention_kernels import chunks, triton_fwd
+from attention_kernels import chunks, tiling, triton_fwd
 from vllm_dllm.cpu.interpret import interpret_triton_language
 
 
@@ -15,7 +15,7 @@ def triton_version() -> ModuleType:
         from triton.runtime.jit import JITFunction
 
         interpret_triton_language()
-        for module in (triton_fwd, chunks):
+        for module in (tiling, triton_fwd, chunks):
             for name, value in list(vars(module).items()):
                 if isinstance(value, JITFunction):
                     setattr(module, name, InterpretedFunction(value.fn))

@@ -65,8 +65,6 @@ def attend(batch: PagedBatch, chunks: Chunks, scale: float) -> torch.Tensor:
         slope, low, high = chunks.bands[chunk].tolist()
         ahead = k - slope * torch.arange(rows.stop - rows.start)[:, None]
         seen = (ahead >= low) & (ahead <= high)
-        # A stranger's key before the first visible one, in the same page, may be a NaN.
-        keys, values = (t.where(seen.any(0)[:, None, None], 0) for t in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", batch.query[rows], keys) * scale
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         output[rows] = torch.einsum("hqk,khd->qhd", weights, values)

@@ -6,6 +6,7 @@ Without a GPU the kernel runs in Triton's interpreter; what vLLM calls around it
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import vllm_dllm.attention.gpu
+from attention_kernels import reference
 from attention_kernels.api import FP8
 from attention_kernels.support import import_fa4
 from attention_kernels.testing import PagedBatch, Request, rms_ratio
-from vllm_dllm import plugin
+from vllm_dllm import plugin, serving_config
 from vllm_dllm.attention import WindowRules, gpu_backend, use_window_rules
 from vllm_dllm.attention.gpu import GpuCanvasBackend, runs_fa4
 
@@ -55,13 +57,15 @@ def engine_layout(batch: PagedBatch) -> torch.Tensor:
     return torch.cat((batch.key_cache, batch.value_cache), dim=-1).transpose(1, 2).contiguous()
 
 
-def attend(batch: PagedBatch, kv_cache: torch.Tensor, cache_dtype: str = "auto") -> torch.Tensor:
+def attend(
+    batch: PagedBatch, kv_cache: torch.Tensor, cache_dtype: str = "auto", of_step: Any = None
+) -> torch.Tensor:
     impl = GpuCanvasBackend.get_impl_cls()(HQ, D, 0.3, HKV, None, WINDOW, cache_dtype)
     layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
     padding = torch.full((5, HQ, D), torch.nan, dtype=batch.query.dtype)
     query = torch.cat((batch.query, padding))
     output = torch.full_like(query, torch.nan)
-    impl.forward(layer, query, query, query, kv_cache, metadata(batch), output)
+    impl.forward(layer, query, query, query, kv_cache, of_step or metadata(batch), output)
     assert output[len(batch.query) :].isnan().all(), "written to the padding of a CUDA graph"
     return output[: len(batch.query)]
 
@@ -135,7 +139,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[str]]:
 
     def pretend(major: int, minor: int) -> list[str]:
         platform = SimpleNamespace(
-            is_cpu=lambda: False, get_device_capability=lambda: DeviceCapability(major, minor)
+            is_cpu=lambda: False,
+            is_cuda=lambda: True,
+            get_device_capability=lambda: DeviceCapability(major, minor),
         )
         monkeypatch.setattr(vllm_dllm.attention, "current_platform", platform)
         return warnings
@@ -181,7 +187,27 @@ def test_another_extension_keeps_the_name(gpu: Callable[[int, int], list[str]]) 
     assert gpu_backend(config()) is custom
 
 
-@pytest.mark.fa4
+def test_dispatch_to_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for it takes what the backend hands over; its chunks reach the next layer."""
+    handed_on: list[object] = []
+
+    def fa4(*arguments: torch.Tensor, chunks: object, **options: Any) -> object:
+        handed_on.append(chunks)
+        reference.attention(*arguments, **options)
+        return "chunks of this step"
+
+    monkeypatch.setattr(vllm_dllm.attention.gpu, "runs_fa4", lambda *_: True)
+    stand_in = SimpleNamespace(attention=fa4)
+    monkeypatch.setattr(vllm_dllm.attention.gpu.support, "import_fa4", lambda: stand_in)
+    batch = random_batch(torch.float32)
+    of_step = metadata(batch)
+    expected = batch.reference(torch.float64, scale=0.3, window_left=WINDOW - 1)
+    for _ in range(2):
+        output = attend(batch, engine_layout(batch), of_step=of_step)
+        assert rms_ratio(output, expected).max() < 1e-5
+    assert handed_on == [None, "chunks of this step"]
+
+
 def test_a_kernel_a_layer_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4 where it was asked for and can serve, Triton in the other layers."""
     log: list[str] = []
@@ -201,11 +227,13 @@ def test_a_kernel_a_layer_type(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vllm_dllm.attention.gpu, "current_platform", platform)
         return runs_fa4(head_size, cache)
 
-    assert not runs(None, 256) and not runs(3, 256) and log == []
+    assert not runs(None, 256) and not runs(3, 256)
+    assert all("256 run our Triton kernel" in line and "not asked for" in line for line in log)
     assert runs(4, 256) and "Layers of head size 256 run FlashAttention-4" in log[-1]
-    assert not runs(4, 512) and "head size 512 run the Triton kernel" in log[-1]
+    assert not runs(4, 512) and "head size 512 run our Triton kernel" in log[-1]
     assert "got query with 512" in log[-1]
     assert not runs(4, 256, cache="fp8") and "a key_cache of the query's dtype" in log[-1]
+    assert not runs(4, 256, cache="float16") and "got torch.float16" in log[-1]
     assert not runs(4, 256, chip=(8, 0)) and "got sm_80" in log[-1]
 
 
@@ -213,3 +241,34 @@ def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "attention_kernels.fa4_fwd", None)
     with pytest.raises(ImportError, match=r"flash-attn-4 .*pip install 'vllm-dllm\[fa4\]'"):
         import_fa4()
+
+
+@pytest.mark.parametrize("version", [None, 4])
+def test_only_a_user_asks_for_flash_attention_4(
+    monkeypatch: pytest.MonkeyPatch, version: int | None
+) -> None:
+    """Stock vLLM sets version 4 by itself for models whose layers differ in head size."""
+    attention_config = AttentionConfig(flash_attn_version=version)
+
+    def stock(vllm_config: Any) -> None:
+        vllm_config.attention_config.flash_attn_version = 4
+
+    monkeypatch.setattr(
+        serving_config.DiffusionGemmaModelForBlockDiffusionConfig,
+        "verify_and_update_config",
+        staticmethod(stock),
+    )
+    ours = AttentionBackendEnum.CUSTOM
+    monkeypatch.setattr(serving_config, "gpu_backend", lambda _: ours)
+    monkeypatch.setattr(serving_config, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    for name in ("check_token_budget", "read_denoise_config", "default_max_num_seqs"):
+        monkeypatch.setattr(serving_config, name, lambda _: 8)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        attention_config=attention_config,
+        additional_config={},
+    )
+    serving_config.DiffusionGemmaServingConfig.verify_and_update_config(config)
+    assert attention_config.backend is ours
+    assert attention_config.flash_attn_version == version

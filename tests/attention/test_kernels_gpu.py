@@ -10,6 +10,7 @@ import torch
 
 from attention_kernels.api import FP8, attention
 from attention_kernels.testing import PagedBatch, Request, rms_ratio
+from tests.attention.test_triton import MIXES, WINDOWS, seen_by_definition
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +53,12 @@ def random_batch(layer: str, requests: list[Request], dtype: torch.dtype, page: 
     )
 
 
+def readable(batch: PagedBatch) -> PagedBatch:
+    """With numbers where nothing was written: FlashAttention-4 multiplies whole pages by 0."""
+    key_cache, value_cache = (t.nan_to_num(3.0) for t in (batch.key_cache, batch.value_cache))
+    return replace(batch, key_cache=key_cache, value_cache=value_cache)
+
+
 def options(layer: str) -> dict[str, float]:
     _, _, head_size, window_left = LAYERS[layer]
     return {"scale": head_size**-0.5, "window_left": window_left}
@@ -65,12 +72,64 @@ def test_numbers(
     requests: list[Request], impl: str, layer: str, dtype: torch.dtype, page: int
 ) -> None:
     batch = random_batch(layer, requests, dtype, page)
+    if impl == "fa4":
+        batch = readable(batch)
     output = attention(**batch.arguments(), **options(layer), impl=impl)
     expected = batch.reference(torch.float64, **options(layer))
     plain = batch.reference(dtype, **options(layer))
     error, allowed = ((t.double() - expected).abs().max() for t in (output, plain))
     assert error <= 2 * allowed + torch.finfo(dtype).eps * expected.abs().max()
     assert rms_ratio(output, expected).max() < RMS_LIMITS[dtype]
+
+
+@pytest.mark.fa4
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("window_left", WINDOWS)
+@pytest.mark.parametrize("mix", MIXES)
+def test_fa4_visibility(mix: str, window_left: int, page: int) -> None:
+    D = 64
+    batch = PagedBatch.random(
+        MIXES[mix], num_heads=4, num_kv_heads=2, head_size=D, block_size=page, dtype=torch.float16
+    )
+    for first_key in range(0, int(batch.seq_lens.max()), D):
+        probe = readable(batch.probe(first_key)).to("cuda")
+        output = attention(**probe.arguments(), scale=1.0, window_left=window_left, impl="fa4")
+        expected = seen_by_definition(batch, window_left, first_key)
+        assert torch.equal(output.cpu() > 0, expected[:, None].expand_as(output))
+
+
+@pytest.mark.fa4
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("window_left", [-1, 0, 11])
+def test_fa4_many_requests_and_caps(window_left: int, softcap: float) -> None:
+    requests = [Request(1 + r % 70, 5 * r, causal=r % 2 == 0) for r in range(64)]
+    batch = readable(
+        PagedBatch.random(
+            requests,
+            num_heads=4,
+            num_kv_heads=2,
+            head_size=128,
+            block_size=16,
+            dtype=torch.bfloat16,
+            device="cuda",
+        )
+    )
+    settings = {"scale": 0.1, "window_left": window_left, "softcap": softcap}
+    output = attention(**batch.arguments(), **settings, impl="fa4")
+    expected = batch.reference(torch.float64, **settings)
+    assert rms_ratio(output, expected).max() < RMS_LIMITS[torch.bfloat16]
+
+
+@pytest.mark.fa4
+def test_fa4_names_what_is_not_aligned() -> None:
+    batch = random_batch("small heads", REQUESTS, torch.bfloat16, 16)
+    wide = torch.nn.functional.pad(batch.key_cache, (0, 1))
+    with pytest.raises(ValueError, match=r"takes a key_cache .* multiples of 16 bytes"):
+        attention(
+            **batch.arguments() | {"key_cache": wide[..., :-1]},
+            **options("small heads"),
+            impl="fa4",
+        )
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -225,7 +225,7 @@ def test_visits_all_keys_that_are_seen_and_no_tile_without_one(
     last = min(first + block_q, query_len) - 1
     seq_len = context_len + query_len
     arguments = (context_len + first, context_len + last, context_len, seq_len)
-    start, end = triton_version._key_range.fn(*arguments, causal, symmetric, window_left)
+    start, end = triton_version.key_range.fn(*arguments, causal, symmetric, window_left)
     query_pos = torch.arange(arguments[0], arguments[1] + 1)[:, None]
     seen = visible(
         query_pos, torch.arange(seq_len), context_len, causal, window_left, symmetric

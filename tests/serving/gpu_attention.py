@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from attention_kernels import triton_fwd
+from attention_kernels import tiling, triton_fwd
 from vllm_dllm import compat
 from vllm_dllm.attention import GPU_BACKEND
 from vllm_dllm.cpu.interpret import interpret_triton_language
@@ -25,9 +25,10 @@ from vllm_dllm.cpu.interpret import interpret_triton_language
 
 def interpret_kernels() -> None:
     interpret_triton_language()
-    for name, value in list(vars(triton_fwd).items()):
-        if isinstance(value, JITFunction):
-            setattr(triton_fwd, name, InterpretedFunction(value.fn))
+    for module in (tiling, triton_fwd):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                setattr(module, name, InterpretedFunction(value.fn))
 
 
 def serve_on_gpu_path() -> None:

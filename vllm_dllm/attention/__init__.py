@@ -34,6 +34,8 @@ def gpu_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
     name = compat.custom_attention_backend(GPU_BACKEND)
     if name is None:
         return None
+    if not current_platform.is_cuda():
+        return None
     backend, capability = name.get_class(), current_platform.get_device_capability()
     cache_dtype = vllm_config.cache_config.cache_dtype
     usable = (

@@ -5,8 +5,7 @@ or FlashAttention-4 where that was asked for (`--attention-config.flash_attn_ver
 the layer's head size; sliding layers apply the window rule of each request.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -30,6 +29,13 @@ from vllm_dllm.attention import WindowRules
 
 logger = init_logger(__name__)
 
+_CACHE_DTYPES = {  # others have the model's
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": support.FP8,
+    "fp8_e4m3": support.FP8,
+}
+
 
 @dataclass
 class GpuCanvasMetadata:
@@ -43,6 +49,7 @@ class GpuCanvasMetadata:
     slot_mapping: torch.Tensor  # [T] int64
     causal: torch.Tensor  # [N] int32
     symmetric: torch.Tensor  # [N] int32
+    chunks: dict[int, Any] = field(default_factory=dict)  # by window: what a layer leaves the next
 
 
 class GpuCanvasMetadataBuilder(AttentionMetadataBuilder[GpuCanvasMetadata]):
@@ -109,22 +116,7 @@ class GpuCanvasImpl(TritonAttentionImpl):
         if self.kv_cache_dtype.startswith("fp8"):
             key_cache, value_cache = (t.view(self.fp8_dtype) for t in (key_cache, value_cache))
             key_scale, value_scale = layer._k_scale.view(1), layer._v_scale.view(1)
-        options = dict(
-            symmetric=attn_metadata.symmetric,
-            output=output[:num_tokens],
-            scale=self.scale,
-            window_left=self.sliding_window[0],
-            softcap=self.logits_soft_cap,
-        )
-        kernel: Callable[..., None]
-        if self._fa4 is not None:
-            kernel = self._fa4.attention
-        else:
-            kernel = triton_fwd.attention
-            options |= dict(
-                key_scale=key_scale, value_scale=value_scale, max_seq_len=attn_metadata.max_seq_len
-            )
-        kernel(
+        arguments = (
             query[:num_tokens],
             key_cache,
             value_cache,
@@ -132,8 +124,28 @@ class GpuCanvasImpl(TritonAttentionImpl):
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
             attn_metadata.causal,
-            **options,
         )
+        window_left = self.sliding_window[0]
+        options = dict(
+            symmetric=attn_metadata.symmetric,
+            output=output[:num_tokens],
+            scale=self.scale,
+            window_left=window_left,
+            softcap=self.logits_soft_cap,
+        )
+        if self._fa4 is None:
+            triton_fwd.attention(
+                *arguments,
+                **options,
+                key_scale=key_scale,
+                value_scale=value_scale,
+                max_seq_len=attn_metadata.max_seq_len,
+            )
+        else:
+            chunks = attn_metadata.chunks
+            chunks[window_left] = self._fa4.attention(
+                *arguments, **options, chunks=chunks.get(window_left)
+            )
         return output
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -142,24 +154,30 @@ class GpuCanvasImpl(TritonAttentionImpl):
 
 def runs_fa4(head_size: int, kv_cache_dtype: str) -> bool:
     """Whether a layer of the model being built runs FlashAttention-4: if it was asked for and can
-    serve the layer. Said in the log either way."""
+    serve the layer. Said in the log."""
     config, capability = get_current_vllm_config_or_none(), current_platform.get_device_capability()
-    if config is None or config.attention_config.flash_attn_version != 4 or capability is None:
-        return False
-    query_dtype = config.model_config.dtype
-    cache_dtype = support.FP8 if kv_cache_dtype.startswith("fp8") else query_dtype
-    reason = support.fa4_reason(
-        support.Case((capability.major, capability.minor), head_size, query_dtype, cache_dtype)
-    )
-    if reason is not None:
+    reason: str | None = "it was not asked for (--attention-config.flash_attn_version 4)"
+    if (
+        config is not None
+        and config.attention_config.flash_attn_version == 4
+        and capability is not None
+    ):
+        query_dtype = config.model_config.dtype
+        cache_dtype = _CACHE_DTYPES.get(kv_cache_dtype, query_dtype)
+        case = support.Case(
+            (capability.major, capability.minor), head_size, query_dtype, cache_dtype
+        )
+        reason = support.fa4_reason(case)
+        reason = reason and f"it takes {reason}"
+    if reason is None:
+        logger.info_once("Layers of head size %d run FlashAttention-4.", head_size)
+    else:
         logger.info_once(
-            "Layers of head size %d run the Triton kernel: FlashAttention-4 takes %s.",
+            "Layers of head size %d run our Triton kernel, not FlashAttention-4: %s.",
             head_size,
             reason,
         )
-        return False
-    logger.info_once("Layers of head size %d run FlashAttention-4.", head_size)
-    return True
+    return reason is None
 
 
 class GpuCanvasBackend(TritonAttentionBackend):

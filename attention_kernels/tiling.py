@@ -1,0 +1,38 @@
+"""Which request a tile of queries belongs to, and the keys it sees, in Triton."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
+    """The request that owns `tile`. Request r owns the tiles from start[r] // BLOCK_Q + r on, which
+    leaves each of them at least ceil(query_len / BLOCK_Q)."""
+    low = 0
+    high = num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        first_tile = tl.load(query_start_loc + middle) // BLOCK_Q + middle
+        if first_tile <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def key_range(first_query, last_query, context_len, seq_len, causal, symmetric, window_left):
+    """First key and end of the keys that the queries first..last see: `masks.visible_range`."""
+    start = 0
+    end = seq_len
+    if causal != 0:
+        end = last_query + 1
+        if window_left >= 0:
+            start = first_query - window_left
+    elif window_left >= 0:
+        if symmetric != 0:
+            start = first_query - window_left
+            end = last_query + window_left + 1
+        else:
+            start = context_len - window_left
+    return max(start, 0), min(end, seq_len)
