@@ -107,6 +107,16 @@ class CanvasBatch:
         positions = torch.arange(self.canvas_length, device=self.lengths.device)
         return positions < self.lengths[:, None]
 
+    def rows_of(self, i: int) -> slice:
+        """The rows of canvas i."""
+        end = int(self.row_ends_np[i])
+        return slice(end - int(self.lengths_np[i]), end)
+
+    @cached_property
+    def row_ends_np(self) -> np.ndarray:
+        """[n] int64: the end of each canvas' rows."""
+        return np.cumsum(self.lengths_np)
+
     @cached_property
     def full_valid(self) -> torch.Tensor:
         """[n, C] bool: `valid`, also where all are."""

@@ -94,6 +94,12 @@ class ExtensionConfig:
     denoise. Costs a device-to-host copy a step."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of `diffusion_*` keys (`options.OPTIONS`) for requests that leave them out."""
+    sampling_memory_mib: int = 256
+    """Bounds what the sampler takes beside its results, whatever the number of requests. Requests
+    whose sampling parameters need whole rows of logits take those of one canvas on top."""
+    fit_canvas: bool = True
+    """Denoise a canvas no wider than the most tokens a request may get (rounded up to 16). The
+    reference always denoises a whole canvas and drops the rest; so does this with false."""
     commit_last_block: bool = False
     """Write the keys and values of an answer's last block, so that the next turn of a chat finds
     them in the prefix cache. Costs a forward an answer."""
@@ -102,10 +108,12 @@ class ExtensionConfig:
         check_window_rule(self.window_rule)
         if not isinstance(self.defaults, Mapping):
             raise ValueError(f"defaults must be an object, got {self.defaults!r}.")
-        if not isinstance(self.commit_last_block, bool):
-            raise ValueError(
-                f"commit_last_block must be true or false, got {self.commit_last_block!r}."
-            )
+        size = self.sampling_memory_mib
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"sampling_memory_mib must be an integer >= 1, got {size!r}.")
+        for name in ("fit_canvas", "commit_last_block"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {value!r}.")
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "ExtensionConfig":

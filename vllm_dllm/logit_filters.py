@@ -93,29 +93,36 @@ class LogitFilters:
 
     # --- a step -----------------------------------------------------------------------------
 
-    def apply(
-        self,
-        logits: torch.Tensor,  # [rows, V] fp32
-        batch: CanvasBatch,
-        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
-        guesses: torch.Tensor,  # [n, C] int64, the step before's best guesses
-    ) -> torch.Tensor:
-        """What is left of the logits before the temperature: the same, or a changed copy."""
+    def ruled(self, batch: CanvasBatch) -> list[int]:
+        """Canvases whose requests have rules that `apply_` applies."""
+        if not self._rules:
+            return []
+        return [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._rules]
+
+    def needs_whole_rows(self, batch: CanvasBatch) -> list[int]:
+        """Canvases whose requests ask for something that takes all logits of a row."""
+        if not self._rules and not self._truncated:
+            return []
         slots = batch.slots_np.tolist()
-        if self._rules.keys().isdisjoint(slots):
-            return logits
-        logits = logits.clone()
-        end = 0
-        for i, (slot, length) in enumerate(zip(slots, batch.lengths_np.tolist(), strict=True)):
-            end += length
-            if (rules := self._rules.get(slot)) is None:
-                continue
-            rows = logits[end - length : end]
-            rules.apply_(rows, 0, starts[i], guesses[i])
-            if rules.bad_words:
-                longest = max(len(word) for word in rules.bad_words) - 1
-                rules.exclude_bad_words_(rows, self._tokens_before(slot, starts[i], longest))
-        return logits
+        asks = self._rules.keys() | self._truncated
+        return [i for i, slot in enumerate(slots) if slot in asks]
+
+    def apply_(
+        self,
+        logits: torch.Tensor,  # [L, V] fp32 of canvas i, changed in place
+        i: int,
+        batch: CanvasBatch,
+        start: torch.Tensor,  # [] int64, absolute position of its first token
+        guess: torch.Tensor,  # [C] int64, the step before's best guess
+    ) -> None:
+        """Does what its request's rules say, if it has any, before the temperature."""
+        slot = int(batch.slots_np[i])
+        if (rules := self._rules.get(slot)) is None:
+            return
+        rules.apply_(logits, 0, start, guess)
+        if rules.bad_words:
+            longest = max(len(word) for word in rules.bad_words) - 1
+            rules.exclude_bad_words_(logits, self._tokens_before(slot, start, longest))
 
     def truncate(
         self,

@@ -103,6 +103,7 @@ class DiffusionModelState(ModelState):
         else:
             batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
             self.canvas_batch = batch
+            self.model.hands_on_hidden_states = self.model.streams_vocabulary
             of_canvases = plain if batch.tokens is None else plain[batch.tokens]
             soft = batch.flatten(self.slots.soft_embeds[batch.slot_index])
             committing = batch.by_row(self.slots.is_committing(batch.slot_index))[:, None]

@@ -15,6 +15,7 @@ from vllm.utils.diffusion import validate_diffusion_sampling_params
 from vllm_dllm.options import check_options
 
 DEFAULT_ACCEPT_PROBABILITY = 0.9
+_WIDTH_STEP = 16  # tokens; few widths, and a little room behind the last token asked for
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,19 @@ class RequestOptions:
 def is_read_only(params: SamplingParams | None) -> bool:
     """Whether a request emits its first canvas without a commit, and ends."""
     return bool(params is not None and (params.extra_args or {}).get("diffusion_read_only"))
+
+
+def fit_canvas(params: SamplingParams | None, canvas_length: int) -> None:
+    """Narrows the canvas of a request that may get fewer tokens than it holds, unless the request
+    says how wide or what it is."""
+    if params is None or params.max_tokens is None or is_read_only(params):
+        return
+    extra = params.extra_args or {}
+    if extra.get("diffusion_canvas_length") or extra.get("diffusion_seed_canvas"):
+        return
+    width = -(-params.max_tokens // _WIDTH_STEP) * _WIDTH_STEP
+    if width < canvas_length:
+        params.extra_args = {**extra, "diffusion_canvas_length": width}
 
 
 def _culprits(key: str, value: Any, canvas_length: int | None, vocab_size: int) -> str:

@@ -19,9 +19,10 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_dllm.canvas_batch import CanvasBatch
+from vllm_dllm.canvas_logits import CanvasLogits, StreamedLogits, WholeLogits
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN, up_to_first_stop
-from vllm_dllm.denoise.row_stats import RowStats, row_stats
+from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.schedule import temperature
 from vllm_dllm.denoise.step import CanvasState, denoise_step
 from vllm_dllm.logit_filters import LogitFilters
@@ -41,10 +42,6 @@ from vllm_dllm.trace import CanvasTrace
 
 if TYPE_CHECKING:
     from vllm_dllm.model_state import DiffusionModelState
-
-TILE_BYTES = 1 << 30
-"""Bounds the vocabulary-wide intermediates of a step, whatever the number of requests."""
-TILE_BYTES_PER_LOGIT = 5 * 4  # fp32: logit, scaled, log-probability, probability, cumulative
 
 
 class DiffusionSampler:
@@ -145,7 +142,7 @@ class DiffusionSampler:
 
     def __call__(
         self,
-        logits: torch.Tensor,  # [rows, V] fp32, soft-capped
+        logits: torch.Tensor,  # [rows, V] fp32, soft-capped; of a large vocabulary hidden states
         input_batch: InputBatch,
         draft_logits: torch.Tensor | None = None,
     ) -> SamplerOutput:
@@ -198,7 +195,7 @@ class DiffusionSampler:
                 self.slots.canvas[slot, : len(first)] = async_tensor_h2d(first, device=device)
 
     def _advance_canvases(
-        self, logits: torch.Tensor, batch: CanvasBatch, input_batch: InputBatch
+        self, source: torch.Tensor, batch: CanvasBatch, input_batch: InputBatch
     ) -> tuple[torch.Tensor, torch.Tensor, LogprobsTensors | None]:
         """Denoises or commits each canvas. Returns best guesses [n, C], tokens emitted [n] and
         the log-probabilities of the emitted tokens."""
@@ -211,7 +208,16 @@ class DiffusionSampler:
         earlier = None if cut is None else slots.progress(idx)
 
         policy = self.policies.of(batch)
-        raw, logits = logits, self.filters.apply(logits, batch, starts, tokens.best_guess)
+        kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
+        logits: CanvasLogits = kind(
+            source,
+            batch,
+            starts,
+            tokens.best_guess,
+            self.model,
+            self.filters,
+            self.state.extension_config.sampling_memory_mib << 20,
+        )
         step_temperature = temperature(
             numbers.steps_done, numbers.num_steps, policy.t_min, policy.t_span
         )
@@ -224,9 +230,7 @@ class DiffusionSampler:
             self.canvas_length,
             self.vocab_size,
         )
-        by_row, soft_rows = self._read_rows(
-            logits, row_temperature, batch.flatten(drawn.candidate), batch
-        )
+        by_row, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
         stats = RowStats(*(batch.unflatten(column) for column in by_row))
         if policy.is_greedy is not None:
             greedy = torch.where(policy.is_greedy[:, None], stats.best_guess, stats.candidate)
@@ -290,31 +294,9 @@ class DiffusionSampler:
             next_canvas = slots.canvas[idx]
             self.trace.record(input_batch, batch, stats, outcome, next_canvas, denoised, finished)
         logprobs = self.logprobs.report(
-            raw, logits, row_temperature, decided, batch, input_batch.num_reqs, at_once, cut
+            logits, row_temperature, decided, batch, input_batch.num_reqs, at_once, cut
         )
         return best_guess, emitted, logprobs
-
-    def _read_rows(
-        self,
-        logits: torch.Tensor,  # [rows, V] fp32
-        row_temperature: torch.Tensor,  # [rows, 1] fp32
-        draw: torch.Tensor,  # [rows] float64
-        batch: CanvasBatch,
-    ) -> tuple[RowStats, torch.Tensor]:
-        """Statistics [rows] and expected embeddings [rows, H] of the scaled logits, computed tile
-        by tile so that the vocabulary-wide intermediates stay within `TILE_BYTES`."""
-        tile_rows = max(1, TILE_BYTES // (logits.shape[-1] * TILE_BYTES_PER_LOGIT))
-        tiles = []
-        for start in range(0, len(logits), tile_rows):
-            rows = slice(start, start + tile_rows)
-            scaled = self.filters.truncate(logits[rows] / row_temperature[rows], batch, rows)
-            stats, probs = row_stats(scaled, draw[rows])
-            tiles.append((*stats, self.model.soft_embeddings(scaled, probs)))
-        *columns, soft = (
-            columns[0] if len(tiles) == 1 else torch.cat(columns)
-            for columns in zip(*tiles, strict=True)
-        )
-        return RowStats(*columns), soft
 
 
 def _output(

@@ -14,7 +14,8 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm import compat
-from vllm_dllm.request import is_read_only
+from vllm_dllm.config import ExtensionConfig
+from vllm_dllm.request import fit_canvas, is_read_only
 from vllm_dllm.stopping import spares_last_commit
 
 
@@ -25,6 +26,8 @@ class CanvasScheduling(compat.SchedulerHooks):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.spares_last_commit = spares_last_commit(self.vllm_config)
+        config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
+        self.fits_canvas = config.fit_canvas
         # A KV connector has been told the step's tokens already, and a full CUDA graph of mixed
         # batches has no room for requests that attention sees as two.
         graphs = self.vllm_config.compilation_config.cudagraph_mode
@@ -34,6 +37,11 @@ class CanvasScheduling(compat.SchedulerHooks):
         self._spared_commits: list[int] = []  # their widths, until they are in the statistics
         # Scores of prompts, by request, until its first block is emitted.
         self._prompt_scores: dict[str, tuple[Any, Any]] = {}
+
+    def add_request(self, request: Request) -> None:
+        if self.fits_canvas:
+            fit_canvas(request.sampling_params, self.num_spec_tokens)
+        super().add_request(request)
 
     # --- a prompt and its first canvas ------------------------------------------------------
 

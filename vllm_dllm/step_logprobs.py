@@ -7,6 +7,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
 from vllm_dllm.canvas_batch import CanvasBatch
+from vllm_dllm.canvas_logits import CanvasLogits
 from vllm_dllm.logprobs import LogprobRequest, choose, concat, token_logprobs
 from vllm_dllm.request import RequestOptions
 
@@ -44,8 +45,7 @@ class StepLogprobs:
 
     def report(
         self,
-        raw: torch.Tensor,  # [rows, V] fp32, the model's logits
-        processed: torch.Tensor,  # [rows, V] fp32, what the sampling parameters make of them
+        logits: CanvasLogits,
         row_temperature: torch.Tensor,  # [rows, 1]
         best_guess: torch.Tensor,  # [n, C] int64
         batch: CanvasBatch,
@@ -79,7 +79,7 @@ class StepLogprobs:
             in_process = self.reports_processed or slot in self._constrained
             # A read-only request asks what the model thinks, not what the schedule makes of it.
             current = token_logprobs(
-                (processed if in_process else raw)[rows],
+                logits.processed(i) if in_process else logits.raw(i),
                 None if read_only else row_temperature[rows],
                 best_guess[i, :length],
                 wanted,

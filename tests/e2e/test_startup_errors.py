@@ -77,7 +77,7 @@ CASES = {
     "extension-config-key": (
         lambda _: None,
         ["--additional-config", '{"vllm_dllm": {"window": "symmetric"}}'],
-        "takes an object with the keys ['commit_last_block', 'trace_path', 'window_rule']",
+        "takes an object with the keys ['commit_last_block', 'defaults', 'fit_canvas', ",
     ),
     "extension-config-value": (
         lambda _: None,

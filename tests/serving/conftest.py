@@ -1,7 +1,7 @@
 """Offline engines and reference models, one a session for each checkpoint and setting."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,11 @@ class Engine:
     """An offline fp32 engine and the file its canvases are traced to."""
 
     def __init__(
-        self, checkpoint: Path, trace: Path, commit_last_block: bool = False, **options: Any
+        self, checkpoint: Path, trace: Path, settings: Mapping[str, Any] | None, **options: Any
     ) -> None:
         self.trace = trace
-        settings = {"trace_path": str(trace), "commit_last_block": commit_last_block}
+        # The reference denoises whole canvases.
+        settings = {"trace_path": str(trace), "fit_canvas": False, **(settings or {})}
         self.llm = LLM(
             str(checkpoint),
             dtype="float32",
@@ -74,12 +75,15 @@ def engine(
     torch.set_num_threads(2)
     running: dict[str, Engine] = {}
 
-    def start(checkpoint: Path, **options: Any) -> Engine:
-        key = f"{checkpoint} {sorted(options.items())}"
+    def start(
+        checkpoint: Path, settings: Mapping[str, Any] | None = None, **options: Any
+    ) -> Engine:
+        """`settings` of the extension, `options` of vLLM."""
+        key = f"{checkpoint} {settings} {sorted(options.items())}"
         if key not in running:
             stop()
             trace = tmp_path_factory.mktemp("trace") / "canvases.jsonl"
-            running[key] = Engine(checkpoint, trace, **options)
+            running[key] = Engine(checkpoint, trace, settings, **options)
         return running[key]
 
     def stop() -> None:

@@ -41,7 +41,7 @@ def test_next_turn_reuses_generated_blocks(
         prefix_cache_retention_interval=None,
         block_size=BLOCK,
         async_scheduling=is_async,
-        commit_last_block=commit_last_block,
+        settings={"commit_last_block": commit_last_block},
     )
     model = reference.load(tiny(window))
     vocab_size = model.config.text_config.vocab_size

@@ -168,6 +168,12 @@ def test_acceptance_rules_still_answer(served: Engine) -> None:
         assert right >= 0.8 * len(rows), acceptance
 
 
+def test_few_tokens_take_a_narrow_canvas(served: Engine) -> None:
+    output = ask(served, max_tokens=20)
+    assert {len(step["canvas"]) for step in steps_of(served, output)} == {32}
+    assert output.outputs[0].token_ids == tokens(served, max_tokens=64)[:20]
+
+
 def test_several_answers(served: Engine) -> None:
     output = ask(served, n=3, temperature=1.0)
     assert len(output.outputs) == 3

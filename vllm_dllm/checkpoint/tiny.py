@@ -50,6 +50,7 @@ def make_tiny_checkpoint(
     path: str | Path,
     *,
     seed: int = 0,
+    vocab_size: int | None = None,  # None: the tokenizer's; a larger one has tokens without text
     hidden_size: int = 64,
     intermediate_size: int = 64,
     layer_types: Sequence[str] = LAYER_TYPES,
@@ -73,7 +74,7 @@ def make_tiny_checkpoint(
     path = Path(path)
     tokenizer = build_tokenizer()
     config = build_config(
-        vocab_size=len(tokenizer),
+        vocab_size=vocab_size or len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         layer_types=list(layer_types),

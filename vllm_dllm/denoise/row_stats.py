@@ -23,7 +23,7 @@ def row_stats(
     """
     log_probs = logits.log_softmax(dim=-1)
     probs = log_probs.exp()
-    best_guess = _argmax(logits)
+    best_guess = argmax(logits)
     best_logprob = log_probs.gather(-1, best_guess[:, None]).squeeze(-1)
     stats = RowStats(
         best_guess=best_guess,
@@ -34,8 +34,9 @@ def row_stats(
     return stats, probs
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The first largest entry [rows] int64. On a CPU NumPy's is vectorised, torch's is not."""
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The first largest entry along the last axis, int64. On a CPU NumPy's is vectorised, torch's
+    is not."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)

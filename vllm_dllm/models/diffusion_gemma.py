@@ -5,11 +5,13 @@ is bidirectional and sees self-conditioned ones. The mode of a row is decided ou
 the embeddings and the attention metadata that `DiffusionModelState` prepares.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -20,6 +22,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.sequence import IntermediateTensors
 
 from vllm_dllm.attention import use_window_rules
+from vllm_dllm.denoise.vocab_stream import BLOCK, STREAMED_FROM
 from vllm_dllm.models.self_conditioning import SelfConditioning
 
 
@@ -71,6 +74,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         if text_config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(text_config.vocab_size)
+        # Set before a step whose sampler reads the vocabulary itself; `compute_logits` clears it.
+        self.hands_on_hidden_states = False
         self.self_conditioning = SelfConditioning(
             hidden_size=text_config.hidden_size,
             intermediate_size=text_config.intermediate_size,
@@ -99,16 +104,70 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         )
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Soft-capped logits [rows, V] fp32 (None on ranks that do not sample).
+        """Soft-capped logits [rows, V] fp32 (None on ranks that do not sample), or the hidden
+        states, see `hands_on_hidden_states`.
 
         The cap is applied in fp32, as the reference does: in a 16-bit type tanh near the cap would
         round the leading tokens together.
         """
+        if self.hands_on_hidden_states:
+            self.hands_on_hidden_states = False
+            return hidden_states
         logits = self.logits_processor(self.lm_head, hidden_states)
-        cap = self.config.final_logit_softcapping
-        if logits is None or cap is None:
-            return logits
-        return logits.to(torch.float32, copy=True).div_(cap).tanh_().mul_(cap)
+        return None if logits is None else self._cap(logits)
+
+    def _cap(self, logits: torch.Tensor) -> torch.Tensor:
+        """fp32, a copy."""
+        capped, cap = logits.to(torch.float32, copy=True), self.config.final_logit_softcapping
+        return capped if cap is None else capped.div_(cap).tanh_().mul_(cap)
+
+    @cached_property
+    def streams_vocabulary(self) -> bool:
+        """Whether the sampler may read the vocabulary tile by tile: a large one, whose output
+        weights are the embeddings, and whose shards begin at blocks."""
+        _, weight = self.vocabulary_shard()
+        return (
+            self.config.vocab_size >= STREAMED_FROM
+            and self.config.tie_word_embeddings
+            and weight.is_floating_point()
+            and weight.dtype != torch.float8_e4m3fn
+            and self.model.embed_tokens.num_embeddings_per_partition % BLOCK == 0
+        )
+
+    def vocabulary_shard(self) -> tuple[int, torch.Tensor]:
+        """This rank's first token, and the embeddings [n, H] from there on."""
+        shard = self.model.embed_tokens.shard_indices
+        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        return first, self.model.embed_tokens.weight[: end - first]
+
+    def logits_of(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        """Soft-capped logits [rows, Vt] fp32 of the tokens with these embeddings [Vt, H]."""
+        return self._cap(F.linear(hidden_states, embeddings))
+
+    def gather_shards(self, columns: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Each [rows, B] of this rank's vocabulary -> [rows, B of all], in the tokens' order."""
+        group = get_tp_group()
+        if group.world_size == 1:
+            return columns
+        # In one piece; fp32 holds every token below 2^24.
+        shards = group.all_gather(torch.stack([c.float() for c in columns], dim=-1), dim=1)
+        return [c.to(own.dtype) for c, own in zip(shards.unbind(-1), columns, strict=True)]
+
+    def join_soft_embeddings(
+        self,
+        total: torch.Tensor,  # [rows, H] fp32, this rank's sum of exp(logit - maximum) * embedding
+        weight: torch.Tensor,  # [rows] fp32, of exp(logit - maximum)
+        maximum: torch.Tensor,  # [rows] fp32
+    ) -> torch.Tensor:
+        """What `soft_embeddings` gives, from sums over shards of the vocabulary."""
+        group = get_tp_group()
+        if group.world_size > 1:
+            top = group.all_gather(maximum[:, None], dim=1).amax(dim=1)
+            scale = (maximum - top).exp()[:, None]
+            joined = group.all_reduce(torch.cat((total, weight[:, None]), dim=1) * scale)
+            total, weight = joined[:, :-1], joined[:, -1]
+        soft = total / weight[:, None]
+        return soft.to(self.model.embed_tokens.weight.dtype) * self.model.normalizer
 
     def soft_embeddings(
         self,

@@ -1,0 +1,59 @@
+"""What a request's options become before a model sees them."""
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from vllm_dllm.config import ExtensionConfig
+from vllm_dllm.options import check_options
+from vllm_dllm.request import RequestOptions, fit_canvas
+
+
+def width(max_tokens: int | None, **extra: Any) -> int | None:
+    params = SamplingParams(max_tokens=max_tokens, extra_args=extra or None)
+    fit_canvas(params, canvas_length=256)
+    assert (params.extra_args or {}).items() >= extra.items()
+    return (params.extra_args or {}).get("diffusion_canvas_length")
+
+
+def test_a_canvas_is_no_wider_than_the_tokens_it_is_for() -> None:
+    assert (width(1), width(16), width(17), width(20)) == (16, 16, 32, 32)
+    assert width(240) == 240
+    assert (width(241), width(256), width(1000), width(None)) == (None,) * 4
+
+
+def test_a_canvas_that_is_given_keeps_its_width() -> None:
+    assert width(20, diffusion_canvas_length=200) == 200
+    assert width(20, diffusion_seed_canvas=[1] * 256) is None
+    assert width(20, diffusion_read_only=1) is None
+    assert width(20, diffusion_max_steps=3) == 32
+
+
+def test_defaults_are_the_servers_unless_the_request_says_otherwise() -> None:
+    defaults = {"diffusion_acceptance": "confidence", "diffusion_entropy_bound": 0.3}
+    params = SamplingParams(extra_args={"diffusion_entropy_bound": 0.7, "diffusion_t_min": None})
+    options = RequestOptions.from_sampling_params(params, defaults)
+    assert (options.acceptance, options.entropy_bound, options.t_min) == ("confidence", 0.7, None)
+    assert RequestOptions.from_sampling_params(SamplingParams(), {}).acceptance == "entropy_bound"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"diffusion_acceptance": "luck"}, "must be one of"),
+        ({"acceptance": "top_k"}, "acceptance is not known. Known are: diffusion_accept_prob"),
+        ({"diffusion_seed_canvas": [1]}, "diffusion_seed_canvas is not known"),
+    ],
+)
+def test_unusable_defaults(defaults: dict[str, Any], message: str) -> None:
+    config = ExtensionConfig.from_additional_config({"vllm_dllm": {"defaults": defaults}})
+    with pytest.raises(ValueError, match=message):
+        check_options(config.defaults, known=frozenset())
+
+
+def test_settings_of_the_wrong_kind() -> None:
+    with pytest.raises(ValueError, match="fit_canvas must be true or false, got 1"):
+        ExtensionConfig(fit_canvas=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="defaults must be an object, got 'confidence'"):
+        ExtensionConfig(defaults="confidence")  # type: ignore[arg-type]

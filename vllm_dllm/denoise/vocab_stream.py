@@ -1,0 +1,116 @@
+"""The statistics of `row_stats`, and the expected embedding, from vocabulary tiles that come one by
+one: no tensor is as wide as the vocabulary.
+
+Each tile leaves five numbers a row and block of 1024 tokens; which tiles the blocks came in has no
+effect on them. The candidate is drawn in two stages, a block by its share and a token inside of it.
+
+Legend: Vt = tokens of a tile, B = blocks, H = hidden size.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
+from vllm_dllm.denoise.row_stats import RowStats, argmax, sample_by_inversion
+
+BLOCK = 1024
+"""Tokens of a block. Tiles and shards of the vocabulary begin at multiples of it."""
+STREAMED_FROM = 16 * BLOCK
+"""Tokens from which on a vocabulary is worth it."""
+_STAGE_BITS = 27  # of a draw's 53, for the choice of a block; the others choose inside of it
+
+
+class VocabBlocks(NamedTuple):
+    """Of each row and block, all [rows, B]."""
+
+    maximum: torch.Tensor  # fp32, largest logit m
+    best: torch.Tensor  # int64, its token
+    total: torch.Tensor  # fp32, sum of exp(logit - m)
+    weighted: torch.Tensor  # fp32, sum of exp(logit - m) * (logit - m)
+    candidate: torch.Tensor  # int64, a token drawn from the block
+
+
+def read_blocks(
+    logits: torch.Tensor,  # [rows, Vt] fp32, temperature-scaled
+    uniform: torch.Tensor,  # [rows] float64 in [0, 1)
+    first_token: int,  # of the tile, a multiple of BLOCK
+) -> tuple[VocabBlocks, torch.Tensor]:
+    """The tile's blocks, and exp(logit - m) [rows, B, BLOCK]."""
+    rows, width = logits.shape
+    padding = -width % BLOCK
+    if padding:
+        logits = F.pad(logits, (0, padding), value=MASKED_LOGIT)
+    blocks = logits.view(rows, -1, BLOCK)
+    best = argmax(blocks)
+    maximum = blocks.gather(-1, best[..., None])
+    below = blocks - maximum
+    weights = below.exp()
+    within = (uniform * 2.0**_STAGE_BITS).frac()
+    drawn = sample_by_inversion(
+        weights.flatten(0, 1), within[:, None].expand(rows, blocks.shape[1]).reshape(-1)
+    )
+    first = first_token + BLOCK * torch.arange(blocks.shape[1], device=logits.device)
+    found = VocabBlocks(
+        maximum=maximum.squeeze(-1),
+        best=best + first,
+        total=weights.sum(dim=-1),
+        weighted=below.mul_(weights).sum(dim=-1),
+        candidate=drawn.view(rows, -1) + first,
+    )
+    return found, weights
+
+
+def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
+    """Statistics [rows] of the whole vocabulary, from its blocks in the order of their tokens."""
+    top, where = blocks.maximum.max(dim=-1, keepdim=True)  # the first of equals
+    behind = blocks.maximum - top
+    share = behind.exp()
+    masses = blocks.total * share
+    total = masses.sum(dim=-1)
+    log_total = total.log()
+    mean = (share * (blocks.weighted + blocks.total * behind)).sum(dim=-1) / total
+    chosen = sample_by_inversion(masses, uniform)[:, None]
+    return RowStats(
+        best_guess=blocks.best.gather(-1, where).squeeze(-1),
+        candidate=blocks.candidate.gather(-1, chosen).squeeze(-1),
+        entropy_nats=log_total - mean,
+        best_logprob=-log_total,
+    )
+
+
+class ExpectedEmbedding:
+    """`softmax(logits) @ E` of rows whose logits come tile by tile; rescaled as the largest logit
+    seen grows, as in online softmax."""
+
+    def __init__(self, rows: int, hidden_size: int, device: torch.device) -> None:
+        self._sum = torch.zeros(rows, hidden_size, device=device)
+        self._total = torch.zeros(rows, device=device)
+        self._maximum = torch.full((rows,), MASKED_LOGIT, device=device)
+
+    def add(
+        self,
+        logits: torch.Tensor,  # [rows, Vt] fp32, temperature-scaled
+        blocks: VocabBlocks,
+        weights: torch.Tensor,  # [rows, B, BLOCK] fp32, of `read_blocks`
+        embeddings: torch.Tensor,  # [Vt, H] the model's type
+    ) -> None:
+        """As the reference does, the logits are rounded to the model's type first, and the weights
+        again for the product."""
+        maximum = torch.maximum(self._maximum, blocks.maximum.amax(dim=-1))
+        if embeddings.dtype == torch.float32:
+            scaled = weights * (blocks.maximum - maximum[:, None]).exp()[..., None]
+            scaled = scaled.flatten(1)[:, : logits.shape[1]]
+        else:
+            scaled = (logits.to(embeddings.dtype).float() - maximum[:, None]).exp_()
+        decay = (self._maximum - maximum).exp()
+        self._total.mul_(decay).add_(scaled.sum(dim=-1))
+        product = torch.matmul(scaled.to(embeddings.dtype), embeddings)
+        self._sum.mul_(decay[:, None]).add_(product)
+        self._maximum = maximum
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sum [rows, H], total [rows] and maximum [rows]: of one shard of the vocabulary, to be
+        joined with those of the others; the embedding is sum / total."""
+        return self._sum, self._total, self._maximum
