@@ -1,0 +1,70 @@
+"""The fused pass over the LM head's output against the plain one, in Triton's interpreter where
+there is no GPU."""
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from vllm_dllm.cpu.interpret import interpret_triton_language
+from vllm_dllm.denoise import vocab_stream_triton
+from vllm_dllm.denoise.vocab_stream import BLOCK, read_blocks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def fused() -> ModuleType:
+    if not torch.cuda.is_available():
+        from triton.runtime.interpreter import InterpretedFunction
+
+        interpret_triton_language()
+        kernel = vocab_stream_triton._read_blocks_kernel
+        if not isinstance(kernel, InterpretedFunction):
+            vocab_stream_triton._read_blocks_kernel = InterpretedFunction(kernel.fn)
+    return vocab_stream_triton
+
+
+def inputs(dtype: torch.dtype, width: int, rows: int = 12):
+    generator = torch.Generator().manual_seed(0)
+    output = (20 * torch.randn(rows, width, generator=generator)).to(dtype)
+    output[0] = 1.0  # all alike
+    temperature = torch.linspace(0.4, 0.8, rows)
+    uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
+    uniform[1:3] = torch.tensor([0.0, 1 - 2.0**-53])
+    return output, temperature, uniform
+
+
+def scaled(output: torch.Tensor, temperature: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    logits = output.float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits / temperature[:, None]
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("width", [2 * BLOCK, BLOCK + 77])
+def test_blocks(fused: ModuleType, width: int, dtype: torch.dtype, softcap: float | None) -> None:
+    output, temperature, uniform = inputs(dtype, width)
+    logits = scaled(output, temperature, softcap)
+    expected, _ = read_blocks(logits, uniform, first_token=3 * BLOCK)
+    on_device = [tensor.to(DEVICE) for tensor in (output, temperature, uniform)]
+    ours = fused.read_blocks_(*on_device, 3 * BLOCK, softcap)
+    assert torch.equal(ours.best.cpu(), expected.best)
+    torch.testing.assert_close(ours.maximum.cpu(), expected.maximum)
+    torch.testing.assert_close(ours.total.cpu(), expected.total, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.weighted.cpu(), expected.weighted, rtol=1e-4, atol=1e-3)
+    # Draws next to a boundary may fall to its other side.
+    assert (ours.candidate.cpu() == expected.candidate).float().mean() > 0.9
+    torch.testing.assert_close(on_device[0].cpu(), logits.to(dtype), rtol=2e-3, atol=1e-4)
+
+
+def test_excluded_tokens_are_never_drawn(fused: ModuleType) -> None:
+    output = torch.full((64, BLOCK), -1e20)
+    output[:, [5, 600]] = torch.tensor([0.0, 1.0])
+    uniform = torch.linspace(0, 1 - 2.0**-53, 64, dtype=torch.float64) / 2**26 % 1
+    found = fused.read_blocks_(
+        output.to(DEVICE), torch.ones(64, device=DEVICE), uniform.to(DEVICE), 0, None
+    )
+    assert set(found.candidate.flatten().tolist()) == {5, 600}
