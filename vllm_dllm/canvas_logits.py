@@ -7,10 +7,12 @@ so its answer does not depend on its neighbours.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
@@ -154,13 +156,27 @@ class StreamedLogits:
         soft = ExpectedEmbedding(rows, hidden_size, hidden.device)
         for first in range(0, len(weight), TILE_TOKENS):
             embeddings = weight[first : first + TILE_TOKENS]
-            scaled = self.model.logits_of(hidden, embeddings).div_(temperature)
-            blocks, weights = read_blocks(scaled, draw, first_token + first)
-            soft.add(scaled, blocks, weights, embeddings)
+            logits = F.linear(hidden, embeddings)
+            weights = None
+            if hidden.is_cuda:
+                blocks = _fused_read_blocks()(
+                    logits, temperature.squeeze(-1), draw, first_token + first, self.model.softcap
+                )
+            else:
+                logits = self.model.cap(logits).div_(temperature)
+                blocks, weights = read_blocks(logits, draw, first_token + first)
+            soft.add(logits, blocks, weights, embeddings)
             found.append(blocks)
         blocks = VocabBlocks(*(torch.cat(column, dim=1) for column in zip(*found, strict=True)))
         blocks = VocabBlocks(*self.model.gather_shards(blocks))
         return join_blocks(blocks, draw), self.model.join_soft_embeddings(*soft.result())
+
+
+@cache
+def _fused_read_blocks() -> Callable[..., VocabBlocks]:
+    from vllm_dllm.denoise.vocab_stream_triton import read_blocks_  # needs Triton
+
+    return read_blocks_
 
 
 def _read_whole(

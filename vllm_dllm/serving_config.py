@@ -15,9 +15,8 @@ from vllm_dllm.options import check_options
 
 logger = init_logger(__name__)
 
-SAMPLING_MEMORY_BYTES = 4 << 30
-"""Bounds the sampler's vocabulary-wide tensors when it picks the default number of requests."""
-_BYTES_PER_LOGIT = 4 * 4  # fp32 logits and the copies a filter makes of them
+SLOT_MEMORY_BYTES = 512 << 20
+"""Bounds what requests keep from step to step when the default number of requests is picked."""
 _FEWEST_REQUESTS = 8  # stock vLLM's default
 
 
@@ -82,11 +81,12 @@ def check_token_budget(vllm_config: VllmConfig) -> None:
 
 
 def default_max_num_seqs(vllm_config: VllmConfig) -> int:
-    """Requests whose vocabulary-wide tensors fit `SAMPLING_MEMORY_BYTES`."""
+    """Requests whose expected embeddings, most of what a slot holds, fit `SLOT_MEMORY_BYTES`."""
     assert vllm_config.diffusion_config is not None
-    canvas_length = vllm_config.diffusion_config.canvas_length
-    per_request = canvas_length * vllm_config.model_config.get_vocab_size() * _BYTES_PER_LOGIT
-    return max(_FEWEST_REQUESTS, SAMPLING_MEMORY_BYTES // per_request)
+    model_config = vllm_config.model_config
+    row = model_config.hf_text_config.hidden_size * model_config.dtype.itemsize
+    per_request = vllm_config.diffusion_config.canvas_length * row
+    return max(_FEWEST_REQUESTS, SLOT_MEMORY_BYTES // per_request)
 
 
 def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:

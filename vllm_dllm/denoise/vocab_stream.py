@@ -91,15 +91,15 @@ class ExpectedEmbedding:
 
     def add(
         self,
-        logits: torch.Tensor,  # [rows, Vt] fp32, temperature-scaled
+        logits: torch.Tensor,  # [rows, Vt] temperature-scaled, fp32 or in the embeddings' type
         blocks: VocabBlocks,
-        weights: torch.Tensor,  # [rows, B, BLOCK] fp32, of `read_blocks`
+        weights: torch.Tensor | None,  # [rows, B, BLOCK] fp32, of `read_blocks`, if there are any
         embeddings: torch.Tensor,  # [Vt, H] the model's type
     ) -> None:
         """As the reference does, the logits are rounded to the model's type first, and the weights
         again for the product."""
         maximum = torch.maximum(self._maximum, blocks.maximum.amax(dim=-1))
-        if embeddings.dtype == torch.float32:
+        if weights is not None and embeddings.dtype == torch.float32:
             scaled = weights * (blocks.maximum - maximum[:, None]).exp()[..., None]
             scaled = scaled.flatten(1)[:, : logits.shape[1]]
         else:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -114,11 +113,15 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             self.hands_on_hidden_states = False
             return hidden_states
         logits = self.logits_processor(self.lm_head, hidden_states)
-        return None if logits is None else self._cap(logits)
+        return None if logits is None else self.cap(logits)
 
-    def _cap(self, logits: torch.Tensor) -> torch.Tensor:
-        """fp32, a copy."""
-        capped, cap = logits.to(torch.float32, copy=True), self.config.final_logit_softcapping
+    @property
+    def softcap(self) -> float | None:
+        return self.config.final_logit_softcapping
+
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        """The LM head's output, soft-capped in fp32; a copy."""
+        capped, cap = logits.to(torch.float32, copy=True), self.softcap
         return capped if cap is None else capped.div_(cap).tanh_().mul_(cap)
 
     @cached_property
@@ -139,10 +142,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         shard = self.model.embed_tokens.shard_indices
         first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
         return first, self.model.embed_tokens.weight[: end - first]
-
-    def logits_of(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """Soft-capped logits [rows, Vt] fp32 of the tokens with these embeddings [Vt, H]."""
-        return self._cap(F.linear(hidden_states, embeddings))
 
     def gather_shards(self, columns: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Each [rows, B] of this rank's vocabulary -> [rows, B of all], in the tokens' order."""
