@@ -57,3 +57,24 @@ def test_settings_of_the_wrong_kind() -> None:
         ExtensionConfig(fit_canvas=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="defaults must be an object, got 'confidence'"):
         ExtensionConfig(defaults="confidence")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("diffusion_t_min", 1e-60),  # would make logits infinite
+        ("diffusion_t_min", 10**400),
+        ("diffusion_accept_tokens", 2**63),
+        ("diffusion_stability_threshold", True),
+        ("diffusion_entropy_bound", float("nan")),
+        ("diffusion_judge_answer_only", 2),
+    ],
+)
+def test_values_out_of_range(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{key} must be "):
+        check_options({key: value})
+
+
+def test_a_default_of_null_is_none() -> None:
+    options = RequestOptions.from_sampling_params(SamplingParams(), {"diffusion_acceptance": None})
+    assert options.acceptance == "entropy_bound"

@@ -117,14 +117,6 @@ class CanvasBatch:
         """[n] int64: the end of each canvas' rows."""
         return np.cumsum(self.lengths_np)
 
-    @cached_property
-    def full_valid(self) -> torch.Tensor:
-        """[n, C] bool: `valid`, also where all are."""
-        if self.valid is not None:
-            return self.valid
-        shape = self.num_canvases, self.canvas_length
-        return torch.ones(shape, dtype=torch.bool, device=self.lengths.device)
-
     def by_row(self, per_request: torch.Tensor) -> torch.Tensor:
         """[n, ...] -> [rows, ...]: each request's value at each of its rows."""
         if self.cells is None:

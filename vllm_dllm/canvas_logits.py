@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch.nn import functional as F
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
@@ -28,8 +29,8 @@ from vllm_dllm.logit_filters import LogitFilters
 TILE_TOKENS = 16 * BLOCK
 # fp32: logit, scaled, below its block's largest, weight, cumulative, rounded, for the product
 _BYTES_PER_STREAMED_LOGIT = 7 * 4
-# fp32: logit, scaled, log-probability, probability, cumulative
-_BYTES_PER_WHOLE_LOGIT = 5 * 4
+# fp32: logit, scaled, log-probability, probability, cumulative; top_k and top_p sort in between
+_BYTES_PER_WHOLE_LOGIT = 8 * 4
 
 ReadRows = tuple[RowStats, torch.Tensor]
 """Statistics [rows] and expected embeddings [rows, H] of rows' scaled logits."""
@@ -122,10 +123,10 @@ class StreamedLogits:
             parts.append(self._read_one(i, row_temperature[rows], draw[rows]))
         if is_plain.any():
             places.append(np.flatnonzero(is_plain))
-            plain = torch.from_numpy(places[-1]).to(draw.device)
+            plain = async_tensor_h2d(places[-1], device=draw.device)
             parts.append(self._stream(self.hidden[plain], row_temperature[plain], draw[plain]))
         stats, soft = _concat(parts)
-        order = torch.from_numpy(np.concatenate(places).argsort()).to(draw.device)
+        order = async_tensor_h2d(np.concatenate(places).argsort(), device=draw.device)
         return RowStats(*(column[order] for column in stats)), soft[order]
 
     def _read_one(self, i: int, temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:

@@ -165,14 +165,18 @@ def set_schedulers(architecture: str, schedulers: Mapping[str, str]) -> None:
         setattr(diffusion_scheduler, name, choose(name, path))
 
 
-def accept_all_sampling_params() -> None:
-    """Lifts vLLM's refusal of sampling parameters for diffusion models; their values are checked as
-    for any model."""
+_stock_validate_diffusion = SamplingParams._validate_diffusion
 
-    def accept(self: SamplingParams, model_config: ModelConfig) -> None:
-        pass
 
-    SamplingParams._validate_diffusion = accept
+def accept_all_sampling_params(architecture: str) -> None:
+    """Lifts vLLM's refusal of sampling parameters for diffusion models of `architecture`; their
+    values are checked as for any model. Repeatable."""
+
+    def validate_diffusion(self: SamplingParams, model_config: ModelConfig) -> None:
+        if model_config.architecture != architecture:
+            _stock_validate_diffusion(self, model_config)
+
+    SamplingParams._validate_diffusion = validate_diffusion
 
 
 def has_triton() -> bool:

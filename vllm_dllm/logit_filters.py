@@ -41,7 +41,11 @@ class LogitFilters:
             rules.early_stops = torch.tensor(stops, device=self.device)
             rules.stops_from = int(self.req_states.prompt_len.np[slot]) + params.min_tokens
         words = params.bad_words_token_ids or []
-        rules.bad_words = [torch.tensor(w, device=self.device) for w in words if len(w) > 1]
+        rules.bad_words = [
+            (torch.tensor(word[:-1], device=self.device), word[-1])
+            for word in words
+            if len(word) > 1
+        ]
         if use_penalty(params):
             self._penalised.append((slot, params))
         if rules:
@@ -121,7 +125,7 @@ class LogitFilters:
             return
         rules.apply_(logits, 0, start, guess)
         if rules.bad_words:
-            longest = max(len(word) for word in rules.bad_words) - 1
+            longest = max(len(rest) for rest, _ in rules.bad_words)
             rules.exclude_bad_words_(logits, self._tokens_before(slot, start, longest))
 
     def truncate(

@@ -25,6 +25,9 @@ STOCK_OPTIONS = frozenset(
 """Keys that stock vLLM checks."""
 
 
+_MOST = 1 << 20  # of a number of steps or tokens
+
+
 @dataclass(frozen=True)
 class Option:
     """What values a key takes."""
@@ -33,27 +36,26 @@ class Option:
     accepts: Callable[[Any], bool]
 
 
-def _number(
-    above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
-) -> Option:
+def _number(at_most: float, above: float = -math.inf, at_least: float = -math.inf) -> Option:
     def accepts(value: Any) -> bool:
         return (
             isinstance(value, (int, float))
             and not isinstance(value, bool)
-            and math.isfinite(value)
             and above < value <= at_most
             and value >= at_least
+            and math.isfinite(value)
         )
 
     lower = f" > {above:g}" if above > -math.inf else f" >= {at_least:g}"
-    upper = "" if at_most == math.inf else f" and <= {at_most:g}"
-    return Option(f"a number{lower}{upper}", accepts)
+    return Option(f"a number{lower} and <= {at_most:g}", accepts)
 
 
 def _integer(at_least: int) -> Option:
     return Option(
-        f"an integer >= {at_least}",
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= at_least,
+        f"an integer from {at_least} to {_MOST}",
+        lambda value: (
+            isinstance(value, int) and not isinstance(value, bool) and at_least <= value <= _MOST
+        ),
     )
 
 
@@ -66,13 +68,13 @@ _BOOLEAN = Option("a boolean (or 0/1)", lambda value: isinstance(value, int) and
 
 OPTIONS: Mapping[str, Option] = {
     "diffusion_acceptance": _one_of(ACCEPTANCE_RULES),
-    "diffusion_entropy_bound": _number(above=0),  # nats
+    "diffusion_entropy_bound": _number(above=0, at_most=1e6),  # nats
     "diffusion_accept_probability": _number(above=0, at_most=1),
     "diffusion_accept_tokens": _integer(1),  # a step
-    "diffusion_confidence_threshold": _number(above=0),  # nats
+    "diffusion_confidence_threshold": _number(above=0, at_most=1e6),  # nats
     "diffusion_stability_threshold": _integer(0),  # steps
-    "diffusion_t_min": _number(above=0),
-    "diffusion_t_max": _number(above=0),
+    "diffusion_t_min": _number(at_least=1e-3, at_most=1e3),
+    "diffusion_t_max": _number(at_least=1e-3, at_most=1e3),
     "diffusion_judge_answer_only": _BOOLEAN,
     "diffusion_window_rule": _one_of(WINDOW_RULES),
 }

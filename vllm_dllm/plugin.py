@@ -37,7 +37,7 @@ def register() -> None:
         },
     )
     compat.set_request_check(request.check_request)
-    compat.accept_all_sampling_params()
+    compat.accept_all_sampling_params(DIFFUSION_GEMMA)
     compat.register_custom_attention_backend(attention.GPU_BACKEND)
     cpu.install()
 

@@ -44,8 +44,10 @@ class RequestOptions:
         cls, params: SamplingParams, defaults: Mapping[str, Any]
     ) -> "RequestOptions":
         """`defaults`: the server's, for keys that the request leaves out."""
-        given = {k: v for k, v in (params.extra_args or {}).items() if v is not None}
-        extra = {**defaults, **given}
+        own = params.extra_args or {}
+        extra: dict[str, Any] = {}
+        for source in (defaults, own):
+            extra |= {key: value for key, value in source.items() if value is not None}
 
         def get(name: str, default: Any = None) -> Any:
             return extra.get(f"diffusion_{name}", default)

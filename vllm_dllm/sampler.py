@@ -21,10 +21,10 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.canvas_logits import CanvasLogits, StreamedLogits, WholeLogits
 from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.convergence import NO_TOKEN, up_to_first_stop
+from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.schedule import temperature
-from vllm_dllm.denoise.step import CanvasState, denoise_step
+from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
 from vllm_dllm.logit_filters import LogitFilters
 from vllm_dllm.policies import Policies, revealing
 from vllm_dllm.request import RequestOptions
@@ -237,10 +237,9 @@ class DiffusionSampler:
             stats = stats._replace(candidate=greedy)
         num_stops = self._num_stops[batch.slots_np].max()
         stops = slots.stop_tokens[idx][:, :num_stops]
-        judged = batch.valid
+        answer_only = None
         if policy.judges_answer_only is not None:
-            answer = up_to_first_stop(stats.best_guess, batch.valid, stops)
-            judged = torch.where(policy.judges_answer_only[:, None], answer, batch.full_valid)
+            answer_only = AnswerOnly(policy.judges_answer_only, stops)
         outcome = denoise_step(
             stats,
             batch.valid,
@@ -250,7 +249,7 @@ class DiffusionSampler:
             drawn.renoise,
             policy.rules,
             revealing(policy, slots.revealed[idx], slots.canvas[idx]),
-            judged,
+            answer_only,
         )
 
         denoised = ~committing
@@ -263,6 +262,10 @@ class DiffusionSampler:
             best_guess, batch.valid, block_ends, numbers.end, last_stops
         )
         emitted = batch.lengths * (committing | at_once)
+        # Before anything is written: it may apply the step's rules again.
+        logprobs = self.logprobs.report(
+            logits, row_temperature, decided, batch, input_batch.num_reqs, at_once, cut
+        )
 
         canvas = torch.where(finished[:, None], best_guess, outcome.canvas)
         # A commit reads none, and the canvas after it starts with none.
@@ -293,9 +296,6 @@ class DiffusionSampler:
         if self.trace is not None:
             next_canvas = slots.canvas[idx]
             self.trace.record(input_batch, batch, stats, outcome, next_canvas, denoised, finished)
-        logprobs = self.logprobs.report(
-            logits, row_temperature, decided, batch, input_batch.num_reqs, at_once, cut
-        )
         return best_guess, emitted, logprobs
 
 

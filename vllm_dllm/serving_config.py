@@ -17,6 +17,7 @@ logger = init_logger(__name__)
 
 SLOT_MEMORY_BYTES = 512 << 20
 """Bounds what requests keep from step to step when the default number of requests is picked."""
+LOGITS_MEMORY_BYTES = 4 << 30
 _FEWEST_REQUESTS = 8  # stock vLLM's default
 
 
@@ -81,12 +82,17 @@ def check_token_budget(vllm_config: VllmConfig) -> None:
 
 
 def default_max_num_seqs(vllm_config: VllmConfig) -> int:
-    """Requests whose expected embeddings, most of what a slot holds, fit `SLOT_MEMORY_BYTES`."""
+    """Requests whose expected embeddings, most of what a slot holds, fit `SLOT_MEMORY_BYTES`, and
+    whose logits fit `LOGITS_MEMORY_BYTES`, unless they are never all there."""
     assert vllm_config.diffusion_config is not None
+    canvas_length = vllm_config.diffusion_config.canvas_length
     model_config = vllm_config.model_config
-    row = model_config.hf_text_config.hidden_size * model_config.dtype.itemsize
-    per_request = vllm_config.diffusion_config.canvas_length * row
-    return max(_FEWEST_REQUESTS, SLOT_MEMORY_BYTES // per_request)
+    config = model_config.hf_text_config
+    per_request = canvas_length * config.hidden_size * model_config.dtype.itemsize
+    most = SLOT_MEMORY_BYTES // per_request
+    if not (config.tie_word_embeddings and vllm_config.quant_config is None):
+        most = min(most, LOGITS_MEMORY_BYTES // (canvas_length * config.vocab_size * 8))
+    return max(_FEWEST_REQUESTS, most)
 
 
 def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:

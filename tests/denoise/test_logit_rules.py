@@ -96,7 +96,7 @@ def spell(tokens: list[int]) -> torch.Tensor:
 
 
 def bad_words(logits: torch.Tensor, words: list[list[int]], before: list[int]) -> list[int]:
-    rules = LogitRules(bad_words=[torch.tensor(word) for word in words])
+    rules = LogitRules(bad_words=[(torch.tensor(word[:-1]), word[-1]) for word in words])
     rules.exclude_bad_words_(logits, torch.tensor(before))
     return logits.argmax(-1).tolist()
 

@@ -18,7 +18,7 @@ from vllm_dllm.denoise.convergence import (
 )
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.schedule import temperature
-from vllm_dllm.denoise.step import CanvasState, StepRules, denoise_step
+from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepRules, denoise_step
 
 N, C, V = 5, 16, 40
 
@@ -215,10 +215,10 @@ def test_a_revealed_position_keeps_its_token_and_the_last_one_finishes_the_canva
     rules = StepRules(0.1, 0.005, 1)
     noise = torch.full((1, 3), 77)
     outcome = denoise_step(stats, None, state, noise, rules, reveal_rule(2.0, 1, revealed))
-    assert outcome.canvas.tolist() == [[50, 5, 77]]
-    assert outcome.state.best_guess.tolist() == [[50, 5, 3]] and not outcome.finished
+    assert outcome.canvas.tolist() == [[50, 2, 77]]
+    assert outcome.state.best_guess.tolist() == [[50, 2, 3]] and not outcome.finished
     outcome = denoise_step(stats, None, state, noise, rules, reveal_rule(2.0, 2, revealed))
-    assert outcome.canvas.tolist() == [[50, 5, 6]] and outcome.finished
+    assert outcome.canvas.tolist() == [[50, 2, 3]] and outcome.finished
     # A neighbour that goes by the entropy bound is not touched.
     both = RowStats(*(t.expand(2, 3) for t in stats))
     states = CanvasState(*(t.expand(2, *t.shape[1:]) for t in state))
@@ -238,3 +238,29 @@ def test_judging_the_answer_only() -> None:
     valid = torch.tensor([[True, False, True, True], [True, True, True, False], [True] * 4])
     answer = up_to_first_stop(guess, valid, stops)
     assert answer.int().tolist() == [[1, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]
+
+
+def test_waiting_for_the_answer_only() -> None:
+    """What follows the first stop token may change, and be unsure, without holding a canvas up."""
+    stats = RowStats(
+        best_guess=torch.tensor([[5, 9, 7, 8]] * 2),
+        candidate=torch.tensor([[5, 9, 7, 8]] * 2),
+        entropy_nats=torch.tensor([[0.0, 0.0, 3.0, 3.0]] * 2),
+        best_logprob=torch.zeros(2, 4),
+    )
+    state = CanvasState(
+        torch.tensor([[5, 9, 1, 2]] * 2), torch.zeros(2).long(), torch.ones(2).long(),
+        torch.full((2,), 48),
+    )  # fmt: skip
+    rules = StepRules(0.1, 0.005, 1)
+    chosen = AnswerOnly(torch.tensor([True, False]), torch.tensor([[9], [9]]))
+    outcome = denoise_step(stats, None, state, torch.zeros(2, 4).long(), rules, None, chosen)
+    assert outcome.finished.tolist() == [True, False]
+
+
+def test_a_row_of_nan_points_into_the_vocabulary() -> None:
+    logits = torch.full((2, V), torch.nan)
+    logits[1] = torch.inf
+    stats = stats_of(logits, torch.tensor([0.5, 0.5]))
+    for tokens in (stats.best_guess, stats.candidate):
+        assert ((tokens >= 0) & (tokens < V)).all()

@@ -114,3 +114,10 @@ def test_shards_join_by_their_maximum() -> None:
     joined = sum(s * scale[:, None] for (s, _, _), scale in zip(halves, scales, strict=True))
     expected = logits.double().softmax(-1) @ embeddings.double()
     torch.testing.assert_close((joined / total[:, None]).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_of_nan_points_into_the_vocabulary() -> None:
+    logits = torch.full((1, V), torch.nan)
+    ours, _ = stream(logits, torch.tensor([0.5], dtype=torch.float64), BLOCK)
+    for tokens in (ours.best_guess, ours.candidate):
+        assert 0 <= tokens.item() < V

@@ -68,3 +68,11 @@ def test_excluded_tokens_are_never_drawn(fused: ModuleType) -> None:
         output.to(DEVICE), torch.ones(64, device=DEVICE), uniform.to(DEVICE), 0, None
     )
     assert set(found.candidate.flatten().tolist()) == {5, 600}
+
+
+def test_a_row_of_nan_points_into_the_vocabulary(fused: ModuleType) -> None:
+    output = torch.full((1, BLOCK + 7), torch.nan, device=DEVICE)
+    one = torch.ones(1, device=DEVICE)
+    found = fused.read_blocks_(output, one, one.double() / 2, 0, None)
+    for tokens in (found.best, found.candidate):
+        assert (tokens < BLOCK + 7).all()

@@ -46,7 +46,7 @@ XARGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "entropy bound of nothing": (
         {"diffusion_entropy_bound": 0},
-        "diffusion_entropy_bound must be a number > 0, got 0",
+        "diffusion_entropy_bound must be a number > 0 and <= 1e+06, got 0",
     ),
     "probability above 1": (
         {"diffusion_accept_probability": 1.5},
@@ -54,11 +54,11 @@ XARGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no token a step": (
         {"diffusion_accept_tokens": 0},
-        "diffusion_accept_tokens must be an integer >= 1, got 0",
+        "diffusion_accept_tokens must be an integer from 1 to 1048576, got 0",
     ),
     "half a stability": (
         {"diffusion_stability_threshold": 0.5},
-        "diffusion_stability_threshold must be an integer >= 0, got 0.5",
+        "diffusion_stability_threshold must be an integer from 0 to 1048576, got 0.5",
     ),
     "half a schedule": ({"diffusion_t_min": 0.5}, "come together, got 0.5 and None"),
     "schedule upside down": (

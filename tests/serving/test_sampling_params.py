@@ -54,11 +54,13 @@ def test_allowed_tokens_and_bias(served: Engine) -> None:
 
 
 def test_bad_words(served: Engine) -> None:
-    text = ask(served).outputs[0].text
-    assert "=" in text and "5+" not in text[0]
+    first = ask(served).outputs[0]
+    text = first.text
+    assert "=" in text
     output = ask(served, bad_words=["="]).outputs[0]
     assert "=" not in output.text
     pair = text[:3]
+    assert len(served.llm.get_tokenizer().encode(pair, add_special_tokens=False)) > 1
     for seed in range(5):
         assert pair not in ask(served, bad_words=[pair], seed=seed).outputs[0].text
 
@@ -66,7 +68,7 @@ def test_bad_words(served: Engine) -> None:
 def test_min_tokens(served: Engine) -> None:
     assert len(tokens(served)) < 40
     kept = tokens(served, min_tokens=40, max_tokens=100)
-    assert len(kept) >= 40 and EOS not in kept[:39]
+    assert len(kept) >= 40 and EOS not in kept[:40]
 
 
 def distinct(ids: list[int]) -> float:

@@ -27,12 +27,12 @@ def accept_by_entropy_bound(
 
 
 class Reveal(NamedTuple):
-    """Canvases that are revealed for good, position by position, as mask-noise diffusion models do
-    (Wu et al., "Fast-dLLM", arXiv 2505.22618: a probability threshold; Nie et al., "Large Language
-    Diffusion Models", arXiv 2502.09992: the k most certain positions a step)."""
+    """Canvases whose best guesses are revealed for good, position by position, as mask-noise
+    diffusion models do (Wu et al., "Fast-dLLM", arXiv 2505.22618: a probability threshold; Nie et
+    al., "Large Language Diffusion Models", arXiv 2502.09992: the k most certain ones a step)."""
 
     is_chosen: torch.Tensor  # [n] bool, canvases that are; the others go by the entropy bound
-    threshold: torch.Tensor  # [n] fp32, probability from which on a candidate is kept; > 1: none is
+    threshold: torch.Tensor  # [n] fp32, probability from which on a best guess is; > 1: none is
     per_step: torch.Tensor  # [n] int64, at least so many a step, the most probable ones
     revealed: torch.Tensor  # [n, C] bool, revealed by earlier steps
     tokens: torch.Tensor  # [n, C] int64, the canvas of this step

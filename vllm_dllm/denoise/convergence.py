@@ -27,7 +27,7 @@ def is_confident(
 ) -> torch.Tensor:
     """[n] bool: the mean entropy over the canvas' own positions is below the threshold."""
     if valid is None:
-        return entropy_nats.mean(dim=-1) < confidence_threshold
+        return entropy_nats.sum(dim=-1) / entropy_nats.shape[-1] < confidence_threshold
     total = torch.where(valid, entropy_nats, 0.0).sum(dim=-1)
     return total / valid.sum(dim=-1).clamp(min=1) < confidence_threshold
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm_dllm.denoise.row_stats import argmax
+
 MASKED_LOGIT = -1e20
 """Stands for an excluded token: its probability is 0, its share of the entropy is not NaN."""
 
@@ -43,7 +45,7 @@ class Penalties:
             scaled = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
             logits.copy_(torch.where((generated > 0) | self.in_prompt, scaled, logits))
         if self.frequency != 0.0:
-            logits.addcmul_(generated, logits.new_tensor(-self.frequency))
+            logits.sub_(generated, alpha=self.frequency)
         if self.presence != 0.0:
             logits.add_((generated > 0).to(logits.dtype), alpha=-self.presence)
 
@@ -61,7 +63,8 @@ class LogitRules:
     early_stops: torch.Tensor | None = None  # [k] int64, tokens that may not come ...
     stops_from: int = 0  # ... before this absolute position
     penalties: Penalties | None = None
-    bad_words: list[torch.Tensor] = field(default_factory=list)  # [>= 2] int64 each
+    # Of each bad word of several tokens: all but its last one [>= 1] int64, and that one.
+    bad_words: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         several = (self.bias, self.early_stops, self.penalties)
@@ -84,6 +87,7 @@ class LogitRules:
             logits[:, self.early_stops] = stops
         if self.penalties is not None:
             self.penalties.apply_(logits, first, guess)
+            logits.clamp_(MASKED_LOGIT, -MASKED_LOGIT)  # of a very large or small penalty
 
     def exclude_bad_words_(
         self,
@@ -93,14 +97,12 @@ class LogitRules:
         """Excludes the last token of each bad word of several tokens wherever this step's best
         guess spells the rest of it before, so that the best guess holds none."""
         for _ in range(_REPAIRS):
-            spelled = torch.cat((before, logits.argmax(dim=-1)))
-            for word in self.bad_words:
-                rest = len(word) - 1
-                from_start = spelled[len(before) - rest :]  # what ends before position 0 and on
-                windows = from_start.unfold(0, rest, 1)[: len(logits)]
-                matches = (windows == word[:-1]).all(dim=-1)
-                column = logits[:, word[-1]]
-                logits[:, word[-1]] = torch.where(matches, MASKED_LOGIT, column)
+            spelled = torch.cat((before, argmax(logits)))
+            for rest, last in self.bad_words:
+                from_start = spelled[len(before) - len(rest) :]  # what ends before position 0
+                windows = from_start.unfold(0, len(rest), 1)[: len(logits)]
+                matches = (windows == rest).all(dim=-1)
+                logits[:, last].masked_fill_(matches, MASKED_LOGIT)
 
 
 def exclude_below_min_p_(

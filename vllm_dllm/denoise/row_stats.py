@@ -54,4 +54,6 @@ def sample_by_inversion(
     cumulative = probs.cumsum(dim=-1)
     # A factor of 1 would let a draw round to the total; this one always rounds to less.
     draw = uniform.to(cumulative.dtype)[:, None] * (cumulative[:, -1:] * (1 - 2.0**-24))
-    return torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
+    found = torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
+    # A row that holds a NaN has no answer, but must not point outside of the vocabulary.
+    return found.clamp_(max=probs.shape[-1] - 1)

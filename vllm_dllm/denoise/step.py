@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_dllm.denoise.acceptance import Reveal, accept_by_entropy_bound, reveal
-from vllm_dllm.denoise.convergence import is_confident, times_repeated
+from vllm_dllm.denoise.convergence import is_confident, times_repeated, up_to_first_stop
 from vllm_dllm.denoise.row_stats import RowStats
 
 
@@ -15,6 +15,13 @@ class StepRules(NamedTuple):
     entropy_bound: float | torch.Tensor  # nats
     confidence_threshold: float | torch.Tensor  # nats
     stability_threshold: int | torch.Tensor  # steps
+
+
+class AnswerOnly(NamedTuple):
+    """Canvases of which only what comes before the first stop token is waited for."""
+
+    is_chosen: torch.Tensor  # [n] bool
+    stop_tokens: torch.Tensor  # [n, K] int64, unused places < 0
 
 
 class CanvasState(NamedTuple):
@@ -40,12 +47,13 @@ def denoise_step(
     renoise_tokens: torch.Tensor,  # [n, C] int64
     rules: StepRules,
     revealing: Reveal | None = None,  # None: no canvas is revealed for good
-    judged: torch.Tensor | None = None,  # [n, C] bool, positions to wait for; None: the valid ones
+    answer_only: AnswerOnly | None = None,  # None: all positions of a canvas are waited for
 ) -> StepOutcome:
     """Accept, renoise and judge, as one pass of the reference's `_denoising_step`.
 
     Acceptance is decided anew each step: a position accepted before can be renoised again. A canvas
-    that is revealed for good keeps what was revealed, and is finished when nothing is hidden.
+    that is revealed for good keeps the best guesses that were, and is finished when nothing is
+    hidden.
     """
     entropy = stats.entropy_nats
     best_guess, candidate = stats.best_guess, stats.candidate
@@ -58,11 +66,14 @@ def denoise_step(
         kept = revealing.revealed & chosen
         shown = kept | reveal(stats.best_logprob.exp(), valid, revealing)
         accepted = torch.where(chosen, shown, accepted)
-        candidate = torch.where(kept, revealing.tokens, candidate)
-        best_guess = torch.where(shown & chosen, candidate, best_guess)
+        best_guess = torch.where(kept, revealing.tokens, best_guess)
+        candidate = torch.where(chosen, best_guess, candidate)
         all_revealed = (shown if valid is None else shown | ~valid).all(-1) & revealing.is_chosen
-    if judged is None:
-        judged = valid
+    judged = valid
+    if answer_only is not None:
+        everywhere = torch.ones_like(accepted) if valid is None else valid
+        answer = up_to_first_stop(best_guess, valid, answer_only.stop_tokens)
+        judged = torch.where(answer_only.is_chosen[:, None], answer, everywhere)
     repeated = times_repeated(best_guess, state.best_guess, state.times_repeated, judged)
     converged = (repeated >= rules.stability_threshold) & is_confident(
         entropy, judged, rules.confidence_threshold

@@ -57,7 +57,8 @@ def read_blocks(
         best=best + first,
         total=weights.sum(dim=-1),
         weighted=below.mul_(weights).sum(dim=-1),
-        candidate=drawn.view(rows, -1) + first,
+        # Padding is drawn from rows that hold a NaN alone.
+        candidate=(drawn.view(rows, -1) + first).clamp_(max=first_token + width - 1),
     )
     return found, weights
 

@@ -80,7 +80,9 @@ def _read_blocks_kernel(
     below = logit - top
     weight = tl.exp(below)
     sum_of_weights = tl.sum(weight, 0)
-    first_best = tl.min(tl.where(logit == top, lane, BLOCK), 0)
+    last = min(width - block * BLOCK, BLOCK) - 1
+    # A row that holds a NaN has no answer, but must not point outside of the vocabulary.
+    first_best = min(tl.min(tl.where(logit == top, lane, BLOCK), 0), last)
     cumulative = tl.cumsum(weight, 0)
     draw = tl.load(within + row) * sum_of_weights
     # A scan that adds in pairs may grow where a weight is 0: such a token is never drawn. Where
