@@ -34,7 +34,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> DiffusionModelState:
     state._causal = torch.zeros(2 * MAX_REQS, dtype=torch.int32)
     state._symmetric = torch.zeros(2 * MAX_REQS, dtype=torch.int32)
     canvas = torch.zeros(MAX_REQS, C, dtype=torch.int64)
-    state.slots = CanvasSlots.allocate(canvas, 1, 8, torch.float32)
+    state.slots = CanvasSlots.allocate(canvas, 8, torch.float32)
     return state
 
 
