@@ -129,7 +129,7 @@ def test_stopping_settings(served: Engine) -> None:
     usual = num_steps()
     assert num_steps(stability_threshold=4) >= max(5, usual)
     assert num_steps(confidence_threshold=1e-9, max_steps=12) == 12
-    assert num_steps(stability_threshold=0, confidence_threshold=1e9) == 1
+    assert num_steps(stability_threshold=0, confidence_threshold=1e6) == 1
     judged = ask(served, **xargs(judge_answer_only=1))
     assert judged.outputs[0].text == ROWS[0]["answer"]
 
