@@ -48,7 +48,8 @@ def attention(
         output: [T, Hq, D], written at the rows of requests; None = a new one, zero elsewhere.
         impl: "triton" (a GPU, or Triton's interpreter), "fa4" (FlashAttention-4, a GPU) or
             "reference" (plain PyTorch, anywhere). What it cannot do is an error, never another
-            implementation; `support.py` knows before.
+            implementation; `support.py` knows before. "fa4" may read a sequence's last page to its
+            end, which must then be finite.
 
     Raises:
         ValueError: names the argument, what was expected and what came.

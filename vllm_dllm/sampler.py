@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 class DiffusionSampler:
     """Takes the place of vLLM's (Sampler, RejectionSampler) pair."""
 
-    # The runner reads `output_bin_counts`; None means that no penalties are kept.
+    # The runner reads `output_bin_counts`; None: `LogitFilters` counts for those who ask.
     penalties_state = SimpleNamespace(output_bin_counts=None)
 
     def __init__(self, state: "DiffusionModelState", sampler: Any) -> None:

@@ -15,20 +15,12 @@ from attention_kernels import chunks as chunks_module
 from attention_kernels.api import attention
 from attention_kernels.chunks import Chunks
 from attention_kernels.masks import visible
-from attention_kernels.testing import PagedBatch, Request
+from attention_kernels.testing import PagedBatch
+from tests.attention.test_chunks import MIXED
 
 SCRIPT = Path(__file__).parent / "compile_fa4.py"
 ROOT = Path(__file__).parents[2]
 TENSOR_CORES = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
-REQUESTS = [
-    Request(8, 37),
-    Request(8, 37, symmetric=True),
-    Request(8, 37, causal=True),
-    Request(0, 12),
-    Request(21, 50, symmetric=True),
-    Request(40, 90, causal=True),
-    Request(30, 2),
-]
 
 
 def truth_table(chunks: Chunks, num_queries: int, num_keys: int) -> torch.Tensor:
@@ -60,7 +52,7 @@ def truth_table(chunks: Chunks, num_queries: int, num_keys: int) -> torch.Tensor
 @pytest.mark.parametrize("window_left", [-1, 0, 11, 200])
 def test_mask_function(monkeypatch: pytest.MonkeyPatch, window_left: int) -> None:
     monkeypatch.setattr(chunks_module, "CHUNK", 16)
-    batch = PagedBatch.random(REQUESTS, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
+    batch = PagedBatch.random(MIXED, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
     starts, lengths = batch.query_start_loc, batch.seq_lens
     chunks = Chunks.cut(
         batch.block_table,
@@ -121,6 +113,6 @@ def test_compiles(capability: int, head_size: int, group: int, page: int) -> Non
 
 
 def test_no_silent_fallback() -> None:
-    batch = PagedBatch.random(REQUESTS, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
+    batch = PagedBatch.random(MIXED, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
     with pytest.raises(ValueError, match="impl 'fa4' takes tensors on a GPU, got query on cpu"):
         attention(**batch.arguments(), scale=1.0, impl="fa4")
