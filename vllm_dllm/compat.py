@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import vllm.config.vllm as vllm_config_module
 import vllm.triton_utils as triton_utils
 from vllm import _custom_ops, envs
@@ -87,6 +88,9 @@ class SchedulerHooks(Scheduler):
     def output_counted(self, output: SchedulerOutput) -> None:
         """The step `output` is on its way, and the requests' counters have moved on."""
 
+    def block_emitted(self, request: Request, block_length: int) -> None:
+        """`request` has just got a block of `block_length` tokens, and goes on."""
+
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
         """`request` has just ended with a block of `block_length` tokens, the first `num_kept` of
         which are its own. Its cache blocks are still there, unless it was preempted meanwhile
@@ -117,6 +121,8 @@ class SchedulerHooks(Scheduler):
         kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         if stopped:
             self.request_stopped(request, block_length, len(kept))
+        else:
+            self.block_emitted(request, block_length)
         return kept, stopped
 
 
@@ -134,6 +140,28 @@ def _ask_for_draft_tokens_only_if_needed() -> None:
             stock_post_step(self, model_executed)
 
     EngineCore.post_step = post_step
+
+
+def prefill_emitted_tokens() -> None:
+    """A worker's requests have all tokens that the scheduler knows of as their prefill, emitted
+    ones too: those that are not computed yet are read from the request, like a prompt. For
+    schedulers that do not run ahead of the tokens. Repeatable."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # made this process' worker
+
+    if GPUModelRunner.update_requests.__module__ == __name__:
+        return
+    stock_update_requests = GPUModelRunner.update_requests
+
+    def update_requests(self: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
+        cached, states = scheduler_output.scheduled_cached_reqs, self.req_states
+        if cached.req_ids and getattr(self.sampler, "prefills_emitted_tokens", False):
+            slots = [states.req_id_to_index[req_id] for req_id in cached.req_ids]
+            prompts = states.prompt_len.np[slots]
+            states.prefill_len.np[slots] = prompts + np.array(cached.num_output_tokens)
+            states.prefill_len.copy_to_uva()
+        stock_update_requests(self, scheduler_output)
+
+    GPUModelRunner.update_requests = update_requests
 
 
 StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler

@@ -1,10 +1,11 @@
 """DiffusionSampler: gathers a step's inputs, calls the denoising policy, stores the result.
 
 In vLLM's speculative-decoding accounting the canvas is a set of draft tokens. A denoise step
-samples 0 tokens and rejects the whole canvas, so the KV position stays; a commit samples the whole
-canvas and rejects nothing, and so does the step that finishes a request's last canvas. The host
-never learns which of the two a request was in until the output arrives, hence every request runs
-through both branches and keeps the one it is in.
+samples 0 tokens and rejects the whole canvas, so the KV position stays. A finished canvas is
+sampled at once if it is the last, or if the next step commits it beside the next canvas
+(`forwards.joins_commits`); else it has a commit, which samples the whole canvas and rejects
+nothing. The host never learns which of them a request was in until the output arrives, hence every
+request runs through all branches and keeps the one it is in.
 """
 
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from vllm_dllm import compat
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.canvas_logits import CanvasLogits, StreamedLogits, WholeLogits
 from vllm_dllm.denoise import noise
@@ -25,6 +27,7 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.schedule import temperature
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
+from vllm_dllm.forwards import joins_commits, spares_last_commit
 from vllm_dllm.logit_filters import LogitFilters
 from vllm_dllm.policies import Policies, revealing
 from vllm_dllm.request import RequestOptions
@@ -33,9 +36,7 @@ from vllm_dllm.stopping import (
     EVERY_BLOCK,
     MAX_STOP_TOKENS,
     NEVER,
-    NO_BLOCK,
     is_last_block,
-    spares_last_commit,
     stop_tokens,
 )
 from vllm_dllm.trace import CanvasTrace
@@ -62,6 +63,9 @@ class DiffusionSampler:
         self._offsets = torch.arange(self.canvas_length, device=self.slots.canvas.device)
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         self._spares_last_commit = spares_last_commit(state.vllm_config)
+        self.prefills_emitted_tokens = joins_commits(state.vllm_config)
+        if self.prefills_emitted_tokens:
+            compat.prefill_emitted_tokens()
         self._added: list[int] = []  # slots of requests that came since the last step
         self.policies = Policies(
             self.config, state.max_num_reqs, self.canvas_length, self.slots.canvas.device
@@ -121,12 +125,9 @@ class DiffusionSampler:
     def _last_block(
         self, params: SamplingParams, options: RequestOptions, prompt_len: int
     ) -> tuple[int, list[int]]:
-        """The position and the tokens by which the device tells a request's last block, which the
-        step that finishes it emits."""
+        """The position and the tokens by which the device tells a request's last block."""
         if options.read_only:
             return EVERY_BLOCK, []
-        if not self._spares_last_commit:
-            return NO_BLOCK, stop_tokens(params)
         max_tokens = params.max_tokens
         end = self.state.max_model_len if max_tokens is None else prompt_len + max_tokens
         return min(end, self.state.max_model_len), stop_tokens(params)
@@ -155,7 +156,8 @@ class DiffusionSampler:
         batch = self.state.canvas_batch
         assert batch is not None, "prepare_inputs runs before the sampler"
         best_guess, emitted, logprobs = self._advance_canvases(logits, batch, input_batch)
-        rejected = batch.lengths - emitted
+        # Tokens that are going to be prefilled are not in the cache yet.
+        rejected = batch.lengths if self.prefills_emitted_tokens else batch.lengths - emitted
         if batch.num_canvases == num_reqs:
             return _output(best_guess, emitted, rejected, logprobs)
 
@@ -257,33 +259,32 @@ class DiffusionSampler:
         committed = committing[:, None]
         decided = outcome.state.best_guess
         best_guess = torch.where(committed, tokens.best_guess, decided)
-        last_stops = stops if self._spares_last_commit else stops[:, :0]
-        at_once = finished & is_last_block(
-            best_guess, batch.valid, block_ends, numbers.end, last_stops
-        )
-        emitted = batch.lengths * (committing | at_once)
+        at_once = finished & self._emits_at_once(best_guess, batch, block_ends, numbers.end, stops)
+        ends = committing | at_once  # blocks after which another one starts
+        emitted = batch.lengths * ends
         # Before anything is written: it may apply the step's rules again.
         logprobs = self.logprobs.report(
             logits, row_temperature, decided, batch, input_batch.num_reqs, at_once, cut
         )
 
         canvas = torch.where(finished[:, None], best_guess, outcome.canvas)
-        # A commit reads none, and the canvas after it starts with none.
-        drops_soft = committed[..., None]
+        ended = ends[:, None]
+        # A canvas starts with none.
+        drops_soft = ended[..., None]
         if not self._pinned.isdisjoint(batch.slots_np.tolist()):
             # The caller's canvas and its pins belong to the first block alone.
-            pinned = slots.pinned[idx] & ~committed
+            pinned = slots.pinned[idx] & ~ended
             slots.pinned[idx] = pinned
             canvas = torch.where(pinned & ~finished[:, None], tokens.first_canvas, canvas)
             drops_soft = drops_soft | pinned[..., None]
-        slots.canvas[idx] = torch.where(committed, drawn.next_canvas, canvas)
+        slots.canvas[idx] = torch.where(ended, drawn.next_canvas, canvas)
         slots.soft_embeds[idx] = batch.unflatten(soft_rows).masked_fill_(drops_soft, 0.0)
         if policy.reveal is not None:
-            slots.revealed[idx] = outcome.accepted & ~committed
+            slots.revealed[idx] = outcome.accepted & ~ended
         slots.write(
             idx,
-            decided.masked_fill(committed, NO_TOKEN),
-            outcome.state.steps_done.masked_fill(committing, 0),
+            decided.masked_fill(ended, NO_TOKEN),
+            outcome.state.steps_done.masked_fill(ends, 0),
             finished & ~at_once,
             outcome.state.times_repeated,
         )
@@ -294,9 +295,25 @@ class DiffusionSampler:
         self.filters.count_emitted(batch, best_guess, emitted)
 
         if self.trace is not None:
-            next_canvas = slots.canvas[idx]
-            self.trace.record(input_batch, batch, stats, outcome, next_canvas, denoised, finished)
+            self.trace.record(input_batch, batch, stats, outcome, canvas, denoised, finished)
         return best_guess, emitted, logprobs
+
+    def _emits_at_once(
+        self,
+        blocks: torch.Tensor,  # [n, C] int64
+        batch: CanvasBatch,
+        block_ends: torch.Tensor,  # [n] int64, absolute position after each block
+        request_ends: torch.Tensor,  # [n] int64, see `_last_block`
+        stops: torch.Tensor,  # [n, K] int64
+    ) -> torch.Tensor | bool:
+        """[n] bool: blocks that are emitted by the step that finishes them."""
+        if self._spares_last_commit and self.prefills_emitted_tokens:
+            return True
+        is_last = is_last_block(blocks, batch.valid, block_ends, request_ends, stops)
+        if self._spares_last_commit:
+            return is_last
+        is_read_only = request_ends == EVERY_BLOCK
+        return is_read_only | ~is_last if self.prefills_emitted_tokens else is_read_only
 
 
 def _output(

@@ -1,13 +1,13 @@
-"""Scheduling of canvases: vLLM's scheduler, without two forwards that a request can spare.
+"""Scheduling of canvases: vLLM's scheduler, without the forwards that a request can spare.
 
 A prompt's last rows and the first denoising step share a forward: their query rows lie side by
-side, the prompt's causal, the canvas' seeing everything. And the last canvas of a request is
-emitted by the step that finishes it: the commit would only write keys and values that nobody reads.
+side, the prompt's causal, the canvas' seeing everything. A finished block is emitted by the step
+that finishes it, and its tokens are then prefilled like a prompt's, beside the next canvas: that is
+its commit. The last block's commit would only write keys and values that nobody reads.
 """
 
 from typing import Any
 
-from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -15,8 +15,9 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm import compat
 from vllm_dllm.config import ExtensionConfig
+from vllm_dllm.forwards import joins_canvases, joins_commits, spares_last_commit
 from vllm_dllm.request import fit_canvas, is_read_only
-from vllm_dllm.stopping import spares_last_commit
+from vllm_dllm.stopping import was_foreseen
 
 
 class CanvasScheduling(compat.SchedulerHooks):
@@ -28,12 +29,8 @@ class CanvasScheduling(compat.SchedulerHooks):
         self.spares_last_commit = spares_last_commit(self.vllm_config)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
         self.fits_canvas = config.fit_canvas
-        # A KV connector has been told the step's tokens already, and a full CUDA graph of mixed
-        # batches has no room for requests that attention sees as two.
-        graphs = self.vllm_config.compilation_config.cudagraph_mode
-        self.joins_first_canvas = self.connector is None and not (
-            graphs is not None and graphs.mixed_mode() == CUDAGraphMode.FULL
-        )
+        self.joins_canvases = joins_canvases(self.vllm_config)
+        self.joins_commits = joins_commits(self.vllm_config)
         self._spared_commits: list[int] = []  # their widths, until they are in the statistics
         # Scores of prompts, by request, until its first block is emitted.
         self._prompt_scores: dict[str, tuple[Any, Any]] = {}
@@ -48,7 +45,7 @@ class CanvasScheduling(compat.SchedulerHooks):
     def complete_output(self, output: SchedulerOutput) -> None:
         """Schedules the canvas of every request whose prefill this step completes, where the
         token budget and the KV cache have room for it; else it is scheduled in the next step."""
-        if not self.joins_first_canvas:
+        if not self.joins_canvases:
             return
         most_tokens = min(
             self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens
@@ -102,12 +99,21 @@ class CanvasScheduling(compat.SchedulerHooks):
             elif request_id not in self.requests:  # aborted
                 del self._prompt_scores[request_id]
 
-    # --- the last canvas --------------------------------------------------------------------
+    # --- finished blocks --------------------------------------------------------------------
+
+    def block_emitted(self, request: Request, block_length: int) -> None:
+        if self.joins_commits:
+            # vLLM took the canvas for accepted drafts. The next step computes its tokens.
+            request.num_computed_tokens -= block_length
+            self._spared_commits.append(block_length)
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
         if request.num_computed_tokens == 0:
             return  # preempted while this step ran: it has no cache blocks any more
-        if self.spares_last_commit or is_read_only(request.sampling_params):
+        is_committed = not (self.spares_last_commit or is_read_only(request.sampling_params))
+        if self.joins_commits:
+            is_committed &= was_foreseen(request, num_kept, self.max_model_len)
+        if not is_committed:
             # The last block's keys and values are a denoising step's, which no prompt may reuse:
             # what is computed ends before it, placeholders of a step in flight aside.
             in_flight = max(request.num_output_placeholders - num_kept, 0)

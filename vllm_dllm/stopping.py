@@ -1,10 +1,8 @@
 """Which block is a request's last one, known on the device: vLLM's own rules (`check_stop`)."""
 
 import torch
-from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
-
-from vllm_dllm.config import ExtensionConfig
+from vllm.v1.request import Request
 
 MAX_STOP_TOKENS = 16
 """A request with more stop tokens is not foreseen to stop at one of them: the block that has it is
@@ -15,15 +13,7 @@ NEVER = -1
 
 
 EVERY_BLOCK = 0
-NO_BLOCK = 1 << 62
-"""Ends of requests of which every block counts as the last one, or none."""
-
-
-def spares_last_commit(vllm_config: VllmConfig) -> bool:
-    """Whether a request's last block is emitted without a commit. Not with a KV connector: it
-    would store or send what a denoising step left in the cache."""
-    config = ExtensionConfig.from_additional_config(vllm_config.additional_config)
-    return not config.commit_last_block and vllm_config.kv_transfer_config is None
+"""End of requests of which every block counts as the last one."""
 
 
 def stop_tokens(params: SamplingParams) -> list[int]:
@@ -46,3 +36,13 @@ def is_last_block(
     if valid is not None:
         stops &= valid[:, :, None]
     return stops.flatten(1).any(dim=-1) | (block_ends >= request_ends)
+
+
+def was_foreseen(request: Request, num_kept: int, max_model_len: int) -> bool:
+    """Whether `is_last_block` holds for the block with which `request` has just stopped, of which
+    it kept the first `num_kept` tokens. Not for stops that only the host knows, like repetition."""
+    if request.num_tokens >= min(request.num_prompt_tokens + request.max_tokens, max_model_len):
+        return True
+    assert request.sampling_params is not None
+    stops = stop_tokens(request.sampling_params)
+    return any(token in stops for token in request.output_token_ids[-num_kept:])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import LLM, RequestOutput
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
@@ -64,6 +64,14 @@ class Engine:
             if own is not None:
                 own.append(line["canvas"])
         return list(found.values())
+
+
+def cached_tokens(engine: Engine, prompt: list[int]) -> int:
+    params = SamplingParams(
+        max_tokens=1, extra_args={"diffusion_max_steps": 1, "diffusion_read_only": True}
+    )
+    output = engine.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    return output[0].num_cached_tokens
 
 
 @pytest.fixture(scope="module")

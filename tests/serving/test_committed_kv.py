@@ -12,7 +12,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.serving import reference
-from tests.serving.conftest import Engine
+from tests.serving.conftest import Engine, cached_tokens
 from tests.serving.one_step import (
     FEW_STEPS,
     assert_equal_to_reference,
@@ -79,11 +79,3 @@ def test_next_turn_reuses_generated_blocks(
                 atol=1e-3,
             )
     assert_equal_to_reference(model, turns, canvases, reused)
-
-
-def cached_tokens(engine: Engine, prompt: list[int]) -> int:
-    params = SamplingParams(
-        max_tokens=1, extra_args={"diffusion_max_steps": 1, "diffusion_read_only": True}
-    )
-    output = engine.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-    return output[0].num_cached_tokens
