@@ -7,7 +7,7 @@ from typing import Any
 from bench.step_split import split_parts
 
 MAX_MODEL_LEN = 1024
-MAX_NUM_SEQS = 32
+MAX_NUM_SEQS = 64
 
 
 class Engine:
@@ -42,40 +42,43 @@ class Engine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = SamplingParams(max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA)
         engine = self.llm.llm_engine
         outputs: list[list[int]] = [[] for _ in prompts]
         counters = self._counters()
         forwards = self._num_forwards()
         sent = finished = 0
         indices: dict[str, int] = {}
+        sent_at, waited = [0.0] * len(prompts), [0.0] * len(prompts)
         started = time.perf_counter()
         while finished < len(prompts):
             while sent < len(prompts) and sent - finished < batch:
                 request_id = str(self._num_requests)
                 self._num_requests += 1
                 indices[request_id] = sent
+                sent_at[sent] = time.perf_counter()
                 engine.add_request(request_id, {"prompt_token_ids": prompts[sent]}, params)
                 sent += 1
             for output in engine.step():
-                if output.finished:
-                    outputs[indices[output.request_id]] = list(output.outputs[0].token_ids)
-                    finished += 1
+                i, new_tokens = indices[output.request_id], output.outputs[0].token_ids
+                if new_tokens and not outputs[i]:
+                    waited[i] = time.perf_counter() - sent_at[i]
+                outputs[i] += new_tokens
+                finished += output.finished
         seconds = time.perf_counter() - started
         after = self._counters()
-        steps, committed = (
-            after[name] - counters[name]
-            for name in (
-                "vllm:diffusion_num_denoising_steps",
-                "vllm:diffusion_num_committed_tokens",
-            )
+        steps, positions, committed = (
+            after[f"vllm:diffusion_num_{name}"] - counters[f"vllm:diffusion_num_{name}"]
+            for name in ("denoising_steps", "canvas_positions", "committed_tokens")
         )
+        blocks = committed * steps / positions  # canvases of a run are of one length
         return {
             "seconds": seconds,
             "outputs": outputs,
             "forwards": self._num_forwards() - forwards,
             # The counter counts a commit as a step, too.
-            "denoise_steps": steps - committed / self.canvas_length,
+            "steps_per_block": steps / blocks - 1,
+            "first_token_seconds": waited,
         }
 
     def split(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, float]]:

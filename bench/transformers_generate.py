@@ -13,7 +13,13 @@ from bench import system
 
 class Reference:
     def __init__(
-        self, checkpoint: str, num_threads: int, attention: str, cache: str, experts: str
+        self,
+        checkpoint: str,
+        canvas_length: int,
+        num_threads: int,
+        attention: str,
+        cache: str,
+        experts: str,
     ) -> None:
         import torch
         from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
@@ -21,6 +27,7 @@ class Reference:
         torch.set_num_threads(num_threads)
         torch.manual_seed(0)
         self.torch = torch
+        self.canvas_length = canvas_length
         self.cache = cache
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.model = DiffusionGemmaForBlockDiffusion.from_pretrained(
@@ -43,12 +50,14 @@ class Reference:
         torch = self.torch
         eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
         outputs: list[list[int]] = []
-        denoise_steps = 0.0
+        first_token_seconds: list[float] = []
+        denoise_steps = num_blocks = 0.0
         forwards = self._forwards
         started = time.perf_counter()
         with torch.inference_mode():
             for first in range(0, len(prompts), batch):
                 rows = prompts[first : first + batch]
+                batch_started = time.perf_counter()
                 width = max(map(len, rows))
                 input_ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
                 mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -63,11 +72,15 @@ class Reference:
                     outputs.append(row[: row.index(eos) + 1] if eos in row else row)
                 num_tokens = (new_tokens != pad).sum(-1)
                 denoise_steps += float((num_tokens / result.tokens_per_forward).round().sum())
+                num_blocks += float((num_tokens / self.canvas_length).ceil().sum())
+                # A caller gets nothing before the batch has ended.
+                first_token_seconds += [time.perf_counter() - batch_started] * len(rows)
         return {
             "seconds": time.perf_counter() - started,
             "outputs": outputs,
             "forwards": self._forwards - forwards,
-            "denoise_steps": denoise_steps,
+            "steps_per_block": denoise_steps / num_blocks,
+            "first_token_seconds": first_token_seconds,
         }
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
@@ -77,7 +90,7 @@ class Reference:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint")
-    parser.add_argument("--canvas-length", type=int, help="the checkpoint's; taken from there")
+    parser.add_argument("--canvas-length", type=int, required=True)
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--cache", default="", help="cache_implementation; static compiles")
@@ -86,7 +99,12 @@ def main() -> None:
 
     def start() -> tuple[dict[str, Any], Any]:
         reference = Reference(
-            args.checkpoint, args.num_threads, args.attention, args.cache, args.experts
+            args.checkpoint,
+            args.canvas_length,
+            args.num_threads,
+            args.attention,
+            args.cache,
+            args.experts,
         )
         description = {
             "system": "transformers generate",

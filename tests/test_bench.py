@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import harness, serving, system
+from bench import harness, serving_report, system, workload
 from bench.step_split import StepSplit, outside_forward, split_parts
 from bench.system import ROOT, System, SystemDied
 
@@ -60,22 +60,58 @@ def test_machine_names_what_numbers_depend_on() -> None:
 
 
 def test_measures() -> None:
-    run = {"outputs": [[5] * 64, [5] * 65], "seconds": 2.0, "forwards": 50, "denoise_steps": 30}
-    assert serving.measures(run, canvas_length=64) == {
+    run = {
+        "outputs": [[5] * 64, [5] * 65],
+        "seconds": 2.0,
+        "forwards": 50,
+        "steps_per_block": 10.0,
+        "first_token_seconds": [0.1, 0.3],
+    }
+    assert serving_report.measures(run) == {
         "answer_tokens_per_second": 129 / 2,
-        "canvas_tokens_per_second": 3 * 64 / 2,  # the second answer took two canvases
+        "first_token_ms": 200.0,
         "ms_per_forward": 40.0,
+        "forwards_per_token": 50 / 129,
         "steps_per_block": 10.0,
     }
 
 
 def test_bars() -> None:
-    def at(rate: float) -> dict[str, object]:
-        return {"8": {"answer_tokens_per_second": {"median": rate}}}
+    def at(rate: float, forwards: float) -> dict[str, object]:
+        line = {
+            "answer_tokens_per_second": rate,
+            "forwards_per_token": forwards,
+            "steps_per_block": 4.0,
+        }
+        return {"1": {key: {"median": value} for key, value in line.items()}}
 
-    results = {serving.OURS: at(100.0), serving.TRANSFORMERS: at(50.0), serving.STOCK: at(21.0)}
-    met = [bar["met"] for bar in serving.bars(results, outside_forward_ms=5.1)]
-    assert met == [True, False, False]
+    results = {
+        serving_report.MIXED: {
+            serving_report.OURS: at(100.0, 0.81),
+            serving_report.TRANSFORMERS: at(50.0, 1.0),
+            serving_report.STOCK: at(67.0, 1.0),
+        }
+    }
+    found = serving_report.bars(results, outside_forward_ms=5.1)
+    assert [bar["met"] for bar in found] == [False, True, False, False]
+    results[serving_report.MIXED][serving_report.OURS] = at(101.0, 0.8 - 1e-9)
+    found = serving_report.bars(results, outside_forward_ms=5.0)
+    assert [bar["met"] for bar in found] == [True] * 4
+
+
+def test_workloads() -> None:
+    from transformers import AutoTokenizer
+
+    checkpoints = ROOT / "checkpoints"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "diffusiongemma-tiny")
+    short = workload.short(tokenizer, checkpoints / "held_out.jsonl")
+    long = workload.long(tokenizer, canvas_length=64)
+    assert len(short.prompts) >= 128 and len(long.prompts) == 128
+    assert all(workload.num_tokens(tokenizer, answer) <= 20 for answer in short.answers)
+    assert all(64 < workload.num_tokens(tokenizer, answer) <= 128 for answer in long.answers)
+    answers = [tokenizer(answer, add_special_tokens=False).input_ids for answer in short.answers]
+    assert short.accuracy(answers[:10]) == 1.0
+    assert short.accuracy([answers[1], answers[1]]) == 0.5
 
 
 def test_split_adds_up_to_the_step() -> None:

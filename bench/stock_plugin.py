@@ -1,0 +1,24 @@
+"""What vLLM loads in place of this project's plugin, to run its own DiffusionGemma on a CPU."""
+
+from vllm.config import VllmConfig
+from vllm.model_executor.models.config import (
+    DiffusionGemmaModelForBlockDiffusionConfig,
+    VerifyAndUpdateConfig,
+)
+
+from vllm_dllm import compat, cpu
+from vllm_dllm.plugin import DIFFUSION_GEMMA
+
+
+def register() -> None:
+    cpu.install()
+    compat.set_serving_config(DIFFUSION_GEMMA, StockServingConfig)
+
+
+class StockServingConfig(VerifyAndUpdateConfig):
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        attention_config = vllm_config.attention_config
+        backend = attention_config.backend
+        DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
+        attention_config.backend = backend  # it picks Triton's
