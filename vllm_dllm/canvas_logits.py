@@ -2,13 +2,13 @@
 
 With a large vocabulary the sampler gets hidden states and reads the vocabulary tile by tile, so
 that what it takes does not grow with the number of requests. A request whose sampling parameters
-need whole rows has them made for it alone. Which way a request goes depends on nothing but itself,
-so its answer does not depend on its neighbours.
+need whole rows has them made for it, some rows at a time. Which way a request goes depends on
+nothing but itself, so its answer does not depend on its neighbours.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,14 +17,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
-from vllm_dllm.denoise.vocab_stream import (
-    BLOCK,
-    ExpectedEmbedding,
-    VocabBlocks,
-    join_blocks,
-    read_blocks,
-)
+from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, join_blocks, read_blocks
 from vllm_dllm.logit_filters import LogitFilters
+from vllm_dllm.soft_embedding import SoftEmbedding
 
 TILE_TOKENS = 16 * BLOCK
 # fp32: logit, scaled, below its block's largest, weight, cumulative, rounded, for the product
@@ -45,11 +40,11 @@ class CanvasLogits(Protocol):
         draw: torch.Tensor,  # [rows] float64
     ) -> ReadRows: ...
 
-    def raw(self, i: int) -> torch.Tensor:
-        """The model's logits [L, V] of canvas i, fp32."""
+    def raw(self, i: int) -> Iterator[torch.Tensor]:
+        """The model's logits [L, V] of canvas i, fp32, some rows at a time from the left."""
 
-    def processed(self, i: int) -> torch.Tensor:
-        """What its request's rules make of them [L, V], before the temperature."""
+    def processed(self, i: int) -> Iterator[torch.Tensor]:
+        """What its request's rules make of them, before the temperature."""
 
 
 class WholeLogits:
@@ -61,29 +56,32 @@ class WholeLogits:
         batch: CanvasBatch,
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
         guesses: torch.Tensor,  # [n, C] int64, the step before's best guesses
-        model: Any,
+        soft: SoftEmbedding,
         filters: LogitFilters,
         budget_bytes: int,  # of what a step takes beside the logits
     ) -> None:
-        self.batch, self.model, self.filters, self.budget = batch, model, filters, budget_bytes
+        self.batch, self.soft, self.filters = batch, soft, filters
+        self.tile_rows = max(1, budget_bytes // (logits.shape[1] * _BYTES_PER_WHOLE_LOGIT))
         self._raw = self._processed = logits
         if ruled := filters.ruled(batch):
             self._processed = logits.clone()
             for i in ruled:
-                filters.apply_(self.processed(i), i, batch, starts[i], guesses[i])
+                rules = filters.of_canvas(i, batch, starts[i], guesses[i])
+                rules.apply_(self._processed[batch.rows_of(i)])
 
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
-        def truncate(scaled: torch.Tensor, rows: slice) -> torch.Tensor:
-            return self.filters.truncate(scaled, self.batch, rows)
+        parts = []
+        for rows in _tiles(slice(0, len(draw)), self.tile_rows):
+            scaled = self._processed[rows] / row_temperature[rows]
+            scaled = self.filters.truncate(scaled, self.batch, rows)
+            parts.append(_read_rows(self.soft, scaled, draw[rows]))
+        return _concat(parts)
 
-        logits = self._processed
-        return _read_whole(self.model, logits, row_temperature, draw, truncate, self.budget)
+    def raw(self, i: int) -> Iterator[torch.Tensor]:
+        yield self._raw[self.batch.rows_of(i)]
 
-    def raw(self, i: int) -> torch.Tensor:
-        return self._raw[self.batch.rows_of(i)]
-
-    def processed(self, i: int) -> torch.Tensor:
-        return self._processed[self.batch.rows_of(i)]
+    def processed(self, i: int) -> Iterator[torch.Tensor]:
+        yield self._processed[self.batch.rows_of(i)]
 
 
 class StreamedLogits:
@@ -95,66 +93,97 @@ class StreamedLogits:
         batch: CanvasBatch,
         starts: torch.Tensor,
         guesses: torch.Tensor,
-        model: Any,
+        soft: SoftEmbedding,
         filters: LogitFilters,
         budget_bytes: int,  # of what a step takes at all
     ) -> None:
-        self.hidden, self.batch, self.model, self.filters = hidden, batch, model, filters
-        self.starts, self.guesses, self.budget = starts, guesses, budget_bytes
+        self.hidden, self.batch, self.soft, self.filters = hidden, batch, soft, filters
+        self.model, self.starts, self.guesses = soft.model, starts, guesses
+        self.budget = budget_bytes
 
-    def raw(self, i: int) -> torch.Tensor:
-        return self.model.compute_logits(self.hidden[self.batch.rows_of(i)])
+    def raw(self, i: int) -> Iterator[torch.Tensor]:
+        tile_rows = max(1, self.budget // (self.model.config.vocab_size * _BYTES_PER_WHOLE_LOGIT))
+        for rows in _tiles(self.batch.rows_of(i), tile_rows):
+            yield self.model.compute_logits(self.hidden[rows])
 
-    def processed(self, i: int) -> torch.Tensor:
-        logits = self.raw(i)
-        self.filters.apply_(logits, i, self.batch, self.starts[i], self.guesses[i])
-        return logits
+    def processed(self, i: int) -> Iterator[torch.Tensor]:
+        rules = self.filters.of_canvas(i, self.batch, self.starts[i], self.guesses[i])
+        for logits in self.raw(i):
+            rules.apply_(logits)
+            yield logits
 
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
         whole = self.filters.needs_whole_rows(self.batch)
         if not whole:
-            return self._stream(self.hidden, row_temperature, draw)
+            return self._stream(self.hidden, row_temperature, draw, self._guess_rows())
         is_plain = np.ones(len(draw), dtype=bool)
         parts, places = [], []
         for i in whole:
             rows = self.batch.rows_of(i)
             is_plain[rows] = False
             places.append(np.arange(rows.start, rows.stop))
-            parts.append(self._read_one(i, row_temperature[rows], draw[rows]))
+            parts.append(self._read_one(i, row_temperature, draw))
         if is_plain.any():
             places.append(np.flatnonzero(is_plain))
             plain = async_tensor_h2d(places[-1], device=draw.device)
-            parts.append(self._stream(self.hidden[plain], row_temperature[plain], draw[plain]))
+            guess = self._guess_rows()
+            parts.append(
+                self._stream(
+                    self.hidden[plain],
+                    row_temperature[plain],
+                    draw[plain],
+                    None if guess is None else guess[plain],
+                )
+            )
         stats, soft = _concat(parts)
         order = async_tensor_h2d(np.concatenate(places).argsort(), device=draw.device)
         return RowStats(*(column[order] for column in stats)), soft[order]
 
-    def _read_one(self, i: int, temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
-        first = self.batch.rows_of(i).start
+    def _read_one(self, i: int, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
+        parts, first = [], self.batch.rows_of(i).start
+        for logits in self.processed(i):
+            rows = slice(first, first + len(logits))
+            scaled = logits.div_(row_temperature[rows])
+            scaled = self.filters.truncate(scaled, self.batch, rows)
+            parts.append(_read_rows(self.soft, scaled, draw[rows]))
+            first = rows.stop
+        return _concat(parts)
 
-        def truncate(scaled: torch.Tensor, rows: slice) -> torch.Tensor:
-            own = slice(first + rows.start, min(first + rows.stop, self.batch.rows_of(i).stop))
-            return self.filters.truncate(scaled, self.batch, own)
-
-        logits = self.processed(i)
-        return _read_whole(self.model, logits, temperature, draw, truncate, self.budget)
+    def _guess_rows(self) -> torch.Tensor | None:
+        """[rows] int64, the step before's best guesses, if they are asked for."""
+        return self.batch.flatten(self.guesses) if self.soft.tolerance else None
 
     def _stream(
-        self, hidden: torch.Tensor, temperature: torch.Tensor, draw: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        temperature: torch.Tensor,
+        draw: torch.Tensor,
+        guess: torch.Tensor | None,
     ) -> ReadRows:
         tile_rows = max(1, self.budget // (TILE_TOKENS * _BYTES_PER_STREAMED_LOGIT))
-        tiles = (slice(first, first + tile_rows) for first in range(0, len(draw), tile_rows))
+        tiles = _tiles(slice(0, len(draw)), tile_rows)
         return _concat(
-            [self._stream_tile(hidden[rows], temperature[rows], draw[rows]) for rows in tiles]
+            [
+                self._stream_tile(
+                    hidden[rows],
+                    temperature[rows],
+                    draw[rows],
+                    None if guess is None else guess[rows],
+                )
+                for rows in tiles
+            ]
         )
 
     def _stream_tile(
-        self, hidden: torch.Tensor, temperature: torch.Tensor, draw: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        temperature: torch.Tensor,
+        draw: torch.Tensor,
+        guess: torch.Tensor | None,
     ) -> ReadRows:
         first_token, weight = self.model.vocabulary_shard()
         found: list[VocabBlocks] = []
-        rows, hidden_size = hidden.shape
-        soft = ExpectedEmbedding(rows, hidden_size, hidden.device)
+        soft = self.soft.start(hidden, temperature, guess)
         for first in range(0, len(weight), TILE_TOKENS):
             embeddings = weight[first : first + TILE_TOKENS]
             logits = F.linear(hidden, embeddings)
@@ -170,7 +199,8 @@ class StreamedLogits:
             found.append(blocks)
         blocks = VocabBlocks(*(torch.cat(column, dim=1) for column in zip(*found, strict=True)))
         blocks = VocabBlocks(*self.model.gather_shards(blocks))
-        return join_blocks(blocks, draw), self.model.join_soft_embeddings(*soft.result())
+        stats = join_blocks(blocks, draw)
+        return stats, soft.result(blocks.maximum.amax(dim=-1) - stats.best_logprob)
 
 
 @cache
@@ -180,22 +210,14 @@ def _fused_read_blocks() -> Callable[..., VocabBlocks]:
     return read_blocks_
 
 
-def _read_whole(
-    model: Any,
-    logits: torch.Tensor,  # [rows, V] fp32
-    row_temperature: torch.Tensor,
-    draw: torch.Tensor,
-    truncate: Callable[[torch.Tensor, slice], torch.Tensor],  # of scaled logits at these rows
-    budget_bytes: int,
-) -> ReadRows:
-    tile_rows = max(1, budget_bytes // (logits.shape[-1] * _BYTES_PER_WHOLE_LOGIT))
-    parts = []
-    for first in range(0, len(draw), tile_rows):
-        rows = slice(first, first + tile_rows)
-        scaled = truncate(logits[rows] / row_temperature[rows], rows)
-        stats, probs = row_stats(scaled, draw[rows])
-        parts.append((stats, model.soft_embeddings(scaled, probs)))
-    return _concat(parts)
+def _tiles(rows: slice, length: int) -> Iterator[slice]:
+    for first in range(rows.start, rows.stop, length):
+        yield slice(first, min(first + length, rows.stop))
+
+
+def _read_rows(soft: SoftEmbedding, scaled: torch.Tensor, draw: torch.Tensor) -> ReadRows:
+    stats, probs = row_stats(scaled, draw)
+    return stats, soft.of_rows(scaled, probs)
 
 
 def _concat(parts: Sequence[ReadRows]) -> ReadRows:

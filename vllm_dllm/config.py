@@ -95,8 +95,13 @@ class ExtensionConfig:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of `diffusion_*` keys (`options.OPTIONS`) for requests that leave them out."""
     sampling_memory_mib: int = 256
-    """Bounds what the sampler takes beside its results, whatever the number of requests. Requests
-    whose sampling parameters need whole rows of logits take those of one canvas on top."""
+    """Bounds what the sampler takes beside its results, whatever the number of requests."""
+    self_conditioning_tolerance: float = 0.0
+    """Share of a position's probability that its expected embedding may leave out, in blocks of
+    1024 tokens. 0 leaves out nothing."""
+    self_conditioning_top_k: int | None = None
+    """Make the expected embedding of the k most probable tokens alone; the log says how much
+    probability the others had. None: of all tokens."""
     fit_canvas: bool = True
     """Denoise a canvas no wider than the most tokens a request may get (rounded up to 16). The
     reference always denoises a whole canvas and drops the rest; so does this with false."""
@@ -108,9 +113,18 @@ class ExtensionConfig:
         check_window_rule(self.window_rule)
         if not isinstance(self.defaults, Mapping):
             raise ValueError(f"defaults must be an object, got {self.defaults!r}.")
-        size = self.sampling_memory_mib
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"sampling_memory_mib must be an integer >= 1, got {size!r}.")
+        _check_count("sampling_memory_mib", self.sampling_memory_mib)
+        share, top_k = self.self_conditioning_tolerance, self.self_conditioning_top_k
+        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
+            raise ValueError(
+                f"self_conditioning_tolerance must be a number in [0, 1), got {share!r}."
+            )
+        if top_k is not None:
+            _check_count("self_conditioning_top_k", top_k)
+        if share and top_k:
+            raise ValueError(
+                "self_conditioning_tolerance and self_conditioning_top_k exclude each other."
+            )
         for name in ("fit_canvas", "commit_last_block"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {value!r}.")
@@ -136,6 +150,11 @@ def check_window_rule(rule: Any) -> None:
     """Raises ValueError unless `rule` names a window rule."""
     if rule not in WINDOW_RULES:
         raise ValueError(f"window rule must be one of {list(WINDOW_RULES)}, got {rule!r}.")
+
+
+def _check_count(key: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} must be an integer >= 1, got {value!r}.")
 
 
 def _entropy_bound(sampler_config: Any) -> Any:

@@ -10,6 +10,7 @@ from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import (
     MASKED_LOGIT,
+    CanvasRules,
     LogitRules,
     Penalties,
     exclude_below_min_p_,
@@ -98,7 +99,7 @@ class LogitFilters:
     # --- a step -----------------------------------------------------------------------------
 
     def ruled(self, batch: CanvasBatch) -> list[int]:
-        """Canvases whose requests have rules that `apply_` applies."""
+        """Canvases whose requests have rules, see `of_canvas`."""
         if not self._rules:
             return []
         return [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._rules]
@@ -111,22 +112,19 @@ class LogitFilters:
         asks = self._rules.keys() | self._truncated
         return [i for i, slot in enumerate(slots) if slot in asks]
 
-    def apply_(
+    def of_canvas(
         self,
-        logits: torch.Tensor,  # [L, V] fp32 of canvas i, changed in place
         i: int,
         batch: CanvasBatch,
         start: torch.Tensor,  # [] int64, absolute position of its first token
         guess: torch.Tensor,  # [C] int64, the step before's best guess
-    ) -> None:
-        """Does what its request's rules say, if it has any, before the temperature."""
+    ) -> CanvasRules:
+        """What the request of canvas i asks for before the temperature; nothing, if it does not."""
         slot = int(batch.slots_np[i])
-        if (rules := self._rules.get(slot)) is None:
-            return
-        rules.apply_(logits, 0, start, guess)
-        if rules.bad_words:
-            longest = max(len(rest) for rest, _ in rules.bad_words)
-            rules.exclude_bad_words_(logits, self._tokens_before(slot, start, longest))
+        rules = self._rules.get(slot) or LogitRules()
+        longest = max((len(rest) for rest, _ in rules.bad_words), default=0)
+        before = self._tokens_before(slot, start, longest)
+        return CanvasRules(rules, start, guess, before)
 
     def truncate(
         self,

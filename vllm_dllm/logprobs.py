@@ -58,6 +58,17 @@ def choose(
     )
 
 
+def joined(tiles: Sequence[LogprobsTensors]) -> LogprobsTensors:
+    """The scores of consecutive rows."""
+    if len(tiles) == 1:
+        return tiles[0]
+    return LogprobsTensors(
+        torch.cat([tile.logprob_token_ids for tile in tiles]),
+        torch.cat([tile.logprobs for tile in tiles]),
+        torch.cat([tile.selected_token_ranks for tile in tiles]),
+    )
+
+
 def concat(parts: Sequence[LogprobsTensors], first_rows: list[int]) -> LogprobsTensors:
     """Joins requests' scores; `first_rows[i]` is where batch request i begins.
 

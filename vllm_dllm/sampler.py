@@ -31,6 +31,7 @@ from vllm_dllm.forwards import joins_commits, spares_last_commit
 from vllm_dllm.logit_filters import LogitFilters
 from vllm_dllm.policies import Policies, revealing
 from vllm_dllm.request import RequestOptions
+from vllm_dllm.soft_embedding import SoftEmbedding
 from vllm_dllm.step_logprobs import StepLogprobs
 from vllm_dllm.stopping import (
     EVERY_BLOCK,
@@ -69,6 +70,10 @@ class DiffusionSampler:
         self._added: list[int] = []  # slots of requests that came since the last step
         self.policies = Policies(
             self.config, state.max_num_reqs, self.canvas_length, self.slots.canvas.device
+        )
+        extension = state.extension_config
+        self.soft_embedding = SoftEmbedding(
+            self.model, extension.self_conditioning_tolerance, extension.self_conditioning_top_k
         )
         self.filters = LogitFilters(self.req_states, self.sampling_states)
         self.logprobs = StepLogprobs(
@@ -216,7 +221,7 @@ class DiffusionSampler:
             batch,
             starts,
             tokens.best_guess,
-            self.model,
+            self.soft_embedding,
             self.filters,
             self.state.extension_config.sampling_memory_mib << 20,
         )

@@ -8,7 +8,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.canvas_logits import CanvasLogits
-from vllm_dllm.logprobs import LogprobRequest, choose, concat, token_logprobs
+from vllm_dllm.logprobs import LogprobRequest, choose, concat, joined, token_logprobs
 from vllm_dllm.request import RequestOptions
 
 
@@ -74,17 +74,16 @@ class StepLogprobs:
             if wanted is None or taken_back[i]:
                 continue
             read_only = slot in self._read_only
-            rows = slice(end - length, end)
             # A constrained request asks for probabilities among its choices.
             in_process = self.reports_processed or slot in self._constrained
-            # A read-only request asks what the model thinks, not what the schedule makes of it.
-            current = token_logprobs(
-                logits.processed(i) if in_process else logits.raw(i),
-                None if read_only else row_temperature[rows],
-                best_guess[i, :length],
-                wanted,
-                self.reports_logits,
-            )
+            tiles, first = [], end - length
+            for rows in logits.processed(i) if in_process else logits.raw(i):
+                chosen = best_guess[i, first - end + length :][: len(rows)]
+                # A read-only request asks what the model thinks, not what the schedule makes of it.
+                scale = None if read_only else row_temperature[first : first + len(rows)]
+                tiles.append(token_logprobs(rows, scale, chosen, wanted, self.reports_logits))
+                first += len(rows)
+            current = joined(tiles)
             reported = current
             if not read_only and slot in self._latest:
                 reported = choose(at_once[i], current, self._latest[slot])

@@ -3,16 +3,10 @@
 import pytest
 import torch
 
-from vllm_dllm.denoise.row_stats import row_stats
-from vllm_dllm.denoise.vocab_stream import (
-    BLOCK,
-    ExpectedEmbedding,
-    VocabBlocks,
-    join_blocks,
-    read_blocks,
-)
+from vllm_dllm.denoise.row_stats import RowStats, row_stats
+from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, join_blocks, read_blocks
 
-V, H = 3 * BLOCK + 100, 8
+V = 3 * BLOCK + 100
 
 
 def random_logits(rows: int, sharpness: float = 5.0) -> torch.Tensor:
@@ -20,20 +14,14 @@ def random_logits(rows: int, sharpness: float = 5.0) -> torch.Tensor:
     return sharpness * torch.randn(rows, V, generator=generator)
 
 
-def stream(
-    logits: torch.Tensor, uniform: torch.Tensor, tile: int, embeddings: torch.Tensor | None = None
-):
-    """(statistics, expected embedding) with tiles of `tile` tokens."""
-    parts, running = [], ExpectedEmbedding(len(logits), H, logits.device)
-    for first in range(0, logits.shape[1], tile):
-        piece = logits[:, first : first + tile]
-        blocks, weights = read_blocks(piece, uniform, first)
-        parts.append(blocks)
-        if embeddings is not None:
-            running.add(piece, blocks, weights, embeddings[first : first + tile])
+def stream(logits: torch.Tensor, uniform: torch.Tensor, tile: int) -> RowStats:
+    """Statistics with tiles of `tile` tokens."""
+    parts = [
+        read_blocks(logits[:, first : first + tile], uniform, first)[0]
+        for first in range(0, logits.shape[1], tile)
+    ]
     blocks = VocabBlocks(*(torch.cat(column, dim=1) for column in zip(*parts, strict=True)))
-    total, weight, _ = running.result()
-    return join_blocks(blocks, uniform), total / weight[:, None]
+    return join_blocks(blocks, uniform)
 
 
 @pytest.mark.parametrize("tile", [BLOCK, 2 * BLOCK, 4 * BLOCK])
@@ -42,7 +30,7 @@ def test_statistics(tile: int) -> None:
     logits[0], logits[1, :5] = 0.0, 80.0  # all alike; several alike at the top
     logits[2], logits[2, 7] = -1e20, 3.0  # all but one excluded
     uniform = torch.rand(40, dtype=torch.float64)
-    ours, _ = stream(logits, uniform, tile)
+    ours = stream(logits, uniform, tile)
     expected, _ = row_stats(logits, uniform)
     assert torch.equal(ours.best_guess, expected.best_guess)
     torch.testing.assert_close(ours.entropy_nats, expected.entropy_nats, atol=2e-5, rtol=1e-5)
@@ -52,7 +40,7 @@ def test_statistics(tile: int) -> None:
 
 def test_tiles_and_shards_change_nothing() -> None:
     logits, uniform = random_logits(64, 1.0), torch.rand(64, dtype=torch.float64)
-    one, *others = (stream(logits, uniform, tile)[0] for tile in (4 * BLOCK, BLOCK, 2 * BLOCK))
+    one, *others = (stream(logits, uniform, tile) for tile in (4 * BLOCK, BLOCK, 2 * BLOCK))
     for other in others:
         for column, same in zip(one, other, strict=True):
             assert torch.equal(column, same)
@@ -69,7 +57,7 @@ def test_candidates_follow_the_distribution() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(10):
         uniform = torch.rand(draws, dtype=torch.float64, generator=generator)
-        candidate = stream(logits, uniform, 2 * BLOCK)[0].candidate
+        candidate = stream(logits, uniform, 2 * BLOCK).candidate
         counts += torch.bincount(candidate, minlength=V)
     assert counts[probs == 0].sum() == 0
     expected = probs[tokens] * 10 * draws
@@ -77,47 +65,8 @@ def test_candidates_follow_the_distribution() -> None:
     assert chi_squared < 18.5  # 99.9% of chi-squared with 4 degrees of freedom
 
 
-@pytest.mark.parametrize("tile", [BLOCK, 4 * BLOCK])
-def test_expected_embedding(tile: int) -> None:
-    logits, uniform = random_logits(20), torch.rand(20, dtype=torch.float64)
-    embeddings = torch.randn(V, H)
-    _, ours = stream(logits, uniform, tile, embeddings)
-    expected = logits.double().softmax(-1) @ embeddings.double()
-    torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_expected_embedding_in_bf16_rounds_as_the_reference() -> None:
-    logits, uniform = random_logits(20, 3.0), torch.rand(20, dtype=torch.float64)
-    embeddings = torch.randn(V, H).bfloat16()
-    _, ours = stream(logits, uniform, BLOCK, embeddings)
-    probs = logits.bfloat16().softmax(-1, dtype=torch.float32).bfloat16()
-    reference = probs.double() @ embeddings.double()
-    exact = logits.double().softmax(-1) @ embeddings.double()
-    error = (ours.double() - reference).abs().max()
-    assert error < 0.5 * (reference - exact).abs().max()
-    assert error < 0.02
-
-
-def test_shards_join_by_their_maximum() -> None:
-    logits, uniform = random_logits(6), torch.rand(6, dtype=torch.float64)
-    embeddings = torch.randn(V, H)
-    halves = []
-    for part in (slice(0, 2 * BLOCK), slice(2 * BLOCK, V)):
-        running = ExpectedEmbedding(6, H, logits.device)
-        running.add(
-            logits[:, part], *read_blocks(logits[:, part], uniform, part.start), embeddings[part]
-        )
-        halves.append(running.result())
-    top = torch.maximum(halves[0][2], halves[1][2])
-    scales = [(maximum - top).exp() for _, _, maximum in halves]
-    total = sum(t * scale for (_, t, _), scale in zip(halves, scales, strict=True))
-    joined = sum(s * scale[:, None] for (s, _, _), scale in zip(halves, scales, strict=True))
-    expected = logits.double().softmax(-1) @ embeddings.double()
-    torch.testing.assert_close((joined / total[:, None]).double(), expected, atol=1e-5, rtol=1e-5)
-
-
 def test_a_row_of_nan_points_into_the_vocabulary() -> None:
     logits = torch.full((1, V), torch.nan)
-    ours, _ = stream(logits, torch.tensor([0.5], dtype=torch.float64), BLOCK)
+    ours = stream(logits, torch.tensor([0.5], dtype=torch.float64), BLOCK)
     for tokens in (ours.best_guess, ours.candidate):
         assert 0 <= tokens.item() < V

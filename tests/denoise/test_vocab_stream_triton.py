@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from vllm_dllm.cpu.interpret import interpret_triton_language
-from vllm_dllm.denoise import vocab_stream_triton
+from vllm_dllm.denoise import expected_embedding_triton, vocab_stream_triton
+from vllm_dllm.denoise.expected_embedding import add_needed_
 from vllm_dllm.denoise.vocab_stream import BLOCK, read_blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,9 +20,13 @@ def fused() -> ModuleType:
         from triton.runtime.interpreter import InterpretedFunction
 
         interpret_triton_language()
-        kernel = vocab_stream_triton._read_blocks_kernel
-        if not isinstance(kernel, InterpretedFunction):
-            vocab_stream_triton._read_blocks_kernel = InterpretedFunction(kernel.fn)
+        for module, name in (
+            (vocab_stream_triton, "_read_blocks_kernel"),
+            (expected_embedding_triton, "_add_needed_kernel"),
+        ):
+            kernel = getattr(module, name)
+            if not isinstance(kernel, InterpretedFunction):
+                setattr(module, name, InterpretedFunction(kernel.fn))
     return vocab_stream_triton
 
 
@@ -76,3 +81,24 @@ def test_a_row_of_nan_points_into_the_vocabulary(fused: ModuleType) -> None:
     found = fused.read_blocks_(output, one, one.double() / 2, 0, None)
     for tokens in (found.best, found.candidate):
         assert (tokens < BLOCK + 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_add_needed(fused: ModuleType, dtype: torch.dtype) -> None:
+    """Rows, columns and tokens that fill no tile; blocks that all, some and none of them need."""
+    rows, hidden_size, width = 70, 136, 2 * BLOCK + 77
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, width, generator=generator).to(dtype)
+    embeddings = torch.randn(width, hidden_size, generator=generator).to(dtype)
+    maximum = logits.float().amax(-1)
+    needed = torch.rand(rows, 3, generator=generator) < 0.5
+    needed[:64, 0], needed[:64, 1], needed[64:, 2] = True, False, False
+    sums, totals = torch.randn(rows, hidden_size), torch.rand(rows)
+    expected = sums.clone(), totals.clone()
+    add_needed_(*expected, logits, maximum, needed, embeddings)
+    ours = sums.to(DEVICE), totals.to(DEVICE)
+    rest = (t.to(DEVICE) for t in (logits, maximum, needed, embeddings))
+    expected_embedding_triton.add_needed_(*ours, *rest)
+    tolerance = 0.1 if dtype == torch.float16 else 1e-2
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=2e-3, atol=tolerance)

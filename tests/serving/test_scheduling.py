@@ -1,4 +1,4 @@
-"""What the scheduler does to a request never shows in its tokens."""
+"""What the scheduler does to a request never shows in its tokens, nor in which process it runs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,8 @@ from tests.serving.conftest import Engine
 from tests.serving.one_step import FEW_STEPS, random_ids
 
 VOCABULARY = 512
-PROMPTS = [random_ids(length, VOCABULARY, seed=length) for length in (100, 3, 70, 33, 150, 64)]
+LENGTHS = (100, 3, 70, 33, 150, 64)
+PROMPTS = [random_ids(LENGTHS[seed % len(LENGTHS)], VOCABULARY, seed) for seed in range(50)]
 # Every second one with a first canvas of its own, some of it pinned.
 PARAMS = [
     SamplingParams(

@@ -77,7 +77,7 @@ class LogitRules:
         start: torch.Tensor,  # [] int64, absolute position of the canvas' first token
         guess: torch.Tensor,  # [C] int64, the step before's best guess
     ) -> None:
-        """All but the bad words of several tokens, which need the whole canvas."""
+        """All but the bad words of several tokens, which need the rows before."""
         if self.bias is not None:
             logits.add_(self.bias).clamp_(min=MASKED_LOGIT)
         if self.early_stops is not None:
@@ -91,8 +91,8 @@ class LogitRules:
 
     def exclude_bad_words_(
         self,
-        logits: torch.Tensor,  # [C, V] fp32, changed in place
-        before: torch.Tensor,  # [w] int64, the tokens before the canvas; < 0: not the request's
+        logits: torch.Tensor,  # [L, V] fp32, changed in place
+        before: torch.Tensor,  # [w] int64, the tokens before them; < 0: not the request's
     ) -> None:
         """Excludes the last token of each bad word of several tokens wherever this step's best
         guess spells the rest of it before, so that the best guess holds none."""
@@ -103,6 +103,29 @@ class LogitRules:
                 windows = from_start.unfold(0, len(rest), 1)[: len(logits)]
                 matches = (windows == rest).all(dim=-1)
                 logits[:, last].masked_fill_(matches, MASKED_LOGIT)
+
+
+class CanvasRules:
+    """A request's rules, applied to the rows of its canvas from the left, some at a time."""
+
+    def __init__(
+        self,
+        rules: LogitRules,
+        start: torch.Tensor,  # [] int64, absolute position of the canvas' first token
+        guess: torch.Tensor,  # [C] int64, the step before's best guess
+        before: torch.Tensor,  # [w] int64, the tokens before the canvas; < 0: not the request's
+    ) -> None:
+        self.rules, self.start, self.guess = rules, start, guess
+        self._before = before
+        self._first = 0  # canvas position of the next row
+
+    def apply_(self, logits: torch.Tensor) -> None:
+        """`logits` [L, V] fp32 of the next L rows, changed in place."""
+        self.rules.apply_(logits, self._first, self.start, self.guess)
+        if self.rules.bad_words:
+            self.rules.exclude_bad_words_(logits, self._before)
+            self._before = torch.cat((self._before, argmax(logits)))[-len(self._before) :]
+        self._first += len(logits)
 
 
 def exclude_below_min_p_(

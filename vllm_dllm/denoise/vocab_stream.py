@@ -1,10 +1,10 @@
-"""The statistics of `row_stats`, and the expected embedding, from vocabulary tiles that come one by
-one: no tensor is as wide as the vocabulary.
+"""The statistics of `row_stats` from vocabulary tiles that come one by one: no tensor is as wide as
+the vocabulary.
 
 Each tile leaves five numbers a row and block of 1024 tokens; which tiles the blocks came in has no
 effect on them. The candidate is drawn in two stages, a block by its share and a token inside of it.
 
-Legend: Vt = tokens of a tile, B = blocks, H = hidden size.
+Legend: Vt = tokens of a tile, B = blocks.
 """
 
 from typing import NamedTuple
@@ -79,39 +79,3 @@ def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
         entropy_nats=log_total - mean,
         best_logprob=-log_total,
     )
-
-
-class ExpectedEmbedding:
-    """`softmax(logits) @ E` of rows whose logits come tile by tile; rescaled as the largest logit
-    seen grows, as in online softmax."""
-
-    def __init__(self, rows: int, hidden_size: int, device: torch.device) -> None:
-        self._sum = torch.zeros(rows, hidden_size, device=device)
-        self._total = torch.zeros(rows, device=device)
-        self._maximum = torch.full((rows,), MASKED_LOGIT, device=device)
-
-    def add(
-        self,
-        logits: torch.Tensor,  # [rows, Vt] temperature-scaled, fp32 or in the embeddings' type
-        blocks: VocabBlocks,
-        weights: torch.Tensor | None,  # [rows, B, BLOCK] fp32, of `read_blocks`, if there are any
-        embeddings: torch.Tensor,  # [Vt, H] the model's type
-    ) -> None:
-        """As the reference does, the logits are rounded to the model's type first, and the weights
-        again for the product."""
-        maximum = torch.maximum(self._maximum, blocks.maximum.amax(dim=-1))
-        if weights is not None and embeddings.dtype == torch.float32:
-            scaled = weights * (blocks.maximum - maximum[:, None]).exp()[..., None]
-            scaled = scaled.flatten(1)[:, : logits.shape[1]]
-        else:
-            scaled = (logits.to(embeddings.dtype).float() - maximum[:, None]).exp_()
-        decay = (self._maximum - maximum).exp()
-        self._total.mul_(decay).add_(scaled.sum(dim=-1))
-        product = torch.matmul(scaled.to(embeddings.dtype), embeddings)
-        self._sum.mul_(decay[:, None]).add_(product)
-        self._maximum = maximum
-
-    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sum [rows, H], total [rows] and maximum [rows]: of one shard of the vocabulary, to be
-        joined with those of the others; the embedding is sum / total."""
-        return self._sum, self._total, self._maximum

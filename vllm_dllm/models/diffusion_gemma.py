@@ -5,14 +5,12 @@ is bidirectional and sees self-conditioned ones. The mode of a row is decided ou
 the embeddings and the attention metadata that `DiffusionModelState` prepares.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.gemma4 import Gemma4Model
@@ -21,11 +19,11 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.sequence import IntermediateTensors
 
 from vllm_dllm.attention import use_window_rules
-from vllm_dllm.denoise.vocab_stream import BLOCK, STREAMED_FROM
 from vllm_dllm.models.self_conditioning import SelfConditioning
+from vllm_dllm.models.vocabulary import Vocabulary
 
 
-class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
+class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
     """Text part of transformers' `DiffusionGemmaForBlockDiffusion`.
 
     A checkpoint's vision tower is not loaded: text requests are served, requests with images are
@@ -114,80 +112,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             return hidden_states
         logits = self.logits_processor(self.lm_head, hidden_states)
         return None if logits is None else self.cap(logits)
-
-    @property
-    def softcap(self) -> float | None:
-        return self.config.final_logit_softcapping
-
-    def cap(self, logits: torch.Tensor) -> torch.Tensor:
-        """The LM head's output, soft-capped in fp32; a copy."""
-        capped, cap = logits.to(torch.float32, copy=True), self.softcap
-        return capped if cap is None else capped.div_(cap).tanh_().mul_(cap)
-
-    @cached_property
-    def streams_vocabulary(self) -> bool:
-        """Whether the sampler may read the vocabulary tile by tile: a large one, whose output
-        weights are the embeddings, and whose shards begin at blocks."""
-        _, weight = self.vocabulary_shard()
-        return (
-            self.config.vocab_size >= STREAMED_FROM
-            and self.config.tie_word_embeddings
-            and weight.is_floating_point()
-            and weight.dtype != torch.float8_e4m3fn
-            and self.model.embed_tokens.num_embeddings_per_partition % BLOCK == 0
-        )
-
-    def vocabulary_shard(self) -> tuple[int, torch.Tensor]:
-        """This rank's first token, and the embeddings [n, H] from there on."""
-        shard = self.model.embed_tokens.shard_indices
-        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
-        return first, self.model.embed_tokens.weight[: end - first]
-
-    def gather_shards(self, columns: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Each [rows, B] of this rank's vocabulary -> [rows, B of all], in the tokens' order."""
-        group = get_tp_group()
-        if group.world_size == 1:
-            return columns
-        # In one piece; fp32 holds every token below 2^24.
-        shards = group.all_gather(torch.stack([c.float() for c in columns], dim=-1), dim=1)
-        return [c.to(own.dtype) for c, own in zip(shards.unbind(-1), columns, strict=True)]
-
-    def join_soft_embeddings(
-        self,
-        total: torch.Tensor,  # [rows, H] fp32, this rank's sum of exp(logit - maximum) * embedding
-        weight: torch.Tensor,  # [rows] fp32, of exp(logit - maximum)
-        maximum: torch.Tensor,  # [rows] fp32
-    ) -> torch.Tensor:
-        """What `soft_embeddings` gives, from sums over shards of the vocabulary."""
-        group = get_tp_group()
-        if group.world_size > 1:
-            top = group.all_gather(maximum[:, None], dim=1).amax(dim=1)
-            scale = (maximum - top).exp()[:, None]
-            joined = group.all_reduce(torch.cat((total, weight[:, None]), dim=1) * scale)
-            total, weight = joined[:, :-1], joined[:, -1]
-        soft = total / weight[:, None]
-        return soft.to(self.model.embed_tokens.weight.dtype) * self.model.normalizer
-
-    def soft_embeddings(
-        self,
-        logits: torch.Tensor,  # [rows, V] fp32, divided by the step's temperature
-        probs: torch.Tensor,  # [rows, V] fp32, their softmax
-    ) -> torch.Tensor:
-        """`softmax(logits) @ E * sqrt(H)` [rows, H], the next step's self-conditioning input.
-
-        The reference rounds the logits to the model's type, takes the softmax in fp32 and rounds
-        again. The vocabulary may be sharded over the tensor-parallel ranks.
-        """
-        weight = self.model.embed_tokens.weight
-        if weight.dtype != logits.dtype:
-            probs = logits.to(weight.dtype).softmax(dim=-1, dtype=torch.float32)
-        shard = self.model.embed_tokens.shard_indices
-        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
-        soft = torch.matmul(probs[:, first:end].to(weight.dtype), weight[: end - first])
-        group = get_tp_group()
-        if group.world_size > 1:
-            soft = group.all_reduce(soft)
-        return soft * self.model.normalizer
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a transformers state dict; encoder and decoder names address one set of weights."""

@@ -1,0 +1,134 @@
+"""The expected embedding from vocabulary tiles: whole, without the negligible, of top tokens."""
+
+import pytest
+import torch
+
+from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding
+from vllm_dllm.denoise.top_tokens import TopTokens
+from vllm_dllm.denoise.vocab_stream import BLOCK, read_blocks
+
+V, H = 3 * BLOCK + 100, 8
+NUM_BLOCKS = 4
+
+
+def random_logits(rows: int, sharpness: float = 5.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return sharpness * torch.randn(rows, V, generator=generator)
+
+
+def expected_embedding(
+    logits: torch.Tensor, tile: int, embeddings: torch.Tensor, **options: object
+) -> torch.Tensor:
+    """With tiles of `tile` tokens."""
+    uniform = torch.rand(len(logits), dtype=torch.float64)
+    running = ExpectedEmbedding(len(logits), H, logits.device, **options)
+    for first in range(0, logits.shape[1], tile):
+        piece = logits[:, first : first + tile]
+        running.add(piece, *read_blocks(piece, uniform, first), embeddings[first : first + tile])
+    total, weight, _ = running.result()
+    return total / weight[:, None]
+
+
+@pytest.mark.parametrize("tile", [BLOCK, 4 * BLOCK])
+def test_expected_embedding(tile: int) -> None:
+    logits, embeddings = random_logits(20), torch.randn(V, H)
+    ours = expected_embedding(logits, tile, embeddings)
+    expected = logits.double().softmax(-1) @ embeddings.double()
+    torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_expected_embedding_in_bf16_rounds_as_the_reference() -> None:
+    logits, embeddings = random_logits(20, 3.0), torch.randn(V, H).bfloat16()
+    ours = expected_embedding(logits, BLOCK, embeddings)
+    probs = logits.bfloat16().softmax(-1, dtype=torch.float32).bfloat16()
+    reference = probs.double() @ embeddings.double()
+    exact = logits.double().softmax(-1) @ embeddings.double()
+    error = (ours.double() - reference).abs().max()
+    assert error < 0.5 * (reference - exact).abs().max()
+    assert error < 0.02
+
+
+def test_shards_join_by_their_maximum() -> None:
+    logits, uniform = random_logits(6), torch.rand(6, dtype=torch.float64)
+    embeddings = torch.randn(V, H)
+    halves = []
+    for part in (slice(0, 2 * BLOCK), slice(2 * BLOCK, V)):
+        running = ExpectedEmbedding(6, H, logits.device)
+        running.add(
+            logits[:, part], *read_blocks(logits[:, part], uniform, part.start), embeddings[part]
+        )
+        halves.append(running.result())
+    top = torch.maximum(halves[0][2], halves[1][2])
+    scales = [(maximum - top).exp() for _, _, maximum in halves]
+    total = sum(t * scale for (_, t, _), scale in zip(halves, scales, strict=True))
+    joined = sum(s * scale[:, None] for (s, _, _), scale in zip(halves, scales, strict=True))
+    expected = logits.double().softmax(-1) @ embeddings.double()
+    torch.testing.assert_close((joined / total[:, None]).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tile", [BLOCK, 2 * BLOCK])
+@pytest.mark.parametrize("has_floor", [False, True])
+@pytest.mark.parametrize("sharpness", [1.0, 5.0, 9.0])
+def test_what_a_tolerance_leaves_out_is_within_it(
+    sharpness: float, has_floor: bool, tile: int, dtype: torch.dtype
+) -> None:
+    logits = random_logits(200, sharpness).to(dtype).float()
+    embeddings = torch.randn(V, H).to(dtype)
+    floor = logits[:, 2000] if has_floor else None
+    exact = expected_embedding(logits, tile, embeddings)
+    longest = embeddings.float().norm(dim=-1).max()
+    rounding = 1e-5 if dtype == torch.float32 else 0.02
+    for tolerance in (1e-4, 0.01, 0.3):
+        options = {"tolerance": tolerance, "num_blocks": NUM_BLOCKS, "floor": floor}
+        ours = expected_embedding(logits, tile, embeddings, **options)
+        error = (ours - exact).norm(dim=-1).max()
+        assert error <= tolerance * longest + rounding
+
+
+@pytest.fixture
+def needed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What each tile of this test says is needed, [rows, B] bool."""
+    from vllm_dllm.denoise import expected_embedding as module
+
+    found: list[torch.Tensor] = []
+    add_needed_ = module.add_needed_
+
+    def add(*args: torch.Tensor) -> None:
+        found.append(args[4])
+        add_needed_(*args)
+
+    monkeypatch.setattr(module, "add_needed_", add)
+    return found
+
+
+def test_decided_rows_need_one_block(needed: list[torch.Tensor]) -> None:
+    """Whichever block their token is in: the floor, what the step before took for best, tells."""
+    logits, rows = random_logits(60, 1.0), torch.arange(60)
+    best = torch.randint(0, V, (60,))
+    logits[rows, best] = 30.0
+    options = {"tolerance": 1e-3, "num_blocks": NUM_BLOCKS, "floor": logits[rows, best]}
+    embeddings = torch.randn(V, H)
+    ours = expected_embedding(logits, BLOCK, embeddings, **options)
+    found = torch.cat(needed, dim=1)
+    assert torch.equal(found, best[:, None] // BLOCK == torch.arange(NUM_BLOCKS))
+    torch.testing.assert_close(ours, embeddings[best], atol=1e-3, rtol=0)
+
+
+def test_no_block_of_a_flat_row_is_left_out(needed: list[torch.Tensor]) -> None:
+    logits, embeddings = torch.zeros(5, V), torch.randn(V, H)
+    options = {"tolerance": 0.1, "num_blocks": NUM_BLOCKS}
+    ours = expected_embedding(logits, BLOCK, embeddings, **options)
+    assert torch.cat(needed, dim=1).all()
+    torch.testing.assert_close(ours, embeddings.mean(0).expand(5, -1), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 7, 2000])
+@pytest.mark.parametrize("tile", [BLOCK, 4 * BLOCK])
+def test_top_tokens(tile: int, k: int) -> None:
+    logits, running = random_logits(20), TopTokens(k)
+    for first in range(0, V, tile):
+        running.add(logits[:, first : first + tile], first)
+    values, tokens = running.result()
+    expected = logits.topk(k, dim=-1)
+    assert torch.equal(values, expected.values) and torch.equal(tokens, expected.indices)

@@ -1,0 +1,114 @@
+"""`softmax(logits) @ E` from vocabulary tiles that come one by one, whole or without what does not
+matter.
+
+Legend: Vt = tokens of a tile, B = its blocks of `BLOCK` tokens, H = hidden size.
+"""
+
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
+from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
+
+_MARGIN = 0.5
+"""Of the tolerance, because what a row's total surely reaches is known but to rounding."""
+
+
+class ExpectedEmbedding:
+    """Of rows whose logits come tile by tile; rescaled as the largest logit seen grows, as in
+    online softmax.
+
+    With a tolerance, the product leaves out the blocks of a row that hold less than an even share
+    of it each, so that no row misses more probability than `tolerance`, and no embedding is off by
+    more than that times the longest row of E. How much of a row's total is known when a block comes
+    depends on the tiles and on the floor, so these change the result, within the tolerance.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        hidden_size: int,
+        device: torch.device,
+        tolerance: float = 0.0,
+        num_blocks: int = 1,  # of the whole vocabulary
+        floor: torch.Tensor | None = None,  # [rows] fp32, logit of some token of each row
+    ) -> None:
+        self._sum = torch.zeros(rows, hidden_size, device=device)
+        self._total = torch.zeros(rows, device=device)
+        self._maximum = torch.full((rows,), MASKED_LOGIT, device=device)
+        if floor is not None:
+            self._maximum = floor
+        self._floor = self._maximum
+        self._least_share = _MARGIN * tolerance / num_blocks
+
+    def add(
+        self,
+        logits: torch.Tensor,  # [rows, Vt] temperature-scaled, fp32 or in the embeddings' type
+        blocks: VocabBlocks,
+        weights: torch.Tensor | None,  # [rows, B, BLOCK] fp32, of `read_blocks`, if there are any
+        embeddings: torch.Tensor,  # [Vt, H] the model's type
+    ) -> None:
+        """As the reference does, the logits are rounded to the model's type first, and the weights
+        again for the product."""
+        maximum = torch.maximum(self._maximum, blocks.maximum.amax(dim=-1))
+        decay = (self._maximum - maximum).exp()
+        self._total.mul_(decay)
+        self._sum.mul_(decay[:, None])
+        self._maximum = maximum
+        if self._least_share:
+            self._add_needed(logits, blocks, embeddings)
+            return
+        if weights is not None and embeddings.dtype == torch.float32:
+            scaled = weights * (blocks.maximum - maximum[:, None]).exp()[..., None]
+            scaled = scaled.flatten(1)[:, : logits.shape[1]]
+        else:
+            scaled = (logits.to(embeddings.dtype).float() - maximum[:, None]).exp_()
+        self._total.add_(scaled.sum(dim=-1))
+        self._sum.add_(torch.matmul(scaled.to(embeddings.dtype), embeddings))
+
+    def _add_needed(
+        self, logits: torch.Tensor, blocks: VocabBlocks, embeddings: torch.Tensor
+    ) -> None:
+        masses = blocks.total * (blocks.maximum - self._maximum[:, None]).exp()
+        known = self._total + masses.sum(dim=-1)
+        known = torch.maximum(known, (self._floor - self._maximum).exp())
+        needed = masses > self._least_share * known[:, None]
+        self._total.add_(masses.masked_fill(needed, 0.0).sum(dim=-1))
+        add = _triton().add_needed_ if logits.is_cuda else add_needed_
+        add(self._sum, self._total, logits, self._maximum, needed, embeddings)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sum [rows, H], total [rows] and maximum [rows]: of one shard of the vocabulary, to be
+        joined with those of the others; the embedding is sum / total."""
+        return self._sum, self._total, self._maximum
+
+
+def add_needed_(
+    sums: torch.Tensor,  # [rows, H] fp32, changed in place
+    totals: torch.Tensor,  # [rows] fp32, changed in place
+    logits: torch.Tensor,  # [rows, Vt] fp32 or in the embeddings' type
+    maximum: torch.Tensor,  # [rows] fp32, not below any of the row's logits
+    needed: torch.Tensor,  # [rows, B] bool
+    embeddings: torch.Tensor,  # [Vt, H]
+) -> None:
+    """Adds `exp(logits - maximum)` of the needed blocks to the totals, and its product with their
+    embeddings to the sums."""
+    for block in range(needed.shape[1]):
+        rows = needed[:, block].nonzero().squeeze(-1)
+        if len(rows) == 0:
+            continue
+        tokens = slice(block * BLOCK, min((block + 1) * BLOCK, len(embeddings)))
+        weights = logits[:, tokens][rows].to(embeddings.dtype).float()
+        weights.sub_(maximum[rows, None]).exp_()
+        totals.index_add_(0, rows, weights.sum(dim=-1))
+        product = torch.matmul(weights.to(embeddings.dtype), embeddings[tokens])
+        sums.index_add_(0, rows, product.float())
+
+
+@cache
+def _triton() -> ModuleType:
+    from vllm_dllm.denoise import expected_embedding_triton  # needs Triton
+
+    return expected_embedding_triton

@@ -1,0 +1,146 @@
+"""What the next step's self-conditioning reads: the expected embedding of a prediction, exact
+unless the server was told otherwise.
+
+`self_conditioning_tolerance` leaves parts of the vocabulary out that hold next to nothing;
+`self_conditioning_top_k` leaves out all but a few tokens, and the log says how much that was.
+"""
+
+import time
+from typing import Any, Protocol
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding
+from vllm_dllm.denoise.top_tokens import TopTokens, most_probable
+from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
+
+logger = init_logger(__name__)
+
+LOG_SECONDS = 10.0
+
+
+class RunningEmbedding(Protocol):
+    """Of rows whose logits come tile by tile, a tile of this rank's vocabulary after the other."""
+
+    def add(
+        self,
+        logits: torch.Tensor,  # [rows, Vt] temperature-scaled
+        blocks: VocabBlocks,
+        weights: torch.Tensor | None,  # [rows, B, BLOCK], of `vocab_stream.read_blocks`
+        embeddings: torch.Tensor,  # [Vt, H]
+    ) -> None: ...
+
+    def result(self, log_total: torch.Tensor) -> torch.Tensor:
+        """[rows, H] the model's type; `log_total` [rows] fp32 is the logits' logsumexp over the
+        whole vocabulary."""
+
+
+class SoftEmbedding:
+    def __init__(self, model: Any, tolerance: float = 0.0, top_k: int | None = None) -> None:
+        self.model, self.tolerance, self.top_k = model, tolerance, top_k
+        self.dropped = DroppedMass(top_k) if top_k is not None else None
+
+    def of_rows(
+        self,
+        scaled: torch.Tensor,  # [rows, V] fp32, temperature-scaled
+        probs: torch.Tensor,  # [rows, V] fp32, their softmax
+    ) -> torch.Tensor:
+        """[rows, H] the model's type."""
+        if self.top_k is None:
+            return self.model.soft_embeddings(scaled, probs)
+        top = probs.topk(min(self.top_k, probs.shape[1]), dim=-1)
+        return self.of_tokens(top.indices, top.values)
+
+    def of_tokens(
+        self,
+        tokens: torch.Tensor,  # [rows, k] int64
+        probs: torch.Tensor,  # [rows, k] fp32
+    ) -> torch.Tensor:
+        """[rows, H] the model's type, as if there were no other tokens."""
+        kept = probs.sum(dim=-1, keepdim=True)
+        if self.dropped is not None:
+            self.dropped.count(1 - kept)
+        return self.model.embeddings_of(tokens, probs / kept)
+
+    def start(
+        self,
+        hidden: torch.Tensor,  # [rows, H]
+        temperature: torch.Tensor,  # [rows, 1] fp32
+        guess: torch.Tensor | None,  # [rows] int64, the step before's best guess; < 0: none
+    ) -> RunningEmbedding:
+        if self.top_k is not None:
+            return _OfTopTokens(self, self.top_k)
+        floor = None
+        if self.tolerance and guess is not None:
+            floor = self.model.logits_of(hidden, guess) / temperature.squeeze(-1)
+        rows, hidden_size = hidden.shape
+        num_blocks = -(-self.model.config.vocab_size // BLOCK)
+        return _Expected(
+            self.model,
+            ExpectedEmbedding(rows, hidden_size, hidden.device, self.tolerance, num_blocks, floor),
+        )
+
+
+class _Expected:
+    def __init__(self, model: Any, running: ExpectedEmbedding) -> None:
+        self.model, self.running = model, running
+        self.add = running.add
+
+    def result(self, log_total: torch.Tensor) -> torch.Tensor:
+        return self.model.join_soft_embeddings(*self.running.result())
+
+
+class _OfTopTokens:
+    def __init__(self, soft: SoftEmbedding, k: int) -> None:
+        self.soft, self.running = soft, TopTokens(k)
+        self._next, _ = soft.model.vocabulary_shard()
+
+    def add(
+        self,
+        logits: torch.Tensor,
+        blocks: VocabBlocks,
+        weights: torch.Tensor | None,
+        embeddings: torch.Tensor,
+    ) -> None:
+        self.running.add(logits, self._next)
+        self._next += len(embeddings)
+
+    def result(self, log_total: torch.Tensor) -> torch.Tensor:
+        logits, tokens = self.soft.model.gather_shards(self.running.result())
+        logits, tokens = most_probable(logits, tokens, self.running.k)
+        return self.soft.of_tokens(tokens, (logits - log_total[:, None]).exp())
+
+
+class DroppedMass:
+    """Probability left out, in the log every `LOG_SECONDS`; only then the device is waited for."""
+
+    def __init__(self, top_k: int) -> None:
+        self.top_k = top_k
+        self._parts: torch.Tensor | None = None  # [3] fp32: sum, largest, rows
+        self._logged = time.monotonic()
+
+    def count(self, dropped: torch.Tensor) -> None:
+        """`dropped` [rows, 1] fp32."""
+        if self._parts is None:
+            self._parts = torch.zeros(3, device=dropped.device)
+        total, largest, rows = self._parts
+        total += dropped.sum()
+        torch.maximum(largest, dropped.amax(), out=largest)
+        rows += len(dropped)
+        if time.monotonic() - self._logged >= LOG_SECONDS:
+            self._log()
+
+    def _log(self) -> None:
+        assert self._parts is not None
+        total, largest, rows = self._parts.tolist()
+        logger.info(
+            "Self-conditioning on the %d most probable tokens left out %.4f%% of the probability, "
+            "%.2f%% where most (%d predictions).",
+            self.top_k,
+            100 * total / rows,
+            100 * largest,
+            rows,
+        )
+        self._parts.zero_()
+        self._logged = time.monotonic()
