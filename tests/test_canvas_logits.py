@@ -10,7 +10,7 @@ from torch import nn
 
 from vllm_dllm import soft_embedding
 from vllm_dllm.canvas_batch import CanvasBatch
-from vllm_dllm.canvas_logits import StreamedLogits, WholeLogits
+from vllm_dllm.canvas_logits import StreamedLogits, WholeLogits, step_bytes
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules
 from vllm_dllm.models import vocabulary
@@ -174,3 +174,9 @@ def test_the_log_says_what_top_k_leaves_out(
         f"Self-conditioning on the 3 most probable tokens left out {left_out.mean():.4f}% of the "
         f"probability, {left_out.max():.2f}% where most ({ROWS} predictions)."
     ]
+
+
+def test_memory_of_a_step(model: Model) -> None:
+    for streams, extra in ((True, 0), (False, 100 * V * 8)):
+        model.streams_vocabulary = streams
+        assert step_bytes(model, rows=100, budget_bytes=MIB) == MIB + extra

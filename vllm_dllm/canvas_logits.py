@@ -8,7 +8,7 @@ nothing but itself, so its answer does not depend on its neighbours.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,16 @@ TILE_TOKENS = 16 * BLOCK
 _BYTES_PER_STREAMED_LOGIT = 7 * 4
 # fp32: logit, scaled, log-probability, probability, cumulative; top_k and top_p sort in between
 _BYTES_PER_WHOLE_LOGIT = 8 * 4
+
+
+def step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
+    """Most memory that a step of so many rows takes for logits and what is made of them."""
+    if model.streams_vocabulary:
+        return budget_bytes
+    # The LM head's output, and its soft-capped copy.
+    per_logit = model.vocabulary_shard()[1].element_size() + 4
+    return budget_bytes + rows * model.config.vocab_size * per_logit
+
 
 ReadRows = tuple[RowStats, torch.Tensor]
 """Statistics [rows] and expected embeddings [rows, H] of rows' scaled logits."""

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_dllm import compat
 from vllm_dllm.canvas_batch import CanvasBatch
-from vllm_dllm.canvas_logits import CanvasLogits, StreamedLogits, WholeLogits
+from vllm_dllm.canvas_logits import CanvasLogits, StreamedLogits, WholeLogits, step_bytes
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats
@@ -154,6 +154,10 @@ class DiffusionSampler:
     ) -> SamplerOutput:
         """Advances every request of the batch by one step."""
         num_reqs, device = input_batch.num_reqs, logits.device
+        if input_batch.num_draft_tokens_per_req is None:  # vLLM's dummy, to see what a step takes
+            rows = min(self.state.max_num_tokens, self.state.max_num_reqs * self.canvas_length)
+            budget = self.state.extension_config.sampling_memory_mib << 20
+            torch.empty(step_bytes(self.model, rows, budget), dtype=torch.uint8, device=device)
         if input_batch.num_draft_tokens == 0:
             none = torch.zeros(num_reqs, dtype=torch.int32, device=device)
             sampled = none[:, None].expand(-1, self.canvas_length)
