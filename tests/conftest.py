@@ -7,6 +7,13 @@ import os
 # that spin between parallel regions take them from the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# vLLM's CPU worker takes the first core. Of two that run side by side (`pytest -n`), each gets its
+# own.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[int(worker.removeprefix("gw")) % len(cores)]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(core))
+
 import pytest
 import torch
 
