@@ -39,8 +39,8 @@ APPROXIMATE = {"ours, tolerance 0.001": {"tolerance": 1e-3}, "ours, top 64": {"t
 BUDGET_MIB = 256
 RULES = {"entropy_bound": 0.1, "confidence_threshold": 0.005, "stability_threshold": 1}
 T_MIN, T_MAX, STEPS = 0.4, 0.8, 48
-Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-"""Runs a step; returns best guesses [n, C] and mean entropies [n]."""
+Step = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Runs a step; returns best guesses [n, C], mean entropies [n] and soft embeddings [n, C, H]."""
 
 
 class Inputs:
@@ -117,7 +117,7 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
     filters = SimpleNamespace(needs_whole_rows=lambda batch: [])
     rules = StepRules(**RULES)
 
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
+    def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         numbers, tokens = slots.read_numbers(every), slots.read_tokens(every)
         scale = temperature(numbers.steps_done * 0, numbers.num_steps, T_MIN, T_MAX - T_MIN)
         drawn = noise.step_noise(
@@ -143,7 +143,7 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
             outcome.finished,
             outcome.state.times_repeated,
         )
-        return stats.best_guess, stats.entropy_nats.mean(-1)
+        return stats.best_guess, stats.entropy_nats.mean(-1), slots.soft_embeds
 
     return step
 
@@ -174,7 +174,7 @@ def stock(inputs: Inputs) -> Step:
     valid = torch.full((n,), CANVAS, device=device)
     normalizer = torch.tensor(inputs.hidden_size**0.5, device=device)
 
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
+    def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = torch.nn.functional.linear(inputs.hidden, inputs.embeddings)
         logits = logits.float().div_(SOFTCAP).tanh_().mul_(SOFTCAP)
         entropies = []
@@ -200,7 +200,7 @@ def stock(inputs: Inputs) -> Step:
                 CL=CANVAS, ST=2, entropy_bound=RULES["entropy_bound"], sc_vocab_start=0,
                 sc_vocab_end=inputs.vocab_size, tp_size=1, tp_group_name="",
             )  # fmt: skip
-        return guesses, torch.cat(entropies)
+        return guesses, torch.cat(entropies), soft
 
     return step
 
@@ -260,7 +260,7 @@ def run_case(system: str, num_requests: int, rows: str) -> dict[str, Any]:
     inputs = Inputs(num_requests, rows)
     step = stock(inputs) if system == STOCK else ours(inputs, **APPROXIMATE.get(system, {}))
     with PeakMemory() as peak:
-        best_guess, entropy = step()
+        best_guess, entropy, soft = step()
         wait()
     seconds = []
     for _ in range(3):
@@ -273,6 +273,7 @@ def run_case(system: str, num_requests: int, rows: str) -> dict[str, Any]:
         "peak_mib": peak.bytes / 2**20,
         "best_guess_sum": int(best_guess.sum()),
         "entropy": entropy.mean().item(),
+        "soft_size": soft.float().norm(dim=-1).mean().item(),
     }
 
 
@@ -296,7 +297,9 @@ def check(cell: dict[str, list[dict[str, Any]]]) -> None:
     one, *others = (runs[0] for runs in cell.values() if runs)
     for other in others:
         same = one["best_guess_sum"] == other["best_guess_sum"]
-        if not same or not abs(one["entropy"] - other["entropy"]) < 1e-2:
+        same &= abs(one["entropy"] - other["entropy"]) < 1e-2
+        same &= abs(one["soft_size"] / other["soft_size"] - 1) < 1e-2
+        if not same:
             raise harness.Refused(f"the systems disagree: {one} and {other}.")
 
 

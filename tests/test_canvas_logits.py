@@ -177,6 +177,6 @@ def test_the_log_says_what_top_k_leaves_out(
 
 
 def test_memory_of_a_step(model: Model) -> None:
-    for streams, extra in ((True, 0), (False, 100 * V * 8)):
+    for streams, extra in ((True, 0), (False, 100 * V * 12)):
         model.streams_vocabulary = streams
         assert step_bytes(model, rows=100, budget_bytes=MIB) == MIB + extra

@@ -103,6 +103,23 @@ SEAMS = {
             if draft_token_ids is not None:
                 self.scheduler.update_draft_token_ids(draft_token_ids)""",
     ),
+    "the worker learns of a step's requests, then adjusts those it knows, then gathers them": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model"),
+        """self.add_requests(scheduler_output)
+            self.update_requests(scheduler_output)""",
+    ),
+    "a prefill lasts to prefill_len": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "gather_batch_req_state"),
+        "is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np",
+    ),
+    "prefill_len is what kernels read after a copy": (
+        ("v1.worker.gpu.states", "RequestState", "apply_staged_writes"),
+        "self.prefill_len.copy_to_uva()",
+    ),
+    "the scheduler says how many tokens a request has got": (
+        ("v1.core.sched.scheduler", "Scheduler", "_make_cached_request_data"),
+        "req.num_output_tokens + req.num_output_placeholders",
+    ),
     "the choice of model runner": (
         ("v1.worker.gpu_worker", "Worker", "__init__"),
         "self.use_v2_model_runner = vllm_config.use_v2_model_runner",

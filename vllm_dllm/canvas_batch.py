@@ -74,7 +74,7 @@ class CanvasBatch:
         if (lengths != canvas_length).any():
             cells = np.repeat(np.arange(len(requests)) * canvas_length, lengths) + positions
         if len(positions) != bounds[-1]:
-            # A canvas is the end of its request's rows; what remains of the prompt may precede it.
+            # A canvas is the end of its request's rows; what is prefilled may precede it.
             tokens = np.repeat(bounds[requests + 1] - lengths, lengths) + positions
 
         def to_device(array: np.ndarray) -> torch.Tensor:

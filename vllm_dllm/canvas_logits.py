@@ -32,8 +32,8 @@ def step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
     """Most memory that a step of so many rows takes for logits and what is made of them."""
     if model.streams_vocabulary:
         return budget_bytes
-    # The LM head's output, and its soft-capped copy.
-    per_logit = model.vocabulary_shard()[1].element_size() + 4
+    # The LM head's output, its soft-capped copy, and one to which rules are applied.
+    per_logit = model.vocabulary_shard()[1].element_size() + 8
     return budget_bytes + rows * model.config.vocab_size * per_logit
 
 
@@ -209,8 +209,7 @@ class StreamedLogits:
             found.append(blocks)
         blocks = VocabBlocks(*(torch.cat(column, dim=1) for column in zip(*found, strict=True)))
         blocks = VocabBlocks(*self.model.gather_shards(blocks))
-        stats = join_blocks(blocks, draw)
-        return stats, soft.result(blocks.maximum.amax(dim=-1) - stats.best_logprob)
+        return join_blocks(blocks, draw), soft.result()
 
 
 @cache

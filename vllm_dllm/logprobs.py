@@ -1,7 +1,7 @@
-"""Log-probabilities of committed tokens.
+"""Log-probabilities of emitted tokens.
 
-A committed block's tokens are emitted one step after the step that decided them, so each step's
-log-probabilities are kept for one step: a commit reports those of the step before it.
+A block that has a commit of its own is emitted one step after the step that decided it, so each
+step's log-probabilities are kept for one step: a commit reports those of the step before it.
 """
 
 from collections.abc import Sequence

@@ -15,6 +15,7 @@ from vllm.utils.diffusion import validate_diffusion_sampling_params
 from vllm_dllm.options import check_options
 
 DEFAULT_ACCEPT_PROBABILITY = 0.9
+JOINS_COMMITS = "vllm_dllm_joins_commits"
 _WIDTH_STEP = 16  # tokens; few widths, and a little room behind the last token asked for
 
 
@@ -38,6 +39,7 @@ class RequestOptions:
     t_min: float | None
     t_max: float | None
     judge_answer_only: bool
+    joins_commits: bool
 
     @classmethod
     def from_sampling_params(
@@ -69,6 +71,7 @@ class RequestOptions:
             t_min=get("t_min"),
             t_max=get("t_max"),
             judge_answer_only=bool(get("judge_answer_only")),
+            joins_commits=bool(own.get(JOINS_COMMITS)),
         )
 
 
@@ -88,6 +91,13 @@ def fit_canvas(params: SamplingParams | None, canvas_length: int) -> None:
     width = -(-params.max_tokens // _WIDTH_STEP) * _WIDTH_STEP
     if width < canvas_length:
         params.extra_args = {**extra, "diffusion_canvas_length": width}
+
+
+def mark_joined_commits(params: SamplingParams | None, joins_commits: bool) -> None:
+    """Tells the worker whether the scheduler commits this request's blocks beside their successors,
+    whatever the request itself says under this key."""
+    if params is not None:
+        params.extra_args = {**(params.extra_args or {}), JOINS_COMMITS: joins_commits}
 
 
 def _culprits(key: str, value: Any, canvas_length: int | None, vocab_size: int) -> str:

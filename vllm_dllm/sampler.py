@@ -27,7 +27,7 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.schedule import temperature
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
-from vllm_dllm.forwards import joins_commits, spares_last_commit
+from vllm_dllm.forwards import spares_last_commit
 from vllm_dllm.logit_filters import LogitFilters
 from vllm_dllm.policies import Policies, revealing
 from vllm_dllm.request import RequestOptions
@@ -64,9 +64,8 @@ class DiffusionSampler:
         self._offsets = torch.arange(self.canvas_length, device=self.slots.canvas.device)
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         self._spares_last_commit = spares_last_commit(state.vllm_config)
-        self.prefills_emitted_tokens = joins_commits(state.vllm_config)
-        if self.prefills_emitted_tokens:
-            compat.prefill_emitted_tokens()
+        self.prefills_emitted_tokens = False  # until a request says what the scheduler does
+        compat.prefill_emitted_tokens()
         self._added: list[int] = []  # slots of requests that came since the last step
         self.policies = Policies(
             self.config, state.max_num_reqs, self.canvas_length, self.slots.canvas.device
@@ -93,6 +92,7 @@ class DiffusionSampler:
         options = RequestOptions.from_sampling_params(
             sampling_params, self.state.extension_config.defaults
         )
+        self.prefills_emitted_tokens = options.joins_commits
         self.sampling_states.add_request(req_idx, sampling_params)
         self._added.append(req_idx)
         num_steps = self.config.max_denoising_steps

@@ -16,7 +16,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_dllm import compat
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.forwards import joins_canvases, joins_commits, spares_last_commit
-from vllm_dllm.request import fit_canvas, is_read_only
+from vllm_dllm.request import fit_canvas, is_read_only, mark_joined_commits
 from vllm_dllm.stopping import was_foreseen
 
 
@@ -38,6 +38,7 @@ class CanvasScheduling(compat.SchedulerHooks):
     def add_request(self, request: Request) -> None:
         if self.fits_canvas:
             fit_canvas(request.sampling_params, self.num_spec_tokens)
+        mark_joined_commits(request.sampling_params, self.joins_commits)
         super().add_request(request)
 
     # --- a prompt and its first canvas ------------------------------------------------------
@@ -51,8 +52,10 @@ class CanvasScheduling(compat.SchedulerHooks):
             self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens
         )
         budget = most_tokens - output.total_num_scheduled_tokens
-        for request_id, num_tokens in list(output.num_scheduled_tokens.items()):
+        for request_id in list(output.num_scheduled_tokens):
             request = self.requests[request_id]
+            budget += self._drop_partial_canvas(output, request)
+            num_tokens = output.num_scheduled_tokens[request_id]
             computed = request.num_computed_tokens + num_tokens
             if request_id in output.scheduled_spec_decode_tokens or computed < request.num_tokens:
                 continue
@@ -79,6 +82,21 @@ class CanvasScheduling(compat.SchedulerHooks):
             _append_blocks(output, request_id, blocks.get_block_ids(allow_none=True))
         if new_blocks := self.take_new_blocks_to_zero():
             output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *new_blocks]
+
+    def _drop_partial_canvas(self, output: SchedulerOutput, request: Request) -> int:
+        """Takes a canvas of which the budget held only a part, behind tokens that are prefilled,
+        back. Returns its tokens."""
+        request_id = request.request_id
+        num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        num_tokens = output.num_scheduled_tokens[request_id]
+        room = self.max_model_len - request.num_computed_tokens - num_tokens
+        width = compat.diffusion_canvas_width(request, self.num_spec_tokens)
+        if not 0 < num_drafts < min(num_tokens, width) or room <= 0:
+            return 0
+        del output.scheduled_spec_decode_tokens[request_id]
+        output.num_scheduled_tokens[request_id] -= num_drafts
+        output.total_num_scheduled_tokens -= num_drafts
+        return num_drafts
 
     # --- a prompt's log-probabilities -------------------------------------------------------
 

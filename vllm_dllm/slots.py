@@ -45,7 +45,7 @@ class SlotNumbers(NamedTuple):
 class SlotTokens(NamedTuple):
     """Of n slots."""
 
-    best_guess: torch.Tensor  # [n, C] int64, last step's: what a commit emits
+    best_guess: torch.Tensor  # [n, C] int64, last step's: what a commit of its own emits
     first_canvas: torch.Tensor  # [n, C] int64, the caller's tokens at pinned positions
 
 

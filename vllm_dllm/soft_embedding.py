@@ -31,15 +31,15 @@ class RunningEmbedding(Protocol):
         embeddings: torch.Tensor,  # [Vt, H]
     ) -> None: ...
 
-    def result(self, log_total: torch.Tensor) -> torch.Tensor:
-        """[rows, H] the model's type; `log_total` [rows] fp32 is the logits' logsumexp over the
-        whole vocabulary."""
+    def result(self) -> torch.Tensor:
+        """[rows, H] the model's type."""
 
 
 class SoftEmbedding:
     def __init__(self, model: Any, tolerance: float = 0.0, top_k: int | None = None) -> None:
         self.model, self.tolerance, self.top_k = model, tolerance, top_k
-        self.dropped = DroppedMass(top_k) if top_k is not None else None
+        logs = top_k is not None and model.vocabulary_shard()[0] == 0  # one rank is enough
+        self.dropped = DroppedMass(top_k) if top_k is not None and logs else None
 
     def of_rows(
         self,
@@ -87,7 +87,7 @@ class _Expected:
         self.model, self.running = model, running
         self.add = running.add
 
-    def result(self, log_total: torch.Tensor) -> torch.Tensor:
+    def result(self) -> torch.Tensor:
         return self.model.join_soft_embeddings(*self.running.result())
 
 
@@ -106,10 +106,12 @@ class _OfTopTokens:
         self.running.add(logits, self._next)
         self._next += len(embeddings)
 
-    def result(self, log_total: torch.Tensor) -> torch.Tensor:
-        logits, tokens = self.soft.model.gather_shards(self.running.result())
+    def result(self) -> torch.Tensor:
+        logits, tokens, log_total = self.running.result()
+        logits, tokens = self.soft.model.gather_shards((logits, tokens))
+        (log_totals,) = self.soft.model.gather_shards((log_total,))
         logits, tokens = most_probable(logits, tokens, self.running.k)
-        return self.soft.of_tokens(tokens, (logits - log_total[:, None]).exp())
+        return self.soft.of_tokens(tokens, (logits - log_totals.logsumexp(-1, True)).exp())
 
 
 class DroppedMass:

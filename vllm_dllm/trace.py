@@ -13,9 +13,9 @@ from vllm_dllm.denoise.step import StepOutcome
 class CanvasTrace:
     """Appends to a file; reading it while it grows is safe, a line is written at once.
 
-    Each line holds `request_id`, `step` (1-based), `tokens` (best guess, one a
-    canvas position), `accepted` (0/1 a position), `canvas` (what the next forward reads), `entropy`
-    (mean, nats) and `finished`.
+    Each line holds `request_id`, `step` (1-based), `tokens` (best guess, one a canvas position),
+    `accepted` (0/1 a position), `canvas` (what its next step reads), `entropy` (mean, nats) and
+    `finished`.
     """
 
     def __init__(self, path: str) -> None:

@@ -27,9 +27,11 @@ POINTERS = {
 }
 
 
-def compile_kernel(kernel, capability: int, constants: dict[str, object]) -> dict[str, int]:
+def compile_kernel(
+    kernel, capability: int, constants: dict[str, object], pointers: dict[str, str] = POINTERS
+) -> dict[str, int]:
     signature = {
-        name: "constexpr" if name in constants else POINTERS.get(name, "i32")
+        name: "constexpr" if name in constants else pointers.get(name, "i32")
         for name in kernel.arg_names
     }
     signature |= {name: "fp32" for name in signature if name == "softcap"}
@@ -55,10 +57,14 @@ def compile_kernel(kernel, capability: int, constants: dict[str, object]) -> dic
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
+    in_fp32 = dict.fromkeys(("logits", "embeddings"), "*fp32")
     tiles = {"ROWS": embedding._ROWS, "HIDDEN": embedding._HIDDEN, "TOKENS": embedding._TOKENS}
     block = {"BLOCK": vocabulary.BLOCK}
     found = {
         "add_needed": compile_kernel(embedding._add_needed_kernel, capability, {**block, **tiles}),
+        "add_needed in fp32": compile_kernel(
+            embedding._add_needed_kernel, capability, {**block, **tiles}, POINTERS | in_fp32
+        ),
         "read_blocks": compile_kernel(
             vocabulary._read_blocks_kernel, capability, {**block, "HAS_SOFTCAP": True}
         ),

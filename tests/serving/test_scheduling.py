@@ -50,7 +50,8 @@ def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> l
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"max_num_batched_tokens": 80}, id="chunked"),
+        # Less than a block and its successor's canvas.
+        pytest.param({"max_num_batched_tokens": 56}, id="chunked"),
         pytest.param(
             {"num_gpu_blocks_override": 40, "block_size": 32, "max_model_len": 288}, id="preempted"
         ),

@@ -1,8 +1,9 @@
 """The requests of a step as attention sees them.
 
-A request whose prompt and first canvas share a forward becomes two: its prompt rows, causal, and
-its canvas rows, which see the prompt and themselves. Both have the pages of the one request, and
-keys are written before any are read, so every backend with a causal flag a request can run them.
+A request whose canvas shares a forward with the prompt or the block before it becomes two: the rows
+of known tokens, causal, and the canvas rows, which see those and themselves. Both have the pages of
+the one request, and keys are written before any are read, so every backend with a causal flag a
+request can run them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from vllm_dllm.slots import Index, index_of
 class AttnRequests:
     """N requests: those of the batch, or more if some are in two parts."""
 
-    is_prompt: np.ndarray  # [N] bool, rows of a prompt
+    is_prompt: np.ndarray  # [N] bool, rows of a prompt or an emitted block
     query_start_loc_np: np.ndarray  # [N + 1] int32
     query_start_loc: torch.Tensor  # [N + 1] int32
     seq_lens: torch.Tensor  # [N] int32, tokens up to each part's last row

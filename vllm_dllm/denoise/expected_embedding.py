@@ -13,7 +13,7 @@ from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 _MARGIN = 0.5
-"""Of the tolerance, because what a row's total surely reaches is known but to rounding."""
+"""Of the tolerance, for the rounding of sums."""
 
 
 class ExpectedEmbedding:
@@ -23,7 +23,9 @@ class ExpectedEmbedding:
     With a tolerance, the product leaves out the blocks of a row that hold less than an even share
     of it each, so that no row misses more probability than `tolerance`, and no embedding is off by
     more than that times the longest row of E. How much of a row's total is known when a block comes
-    depends on the tiles and on the floor, so these change the result, within the tolerance.
+    depends on the tiles and on the floor, so these change the result, within the tolerance. Logits
+    may have been rounded to the model's type, by the LM head and for the product, which is allowed
+    for: at low temperatures, less is left out in a 16-bit type.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ExpectedEmbedding:
         if floor is not None:
             self._maximum = floor
         self._floor = self._maximum
+        self._known = torch.zeros_like(self._total)  # of the total, before rounding
         self._least_share = _MARGIN * tolerance / num_blocks
 
     def add(
@@ -55,6 +58,7 @@ class ExpectedEmbedding:
         maximum = torch.maximum(self._maximum, blocks.maximum.amax(dim=-1))
         decay = (self._maximum - maximum).exp()
         self._total.mul_(decay)
+        self._known.mul_(decay)
         self._sum.mul_(decay[:, None])
         self._maximum = maximum
         if self._least_share:
@@ -72,8 +76,11 @@ class ExpectedEmbedding:
         self, logits: torch.Tensor, blocks: VocabBlocks, embeddings: torch.Tensor
     ) -> None:
         masses = blocks.total * (blocks.maximum - self._maximum[:, None]).exp()
-        known = self._total + masses.sum(dim=-1)
-        known = torch.maximum(known, (self._floor - self._maximum).exp())
+        self._known.add_(masses.sum(dim=-1))
+        rounding = torch.finfo(embeddings.dtype).eps / 2  # relative, of a logit
+        floor = self._floor - 4 * rounding * self._floor.abs()
+        known = torch.maximum(self._known, (floor - self._maximum).exp())
+        known = known * (-2 * rounding * self._maximum.abs()).exp()
         needed = masses > self._least_share * known[:, None]
         self._total.add_(masses.masked_fill(needed, 0.0).sum(dim=-1))
         add = _triton().add_needed_ if logits.is_cuda else add_needed_

@@ -86,7 +86,9 @@ def _add_needed_kernel(
                     mask=is_token[:, None] & is_column[None, :],
                     other=0.0,
                 )
-                product = tl.dot(weight.to(embedding.dtype), embedding, product)
+                product = tl.dot(
+                    weight.to(embedding.dtype), embedding, product, input_precision="ieee"
+                )
     place = sums + row[:, None].to(tl.int64) * sums_stride + column[None, :]
     written = is_row[:, None] & is_column[None, :]
     tl.store(place, tl.load(place, mask=written, other=0.0) + product, mask=written)

@@ -78,14 +78,15 @@ class Vocabulary:
         hidden: torch.Tensor,  # [rows, H]
         tokens: torch.Tensor,  # [rows] int64
     ) -> torch.Tensor:
-        """Each row's soft-capped logit [rows] fp32 of its own token; far down where the token is
-        not in this rank's vocabulary."""
+        """Each row's soft-capped logit [rows] fp32 of its own token; far down where that is < 0."""
         first, weight = self.vocabulary_shard()
         place = tokens - first
         is_here = (place >= 0) & (place < len(weight))
         embeddings = weight[place.clamp(0, len(weight) - 1)]
         logits = self.cap((hidden.float() * embeddings.float()).sum(dim=-1))
-        return logits.masked_fill_(~is_here, MASKED_LOGIT)
+        logits.masked_fill_(~is_here, MASKED_LOGIT)
+        group = get_tp_group()
+        return logits if group.world_size == 1 else group.all_gather(logits[:, None]).amax(dim=1)
 
     def embeddings_of(
         self,
