@@ -164,7 +164,9 @@ def calibrate(
     if done == len(prompts):
         return known
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype="auto")
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(
+        checkpoint, dtype="auto", experts_implementation="eager"
+    )
     model.to(device).eval()
     ranges = InputRanges()
     ranges.largest = {group: torch.tensor(v, device=device) for group, v in known.items()}
