@@ -18,6 +18,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_quantize(commands)
     return parser
 
 
@@ -69,6 +70,53 @@ def _demo(options: argparse.Namespace) -> int:
         print(f"vllm-dllm demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _add_quantize(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Write an FP8 or NVFP4 copy of a DiffusionGemma checkpoint that `vllm serve` loads."
+    parser = commands.add_parser("quantize", help=text, description=text)
+    parser.add_argument("checkpoint", type=Path, help="folder of the unquantised checkpoint")
+    parser.add_argument(
+        "--scheme",
+        required=True,
+        choices=("fp8-dynamic", "nvfp4"),
+        help="fp8-dynamic: half the size; nvfp4: less than a third, needs --calibration",
+    )
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="OUT", help="folder to write; must not exist"
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="PROMPTS.jsonl",
+        help='nvfp4: prompts to denoise, one {"messages": [...]} or {"prompt": "text"} a line',
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print which layers are quantised and which are left, with sizes; write nothing",
+    )
+    parser.set_defaults(run=_quantize)
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from vllm_dllm.checkpoint import quantize, quantize_source  # late: they load PyTorch
+
+    try:
+        quantize.quantize(
+            options.checkpoint,
+            options.scheme,
+            options.out,
+            options.calibration,
+            dry_run=options.dry_run,
+        )
+    except quantize_source.QuantizeError as error:
+        print(f"vllm-dllm quantize: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("vllm-dllm quantize: stopped; the same command goes on from here", file=sys.stderr)
         return 130
     return 0
 

@@ -90,7 +90,10 @@ def default_max_num_seqs(vllm_config: VllmConfig) -> int:
     config = model_config.hf_text_config
     per_request = canvas_length * config.hidden_size * model_config.dtype.itemsize
     most = SLOT_MEMORY_BYTES // per_request
-    if not (config.tie_word_embeddings and vllm_config.quant_config is None):
+    quantization = vllm_config.quant_config
+    # compressed-tensors never quantises the embeddings here, see `quantization/config.py`.
+    plain = quantization is None or quantization.get_name() == "compressed-tensors"
+    if not (config.tie_word_embeddings and plain):
         most = min(most, LOGITS_MEMORY_BYTES // (canvas_length * config.vocab_size * 8))
     return max(_FEWEST_REQUESTS, most)
 

@@ -61,7 +61,7 @@ CASES = {
     "entropy-bound-0": (no_entropy_bound, [], "entropy_bound must be a number > 0, got 0.0"),
     "generation-config-key": (no_t_min, [], "generation_config has no 't_min'"),
     "missing-weight": (missing_weight, [], "layers.1.mlp.down_proj.weight"),
-    "missing-layer-scalar": (missing_layer_scalar, [], "model.layers.1.layer_scalar"),
+    "missing-layer-scalar": (missing_layer_scalar, [], "model.decoder.layers.1.layer_scalar"),
     "misshapen-weight": (misshapen_weight, [], "at model.decoder.layers.1.mlp.down_proj.weight"),
     "truncated-file": (truncated_file, [], "incomplete metadata, file not fully covered"),
     "diffusion-config-key": (

@@ -173,5 +173,5 @@ def test_missing_weight_is_named(tiny: tuple[ServedModel, dict[str, torch.Tensor
         for name, weight in state_dict.items()
         if not name.endswith("layers.1.mlp.down_proj.weight")
     }
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
+    with pytest.raises(ValueError, match=r"model\.decoder\.layers\.1\.mlp\.down_proj\.weight"):
         model.load_weights(iter(part.items()))

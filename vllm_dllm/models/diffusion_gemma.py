@@ -19,8 +19,11 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.sequence import IntermediateTensors
 
 from vllm_dllm.attention import use_window_rules
+from vllm_dllm.models.expected_weights import ExpectedWeights
 from vllm_dllm.models.self_conditioning import SelfConditioning
 from vllm_dllm.models.vocabulary import Vocabulary
+from vllm_dllm.quantization.config import adapt
+from vllm_dllm.quantization.scales import check_scales
 
 
 class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
@@ -58,7 +61,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
         # not say so; without the flag Gemma4Model would leave their value projection unset.
         text_config.attention_k_eq_v = True
         self.config = text_config
-        self.is_quantized = vllm_config.quant_config is not None
+        self.quant_config = vllm_config.quant_config = adapt(vllm_config.quant_config, text_config)
 
         with use_window_rules(vllm_config.attention_config):
             self.model = Gemma4Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
@@ -114,41 +117,59 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
         return None if logits is None else self.cap(logits)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads a transformers state dict; encoder and decoder names address one set of weights."""
+        """Loads a transformers state dict, or a quantised one; encoder and decoder names address
+        one set of weights.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape or type; it is named.
+        """
         mapper = self.hf_to_vllm_mapper
         if self.config.tie_word_embeddings:
             mapper = mapper | WeightsMapper(orig_to_new_prefix={"lm_head.": None})
-        reader = _WeightReader(weights)
+        keys_are_values = {
+            f"model.layers.{i}.self_attn.v_proj"
+            for i, layer_type in enumerate(self.config.layer_types)
+            if layer_type == "full_attention"
+        }
+        expected = ExpectedWeights(self, self.packed_modules_mapping, absent=keys_are_values)
+        reader = _WeightReader(weights, mapper, expected)
         try:
             loaded = AutoWeightsLoader(self).load_weights(reader, mapper=mapper)
-            wanted = {name for name, _ in self.named_parameters()}
-            wanted |= {name for name, _ in self.named_buffers() if name.endswith("layer_scalar")}
-            if (missing := wanted - loaded) and not self.is_quantized:
-                raise ValueError(f"no weights for {sorted(missing)}")
+            expected.check_complete()
+            check_scales(self)
             return loaded
         except Exception as error:
             raise ValueError(
-                f"Cannot load the checkpoint: {reader.position}: {error}. Expected the weights "
-                f"that transformers' DiffusionGemmaForBlockDiffusion saves for this config.json; "
-                f"check that the files are complete and belong together."
+                f"Cannot load the checkpoint: {reader.position}: {error}. Expected what "
+                f"transformers' DiffusionGemmaForBlockDiffusion or `vllm-dllm quantize` saves for "
+                f"this config.json; check that the files are complete and belong together."
             ) from error
 
 
 class _WeightReader:
-    """Passes a checkpoint's weights on, and knows how far it has come.
+    """Passes a checkpoint's weights on, checks them, and knows how far it has come.
 
     Refuses layers whose scalar differs between encoder and decoder: transformers ties every layer
     weight of the two but keeps `layer_scalar`, a buffer, twice, and one backbone holds one value.
     """
 
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        mapper: WeightsMapper,
+        expected: ExpectedWeights,
+    ) -> None:
         self._weights = weights
+        self._mapper = mapper
+        self._expected = expected
         self.position = "before the first weight"
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         scalars: dict[str, torch.Tensor] = {}
         for name, weight in self._weights:
             self.position = f"at {name} of shape {list(weight.shape)}"
+            if (own_name := self._mapper.map_name(name)) is not None:
+                self._expected.check(own_name, weight)
             if name.endswith(".layer_scalar"):
                 layer = name.partition(".layers.")[2]
                 if not torch.equal(scalars.setdefault(layer, weight), weight):

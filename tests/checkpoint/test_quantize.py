@@ -1,0 +1,598 @@
+"""`vllm-dllm quantize`: what it writes, what it refuses, how it goes on when interrupted."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+from vllm_dllm import cli
+from vllm_dllm.checkpoint import nvfp4, quantize_calibrate
+from vllm_dllm.checkpoint import quantize as quantize_module
+from vllm_dllm.checkpoint.quantize import quantize
+from vllm_dllm.checkpoint.quantize_calibrate import NUM_CANVASES, NUM_PROMPTS, calibrate
+from vllm_dllm.checkpoint.quantize_plan import make_plan
+from vllm_dllm.checkpoint.quantize_report import describe, quantized_bytes
+from vllm_dllm.checkpoint.quantize_source import QuantizeError, TensorInfo, read_source
+from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
+
+INDEX = "model.safetensors.index.json"
+LAYER = "model.decoder.layers.0."
+PROMPTS = [
+    {"messages": [{"role": "user", "content": "Sort: d a c"}]},
+    {"prompt": "Count from 12 to 19."},
+    {"messages": [{"role": "user", "content": "Add 31 and 03."}]},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """bf16, in three shards that part q from k, and experts from the rest of their layer."""
+    path = make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), dtype=torch.bfloat16)
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    names = sorted(weights)
+    weight_map = {}
+    for i in range(3):
+        file = f"model-{i + 1:05}-of-00003.safetensors"
+        save_file({name: weights[name] for name in names[i::3]}, path / file)
+        weight_map |= dict.fromkeys(names[i::3], file)
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    generation = json.loads((path / "generation_config.json").read_text())
+    generation["max_denoising_steps"] = 3  # a random model never converges
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, PROMPTS)) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def fp8(checkpoint, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("fp8") / "out"
+    quantize(checkpoint, "fp8-dynamic", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def fp4(checkpoint, prompts, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("nvfp4") / "out"
+    quantize(checkpoint, "nvfp4", out, prompts)
+    return out
+
+
+@pytest.fixture
+def damaged(checkpoint, tmp_path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def linears(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Module name in the quantised checkpoint -> matrix; written out, apart from the code's own."""
+    matrices = {}
+    for name, weight in weights.items():
+        if not name.startswith("model.decoder.layers."):
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            for expert, (gate, up) in enumerate(w.chunk(2) for w in weight):
+                prefix = name.removesuffix("gate_up_proj")
+                matrices[f"{prefix}{expert}.gate_proj"] = gate.float()
+                matrices[f"{prefix}{expert}.up_proj"] = up.float()
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(weight):
+                matrices[f"{name.removesuffix('down_proj')}{expert}.down_proj"] = down.float()
+        elif name.endswith("_proj.weight"):
+            matrices[name.removesuffix(".weight")] = weight.float()
+    return matrices
+
+
+def test_fp8_weights_within_their_rounding(checkpoint, fp8):
+    written = read(fp8)
+    expected = linears(read(checkpoint))
+    # 3 layers with values and one without, dense MLPs, 4 experts a layer
+    assert len(expected) == 3 * 4 + 3 + 4 * 3 + 4 * 4 * 3
+    for module, weight in expected.items():
+        fp8_weight, scale = written[f"{module}.weight"], written[f"{module}.weight_scale"]
+        assert fp8_weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+        assert scale.shape == (len(weight), 1)
+        error = (fp8_weight.float() * scale - weight).abs()
+        # Three bits behind the point: half a gap is 1/16 of a power of two. Below fp8's normal
+        # numbers the gap stays 2^-9. The last term is fp32's rounding of scale and product.
+        bound = torch.maximum(weight.abs() / 16, scale * 2**-10) + 2**-22 * weight.abs()
+        assert (error <= bound).all(), module
+        assert error.max() > 0.1 * bound.max()
+        assert (fp8_weight.float().abs().amax(1) == 448).all(), "a row's largest weight is 448"
+
+
+def test_nvfp4_weights_bit_for_bit(checkpoint, fp4):
+    written = read(fp4)
+    expected = linears(read(checkpoint))
+    for module, weight in expected.items():
+        scale = written[f"{module}.weight_global_scale"]
+        packed, groups = nvfp4.quantize(weight, scale)
+        assert torch.equal(written[f"{module}.weight_packed"], packed), module
+        written_groups = written[f"{module}.weight_scale"]
+        assert written_groups.dtype == torch.float8_e4m3fn
+        assert torch.equal(written_groups.view(torch.uint8), groups.view(torch.uint8)), module
+        error = (nvfp4.dequantize(packed, groups, scale) - weight).abs()
+        bound = nvfp4.error_bound(weight, groups, scale) + 2**-22 * weight.abs()
+        assert (error <= bound).all(), module
+
+
+@pytest.mark.parametrize("part", ["weight_global_scale", "input_global_scale"])
+def test_what_vllm_fuses_shares_its_global_scales(checkpoint, fp4, part):
+    written, weights = read(fp4), linears(read(checkpoint))
+    fused = [["self_attn.q_proj", "self_attn.k_proj"], ["mlp.gate_proj", "mlp.up_proj"]]
+    fused += [[f"experts.{e}.gate_proj", f"experts.{e}.up_proj"] for e in range(4)]
+    for layer in range(4):
+        prefix = f"model.decoder.layers.{layer}."
+        for group in fused:
+            modules = [prefix + module for module in group]
+            if "self_attn" in group[0] and layer < 3:  # the fourth has no values
+                modules.append(f"{prefix}self_attn.v_proj")
+            scales = torch.cat([written[f"{module}.{part}"] for module in modules])
+            assert scales.dtype == torch.float32 and len(scales.unique()) == 1, modules
+            if part == "weight_global_scale":
+                largest = torch.cat([weights[module].flatten() for module in modules]).abs().amax()
+                assert torch.equal(scales[:1], nvfp4.global_scale(largest))
+        if part == "input_global_scale":
+            for projection in ("gate_proj", "up_proj", "down_proj"):
+                names = [f"{prefix}experts.{e}.{projection}.{part}" for e in range(4)]
+                assert len(torch.cat([written[name] for name in names]).unique()) == 1, names
+
+
+class LinearInputs(TorchFunctionMode):
+    """The largest input of every matrix that F.linear is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: dict[tuple[int, torch.Size], float] = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear:
+            key = (args[1].data_ptr(), args[1].shape)
+            self.largest[key] = max(self.largest.get(key, 0.0), args[0].abs().max().item())
+        return function(*args, **(kwargs or {}))
+
+
+def test_input_scales_are_of_the_denoising_loop(checkpoint, fp4, prompts):
+    """Seen from outside: every matrix multiplication of `generate`, prompts and canvases."""
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(
+        checkpoint, experts_implementation="eager"
+    ).eval()
+    inputs = LinearInputs()
+    for i, tokens in enumerate(quantize_calibrate.read_prompts(prompts, checkpoint, model.config)):
+        torch.manual_seed(i)
+        with torch.no_grad(), inputs:
+            model.generate(
+                input_ids=torch.tensor([tokens]),
+                max_new_tokens=NUM_CANVASES * model.config.canvas_length,
+            )
+    written = read(fp4)
+    for i, layer in enumerate(model.model.decoder.layers):
+        prefix = f"model.decoder.layers.{i}."
+        for module in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+            weight = layer.get_submodule(module).weight
+            largest = inputs.largest[weight.data_ptr(), weight.shape]
+            expected = nvfp4.global_scale(torch.tensor(largest))
+            assert torch.equal(written[f"{prefix}{module}.input_global_scale"], expected), module
+        for part, stack in (
+            ("gate_proj", layer.experts.gate_up_proj),
+            ("down_proj", layer.experts.down_proj),
+        ):
+            seen = [inputs.largest.get((w.data_ptr(), w.shape), 0.0) for w in stack]
+            expected = nvfp4.global_scale(torch.tensor(max(seen)))
+            scale = written[f"{prefix}experts.0.{part}.input_global_scale"]
+            assert torch.equal(scale, expected), part
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp4"])
+def test_everything_else_is_kept(checkpoint, scheme, request):
+    out = request.getfixturevalue(scheme)
+    source, written = read(checkpoint), read(out)
+    modules = linears(source)
+    kept = {
+        name: weight
+        for name, weight in source.items()
+        if ".experts." not in name and name.removesuffix(".weight") not in modules
+    }
+    assert len(kept) > 50
+    for name, weight in kept.items():
+        assert torch.equal(written.pop(name), weight) and weight.dtype == torch.bfloat16, name
+    assert {name.rpartition(".")[0] for name in written} == set(modules)
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (out / name).read_bytes() == (checkpoint / name).read_bytes()
+    index = json.loads((out / INDEX).read_text())
+    for file in out.glob("*.safetensors"):
+        with safe_open(file, "pt") as shard:
+            assert {n for n, f in index["weight_map"].items() if f == file.name} == set(
+                shard.keys()
+            )
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in read(out).values())
+    planned = plan_of(checkpoint, "fp8-dynamic" if scheme == "fp8" else "nvfp4")
+    assert sum(w.nbytes for w in written.values()) == sum(
+        quantized_bytes(linear, planned.scheme)
+        for parts in planned.quantized.values()
+        for linear in parts
+    )
+
+
+def plan_of(checkpoint: Path, scheme: str):
+    layer_types = ["sliding_attention"] * 3 + ["full_attention"]
+    return make_plan(scheme, read_source(checkpoint).tensors, layer_types)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "preset", "format"),
+    [("fp8", "FP8_DYNAMIC", "float-quantized"), ("fp4", "NVFP4", "nvfp4-pack-quantized")],
+)
+def test_config_is_compressed_tensors_own(checkpoint, scheme, preset, format, request):
+    config = json.loads((request.getfixturevalue(scheme) / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert config == json.loads((checkpoint / "config.json").read_text())
+    parsed = QuantizationConfig.model_validate(quantization)
+    again = {"version": quantization["version"], **parsed.model_dump(mode="json")}
+    assert again == quantization
+    assert quantization["quant_method"] == "compressed-tensors"
+    assert quantization["format"] == format
+    assert quantization["quantization_status"] == "compressed"
+    group = parsed.config_groups["group_0"]
+    expected = preset_name_to_scheme(preset, ["Linear"])
+    assert group.targets == ["Linear"] and group.format == format
+    assert (group.weights, group.input_activations) == (
+        expected.weights,
+        expected.input_activations,
+    )
+    assert {"lm_head", f"{LAYER}router.proj", "model.decoder.self_conditioning.up_proj"} < set(
+        parsed.ignore
+    )
+    quantised = linears(read(checkpoint))
+    assert not quantised.keys() & set(parsed.ignore)
+
+
+def test_layout_of_the_published_checkpoint():
+    """RedHatAI/diffusiongemma-26B-A4B-it-FP8-dynamic: 27.1977 GB, 255 modules ignored, and 11725
+    linears quantised; google/diffusiongemma-26B-A4B-it: 1047 tensors, 51.6476 GB."""
+    text_config = {
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "moe_intermediate_size": 704,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "vocab_size": 262144,
+        "num_hidden_layers": 30,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    }
+    vision_config = {
+        "model_type": "gemma4_vision",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 72,
+        "patch_size": 16,
+        "standardize": True,
+    }
+    config = DiffusionGemmaConfig(text_config=text_config, vision_config=vision_config)
+    with torch.device("meta"):
+        state = DiffusionGemmaForBlockDiffusion(config).state_dict()
+    tensors = {
+        name: TensorInfo(tuple(weight.shape), "BF16")
+        for name, weight in state.items()
+        if name != "lm_head.weight"
+        and (".language_model." not in name or name.endswith(".layer_scalar"))
+    }
+    assert len(tensors) == 1047
+    assert sum(info.num_bytes for info in tensors.values()) == pytest.approx(51.6476e9, abs=5e4)
+    plan = make_plan("fp8-dynamic", tensors, config.text_config.layer_types)
+    linears = [linear for parts in plan.quantized.values() for linear in parts]
+    assert len(linears) == 11725 and len(plan.ignore) == 255
+    size = sum(quantized_bytes(linear, "fp8-dynamic") for linear in linears)
+    size += sum(tensors[name].num_bytes for name in plan.kept)
+    size -= 2 * sum(linear.shape[0] for linear in linears)  # scales are bf16 there, fp32 here
+    assert size == pytest.approx(27.1977e9, abs=5e4)
+
+
+@pytest.mark.parametrize(("scheme", "share"), [("fp8-dynamic", "0.5"), ("nvfp4", "0.2")])
+def test_dry_run(checkpoint, tmp_path, scheme, share, capsys):
+    assert cli.main(["quantize", str(checkpoint), "--scheme", scheme, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    assert rows["model.decoder.layers.{0-2}.self_attn.v_proj"][0] == "3"
+    assert rows["model.decoder.layers.{0-3}.experts.gate_up_proj"][0] == str(4 * 4 * 2)
+    assert rows["together"][-1].startswith(share) and rows["together"][-1].endswith("x")
+    for reason in ("router:", "norms", "embeddings,", "self-conditioning:", "vision"):
+        assert reason in rows
+    assert scheme in text and rows["checkpoint"][-1].endswith("x")
+    assert text.strip() == describe(plan_of(checkpoint, scheme), read_source(checkpoint).tensors)
+
+
+def test_progress_is_shown(checkpoint, tmp_path, capsys):
+    quantize(checkpoint, "fp8-dynamic", tmp_path / "out")
+    shown = capsys.readouterr().err
+    assert "checking weights" in shown and "quantising to fp8-dynamic" in shown
+    count = len(read(checkpoint))
+    assert f"{count}/{count}" in shown
+
+
+class Interruption(Exception):
+    pass
+
+
+def interrupt_after(calls: int, function: Callable) -> Callable:
+    """`function`, which the call after `calls` ends."""
+    made = 0
+
+    def wrapped(*args, **kwargs):
+        nonlocal made
+        made += 1
+        if made > calls:
+            raise Interruption
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def never(*args, **kwargs):
+    raise AssertionError("this was done before the interruption")
+
+
+def test_goes_on_at_the_shard_it_was_interrupted_at(
+    checkpoint, prompts, fp4, tmp_path, monkeypatch
+):
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize_module, "save_file", interrupt_after(1, save_file))
+        with pytest.raises(Interruption):
+            quantize(checkpoint, "nvfp4", out, prompts)
+    assert not out.exists()
+    first = partial / "model-00001-of-00003.safetensors"
+    assert list(partial.glob("*.safetensors")) == [first]
+    written_at = first.stat().st_mtime_ns
+    with monkeypatch.context() as patch:  # neither weights nor activations are looked at again
+        patch.setattr(quantize_module, "_weight_amax", never)
+        patch.setattr(DiffusionGemmaForBlockDiffusion, "from_pretrained", never)
+        quantize(checkpoint, "nvfp4", out, prompts)
+    assert (out / first.name).stat().st_mtime_ns == written_at
+    assert files(out) == files(fp4) and not partial.exists()
+
+
+def test_goes_on_at_the_prompt_it_was_interrupted_at(
+    checkpoint, prompts, fp4, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    generate = DiffusionGemmaForBlockDiffusion.generate
+    with monkeypatch.context() as patch:
+        patch.setattr(DiffusionGemmaForBlockDiffusion, "generate", interrupt_after(2, generate))
+        with pytest.raises(Interruption):
+            quantize(checkpoint, "nvfp4", out, prompts)
+    results = json.loads((tmp_path / "out.partial" / "input_ranges.json").read_text())
+    assert results["done"] == 2 and not out.exists()
+    with monkeypatch.context() as patch:  # one prompt is left
+        patch.setattr(DiffusionGemmaForBlockDiffusion, "generate", interrupt_after(1, generate))
+        quantize(checkpoint, "nvfp4", out, prompts)
+    assert files(out) == files(fp4)
+
+
+def test_does_not_go_on_with_another_run(checkpoint, prompts, tmp_path, monkeypatch):
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    monkeypatch.setattr(quantize_module, "save_file", interrupt_after(1, save_file))
+    with pytest.raises(Interruption):
+        quantize(checkpoint, "fp8-dynamic", out)
+    before = files(partial)
+    with pytest.raises(QuantizeError, match=r"out\.partial is left from a run with another"):
+        quantize(checkpoint, "nvfp4", out, prompts)
+    assert files(partial) == before and not out.exists()
+
+
+def test_experts_without_tokens_are_counted_and_take_their_layer_s_scale(
+    checkpoint, prompts, tmp_path, monkeypatch, capsys
+):
+    def without_expert_3(*args) -> quantize_calibrate.Ranges:
+        ranges = calibrate(*args)
+        for part in ("gate_up_proj", "down_proj"):
+            ranges[f"{LAYER}experts.{part}"][3] = 0.0
+        return ranges
+
+    monkeypatch.setattr(quantize_module, "calibrate", without_expert_3)
+    quantize(checkpoint, "nvfp4", tmp_path / "out", prompts)
+    assert "1 experts in 1 layers saw no token" in capsys.readouterr().err
+    written = read(tmp_path / "out")
+    for part in ("gate_proj", "down_proj"):
+        scales = [written[f"{LAYER}experts.{e}.{part}.input_global_scale"] for e in (0, 3)]
+        assert torch.equal(*scales)
+
+
+def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    for file in path.glob("*.safetensors"):
+        weights = load_file(file)
+        change(weights)
+        save_file(weights, file)
+
+
+def set_nan(weights: dict[str, torch.Tensor]) -> None:
+    if f"{LAYER}experts.down_proj" in weights:
+        weights[f"{LAYER}experts.down_proj"][2, 1, 3] = float("nan")
+
+
+def make_fp8(weights: dict[str, torch.Tensor]) -> None:
+    name = f"{LAYER}mlp.up_proj.weight"
+    if name in weights:
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+
+
+def flatten_experts(weights: dict[str, torch.Tensor]) -> None:
+    name = f"{LAYER}experts.down_proj"
+    if name in weights:
+        weights[name] = weights[name].flatten(0, 1)
+
+
+def rename(weights: dict[str, torch.Tensor]) -> None:
+    name = f"{LAYER}mlp.up_proj.weight"
+    if name in weights:
+        weights[f"{LAYER}mlp.top_proj.weight"] = weights.pop(name)
+
+
+def edit_json(name: str, **changes) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        content = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps(content | changes))
+
+    return edit
+
+
+def truncate(path: Path) -> None:
+    file = path / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def without_tensor(path: Path) -> None:
+    change_weights(path, lambda weights: weights.pop(f"{LAYER}mlp.up_proj.weight", None))
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"].pop(f"{LAYER}mlp.up_proj.weight")
+    (path / INDEX).write_text(json.dumps(index))
+
+
+def rename_in_index_too(path: Path) -> None:
+    change_weights(path, rename)
+    text = (path / INDEX).read_text()
+    (path / INDEX).write_text(
+        text.replace(f"{LAYER}mlp.up_proj.weight", f"{LAYER}mlp.top_proj.weight")
+    )
+
+
+DAMAGES = {
+    "another architecture": (
+        edit_json("config.json", architectures=["Gemma4ForCausalLM"]),
+        r"config\.json: expected the architecture DiffusionGemma.*got \['Gemma4ForCausalLM'\]",
+    ),
+    "quantised already": (
+        edit_json("config.json", quantization_config={"quant_method": "fp8"}),
+        r"config\.json has a quantization_config \(fp8\).*start from the unquantised",
+    ),
+    "no config": (lambda path: (path / "config.json").unlink(), r"damaged .* no config\.json"),
+    "config cut short": (
+        lambda path: (path / "config.json").write_text('{"a'),
+        r"config\.json is not JSON",
+    ),
+    "no weights": (lambda path: (path / INDEX).unlink(), r"damaged has neither model\.safetensors"),
+    "missing shard": (
+        lambda path: (path / "model-00002-of-00003.safetensors").unlink(),
+        r"model-00002-of-00003\.safetensors is missing.*copy or download it again",
+    ),
+    "shard cut short": (
+        truncate,
+        r"model-00002-of-00003\.safetensors is not a whole safetensors file",
+    ),
+    "index of another checkpoint": (
+        lambda path: change_weights(path, rename),
+        r"safetensors lacks model\.decoder\.layers\.0\.mlp\.up_proj\.weight",
+    ),
+    "missing tensor": (
+        without_tensor,
+        r"no tensor model\.decoder\.layers\.0\.mlp\.up_proj\.weight",
+    ),
+    "unknown tensor": (rename_in_index_too, r"layers\.0\.mlp\.top_proj\.weight is not a tensor of"),
+    "fp8 tensor": (
+        lambda path: change_weights(path, make_fp8),
+        r"layers\.0\.mlp\.up_proj\.weight has the type F8_E4M3.*start from the unquantised",
+    ),
+    "experts of two axes": (
+        lambda path: change_weights(path, flatten_experts),
+        r"layers\.0\.experts\.down_proj: expected 3 axes, got the shape \[256, 32\]",
+    ),
+    "NaN": (
+        lambda path: change_weights(path, set_nan),
+        r"safetensors: model\.decoder\.layers\.0\.experts\.down_proj holds NaN or infinity",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged_checkpoint_is_named_and_nothing_written(damaged, tmp_path, damage, message):
+    damage(damaged)
+    with pytest.raises(QuantizeError, match=message):
+        quantize(damaged, "fp8-dynamic", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [damaged]
+
+
+def test_width_that_groups_of_16_do_not_divide(tmp_path, prompts):
+    path = make_tiny_checkpoint(tmp_path / "odd", moe_intermediate_size=24, dtype=torch.bfloat16)
+    with pytest.raises(QuantizeError, match=r"experts\.down_proj: nvfp4 needs .* got 24; use"):
+        quantize(path, "nvfp4", tmp_path / "out", prompts)
+    assert list(tmp_path.iterdir()) == [path]
+    quantize(path, "fp8-dynamic", tmp_path / "out")  # a single file, without an index
+    assert read(tmp_path / "out")[f"{LAYER}experts.3.down_proj.weight"].shape == (64, 24)
+    assert not (tmp_path / "out" / INDEX).exists()
+
+
+PROMPT_FILES = {
+    "empty": ("\n\n", r"prompts\.jsonl holds no prompts"),
+    "no JSON": ('{"prompt": "Hi"}\nHello\n', r"prompts\.jsonl, line 2 is not JSON"),
+    "no prompt": ('{"question": "Hi"}\n', r'line 1: expected \{"messages"'),
+    "a number": ('{"prompt": 5}\n', r"line 1 cannot be encoded"),
+    "too long": (json.dumps({"prompt": "dog " * 5000}), r"line 1 has \d+ tokens, expected 1 to"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), PROMPT_FILES.values(), ids=PROMPT_FILES.keys())
+def test_prompts_that_cannot_be_used(checkpoint, tmp_path, text, message):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(text)
+    with pytest.raises(QuantizeError, match=message):
+        quantize(checkpoint, "nvfp4", tmp_path / "out", prompts)
+    assert list(tmp_path.iterdir()) == [prompts]
+
+
+def test_prompts_are_spread_over_the_file(checkpoint, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"Count from {i}"}) for i in range(10, 522)))
+    config = DiffusionGemmaConfig.from_pretrained(checkpoint)
+    chosen = quantize_calibrate.read_prompts(path, checkpoint, config)
+    everything = path.read_text().splitlines()
+    path.write_text("\n".join(everything[:: 512 // NUM_PROMPTS]))
+    assert len(chosen) == NUM_PROMPTS
+    assert chosen == quantize_calibrate.read_prompts(path, checkpoint, config)
+
+
+def test_options_that_do_not_fit(checkpoint, prompts, tmp_path, capsys):
+    def run(*options: object) -> str:
+        assert cli.main(["quantize", str(checkpoint), *map(str, options)]) == 1
+        return capsys.readouterr().err
+
+    (tmp_path / "there").mkdir()
+    assert "there exists already" in run("--scheme", "fp8-dynamic", "-o", tmp_path / "there")
+    assert "needs --calibration" in run("--scheme", "nvfp4", "-o", tmp_path / "out")
+    options = ["--scheme", "fp8-dynamic", "-o", tmp_path / "out", "--calibration"]
+    assert "takes no --calibration" in run(*options, prompts)
+    assert "(-o OUT)" in run("--scheme", "fp8-dynamic")
+    options = ["--scheme", "nvfp4", "-o", tmp_path / "out", "--calibration"]
+    assert "absent.jsonl" in run(*options, tmp_path / "absent.jsonl")
+    assert list(tmp_path.iterdir()) == [tmp_path / "there"]

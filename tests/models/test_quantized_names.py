@@ -1,0 +1,344 @@
+"""Quantised checkpoints: the names of the 26B ones, tensors that do not fit, memory, arithmetic."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig, Gemma4VisionConfig
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+)
+
+from tests.models.test_weights import SHAPE_26B, transformers_state_dict
+from tests.serving import quantized
+from vllm_dllm.checkpoint.architecture import build_generation_config
+from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
+from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
+from vllm_dllm.quantization import nvfp4
+
+LINEAR = re.compile(r"model\.decoder\.layers\.\d+\.(?!router).*\.[a-z]+_proj$")
+# What model cards of RedHatAI's checkpoints leave out, beside the layers that are never quantised.
+ALSO_LEFT_OUT = {"FP8_DYNAMIC": "(?!)", "NVFP4": ".*self_attn"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM's layers ask for their tensor-parallel rank when they are built."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{store}", 0, backend="gloo")
+        initialize_model_parallel()
+        yield
+        cleanup_dist_env_and_memory()
+
+
+def build(checkpoint: Path, device: str, dtype: str = "float32") -> tuple[ServedModel, VllmConfig]:
+    config = EngineArgs(
+        str(checkpoint),
+        dtype=dtype,
+        max_model_len=1024,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+    ).create_engine_config()
+    with set_current_vllm_config(config), torch.device(device):
+        model = initialize_model(config)
+    assert isinstance(model, ServedModel)
+    return model, config
+
+
+@pytest.mark.parametrize("scheme", quantized.FORMATS)
+def test_every_name_of_the_published_checkpoints(tmp_path: Path, scheme: str) -> None:
+    """Experts are one linear each, `ignore` lists transformers' modules in full, scales of FP8 are
+    bf16."""
+    text_config = DiffusionGemmaTextConfig(**SHAPE_26B)
+    config = DiffusionGemmaConfig(text_config=text_config, vision_config=Gemma4VisionConfig())
+    with torch.device("meta"):
+        plain = quantized.split_experts(transformers_state_dict(config))
+    left_out = re.compile(ALSO_LEFT_OUT[scheme])
+    state_dict, ignored = {}, []
+    for name, weight in plain.items():
+        layer = name.removesuffix(".weight")
+        is_tied = name.startswith("model.encoder.language_model.")
+        if is_tied and "router" in name:
+            ignored += [layer] if weight.dim() == 2 else []
+        elif name.endswith("layer_scalar"):
+            state_dict[name] = torch.ones(1)  # the two modes' are compared, which takes values
+        elif is_tied:
+            continue
+        elif not LINEAR.match(layer) or left_out.match(layer):
+            state_dict[name] = weight
+            ignored += [layer] if weight.dim() == 2 else []
+        else:
+            for kind, (shape, dtype) in stored(scheme, *weight.shape).items():
+                state_dict[f"{layer}.{kind}"] = torch.empty(shape, dtype=dtype, device="meta")
+    config.architectures = ["DiffusionGemmaForBlockDiffusion"]
+    config.save_pretrained(tmp_path)
+    build_generation_config(256).save_pretrained(tmp_path)
+    quantized.describe(tmp_path, scheme, [name for name in ignored if "embed_tokens" not in name])
+
+    model, _ = build(tmp_path, "meta", dtype="bfloat16")
+    loaded = model.load_weights(iter(state_dict.items()))
+    quantised = {n for n, p in model.named_parameters() if p.dtype in (torch.uint8, FP8)}
+    assert quantised <= loaded
+    layers = {name.rpartition(".")[0] for name in quantised}
+    assert len(layers) == text_config.num_hidden_layers * (3 if scheme == "NVFP4" else 5)
+    experts = model.get_submodule("model.layers.0.experts.routed_experts")
+    weight = experts.w13_weight if scheme == "FP8_DYNAMIC" else experts.w13_weight_packed
+    assert weight.shape == (128, 2 * 704, 2816 // (1 if scheme == "FP8_DYNAMIC" else 2))
+
+
+FP8 = torch.float8_e4m3fn
+
+
+def stored(scheme: str, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What the format says of a linear with weights [n, k]."""
+    if scheme == "FP8_DYNAMIC":
+        return {"weight": ((n, k), FP8), "weight_scale": ((n, 1), torch.bfloat16)}
+    return {
+        "weight_packed": ((n, k // 2), torch.uint8),
+        "weight_scale": ((n, k // 16), FP8),
+        "weight_global_scale": ((1,), torch.float32),
+        "input_global_scale": ((1,), torch.float32),
+    }
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of each scheme, large enough that scales are small beside the weights."""
+    folder = tmp_path_factory.mktemp("quantised")
+    plain = make_tiny_checkpoint(
+        folder / "plain", hidden_size=128, intermediate_size=128, moe_intermediate_size=64
+    )
+    return {s: quantized.quantize(plain, folder / s, s) for s in quantized.FORMATS}
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("FP8_DYNAMIC", 0.55), ("NVFP4", 0.35)])
+def test_memory_of_the_served_weights(
+    checkpoints: dict[str, Path], scheme: str, most: float
+) -> None:
+    path = checkpoints[scheme]
+    model, config = build(path, "cpu", dtype="bfloat16")
+    model.load_weights(iter(load_file(path / "model.safetensors").items()))
+    with set_current_vllm_config(config):
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    held = plain = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, LinearBase | RoutedExperts) or name.endswith("router.proj"):
+            continue
+        held += sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+        if isinstance(module, LinearBase):
+            plain += 2 * module.input_size * module.output_size
+        else:
+            moe = module.moe_config
+            plain += 2 * 3 * moe.num_experts * moe.hidden_dim * moe.intermediate_size
+    print("HELD", scheme, held / plain)
+    assert held <= most * plain
+
+
+Weights = dict[str, torch.Tensor]
+MLP, EXPERT = "model.decoder.layers.1.mlp", "model.decoder.layers.2.experts.3"
+
+
+def without(name: str) -> Callable[[Weights], Weights]:
+    return lambda weights: {k: w for k, w in weights.items() if k != name}
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    return lambda weights: weights | {name: change(weights[name])}
+
+
+def added(name: str) -> Callable[[Weights], Weights]:
+    return lambda weights: weights | {name: torch.zeros(1, dtype=torch.int32)}
+
+
+# name: (scheme, what is done to the weights, what the error says)
+DAMAGE: dict[str, tuple[str, Callable[[Weights], Weights], str]] = {
+    "scale-of-one-of-three": (
+        "FP8_DYNAMIC",
+        without("model.decoder.layers.0.self_attn.k_proj.weight_scale"),
+        r"no weights for model\.decoder\.layers\.0\.self_attn\.k_proj\.weight_scale\.",
+    ),
+    "scale-of-an-expert": (
+        "NVFP4",
+        without(f"{EXPERT}.up_proj.weight_global_scale"),
+        rf"no weights for {re.escape(EXPERT)}\.up_proj\.weight_global_scale",
+    ),
+    "input-scale": (
+        "NVFP4",
+        without(f"{MLP}.down_proj.input_global_scale"),
+        rf"no weights for {re.escape(MLP)}\.down_proj\.input_global_scale",
+    ),
+    "groups-of-32": (
+        "NVFP4",
+        changed(f"{MLP}.gate_proj.weight_scale", lambda w: w[:, ::2].contiguous()),
+        r"at .*gate_proj\.weight_scale.*: its shape must be \[128, 8\], got \[128, 4\]",
+    ),
+    "scale-a-tensor": (
+        "FP8_DYNAMIC",
+        changed(f"{EXPERT}.down_proj.weight_scale", lambda w: w[:1]),
+        r"at .*3\.down_proj\.weight_scale.*: its shape must be \[128, 1\], got \[1, 1\]",
+    ),
+    "expert-cut-short": (
+        "FP8_DYNAMIC",
+        changed(f"{EXPERT}.gate_proj.weight", lambda w: w[:, :96].contiguous()),
+        r"at .*3\.gate_proj\.weight .*: its shape must be \[64, 128\], got \[64, 96\]",
+    ),
+    "unquantised-weight": (
+        "FP8_DYNAMIC",
+        changed(f"{MLP}.up_proj.weight", lambda w: w.bfloat16()),
+        r"at .*up_proj\.weight .*: its type must be float8_e4m3fn, got bfloat16",
+    ),
+    "quantised-router": (
+        "FP8_DYNAMIC",
+        changed("model.decoder.layers.0.router.proj.weight", lambda w: w.to(FP8)),
+        r"at .*router\.proj\.weight.*: its type must be .*, got float8_e4m3fn",
+    ),
+    "zero-points": (
+        "NVFP4",
+        added(f"{MLP}.up_proj.weight_zero_point"),
+        r"at .*up_proj\.weight_zero_point.*the layer has no weight_zero_point, only \[",
+    ),
+    "scale-is-nan": (
+        "FP8_DYNAMIC",
+        changed(f"{MLP}.up_proj.weight_scale", lambda w: w * torch.nan),
+        r"layers\.1\.mlp\.gate_up_proj\.weight_scale must hold positive numbers only",
+    ),
+    "scale-is-zero": (
+        "NVFP4",
+        changed(f"{EXPERT}.down_proj.input_global_scale", torch.zeros_like),
+        r"layers\.2\..*w2_input_global_scale must hold positive numbers only",
+    ),
+    "global-scales-differ": (
+        "NVFP4",
+        changed(f"{EXPERT}.up_proj.weight_global_scale", lambda w: 2 * w),
+        r"layers\.2\..*w13_weight_global_scale is made of must share one weight_global_scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_weights_are_named(
+    checkpoints: dict[str, Path], models: Callable[[str], ServedModel], name: str
+) -> None:
+    scheme, damage, message = DAMAGE[name]
+    weights = damage(load_file(checkpoints[scheme] / "model.safetensors"))
+    with pytest.raises(ValueError, match=message):
+        models(scheme).load_weights(iter(weights.items()))
+
+
+@pytest.fixture(scope="module")
+def models(checkpoints: dict[str, Path]) -> Callable[[str], ServedModel]:
+    """A model to load into; not processed, so it can be loaded again and again."""
+    built: dict[str, ServedModel] = {}
+
+    def get(scheme: str) -> ServedModel:
+        if scheme not in built:
+            built[scheme], _ = build(checkpoints[scheme], "cpu")
+        return built[scheme]
+
+    return get
+
+
+def set_group(config: dict[str, Any], **changes: Any) -> None:
+    config["config_groups"]["group_0"]["weights"].update(changes)
+
+
+FOREIGN: dict[str, tuple[str, Callable[[dict], None], str]] = {
+    "unknown-format": (
+        "FP8_DYNAMIC",
+        lambda c: (
+            c.update(format="float-squeezed") or c["config_groups"]["group_0"].update(format=None)
+        ),
+        r"layers\.0\.self_attn\.q_proj: format must be one of .*, got 'float-squeezed'",
+    ),
+    "group-size": (
+        "NVFP4",
+        lambda c: set_group(c, group_size=32),
+        r"layers\.0\.self_attn\.q_proj: group_size must be 16, got 32",
+    ),
+    "zero-points": (
+        "FP8_DYNAMIC",
+        lambda c: (
+            set_group(c, type="int", num_bits=4, symmetric=False)
+            or c.update(format="pack-quantized")
+            or c["config_groups"]["group_0"].update(input_activations=None, format=None)
+        ),
+        r"q_proj: weights must be symmetric, got some with zero-points\. Served are FP8_DYNAMIC",
+    ),
+    "no-kernel-on-a-cpu": (
+        "FP8_DYNAMIC",
+        lambda c: set_group(c, strategy="tensor"),
+        r"q_proj: a CPU computes",
+    ),
+    "embeddings": (
+        "FP8_DYNAMIC",
+        lambda c: (
+            c["config_groups"]["group_0"]["targets"].append("model.decoder.embed_tokens")
+            or c.update(ignore=["lm_head"])
+        ),
+        r"quantises model\.decoder\.embed_tokens: denoising reads the embeddings",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_schemes_are_refused(
+    checkpoints: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    scheme, change, message = FOREIGN[name]
+    for file in checkpoints[scheme].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(config["quantization_config"])
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, "cpu")
+
+
+def test_kv_cache_scales(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """They go into the attention layers, whatever type the cache then has."""
+    path = checkpoints["FP8_DYNAMIC"]
+    model, _ = build(path, "cpu")
+    scales = {
+        f"model.decoder.layers.{i}.self_attn.{kv}_scale": torch.tensor([2.0 + i])
+        for i in range(4)
+        for kv in "kv"
+    }
+    model.load_weights(iter((load_file(path / "model.safetensors") | scales).items()))
+    assert model.model.layers[3].self_attn.attn.v_scale == 5.0
+
+
+def test_nvfp4_is_vllms_emulation() -> None:
+    """Values, block scales and ties, against vLLM's own functions, which are slower and round their
+    operands to the model's type."""
+    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
+
+    packed = torch.arange(256, dtype=torch.uint8).repeat(4, 1)
+    block_scale = torch.linspace(0.01, 448, 4 * 32).view(4, 32).to(FP8)
+    one = torch.tensor(1.0)
+    expected = emulation.dequantize_to_dtype(packed, block_scale, one, torch.float32, swizzle=False)
+    assert torch.equal(nvfp4.decode(packed, block_scale, one).values, expected)
+
+    # One of the 16 is 6, so that with a global scale of 1 the others are rounded as they are.
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(2)
+    x = torch.stack((ties, -ties, torch.zeros(16), 1000 * ties, torch.randn(16)))
+    for global_scale in (torch.tensor(1.0), torch.tensor(37.5)):
+        values, scale = nvfp4.quantize(x, global_scale)
+        expected = emulation.ref_nvfp4_quant_dequant(x.clone(), global_scale, 16)
+        torch.testing.assert_close(values * scale, expected, rtol=1e-6, atol=0)

@@ -1,0 +1,127 @@
+"""What a checkpoint to be quantised holds, read without its weights."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
+
+
+class QuantizeError(ValueError):
+    """A checkpoint, a file or an option that `vllm-dllm quantize` cannot work with."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors names it: BF16, F32, ..."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Source:
+    path: Path
+    config: dict[str, Any]
+    """config.json"""
+    shards: dict[str, dict[str, TensorInfo]]
+    """File name -> tensor name -> what it is; in the order of the file names."""
+    has_index: bool
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {name: info for shard in self.shards.values() for name, info in shard.items()}
+
+
+@contextmanager
+def open_shard(path: Path) -> Iterator[Any]:
+    """safetensors' reader of one file; its errors name the file."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise QuantizeError(
+            f"{path} is not a whole safetensors file ({error}): copy or download it again"
+        ) from error
+
+
+def read_source(path: Path) -> Source:
+    """Reads config.json and the headers of all weight files.
+
+    Raises QuantizeError for what is not a complete, unquantised DiffusionGemma checkpoint.
+    """
+    if not (path / "config.json").exists():
+        raise QuantizeError(f"{path} is not the folder of a checkpoint: it has no config.json")
+    config = _read_json(path / "config.json")
+    if ARCHITECTURE not in (config.get("architectures") or ()):
+        raise QuantizeError(
+            f"{path / 'config.json'}: expected the architecture {ARCHITECTURE}, got "
+            f"{config.get('architectures')}: only DiffusionGemma checkpoints can be quantised"
+        )
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method")
+        raise QuantizeError(
+            f"{path / 'config.json'} has a quantization_config ({method}): {path} is quantised "
+            f"already; start from the unquantised checkpoint"
+        )
+    has_index = (path / INDEX_FILE).exists()
+    if has_index:
+        index = _read_json(path / INDEX_FILE)
+        if "weight_map" not in index:
+            raise QuantizeError(f"{path / INDEX_FILE} has no weight_map: copy or download it again")
+        wanted: dict[str, set[str]] = {}
+        for name, file in index["weight_map"].items():
+            wanted.setdefault(file, set()).add(name)
+    elif (path / WEIGHTS_FILE).exists():
+        wanted = {WEIGHTS_FILE: set()}
+    else:
+        raise QuantizeError(
+            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}: expected weights in the "
+            f"safetensors format, as transformers' save_pretrained writes them"
+        )
+    shards = {file: _read_header(path / file, wanted[file]) for file in sorted(wanted)}
+    return Source(path=path, config=config, shards=shards, has_index=has_index)
+
+
+def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
+    if not path.exists():
+        raise QuantizeError(
+            f"{path} is missing: {INDEX_FILE} says that it holds {len(wanted)} tensors; copy or "
+            f"download it again"
+        )
+    with open_shard(path) as file:
+        tensors = {}
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            view = file.get_slice(name)
+            tensors[name] = TensorInfo(tuple(view.get_shape()), view.get_dtype())
+    if absent := wanted - tensors.keys():
+        raise QuantizeError(
+            f"{path} lacks {min(absent)}, which {INDEX_FILE} says it holds: the files do not "
+            f"belong together; copy or download both again"
+        )
+    for name, info in tensors.items():
+        if info.dtype not in DTYPE_BYTES:
+            raise QuantizeError(
+                f"{path}: {name} has the type {info.dtype}, expected an unquantised one "
+                f"({', '.join(DTYPE_BYTES)}): start from the unquantised checkpoint"
+            )
+    return tensors
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise QuantizeError(f"{path} is not JSON ({error}): copy or download it again") from error

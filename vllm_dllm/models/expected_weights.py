@@ -1,0 +1,203 @@
+"""The tensors that a checkpoint must hold for a model as it was built: names, shapes, types.
+
+vLLM counts parameters. One is put together from many tensors (q, k and v; all experts), counts as
+loaded with the first of them, and takes smaller tensors and other types without a word. Here every
+tensor is counted and measured, so that nothing half-loaded serves.
+
+Names have the prefixes that the model's `hf_to_vllm_mapper` gives to the checkpoint's.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+)
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+GROUP = 16  # columns of NVFP4 that share a scale
+_MOST_NAMED = 8
+FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted into each other when loaded
+
+
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint, or one that may stand for several."""
+
+    shape: tuple[int, ...]
+    dtypes: set[torch.dtype]
+    stands_for: tuple[str, ...] = ()
+
+    def complaint(self, tensor: torch.Tensor) -> str | None:
+        if tensor.dtype not in self.dtypes:
+            expected = " or ".join(sorted(str(d).removeprefix("torch.") for d in self.dtypes))
+            return f"its type must be {expected}, got {str(tensor.dtype).removeprefix('torch.')}"
+        scalar = self.shape == (1,) and tensor.dim() == 0
+        if tuple(tensor.shape) != self.shape and not scalar:
+            return f"its shape must be {list(self.shape)}, got {list(tensor.shape)}"
+        return None
+
+
+class ExpectedWeights:
+    """Checks each tensor on its way into `model` and knows which are missing.
+
+    Layers of formats other than FP8 and NVFP4 are left to vLLM, unchecked.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        packed_modules: Mapping[str, list[str]],
+        absent: set[str],  # linears that are loaded from another's tensors
+    ) -> None:
+        self._expected = {
+            name: tensor
+            for name, tensor in _tensors(model, packed_modules)
+            if name.rpartition(".")[0] not in absent
+        }
+        self._layers = {name.rpartition(".")[0] for name in self._expected}
+        self._missing = {name for name, tensor in self._expected.items() if not tensor.stands_for}
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises ValueError when a tensor does not fit, or belongs to a layer that has no use for
+        it."""
+        expected = self._expected.get(name)
+        if expected is None:
+            layer, _, kind = name.rpartition(".")
+            if layer in self._layers and kind.startswith(("weight", "input", "output")):
+                known = sorted(n.rpartition(".")[2] for n in self._expected if n.startswith(layer))
+                raise ValueError(
+                    f"the layer has no {kind}, only {known}: quantization_config in config.json "
+                    f"describes another format, or leaves this layer unquantised"
+                )
+            return
+        if complaint := expected.complaint(tensor):
+            raise ValueError(complaint)
+        self._missing -= {name, *expected.stands_for}
+
+    def check_complete(self) -> None:
+        """Raises ValueError, naming them as checkpoints do, when tensors have not come."""
+        if self._missing:
+            first = [in_checkpoint(name) for name in sorted(self._missing)[:_MOST_NAMED]]
+            rest = len(self._missing) - len(first)
+            more = f" and {rest} more" if rest else ""
+            raise ValueError(f"no weights for {', '.join(first)}{more}")
+
+
+def in_checkpoint(name: str) -> str:
+    """transformers' name for what our model calls `name`."""
+    if name.startswith("self_conditioning."):
+        return f"model.decoder.{name}"
+    return re.sub(r"^model\.", "model.decoder.", name)
+
+
+def _tensors(
+    model: nn.Module, packed_modules: Mapping[str, list[str]]
+) -> Iterator[tuple[str, Tensor]]:
+    embeddings: set[nn.Parameter] = set()
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, LinearBase):
+            if (scheme := _scheme(own)) is not None:
+                for linear, out_features in _linears(name, module, packed_modules):
+                    yield from _of_linear(linear, scheme, out_features, module.input_size)
+                    if "bias" in own:
+                        yield f"{linear}.bias", Tensor((out_features,), FLOATS)
+        elif isinstance(module, RoutedExperts):
+            own = {n.removeprefix("w13_"): p for n, p in own.items() if n.startswith("w13_")}
+            if (scheme := _scheme(own)) is not None:
+                yield from _of_experts(name.removesuffix(".routed_experts"), module, scheme)
+        elif isinstance(module, VocabParallelEmbedding):
+            if own.keys() == {"weight"} and own["weight"] not in embeddings:  # else it is tied
+                embeddings.add(own["weight"])
+                shape = (module.org_vocab_size, module.embedding_dim)
+                yield f"{name}.weight", Tensor(shape, FLOATS)
+        elif not isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
+            own |= {n: b for n, b in module.named_buffers(recurse=False) if n == "layer_scalar"}
+            for kind, tensor in own.items():
+                yield f"{name}.{kind}", Tensor(tuple(tensor.shape), FLOATS)
+
+
+def _scheme(parameters: Mapping[str, torch.Tensor]) -> str | None:
+    """What a layer with these parameters holds; None for a format that is left to vLLM."""
+    names = parameters.keys() - {"bias"}
+    if names == {"weight"} and parameters["weight"].dtype in FLOATS:
+        return "unquantised"
+    if (
+        names == {"weight", "weight_scale"}
+        and parameters["weight"].dtype == torch.float8_e4m3fn
+        and parameters["weight_scale"].shape[-1] == 1
+        and parameters["weight_scale"].shape[-2:-1] == parameters["weight"].shape[-2:-1]
+    ):
+        return "fp8"
+    if names == {"weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"} and (
+        parameters["weight_scale"].dtype == torch.float8_e4m3fn
+    ):
+        return "nvfp4"
+    return None
+
+
+def _of_linear(name: str, scheme: str, n: int, k: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one linear with weights [n, k]."""
+    e4m3 = {torch.float8_e4m3fn}
+    match scheme:
+        case "unquantised":
+            kinds = {"weight": Tensor((n, k), FLOATS)}
+        case "fp8":
+            kinds = {"weight": Tensor((n, k), e4m3), "weight_scale": Tensor((n, 1), FLOATS)}
+        case "nvfp4":
+            kinds = {
+                "weight_packed": Tensor((n, k // 2), {torch.uint8}),
+                "weight_scale": Tensor((n, k // GROUP), e4m3),
+                "weight_global_scale": Tensor((1,), {torch.float32}),
+                "input_global_scale": Tensor((1,), {torch.float32}),
+            }
+    for kind, tensor in kinds.items():
+        yield f"{name}.{kind}", tensor
+
+
+def _linears(
+    name: str, module: LinearBase, packed_modules: Mapping[str, list[str]]
+) -> Iterator[tuple[str, int]]:
+    """(name, output features) of the linears that vLLM runs as one."""
+    parent, _, leaf = name.rpartition(".")
+    if isinstance(module, QKVParallelLinear):
+        heads = {
+            "q_proj": module.total_num_heads * module.head_size,
+            "k_proj": module.total_num_kv_heads * module.head_size,
+            "v_proj": module.total_num_kv_heads * module.v_head_size,
+        }
+        for part in packed_modules[leaf]:
+            yield f"{parent}.{part}", heads[part]
+    elif isinstance(module, MergedColumnParallelLinear):
+        for part, size in zip(packed_modules[leaf], module.output_sizes, strict=True):
+            yield f"{parent}.{part}", size
+    else:
+        yield name, module.output_size
+
+
+def _of_experts(name: str, module: RoutedExperts, scheme: str) -> Iterator[tuple[str, Tensor]]:
+    config, expert_map = module.moe_config, module.expert_map
+    count, hidden, inner = (
+        config.num_experts,
+        config.hidden_dim_unpadded,
+        config.intermediate_size,
+    )
+    local = [e for e in range(count) if expert_map is None or expert_map[e] >= 0]
+    sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    for expert in local:
+        for part, (n, k) in sizes.items():
+            yield from _of_linear(f"{name}.{expert}.{part}", scheme, n, k)
+    if scheme == "unquantised":
+        for fused, parts, n, k in (
+            ("gate_up_proj", ("gate_proj", "up_proj"), 2 * inner, hidden),
+            ("down_proj", ("down_proj",), hidden, inner),
+        ):
+            names = tuple(f"{name}.{e}.{part}.weight" for e in local for part in parts)
+            yield f"{name}.{fused}", Tensor((count, n, k), FLOATS, stands_for=names)

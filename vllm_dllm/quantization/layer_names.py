@@ -1,0 +1,61 @@
+"""The names that a checkpoint's `quantization_config` gives to layers, as vLLM's names.
+
+vLLM renames what is written out in full, but compares patterns (`re:...`) with its own names, and
+it looks for the value projection that full-attention layers lack. So both are written out here.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PretrainedConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+
+IN_VLLM, IN_CHECKPOINT = "model.", "model.decoder."
+
+
+def linears(text_config: PretrainedConfig) -> Iterator[str]:
+    """The text model's linears that may be quantised, experts one by one, from `layers.` on."""
+    for i, layer_type in enumerate(text_config.layer_types):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            if name != "v_proj" or layer_type != "full_attention":
+                yield f"layers.{i}.self_attn.{name}"
+        for block in ("mlp", *(f"experts.{e}" for e in range(text_config.num_experts or 0))):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                yield f"layers.{i}.{block}.{name}"
+
+
+def write_out(config: CompressedTensorsConfig, text_config: PretrainedConfig) -> None:
+    """Completes `ignore` and the targets of `config` in place, by vLLM's names."""
+    names = list(linears(text_config))
+    values = [
+        f"layers.{i}.self_attn."
+        for i, layer_type in enumerate(text_config.layer_types)
+        if layer_type == "full_attention"
+    ]
+    config.ignore = [*config.ignore, *_missing(config.ignore, names, values)]
+    schemes: dict[str, Any] = config.target_scheme_map
+    for target in list(schemes):
+        for name in _missing([target], names, values):
+            schemes.setdefault(name, schemes[target])
+
+
+def _missing(patterns: list[str], names: list[str], values: list[str]) -> Iterator[str]:
+    """vLLM's names of layers that the patterns mean and do not match."""
+    compiled = [re.compile(p.removeprefix("re:")) for p in patterns if p.startswith("re:")]
+    in_full = set(patterns)
+
+    def matches(name: str) -> bool:
+        return name in in_full or any(p.match(name) for p in compiled)
+
+    for name in names:
+        if not matches(IN_VLLM + name) and matches(IN_CHECKPOINT + name):
+            yield IN_VLLM + name
+    for layer in values:
+        key, value = f"{layer}k_proj", f"{layer}v_proj"
+        if not matches(IN_VLLM + value) and (
+            matches(IN_VLLM + key) or matches(IN_CHECKPOINT + key)
+        ):
+            yield IN_VLLM + value

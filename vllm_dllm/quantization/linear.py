@@ -1,0 +1,62 @@
+"""NVFP4 linears on a CPU, for vLLM's choice of kernels. FP8 ones run in vLLM's own CPU kernel."""
+
+import torch
+from vllm.model_executor.kernels.linear import (
+    NvFp4LinearKernel,
+    NvFp4LinearLayerConfig,
+    register_linear_kernel,
+)
+from vllm.platforms import PlatformEnum, current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from vllm_dllm.quantization import nvfp4
+from vllm_dllm.quantization.scaled import multiply
+
+
+def nvfp4_linear(
+    x: torch.Tensor,  # [..., K]
+    packed: torch.Tensor,  # [N, K / 2] uint8
+    block_scale: torch.Tensor,  # [N, K / 16] float8_e4m3fn
+    scale: torch.Tensor,  # [] fp32, multiplies
+    x_global_scale: torch.Tensor,  # [] fp32, divides
+) -> torch.Tensor:
+    """x @ weight.T [..., N]; one operation of PyTorch's, that compiled models round alike."""
+    rows = nvfp4.quantize(x.flatten(0, -2), x_global_scale)
+    out = multiply(rows, nvfp4.decode(packed, block_scale, scale))
+    return out.to(x.dtype).unflatten(0, x.shape[:-1])
+
+
+def _shape(x: torch.Tensor, packed: torch.Tensor, *args: object) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
+
+
+direct_register_custom_op("vllm_dllm_nvfp4_linear", nvfp4_linear, fake_impl=_shape)
+
+
+class CpuNvFp4LinearKernel(NvFp4LinearKernel):
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return current_platform.is_cpu(), "it emulates NVFP4 on CPUs"
+
+    @classmethod
+    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Weights stay as they are stored."""
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = torch.ops.vllm.vllm_dllm_nvfp4_linear(
+            x,
+            layer.weight,
+            layer.weight_scale,
+            layer.weight_global_scale,
+            layer.input_global_scale_inv,
+        )
+        return out if bias is None else out + bias
+
+
+# Once a process, where vLLM knows no kernel; it would end the start.
+register_linear_kernel(CpuNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")

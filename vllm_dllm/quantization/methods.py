@@ -1,0 +1,109 @@
+"""vLLM's methods for FP8 and NVFP4 experts, with its parameters, computed on a CPU."""
+
+import torch
+from torch.nn import Parameter
+from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts, SharedExperts
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    CompressedTensorsMoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
+    CompressedTensorsW4A4Nvfp4MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
+    CompressedTensorsW8A8Fp8MoEMethod,
+)
+
+from vllm_dllm.quantization import experts as experts  # registers the operations
+
+
+class _OnCpu(CompressedTensorsMoEMethod):
+    """Experts that run themselves: no kernel of vLLM's to choose, to feed or to lay weights out
+    for."""
+
+    @property
+    def is_monolithic(self) -> bool:
+        return False  # the router runs first
+
+    @property
+    def supports_eplb(self) -> bool:
+        return False
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
+        return None
+
+
+class CompressedTensorsFp8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Fp8MoEMethod):
+    """A scale a channel for weights, one a row for activations."""
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Weights stay as they are stored."""
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: SharedExperts | None,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return torch.ops.vllm.vllm_dllm_fp8_experts(
+            x,
+            topk_weights,
+            local_ids(layer, topk_ids),
+            layer.activation.value,
+            layer.w13_weight,
+            layer.w13_weight_scale,
+            layer.w2_weight,
+            layer.w2_weight_scale,
+        )
+
+
+class CompressedTensorsNvfp4MoEMethodOnCpu(_OnCpu, CompressedTensorsW4A4Nvfp4MoEMethod):
+    """All experts of a layer share the global scales of their inputs, as on GPUs: the ones with
+    room for the largest activation of any expert."""
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        # Not vLLM's: that looks for a kernel, finds none on CPUs and ends the start.
+        CompressedTensorsMoEMethod.__init__(self, moe)
+        self.group_size = 16
+        self.use_a16 = self.use_global_sf = False
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Weights stay as they are stored; their global scales multiply from here on."""
+        for name, scale in (
+            ("w13_weight_scale_2", 1 / layer.w13_weight_global_scale[:, 0]),
+            ("w2_weight_scale_2", 1 / layer.w2_weight_global_scale),
+            ("w13_input_scale", layer.w13_input_global_scale.min()),
+            ("w2_input_scale", layer.w2_input_global_scale.min()),
+        ):
+            layer.register_parameter(name, Parameter(scale, requires_grad=False))
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: SharedExperts | None,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return torch.ops.vllm.vllm_dllm_nvfp4_experts(
+            x,
+            topk_weights,
+            local_ids(layer, topk_ids),
+            layer.activation.value,
+            layer.w13_weight_packed,
+            layer.w13_weight_scale,
+            layer.w13_weight_scale_2,
+            layer.w2_weight_packed,
+            layer.w2_weight_scale,
+            layer.w2_weight_scale_2,
+            layer.w13_input_scale,
+            layer.w2_input_scale,
+        )
+
+
+def local_ids(layer: RoutedExperts, topk_ids: torch.Tensor) -> torch.Tensor:
+    """Which of this rank's experts; -1 for those of others."""
+    return topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]

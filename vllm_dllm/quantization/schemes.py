@@ -1,0 +1,73 @@
+"""Which schemes of compressed-tensors are served, and what is said of the others."""
+
+from enum import Enum
+from typing import Any
+
+from compressed_tensors import CompressionFormat
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
+
+GROUP_SIZE = 16  # of NVFP4
+
+
+class Scheme(Enum):
+    FP8_DYNAMIC = "float-quantized"
+    """e4m3 weights with a scale a channel, activations quantised a token at a time."""
+    NVFP4 = "nvfp4-pack-quantized"
+    """e2m1 weights and activations in groups of 16, with e4m3 scales and global ones."""
+    OTHER = None
+    """One that vLLM may have a GPU kernel for."""
+
+
+def recognize(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
+    """The scheme of a layer, from vLLM's dictionary of it.
+
+    Raises:
+        ValueError: it cannot be served, on a CPU or at all.
+    """
+    weights: QuantizationArgs = scheme["weights"]
+    inputs: QuantizationArgs | None = scheme.get("input_activations")
+    layout = scheme.get("format")
+    if layout not in [known.value for known in CompressionFormat]:
+        raise _refusal(layer, f"format must be one of compressed-tensors', got {layout!r}")
+    if not weights.symmetric:
+        raise _refusal(layer, "weights must be symmetric, got some with zero-points")
+    is_fp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP and weights.num_bits == 4
+    if is_fp4 and weights.group_size != GROUP_SIZE:
+        raise _refusal(layer, f"group_size must be {GROUP_SIZE}, got {weights.group_size}")
+    if layout == Scheme.FP8_DYNAMIC.value and (
+        _is_fp8(weights, QuantizationStrategy.CHANNEL, dynamic=False)
+        and _is_fp8(inputs, QuantizationStrategy.TOKEN, dynamic=True)
+    ):
+        return Scheme.FP8_DYNAMIC
+    if layout == Scheme.NVFP4.value and _is_nvfp4(weights) and _is_nvfp4(inputs):
+        return Scheme.NVFP4
+    if on_cpu:
+        raise _refusal(layer, f"a CPU computes neither {weights} with inputs {inputs}")
+    return Scheme.OTHER
+
+
+def _is_fp8(args: QuantizationArgs | None, strategy: QuantizationStrategy, dynamic: bool) -> bool:
+    return args is not None and (
+        args.type,
+        args.num_bits,
+        args.strategy,
+        bool(args.dynamic),
+        args.symmetric,
+    ) == (QuantizationType.FLOAT, 8, strategy, dynamic, True)
+
+
+def _is_nvfp4(args: QuantizationArgs | None) -> bool:
+    return args is not None and (
+        args.type,
+        args.num_bits,
+        args.strategy,
+        args.group_size,
+        args.symmetric,
+    ) == (QuantizationType.FLOAT, 4, QuantizationStrategy.TENSOR_GROUP, GROUP_SIZE, True)
+
+
+def _refusal(layer: str, complaint: str) -> ValueError:
+    return ValueError(
+        f"quantization_config of {layer}: {complaint}. Served are FP8_DYNAMIC and NVFP4: quantise "
+        f"the bf16 checkpoint with `vllm-dllm quantize`, --scheme fp8-dynamic or nvfp4."
+    )
