@@ -1,5 +1,6 @@
 """Quantised checkpoints: the names of the 26B ones, tensors that do not fit, memory, arithmetic."""
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -146,7 +147,6 @@ def test_memory_of_the_served_weights(
         else:
             moe = module.moe_config
             plain += 2 * 3 * moe.num_experts * moe.hidden_dim * moe.intermediate_size
-    print("HELD", scheme, held / plain)
     assert held <= most * plain
 
 
@@ -296,32 +296,41 @@ FOREIGN: dict[str, tuple[str, Callable[[dict], None], str]] = {
 }
 
 
+def edit_config(source: Path, target: Path, change: Callable[[dict], None]) -> None:
+    """A copy of a checkpoint with another quantization_config."""
+    for file in source.iterdir():
+        (target / file.name).symlink_to(file)
+    config = json.loads((target / "config.json").read_text())
+    change(config["quantization_config"])
+    (target / "config.json").unlink()
+    (target / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize("name", FOREIGN)
 def test_foreign_schemes_are_refused(
     checkpoints: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     scheme, change, message = FOREIGN[name]
-    for file in checkpoints[scheme].iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    config = json.loads((tmp_path / "config.json").read_text())
-    change(config["quantization_config"])
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_config(checkpoints[scheme], tmp_path, change)
     with pytest.raises(ValueError, match=message):
         build(tmp_path, "cpu")
 
 
 def test_kv_cache_scales(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """They go into the attention layers, whatever type the cache then has."""
+    """They are loaded; a CPU's cache keeps the model's type."""
     path = checkpoints["FP8_DYNAMIC"]
-    model, _ = build(path, "cpu")
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    edit_config(path, tmp_path, lambda c: c.update(kv_cache_scheme=scheme))
+    model, _ = build(tmp_path, "cpu")
     scales = {
         f"model.decoder.layers.{i}.self_attn.{kv}_scale": torch.tensor([2.0 + i])
         for i in range(4)
         for kv in "kv"
     }
     model.load_weights(iter((load_file(path / "model.safetensors") | scales).items()))
-    assert model.model.layers[3].self_attn.attn.v_scale == 5.0
+    attention = model.model.layers[3].self_attn.attn
+    assert attention.v_scale == 5.0
+    assert attention.kv_cache_dtype == "auto"
 
 
 def test_nvfp4_is_vllms_emulation() -> None:
@@ -342,3 +351,18 @@ def test_nvfp4_is_vllms_emulation() -> None:
         values, scale = nvfp4.quantize(x, global_scale)
         expected = emulation.ref_nvfp4_quant_dequant(x.clone(), global_scale, 16)
         torch.testing.assert_close(values * scale, expected, rtol=1e-6, atol=0)
+
+
+def test_import_while_a_model_is_built() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            importlib.reload(nvfp4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    block_scale = torch.ones(1, 1).to(FP8)
+    packed = torch.full((1, 8), 0x7F, dtype=torch.uint8)
+    assert nvfp4.decode(packed, block_scale, torch.tensor(1.0)).values[0, :2].tolist() == [
+        -6.0,
+        6.0,
+    ]

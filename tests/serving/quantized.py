@@ -78,6 +78,19 @@ def describe(path: Path, scheme: str, ignore: list[str]) -> None:
     (path / "config.json").write_text(json.dumps(config, indent=2))
 
 
+def add_kv_cache_scales(path: Path) -> None:
+    """As of a checkpoint whose KV cache was calibrated for FP8."""
+    weights = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    for layer in range(config["text_config"]["num_hidden_layers"]):
+        for name, scale in (("k_scale", 3.0), ("v_scale", 0.2)):
+            weights[f"model.decoder.layers.{layer}.self_attn.{name}"] = torch.tensor([scale])
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+
+
 def split_experts(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Experts one linear each, as llm-compressor saves them."""
     split = {}

@@ -23,7 +23,7 @@ IGNORE = {
     ],
 }
 # (prompt length, canvas width, how many): the longer, the more roundings.
-CASES = [(1, 1, 6), (3, 2, 10), (3, 8, 8), (40, 32, 4), (150, 32, 2)]
+CASES = [(1, 1, 6), (3, 2, 10), (3, 8, 6), (40, 32, 2), (150, 32, 1)]
 
 
 @pytest.mark.parametrize("scheme", quantized.FORMATS)
@@ -34,6 +34,8 @@ def test_one_step(
     with the last bit of a sum; random weights then amplify that to anything. Long canvases of FP8
     have such a number more often than not, so short ones are here too."""
     path = quantized.quantize(tiny(64), tmp_path / scheme, scheme, IGNORE[scheme])
+    if scheme == "FP8_DYNAMIC":
+        quantized.add_kv_cache_scales(path)  # must not matter: the cache is fp32
     served = engine(path, **OPTIONS)
     model, plain = quantized.load(path, tiny(64)), reference.load(tiny(64))
     compared, shift = 0, []
@@ -52,14 +54,13 @@ def test_one_step(
             compared += 1
             unquantised = reference.first_step_logprobs(plain, prompt, canvas)
             shift.append((expected - unquantised).abs().max().item())
-    print("COMPARED", compared, shift)
     assert compared >= 12
     assert min(shift) > 0.1  # quantisation can be seen
 
 
 def is_decided(model: Any, prompt: list[int], canvas: list[int], expected: torch.Tensor) -> bool:
     """Whether noise of the size of fp32's errors leaves the answer alone."""
-    for seed in range(6):
+    for seed in range(3):
         torch.manual_seed(seed)
         with quantized.noisy_inputs(3e-7):
             noisy = reference.first_step_logprobs(model, prompt, canvas)

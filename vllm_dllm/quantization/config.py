@@ -36,11 +36,16 @@ def adapt(
     """
     if not isinstance(config, CompressedTensorsConfig):
         return config
+    kv_cache_scheme = config.kv_cache_scheme
+    if kv_cache_scheme is not None and current_platform.is_cpu():
+        # vLLM would make the cache fp8, which the reference window rule cannot read on a CPU.
+        logger.info_once("The KV cache keeps the model's type: on CPUs it is not quantised.")
+        kv_cache_scheme = None
     adapted = ServedCompressedTensors(
         target_scheme_map=dict(config.target_scheme_map),
         ignore=list(config.ignore),
         quant_format=config.quant_format,
-        kv_cache_scheme=config.kv_cache_scheme,
+        kv_cache_scheme=kv_cache_scheme,
         config=config.config,
         transform_config=config.config.get("transform_config") if config.config else None,
         total_num_heads=config.total_num_heads,

@@ -17,8 +17,11 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def _pairs() -> torch.Tensor:
     """The two fp32 values of each byte, low nibble first, as one element of 64 bits: [256]."""
-    values = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
-    byte = torch.arange(256)
+    # Modules are imported while a model is built, under its type and device.
+    values = torch.tensor(
+        [*_MAGNITUDES, *(-m for m in _MAGNITUDES)], dtype=torch.float32, device="cpu"
+    )
+    byte = torch.arange(256, device="cpu")
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=1).view(torch.float64)[:, 0]
 
 
