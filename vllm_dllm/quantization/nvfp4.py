@@ -2,7 +2,8 @@
 
 vLLM has an emulation of its own. This one multiplies values and block scales, which have six bits,
 before it applies the global scales, as GPUs do: theirs rounds the operands to the model's type.
-And it unpacks seven times faster: weights of 1408 x 2816 in 16 instead of 118 ms on two cores.
+And it is faster: weights of 1408 x 2816 are unpacked in 20 instead of 177 ms, inputs of 256 x 2816
+rounded in 99 instead of 248 ms (medians of ten, two cores).
 """
 
 import torch
