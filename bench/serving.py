@@ -89,8 +89,8 @@ def measure(
     split_steps: dict[str, list[Any]] = {name: [] for name in MODULES if name != TRANSFORMERS}
     for index in range(num_rounds + 1):  # the first one warms up
         for name, steps in split_steps.items():
-            short = workloads[SHORT]
-            taken = call(name, "split", prompts=short.prompts[:32], max_tokens=short.max_tokens)
+            mixed = workloads[MIXED]
+            taken = call(name, "split", prompts=mixed.prompts[:32], max_tokens=mixed.max_tokens)
             steps += taken if index else []
         for kind, asked in workloads.items():
             for concurrency in concurrencies:
