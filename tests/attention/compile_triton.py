@@ -9,11 +9,10 @@ import json
 import sys
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from attention_kernels import chunks, triton_fwd
 from attention_kernels.support import shared_bytes
+from tests import triton_for_gpus
 
 POINTERS = {
     "query": "bf16",
@@ -34,32 +33,13 @@ POINTERS = {
     "chunk_block_table": "i32",
     "bands": "i32",
 }
-FLOATS = ("scale", "softcap")
 
 
 def compile_kernel(kernel, capability, constants, cache_dtype, **options):
-    signature = {}
-    for name in kernel.arg_names:
-        if name in POINTERS:
-            signature[name] = "*" + POINTERS[name].replace("cache", cache_dtype)
-        elif name in constants:
-            signature[name] = "constexpr"
-        else:
-            signature[name] = "fp32" if name in FLOATS else "i32"
-    names = list(signature)
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        # As at run time, where strides and addresses are multiples of 16.
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(names)
-            if name in POINTERS or "stride" in name
-        },
+    pointers = {name: cache_dtype if kind == "cache" else kind for name, kind in POINTERS.items()}
+    return triton_for_gpus.compile_kernel(
+        kernel, capability, pointers, constants, ("scale", "softcap"), **options
     )
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=options)
 
 
 def compile_case(capability, head_size, group, page, cache_dtype):

@@ -1,18 +1,16 @@
-"""`vllm-dllm quantize`: what it writes, what it refuses, how it goes on when interrupted."""
+"""`vllm-dllm quantize`: what it writes and what it says."""
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
+from tests.checkpoint.quantized_files import INDEX, LAYER, read
 from vllm_dllm import cli
 from vllm_dllm.checkpoint import nvfp4, quantize_calibrate
 from vllm_dllm.checkpoint import quantize as quantize_module
@@ -20,72 +18,7 @@ from vllm_dllm.checkpoint.quantize import quantize
 from vllm_dllm.checkpoint.quantize_calibrate import NUM_CANVASES, NUM_PROMPTS, calibrate
 from vllm_dllm.checkpoint.quantize_plan import make_plan
 from vllm_dllm.checkpoint.quantize_report import describe, quantized_bytes
-from vllm_dllm.checkpoint.quantize_source import QuantizeError, TensorInfo, read_source
-from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
-
-INDEX = "model.safetensors.index.json"
-LAYER = "model.decoder.layers.0."
-PROMPTS = [
-    {"messages": [{"role": "user", "content": "Sort: d a c"}]},
-    {"prompt": "Count from 12 to 19."},
-    {"messages": [{"role": "user", "content": "Add 31 and 03."}]},
-]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    """bf16, in three shards that part q from k, and experts from the rest of their layer."""
-    path = make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), dtype=torch.bfloat16)
-    weights = load_file(path / "model.safetensors")
-    (path / "model.safetensors").unlink()
-    names = sorted(weights)
-    weight_map = {}
-    for i in range(3):
-        file = f"model-{i + 1:05}-of-00003.safetensors"
-        save_file({name: weights[name] for name in names[i::3]}, path / file)
-        weight_map |= dict.fromkeys(names[i::3], file)
-    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    generation = json.loads((path / "generation_config.json").read_text())
-    generation["max_denoising_steps"] = 3  # a random model never converges
-    (path / "generation_config.json").write_text(json.dumps(generation))
-    return path
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("\n".join(map(json.dumps, PROMPTS)) + "\n")
-    return path
-
-
-@pytest.fixture(scope="module")
-def fp8(checkpoint, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("fp8") / "out"
-    quantize(checkpoint, "fp8-dynamic", out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def fp4(checkpoint, prompts, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("nvfp4") / "out"
-    quantize(checkpoint, "nvfp4", out, prompts)
-    return out
-
-
-@pytest.fixture
-def damaged(checkpoint, tmp_path) -> Path:
-    return Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
-
-
-def read(path: Path) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        weights |= load_file(file)
-    return weights
-
-
-def files(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}
+from vllm_dllm.checkpoint.quantize_source import TensorInfo, read_source
 
 
 def linears(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -342,76 +275,6 @@ def test_progress_is_shown(checkpoint, tmp_path, capsys):
     assert f"{count}/{count}" in shown
 
 
-class Interruption(Exception):
-    pass
-
-
-def interrupt_after(calls: int, function: Callable) -> Callable:
-    """`function`, which the call after `calls` ends."""
-    made = 0
-
-    def wrapped(*args, **kwargs):
-        nonlocal made
-        made += 1
-        if made > calls:
-            raise Interruption
-        return function(*args, **kwargs)
-
-    return wrapped
-
-
-def never(*args, **kwargs):
-    raise AssertionError("this was done before the interruption")
-
-
-def test_goes_on_at_the_shard_it_was_interrupted_at(
-    checkpoint, prompts, fp4, tmp_path, monkeypatch
-):
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
-    with monkeypatch.context() as patch:
-        patch.setattr(quantize_module, "save_file", interrupt_after(1, save_file))
-        with pytest.raises(Interruption):
-            quantize(checkpoint, "nvfp4", out, prompts)
-    assert not out.exists()
-    first = partial / "model-00001-of-00003.safetensors"
-    assert list(partial.glob("*.safetensors")) == [first]
-    written_at = first.stat().st_mtime_ns
-    with monkeypatch.context() as patch:  # neither weights nor activations are looked at again
-        patch.setattr(quantize_module, "_weight_amax", never)
-        patch.setattr(DiffusionGemmaForBlockDiffusion, "from_pretrained", never)
-        quantize(checkpoint, "nvfp4", out, prompts)
-    assert (out / first.name).stat().st_mtime_ns == written_at
-    assert files(out) == files(fp4) and not partial.exists()
-
-
-def test_goes_on_at_the_prompt_it_was_interrupted_at(
-    checkpoint, prompts, fp4, tmp_path, monkeypatch
-):
-    out = tmp_path / "out"
-    generate = DiffusionGemmaForBlockDiffusion.generate
-    with monkeypatch.context() as patch:
-        patch.setattr(DiffusionGemmaForBlockDiffusion, "generate", interrupt_after(2, generate))
-        with pytest.raises(Interruption):
-            quantize(checkpoint, "nvfp4", out, prompts)
-    results = json.loads((tmp_path / "out.partial" / "input_ranges.json").read_text())
-    assert results["done"] == 2 and not out.exists()
-    with monkeypatch.context() as patch:  # one prompt is left
-        patch.setattr(DiffusionGemmaForBlockDiffusion, "generate", interrupt_after(1, generate))
-        quantize(checkpoint, "nvfp4", out, prompts)
-    assert files(out) == files(fp4)
-
-
-def test_does_not_go_on_with_another_run(checkpoint, prompts, tmp_path, monkeypatch):
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
-    monkeypatch.setattr(quantize_module, "save_file", interrupt_after(1, save_file))
-    with pytest.raises(Interruption):
-        quantize(checkpoint, "fp8-dynamic", out)
-    before = files(partial)
-    with pytest.raises(QuantizeError, match=r"out\.partial is left from a run with another"):
-        quantize(checkpoint, "nvfp4", out, prompts)
-    assert files(partial) == before and not out.exists()
-
-
 def test_experts_without_tokens_are_counted_and_take_their_layer_s_scale(
     checkpoint, prompts, tmp_path, monkeypatch, capsys
 ):
@@ -430,147 +293,6 @@ def test_experts_without_tokens_are_counted_and_take_their_layer_s_scale(
         assert torch.equal(*scales)
 
 
-def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    for file in path.glob("*.safetensors"):
-        weights = load_file(file)
-        change(weights)
-        save_file(weights, file)
-
-
-def set_nan(weights: dict[str, torch.Tensor]) -> None:
-    if f"{LAYER}experts.down_proj" in weights:
-        weights[f"{LAYER}experts.down_proj"][2, 1, 3] = float("nan")
-
-
-def make_fp8(weights: dict[str, torch.Tensor]) -> None:
-    name = f"{LAYER}mlp.up_proj.weight"
-    if name in weights:
-        weights[name] = weights[name].to(torch.float8_e4m3fn)
-
-
-def flatten_experts(weights: dict[str, torch.Tensor]) -> None:
-    name = f"{LAYER}experts.down_proj"
-    if name in weights:
-        weights[name] = weights[name].flatten(0, 1)
-
-
-def rename(weights: dict[str, torch.Tensor]) -> None:
-    name = f"{LAYER}mlp.up_proj.weight"
-    if name in weights:
-        weights[f"{LAYER}mlp.top_proj.weight"] = weights.pop(name)
-
-
-def edit_json(name: str, **changes) -> Callable[[Path], None]:
-    def edit(path: Path) -> None:
-        content = json.loads((path / name).read_text())
-        (path / name).write_text(json.dumps(content | changes))
-
-    return edit
-
-
-def truncate(path: Path) -> None:
-    file = path / "model-00002-of-00003.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
-def without_tensor(path: Path) -> None:
-    change_weights(path, lambda weights: weights.pop(f"{LAYER}mlp.up_proj.weight", None))
-    index = json.loads((path / INDEX).read_text())
-    index["weight_map"].pop(f"{LAYER}mlp.up_proj.weight")
-    (path / INDEX).write_text(json.dumps(index))
-
-
-def rename_in_index_too(path: Path) -> None:
-    change_weights(path, rename)
-    text = (path / INDEX).read_text()
-    (path / INDEX).write_text(
-        text.replace(f"{LAYER}mlp.up_proj.weight", f"{LAYER}mlp.top_proj.weight")
-    )
-
-
-DAMAGES = {
-    "another architecture": (
-        edit_json("config.json", architectures=["Gemma4ForCausalLM"]),
-        r"config\.json: expected the architecture DiffusionGemma.*got \['Gemma4ForCausalLM'\]",
-    ),
-    "quantised already": (
-        edit_json("config.json", quantization_config={"quant_method": "fp8"}),
-        r"config\.json has a quantization_config \(fp8\).*start from the unquantised",
-    ),
-    "no config": (lambda path: (path / "config.json").unlink(), r"damaged .* no config\.json"),
-    "config cut short": (
-        lambda path: (path / "config.json").write_text('{"a'),
-        r"config\.json is not JSON",
-    ),
-    "no weights": (lambda path: (path / INDEX).unlink(), r"damaged has neither model\.safetensors"),
-    "missing shard": (
-        lambda path: (path / "model-00002-of-00003.safetensors").unlink(),
-        r"model-00002-of-00003\.safetensors is missing.*copy or download it again",
-    ),
-    "shard cut short": (
-        truncate,
-        r"model-00002-of-00003\.safetensors is not a whole safetensors file",
-    ),
-    "index of another checkpoint": (
-        lambda path: change_weights(path, rename),
-        r"safetensors lacks model\.decoder\.layers\.0\.mlp\.up_proj\.weight",
-    ),
-    "missing tensor": (
-        without_tensor,
-        r"no tensor model\.decoder\.layers\.0\.mlp\.up_proj\.weight",
-    ),
-    "unknown tensor": (rename_in_index_too, r"layers\.0\.mlp\.top_proj\.weight is not a tensor of"),
-    "fp8 tensor": (
-        lambda path: change_weights(path, make_fp8),
-        r"layers\.0\.mlp\.up_proj\.weight has the type F8_E4M3.*start from the unquantised",
-    ),
-    "experts of two axes": (
-        lambda path: change_weights(path, flatten_experts),
-        r"layers\.0\.experts\.down_proj: expected 3 axes, got the shape \[256, 32\]",
-    ),
-    "NaN": (
-        lambda path: change_weights(path, set_nan),
-        r"safetensors: model\.decoder\.layers\.0\.experts\.down_proj holds NaN or infinity",
-    ),
-}
-
-
-@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_damaged_checkpoint_is_named_and_nothing_written(damaged, tmp_path, damage, message):
-    damage(damaged)
-    with pytest.raises(QuantizeError, match=message):
-        quantize(damaged, "fp8-dynamic", tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [damaged]
-
-
-def test_width_that_groups_of_16_do_not_divide(tmp_path, prompts):
-    path = make_tiny_checkpoint(tmp_path / "odd", moe_intermediate_size=24, dtype=torch.bfloat16)
-    with pytest.raises(QuantizeError, match=r"experts\.down_proj: nvfp4 needs .* got 24; use"):
-        quantize(path, "nvfp4", tmp_path / "out", prompts)
-    assert list(tmp_path.iterdir()) == [path]
-    quantize(path, "fp8-dynamic", tmp_path / "out")  # a single file, without an index
-    assert read(tmp_path / "out")[f"{LAYER}experts.3.down_proj.weight"].shape == (64, 24)
-    assert not (tmp_path / "out" / INDEX).exists()
-
-
-PROMPT_FILES = {
-    "empty": ("\n\n", r"prompts\.jsonl holds no prompts"),
-    "no JSON": ('{"prompt": "Hi"}\nHello\n', r"prompts\.jsonl, line 2 is not JSON"),
-    "no prompt": ('{"question": "Hi"}\n', r'line 1: expected \{"messages"'),
-    "a number": ('{"prompt": 5}\n', r"line 1 cannot be encoded"),
-    "too long": (json.dumps({"prompt": "dog " * 5000}), r"line 1 has \d+ tokens, expected 1 to"),
-}
-
-
-@pytest.mark.parametrize(("text", "message"), PROMPT_FILES.values(), ids=PROMPT_FILES.keys())
-def test_prompts_that_cannot_be_used(checkpoint, tmp_path, text, message):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(text)
-    with pytest.raises(QuantizeError, match=message):
-        quantize(checkpoint, "nvfp4", tmp_path / "out", prompts)
-    assert list(tmp_path.iterdir()) == [prompts]
-
-
 def test_prompts_are_spread_over_the_file(checkpoint, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"Count from {i}"}) for i in range(10, 522)))
@@ -580,19 +302,3 @@ def test_prompts_are_spread_over_the_file(checkpoint, tmp_path):
     path.write_text("\n".join(everything[:: 512 // NUM_PROMPTS]))
     assert len(chosen) == NUM_PROMPTS
     assert chosen == quantize_calibrate.read_prompts(path, checkpoint, config)
-
-
-def test_options_that_do_not_fit(checkpoint, prompts, tmp_path, capsys):
-    def run(*options: object) -> str:
-        assert cli.main(["quantize", str(checkpoint), *map(str, options)]) == 1
-        return capsys.readouterr().err
-
-    (tmp_path / "there").mkdir()
-    assert "there exists already" in run("--scheme", "fp8-dynamic", "-o", tmp_path / "there")
-    assert "needs --calibration" in run("--scheme", "nvfp4", "-o", tmp_path / "out")
-    options = ["--scheme", "fp8-dynamic", "-o", tmp_path / "out", "--calibration"]
-    assert "takes no --calibration" in run(*options, prompts)
-    assert "(-o OUT)" in run("--scheme", "fp8-dynamic")
-    options = ["--scheme", "nvfp4", "-o", tmp_path / "out", "--calibration"]
-    assert "absent.jsonl" in run(*options, tmp_path / "absent.jsonl")
-    assert list(tmp_path.iterdir()) == [tmp_path / "there"]

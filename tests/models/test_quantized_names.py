@@ -3,7 +3,7 @@
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig, Gemma4VisionConfig
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from vllm.engine.arg_utils import EngineArgs
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.utils import (
-    initialize_model,
     process_weights_after_loading,
 )
 
+from tests.models.building import build
 from tests.models.test_weights import SHAPE_26B, transformers_state_dict
 from tests.serving import quantized
 from vllm_dllm.checkpoint.architecture import build_generation_config
@@ -35,31 +29,6 @@ from vllm_dllm.quantization import nvfp4
 LINEAR = re.compile(r"model\.decoder\.layers\.\d+\.(?!router).*\.[a-z]+_proj$")
 # What model cards of RedHatAI's checkpoints leave out, beside the layers that are never quantised.
 ALSO_LEFT_OUT = {"FP8_DYNAMIC": "(?!)", "NVFP4": ".*self_attn"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's layers ask for their tensor-parallel rank when they are built."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{store}", 0, backend="gloo")
-        initialize_model_parallel()
-        yield
-        cleanup_dist_env_and_memory()
-
-
-def build(checkpoint: Path, device: str, dtype: str = "float32") -> tuple[ServedModel, VllmConfig]:
-    config = EngineArgs(
-        str(checkpoint),
-        dtype=dtype,
-        max_model_len=1024,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-    ).create_engine_config()
-    with set_current_vllm_config(config), torch.device(device):
-        model = initialize_model(config)
-    assert isinstance(model, ServedModel)
-    return model, config
 
 
 @pytest.mark.parametrize("scheme", quantized.FORMATS)

@@ -11,15 +11,8 @@ from transformers import (
     DiffusionGemmaTextConfig,
     Gemma4VisionConfig,
 )
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader.utils import initialize_model
 
+from tests.models.building import build
 from vllm_dllm.checkpoint.architecture import build_generation_config
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
@@ -39,31 +32,6 @@ SHAPE_26B = {
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's layers ask for their tensor-parallel rank when they are built."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{store}", 0, backend="gloo")
-        initialize_model_parallel()
-        yield
-        cleanup_dist_env_and_memory()
-
-
-def build(checkpoint: Path, device: str, dtype: str = "float32") -> ServedModel:
-    config = EngineArgs(
-        str(checkpoint),
-        dtype=dtype,
-        max_model_len=1024,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-    ).create_engine_config()
-    with set_current_vllm_config(config), torch.device(device):
-        model = initialize_model(config)
-    assert isinstance(model, ServedModel)
-    return model
 
 
 @pytest.mark.parametrize("moe", [True, False], ids=["moe", "dense"])
@@ -87,7 +55,7 @@ def test_every_name_of_the_26b_state_dict(tmp_path: Path, moe: bool, vision: boo
     config.save_pretrained(tmp_path)
     build_generation_config(256).save_pretrained(tmp_path)
 
-    model = build(tmp_path, "meta", dtype="bfloat16")
+    model, _ = build(tmp_path, "meta", dtype="bfloat16")
     # The two modes' scalars are compared, which takes values.
     scalars = {name: torch.ones(1) for name in state_dict if name.endswith("layer_scalar")}
     loaded = model.load_weights(iter((state_dict | scalars).items()))
@@ -124,7 +92,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ServedModel, dict[st
     state_dict = DiffusionGemmaForBlockDiffusion.from_pretrained(
         path, dtype=torch.float32
     ).state_dict()
-    return build(path, "cpu"), state_dict
+    return build(path, "cpu")[0], state_dict
 
 
 def test_misshapen_weight_is_named(tiny: tuple[ServedModel, dict[str, torch.Tensor]]) -> None:

@@ -1,5 +1,7 @@
 """vLLM's methods for FP8 and NVFP4 experts, with its parameters, computed on a CPU."""
 
+from typing import Any
+
 import torch
 from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts, SharedExperts
@@ -31,13 +33,6 @@ class _OnCpu(CompressedTensorsMoEMethod):
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
         return None
 
-
-class CompressedTensorsFp8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Fp8MoEMethod):
-    """A scale a channel for weights, one a row for activations."""
-
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Weights stay as they are stored."""
-
     def apply(
         self,
         layer: RoutedExperts,
@@ -47,11 +42,24 @@ class CompressedTensorsFp8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Fp8MoEMeth
         shared_experts: SharedExperts | None,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
+        # Of this rank's experts; -1 for those of others.
+        own_ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
+        return self.run(layer, x, topk_weights, own_ids, layer.activation.value)
+
+    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
+        """`inputs` are the first arguments of the operations in `experts.py`."""
+        raise NotImplementedError
+
+
+class CompressedTensorsFp8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Fp8MoEMethod):
+    """A scale a channel for weights, one a row for activations."""
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Weights stay as they are stored."""
+
+    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
         return torch.ops.vllm.vllm_dllm_fp8_experts(
-            x,
-            topk_weights,
-            local_ids(layer, topk_ids),
-            layer.activation.value,
+            *inputs,
             layer.w13_weight,
             layer.w13_weight_scale,
             layer.w2_weight,
@@ -79,20 +87,9 @@ class CompressedTensorsNvfp4MoEMethodOnCpu(_OnCpu, CompressedTensorsW4A4Nvfp4MoE
         ):
             layer.register_parameter(name, Parameter(scale, requires_grad=False))
 
-    def apply(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: SharedExperts | None,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
         return torch.ops.vllm.vllm_dllm_nvfp4_experts(
-            x,
-            topk_weights,
-            local_ids(layer, topk_ids),
-            layer.activation.value,
+            *inputs,
             layer.w13_weight_packed,
             layer.w13_weight_scale,
             layer.w13_weight_scale_2,
@@ -102,8 +99,3 @@ class CompressedTensorsNvfp4MoEMethodOnCpu(_OnCpu, CompressedTensorsW4A4Nvfp4MoE
             layer.w13_input_scale,
             layer.w2_input_scale,
         )
-
-
-def local_ids(layer: RoutedExperts, topk_ids: torch.Tensor) -> torch.Tensor:
-    """Which of this rank's experts; -1 for those of others."""
-    return topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]

@@ -1,0 +1,24 @@
+"""Builds the served model as a worker does, without a worker."""
+
+from pathlib import Path
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+
+from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
+
+
+def build(checkpoint: Path, device: str, dtype: str = "float32") -> tuple[ServedModel, VllmConfig]:
+    config = EngineArgs(
+        str(checkpoint),
+        dtype=dtype,
+        max_model_len=1024,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+    ).create_engine_config()
+    with set_current_vllm_config(config), torch.device(device):
+        model = initialize_model(config)
+    assert isinstance(model, ServedModel)
+    return model, config
