@@ -78,3 +78,18 @@ def test_values_out_of_range(key: str, value: Any) -> None:
 def test_a_default_of_null_is_none() -> None:
     options = RequestOptions.from_sampling_params(SamplingParams(), {"diffusion_acceptance": None})
     assert options.acceptance == "entropy_bound"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sampling_memory_mib": 0}, "sampling_memory_mib must be an integer >= 1, got 0"),
+        ({"self_conditioning_tolerance": 1.0}, r"must be a number in \[0, 1\), got 1.0"),
+        ({"self_conditioning_tolerance": "0"}, r"must be a number in \[0, 1\), got '0'"),
+        ({"self_conditioning_top_k": True}, "top_k must be an integer >= 1, got True"),
+        ({"self_conditioning_tolerance": 0.1, "self_conditioning_top_k": 9}, "exclude each other"),
+    ],
+)
+def test_settings_of_the_sampler_are_checked(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExtensionConfig.from_additional_config({"vllm_dllm": settings})

@@ -22,7 +22,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-GROUP = 16  # columns of NVFP4 that share a scale
+from vllm_dllm.checkpoint.nvfp4 import GROUP_SIZE
+
 _MOST_NAMED = 8
 FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted into each other when loaded
 
@@ -154,7 +155,7 @@ def _of_linear(name: str, scheme: str, n: int, k: int) -> Iterator[tuple[str, Te
         case "nvfp4":
             kinds = {
                 "weight_packed": Tensor((n, k // 2), {torch.uint8}),
-                "weight_scale": Tensor((n, k // GROUP), e4m3),
+                "weight_scale": Tensor((n, k // GROUP_SIZE), e4m3),
                 "weight_global_scale": Tensor((1,), {torch.float32}),
                 "input_global_scale": Tensor((1,), {torch.float32}),
             }

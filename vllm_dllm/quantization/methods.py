@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsW8A8Fp8MoEMethod,
 )
 
+from vllm_dllm.checkpoint.nvfp4 import GROUP_SIZE
 from vllm_dllm.quantization import experts as experts  # registers the operations
 
 
@@ -74,7 +75,7 @@ class CompressedTensorsNvfp4MoEMethodOnCpu(_OnCpu, CompressedTensorsW4A4Nvfp4MoE
     def __init__(self, moe: FusedMoEConfig) -> None:
         # Not vLLM's: that looks for a kernel, finds none on CPUs and ends the start.
         CompressedTensorsMoEMethod.__init__(self, moe)
-        self.group_size = 16
+        self.group_size = GROUP_SIZE
         self.use_a16 = self.use_global_sf = False
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:

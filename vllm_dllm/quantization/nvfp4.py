@@ -8,20 +8,14 @@ rounded in 99 instead of 248 ms (medians of ten, two cores).
 
 import torch
 
+from vllm_dllm.checkpoint.nvfp4 import E2M1, E2M1_MAX, E4M3_MAX, GROUP_SIZE
 from vllm_dllm.quantization.scaled import Scaled
-
-GROUP = 16
-MAX_VALUE = 6.0  # of e2m1
-MAX_BLOCK_SCALE = 448.0  # of e4m3
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _pairs() -> torch.Tensor:
     """The two fp32 values of each byte, low nibble first, as one element of 64 bits: [256]."""
     # Modules are imported while a model is built, under its type and device.
-    values = torch.tensor(
-        [*_MAGNITUDES, *(-m for m in _MAGNITUDES)], dtype=torch.float32, device="cpu"
-    )
+    values = torch.tensor([*E2M1, *(-m for m in E2M1)], dtype=torch.float32, device="cpu")
     byte = torch.arange(256, device="cpu")
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=1).view(torch.float64)[:, 0]
 
@@ -35,7 +29,7 @@ def decode(
     scale: torch.Tensor,  # [] fp32, multiplies
 ) -> Scaled:
     pairs = _PAIRS.index_select(0, packed.flatten().int()).view(torch.float32)
-    blocks = pairs.view(*block_scale.shape, GROUP).mul_(block_scale.float()[..., None])
+    blocks = pairs.view(*block_scale.shape, GROUP_SIZE).mul_(block_scale.float()[..., None])
     return Scaled(blocks.flatten(-2), scale)
 
 
@@ -45,11 +39,11 @@ def quantize(
 ) -> Scaled:
     """Each 16 of a row are scaled so that their largest magnitude becomes e2m1's, and rounded to
     the nearest value, ties to the even code."""
-    blocks = x.float().unflatten(-1, (-1, GROUP))
-    scale = global_scale * (blocks.abs().amax(dim=-1, keepdim=True) / MAX_VALUE)
-    scale = scale.clamp_(max=MAX_BLOCK_SCALE).to(torch.float8_e4m3fn).float()
+    blocks = x.float().unflatten(-1, (-1, GROUP_SIZE))
+    scale = global_scale * (blocks.abs().amax(dim=-1, keepdim=True) / E2M1_MAX)
+    scale = scale.clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
     values = blocks * torch.where(scale == 0, 0, global_scale / scale)
-    magnitude = values.clamp_(-MAX_VALUE, MAX_VALUE).abs()
+    magnitude = values.clamp_(-E2M1_MAX, E2M1_MAX).abs()
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     values.div_(spacing).round_().mul_(spacing)
     return Scaled(values.mul_(scale).flatten(-2), 1 / global_scale)
