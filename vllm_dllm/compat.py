@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 import vllm.config.vllm as vllm_config_module
 import vllm.triton_utils as triton_utils
 from vllm import _custom_ops, envs
@@ -162,6 +163,19 @@ def prefill_emitted_tokens() -> None:
         stock_update_requests(self, scheduler_output)
 
     GPUModelRunner.update_requests = update_requests
+
+
+def replace_rejection_sample(replacement: Callable[..., Any]) -> None:
+    """Makes this process verify drafts with `replacement`. Repeatable."""
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler  # made this process' worker
+
+    rejection_sampler.rejection_sample = replacement
+
+
+def stock_rejection_sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+    return rejection_sampler_utils.rejection_sample(*args, **kwargs)
 
 
 StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler

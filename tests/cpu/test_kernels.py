@@ -2,72 +2,29 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib import import_module
 from logging.handlers import MemoryHandler
 from types import FunctionType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.cpu import draft_kernel_inputs
+from tests.cpu.kernel_inputs import (
+    MAX_LEN,
+    MAX_REQS,
+    RUNNER,
+    VOCAB,
+    Batch,
+    KernelInputs,
+    addresses,
+    int32,
+    kernel_of,
+    stale,
+    tokens,
+)
 from vllm_dllm.cpu.kernels import NATIVE_KERNELS
 from vllm_dllm.cpu.launch import CpuKernel, replace_kernels
-
-RUNNER = "vllm.v1.worker.gpu"
-MAX_REQS = 9
-MAX_LEN = 64
-VOCAB = 50
-STALE = -7  # what outputs hold before a launch
-
-
-@dataclass
-class KernelInputs:
-    grid: tuple[int, ...]
-    args: list[Any]
-    options: dict[str, Any] = field(default_factory=dict)
-    # Everything whose contents must be the same afterwards, arguments or reached by address.
-    memory: list[torch.Tensor] = field(default_factory=list)
-
-
-@dataclass
-class Batch:
-    """A random batch: some requests may have nothing scheduled, slots are in any order."""
-
-    num_reqs: int
-    slots: torch.Tensor  # [num_reqs] int64
-    query_lens: np.ndarray
-    query_start_loc: torch.Tensor  # [MAX_REQS + 1] int32, padded with the number of tokens
-
-    @classmethod
-    def draw(cls, rng: np.random.Generator, min_query_len: int = 0) -> "Batch":
-        num_reqs = int(rng.integers(1, MAX_REQS + 1))
-        query_lens = rng.integers(min_query_len, 12, num_reqs)
-        bounds = np.full(MAX_REQS + 1, query_lens.sum())
-        bounds[: num_reqs + 1] = np.cumsum([0, *query_lens])
-        slots = rng.permutation(MAX_REQS)[:num_reqs]
-        return cls(num_reqs, torch.from_numpy(slots), query_lens, int32(bounds))
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.query_lens.sum())
-
-
-def int32(values: Any) -> torch.Tensor:
-    return torch.as_tensor(np.asarray(values)).to(torch.int32)
-
-
-def stale(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.full(shape, STALE, dtype=dtype)
-
-
-def tokens(rng: np.random.Generator, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.from_numpy(rng.integers(0, VOCAB, shape)).to(dtype)
-
-
-def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64)
 
 
 def prefill(rng: np.random.Generator) -> KernelInputs:
@@ -375,14 +332,11 @@ CASES: dict[str, tuple[str, Callable[[np.random.Generator], KernelInputs]]] = {
         prompt_tokens,
     ),
     "grammar_bitmask": ("structured_outputs._apply_grammar_bitmask_kernel", grammar),
+    **draft_kernel_inputs.CASES,
 }
-
-
-def kernel_of(name: str) -> CpuKernel:
-    module, attribute = f"{RUNNER}.{name}".rsplit(".", 1)
-    import_module(module)
-    replace_kernels()
-    return getattr(import_module(module), attribute)
+# fp32 scores differ by the order of a sum over the vocabulary or the rounding of a logarithm; the
+# rest not at all.
+ROUNDING = {"topk_log_softmax": 1e-5, "gumbel_fp32": 1e-5, "gumbel_fp64": 1e-5}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -397,10 +351,9 @@ def test_native_kernel_agrees_with_triton(case: str, seed: int) -> None:
     results = zip(ours.args + ours.memory, theirs.args + theirs.memory, strict=True)
     for index, (mine, triton_s) in enumerate(results):
         if isinstance(mine, torch.Tensor) and mine.dtype != torch.uint64:
-            # fp32 scores differ by the order of a sum over the vocabulary; the rest not at all.
-            rounding = 1e-5 if case == "topk_log_softmax" else 0.0
+            atol = ROUNDING.get(case, 0.0) if mine.is_floating_point() else 0.0
             torch.testing.assert_close(
-                mine, triton_s, rtol=0.0, atol=rounding, msg=lambda m, i=index: f"tensor {i}: {m}"
+                mine, triton_s, rtol=0.0, atol=atol, msg=lambda m, i=index: f"tensor {i}: {m}"
             )
 
 
@@ -410,20 +363,20 @@ def test_every_native_kernel_has_a_case() -> None:
 
 
 def test_a_kernel_without_native_version_is_interpreted_and_says_so_once() -> None:
-    kernel_of("sample.gumbel._temperature_kernel")
-    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+    kernel_of("sample.min_p._min_p_kernel")
+    from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 
     logger, said = logging.getLogger("vllm_dllm"), MemoryHandler(capacity=100)
     logger.addHandler(said)
     try:
         for _ in range(2):
             logits = torch.arange(6.0).reshape(2, 3)
-            apply_temperature(logits, torch.tensor([1, 0]), torch.tensor([2.0, 0.5]))
-            assert logits.tolist() == [[0.0, 2.0, 4.0], [1.5, 2.0, 2.5]]
+            apply_min_p(logits, torch.tensor([1, 0]), torch.tensor([0.0, 0.5]))
+            assert logits.tolist() == [[-torch.inf, -torch.inf, 2.0], [3.0, 4.0, 5.0]]
     finally:
         logger.removeHandler(said)
     (message,) = [record.getMessage() for record in said.buffer]
-    assert "sample.gumbel._temperature_kernel" in message
+    assert "sample.min_p._min_p_kernel" in message
 
 
 def test_copies_in_other_modules_are_replaced_too() -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from vllm_dllm.cpu import (
     kernels_block_table,
     kernels_buffers,
+    kernels_dflash,
     kernels_input_batch,
     kernels_logprobs,
+    kernels_sampling,
     kernels_structured_outputs,
 )
 
@@ -36,10 +38,21 @@ NATIVE_KERNELS: dict[str, Callable[..., None]] = {
     f"{_RUNNER}.input_batch._prepare_prefill_inputs_kernel": (
         kernels_input_batch.prepare_prefill_inputs
     ),
+    f"{_RUNNER}.sample.gumbel._gumbel_sample_kernel": kernels_sampling.gumbel_sample,
+    f"{_RUNNER}.sample.gumbel._temperature_kernel": kernels_sampling.apply_temperature,
     f"{_RUNNER}.sample.logprob._ranks_kernel": kernels_logprobs.ranks,
     f"{_RUNNER}.sample.logprob._topk_log_softmax_kernel": kernels_logprobs.topk_log_softmax,
     f"{_RUNNER}.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": (
         kernels_logprobs.prompt_logprobs_token_ids
+    ),
+    f"{_RUNNER}.spec_decode.dflash.speculator._prepare_dflash_inputs_kernel": (
+        kernels_dflash.prepare_dflash_inputs
+    ),
+    f"{_RUNNER}.spec_decode.rejection_sampler._flatten_sampled_kernel": (
+        kernels_sampling.flatten_sampled
+    ),
+    f"{_RUNNER}.spec_decode.rejection_sampler._gather_draft_sampled_kernel": (
+        kernels_sampling.gather_draft_sampled
     ),
     f"{_RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": (
         kernels_structured_outputs.apply_grammar_bitmask

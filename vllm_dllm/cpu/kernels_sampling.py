@@ -1,0 +1,115 @@
+"""Native versions of the kernels that draw tokens, of `sample/gumbel.py` and
+`spec_decode/rejection_sampler.py` of `vllm/v1/worker/gpu`. V = vocabulary."""
+
+import numpy as np
+import torch
+
+from vllm_dllm.cpu.random_numbers import gumbel
+
+Grid = tuple[int, ...]
+
+_DRAFT_POSITION = 1 << 30  # added to a draft's position: its noise is not its verification's
+
+
+def apply_temperature(
+    grid: Grid,  # (num_rows, num_blocks)
+    logits: torch.Tensor,  # [num_rows, V] fp32, divided in place
+    logits_stride: int,
+    expanded_idx_mapping: torch.Tensor,  # [num_rows] int64, row -> slot
+    temperature: torch.Tensor,  # [max_num_reqs] fp32
+    vocab_size: int,
+    **block_sizes: int,
+) -> None:
+    """Temperatures of 0 and 1 leave a row as it is."""
+    divisors = temperature[expanded_idx_mapping]
+    divisors[divisors == 0] = 1.0
+    if not torch.all(divisors == 1.0):
+        logits[:, :vocab_size].div_(divisors[:, None])
+
+
+def gumbel_sample(
+    grid: Grid,  # (num_rows, num_blocks)
+    local_argmax: torch.Tensor,  # [num_rows, num_blocks] int64, written
+    local_argmax_stride: int,
+    local_max: torch.Tensor,  # [num_rows, num_blocks] fp32 or fp64, written
+    local_max_stride: int,
+    logits_cache: torch.Tensor | None,  # [max_num_reqs, num_cols, >= V], rows of live slots written
+    logits_cache_stride_0: int,
+    logits_cache_stride_1: int,
+    logits_cache_col: torch.Tensor | None,  # [] or [num_rows] int32
+    logits_cache_source: torch.Tensor | None,  # [num_rows, V]
+    logits_cache_source_stride: int,
+    logits: torch.Tensor,  # [num_rows, V]
+    logits_stride: int,
+    expanded_idx_mapping: torch.Tensor,  # [num_rows] int64, row -> slot, negative = no request
+    seeds: torch.Tensor,  # [max_num_reqs] int64
+    pos: torch.Tensor,  # [num_rows] int64
+    temperature: torch.Tensor,  # [max_num_reqs] fp32
+    vocab_size: int,
+    BLOCK_SIZE: int,
+    IS_DRAFTING: bool,
+    APPLY_TEMPERATURE: bool,
+    USE_FP64: bool,
+    PER_TOKEN_COL: bool,
+) -> None:
+    """The largest logit under Gumbel noise, and its token, of each block of the vocabulary; without
+    noise at temperature 0."""
+    slots = expanded_idx_mapping
+    live = slots >= 0
+    if logits_cache is not None:
+        assert logits_cache_col is not None and logits_cache_source is not None
+        columns = logits_cache_col.expand(len(slots)).long()
+        logits_cache[slots[live], columns[live], :vocab_size] = logits_cache_source[live]
+    temperatures = torch.where(live, temperature[slots.clamp(min=0)], 0.0)
+    scores = logits.to(torch.float64 if USE_FP64 else torch.float32)
+    rows = torch.nonzero(temperatures != 0)[:, 0]
+    if len(rows):
+        noised = logits[rows].float()
+        if APPLY_TEMPERATURE:
+            noised /= temperatures[rows, None]
+        positions = pos[rows] + (_DRAFT_POSITION if IS_DRAFTING else 0)
+        noise = gumbel(
+            seeds[slots[rows], None].numpy(),
+            positions[:, None].numpy(),
+            np.arange(vocab_size)[None],
+            USE_FP64,
+        )
+        scores = scores.index_copy(0, rows, noised.to(scores.dtype) + torch.from_numpy(noise))
+    for block, first in enumerate(range(0, vocab_size, BLOCK_SIZE)):
+        values, ids = scores[:, first : first + BLOCK_SIZE].max(dim=1)
+        local_max[:, block], local_argmax[:, block] = values, ids + first
+
+
+def gather_draft_sampled(
+    grid: Grid,  # (num_blocks,)
+    draft_sampled: torch.Tensor,  # [num_logits] int32, written: each row's input token, or -1
+    pos: torch.Tensor,  # [num_logits] int64, written: its position
+    input_ids: torch.Tensor,  # [num_tokens] int32
+    positions: torch.Tensor,  # [num_tokens] int64
+    logits_indices: torch.Tensor,  # [num_logits] int64, the token of each row
+    expanded_idx_mapping: torch.Tensor,  # [num_logits] int64, row -> slot
+    expanded_local_pos: torch.Tensor,  # [num_logits] int32, the row's index in its request
+    prefill_len: torch.Tensor,  # [max_num_reqs] int32
+    num_logits: int,
+    **block_sizes: int,
+) -> None:
+    """-1 stands for drafts of a step that starts within the prefill: nobody proposed them."""
+    torch.index_select(positions, 0, logits_indices, out=pos)
+    torch.index_select(input_ids, 0, logits_indices, out=draft_sampled)
+    starts_in_prefill = pos - expanded_local_pos < prefill_len[expanded_idx_mapping]
+    draft_sampled[(expanded_local_pos > 0) & starts_in_prefill] = -1
+
+
+def flatten_sampled(
+    grid: Grid,  # (num_reqs,)
+    flat_sampled: torch.Tensor,  # [num_logits] int64, written for the rows that were kept
+    sampled: torch.Tensor,  # [num_reqs, num_columns] int64
+    sampled_stride: int,
+    num_sampled: torch.Tensor,  # [num_reqs] int32
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
+    **launch_options: int,
+) -> None:
+    for row, (start, count) in enumerate(
+        zip(cu_num_logits.tolist()[:-1], num_sampled.tolist(), strict=True)
+    ):
+        flat_sampled[start : start + count] = sampled[row, :count]

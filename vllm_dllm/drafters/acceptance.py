@@ -1,0 +1,93 @@
+"""How many of each request's drafts the target accepts, and the token it adds: linear verification.
+
+A request's rows of logits are its drafts' and one more: row i says what the target would put where
+draft i stands, so the row of the first draft that is refused, or the last row, yields a token of
+the target's own. Greedy requests keep the drafts that equal the target's best token. Sampled ones
+follow Leviathan et al., "Fast Inference from Transformers via Speculative Decoding"
+(arXiv:2211.17192): draft x is kept with probability min(1, p(x) / q(x)); where it is refused, the
+token is drawn from max(p - q, 0), normalised, and so every token is distributed as p. A drafter
+that took its best guess has q(x) = 1.
+
+R = requests, N = rows of all of them, V = vocabulary, W = most rows a request has.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Random numbers of sampled requests, asked for only if there are any."""
+
+    uniform: Callable[[], torch.Tensor]
+    """[N] fp32 in (0, 1), one for each row's draft."""
+    gumbel: Callable[[torch.Tensor], torch.Tensor]
+    """Noise [R, V] for the rows [R] that yield a token."""
+
+
+def verify(
+    logits: torch.Tensor,  # [N, V] fp32 of the target, after temperature and filters
+    drafts: torch.Tensor,  # [N] int: the input token of each row; a draft but in a request's first
+    # row, -1 where there is none to accept
+    cu_num_logits: torch.Tensor,  # [R + 1] int32, bounds of each request's rows, at least one
+    num_columns: int,  # W
+    greedy: torch.Tensor,  # [R] bool
+    draws: Draws,
+    draft_logits: torch.Tensor | None = None,  # [N, V] fp32, after temperature, that each row's
+    # draft was drawn from; None: drafts are best guesses
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [R, W] int64, of which the first [R] int32 count; at least one a request."""
+    starts, ends = cu_num_logits[:-1].long(), cu_num_logits[1:].long()
+    columns = torch.arange(num_columns, device=logits.device)
+    rows = (starts[:, None] + columns).clamp(max=len(logits) - 1)
+    following = (rows + 1).clamp(max=len(logits) - 1)
+    has_draft = starts[:, None] + columns < ends[:, None] - 1
+    proposed = torch.where(has_draft, drafts[following].long(), -1)
+
+    best = logits.argmax(dim=-1)
+    accepted = best[rows] == proposed
+    some_sampled = not bool(greedy.all())
+    if some_sampled:
+        ratio = _log_ratio(logits, draft_logits, rows, proposed.clamp(min=0))
+        accepted = torch.where(greedy[:, None], accepted, ratio > draws.uniform().log()[rows])
+    # A refusal ends the request's own row of the table and nobody else's.
+    num_accepted = (accepted & (proposed >= 0)).int().cumprod(dim=1).sum(dim=1)
+
+    last = starts + num_accepted
+    final = best[last]
+    if some_sampled:
+        residual = logits[last].clone()
+        refused = proposed.gather(1, num_accepted[:, None]).squeeze(1)
+        _remove_drafted(residual, refused, None if draft_logits is None else draft_logits[last])
+        final = torch.where(greedy, final, (residual + draws.gumbel(last)).argmax(dim=-1))
+    tokens = torch.where(columns < num_accepted[:, None], proposed, final[:, None])
+    return tokens, (num_accepted + 1).int()
+
+
+def _log_ratio(
+    logits: torch.Tensor,  # [N, V]
+    draft_logits: torch.Tensor | None,  # [N, V]
+    rows: torch.Tensor,  # [R, W]
+    tokens: torch.Tensor,  # [R, W]
+) -> torch.Tensor:
+    """log(p / q) [R, W] of `tokens`."""
+    ratio = logits[rows, tokens] - logits.logsumexp(dim=-1)[rows]
+    if draft_logits is not None:
+        ratio -= draft_logits[rows, tokens] - draft_logits.logsumexp(dim=-1)[rows]
+    return ratio
+
+
+def _remove_drafted(
+    logits: torch.Tensor,  # [R, V], becomes log max(p - q, 0) up to a constant
+    refused: torch.Tensor,  # [R] the draft that was refused, -1 where none was: p stays
+    draft_logits: torch.Tensor | None,  # [R, V]
+) -> None:
+    some = torch.nonzero(refused >= 0)[:, 0]
+    if draft_logits is None:
+        logits[some, refused[some]] = float("-inf")
+        return
+    log_p, log_q = logits[some].log_softmax(dim=-1), draft_logits[some].log_softmax(dim=-1)
+    remainder = torch.log1p(-torch.exp(log_q - log_p).clamp(max=1.0))
+    logits[some] = torch.where(log_q < log_p, log_p + remainder, float("-inf"))
