@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from vllm_dllm.drafters.config import DrafterConfig
+
 WindowRule = Literal["reference", "symmetric"]
 WINDOW_RULES: tuple[str, ...] = get_args(WindowRule)
 
@@ -105,6 +107,8 @@ class ExtensionConfig:
     fit_canvas: bool = True
     """Denoise a canvas no wider than the most tokens a request may get (rounded up to 16). The
     reference always denoises a whole canvas and drops the rest; so does this with false."""
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    """How a DFlash drafter of `--speculative-config` is used; from an object of its settings."""
     commit_last_block: bool = False
     """Write the keys and values of an answer's last block, so that the next turn of a chat finds
     them in the prefix cache. Costs a forward an answer."""
@@ -143,7 +147,10 @@ class ExtensionConfig:
                 f"additional_config['vllm_dllm'] takes an object with the keys {sorted(known)}, "
                 f"got {section!r}."
             )
-        return cls(**section)
+        values = dict(section)
+        if "drafter" in values:
+            values["drafter"] = DrafterConfig.from_section(values["drafter"])
+        return cls(**values)
 
 
 def check_window_rule(rule: Any) -> None:

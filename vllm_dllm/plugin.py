@@ -22,6 +22,7 @@ def register() -> None:
 
     # Here, because these import things that another vLLM may not have.
     from vllm_dllm import attention, compat, cpu, request
+    from vllm_dllm.compat import drafting
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig
 
     ModelRegistry.register_model(
@@ -39,6 +40,13 @@ def register() -> None:
     compat.set_request_check(request.check_request)
     compat.accept_all_sampling_params(DIFFUSION_GEMMA)
     compat.register_custom_attention_backend(attention.GPU_BACKEND)
+    drafting.set_draft_schedulers(
+        {
+            drafting.StockScheduler: "vllm_dllm.drafters.scheduler.DraftWidthScheduler",
+            drafting.StockAsyncScheduler: "vllm_dllm.drafters.scheduler.DraftWidthAsyncScheduler",
+        },
+    )
+    drafting.set_dflash_speculator("vllm_dllm.drafters.dflash.WidthDFlashSpeculator")
     cpu.install()
 
 

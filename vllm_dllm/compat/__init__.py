@@ -1,5 +1,6 @@
 """Every name that vLLM keeps private and this project needs. Written against vLLM 0.32.0.
 
+Those of drafting are in `drafting`, and in `dflash` where they load a model's code.
 `tests/test_compat.py` fails loudly when one of them moves.
 """
 
@@ -231,12 +232,15 @@ STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
 def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> None:
-    """Diffusion models get model runner v2 and `VLLM_USE_V2_MODEL_RUNNER=1` is honoured although
-    vLLM has no Triton; `prepare` then completes their configuration. Others keep vLLM's choice."""
+    """Diffusion models and DFlash drafters get model runner v2, and `VLLM_USE_V2_MODEL_RUNNER=1` is
+    honoured, although vLLM has no Triton; `prepare` then completes their configuration. Others keep
+    vLLM's choice."""
 
     def use_v2_model_runner(self: VllmConfig) -> bool:
         is_diffusion = self.model_config is not None and self.model_config.is_diffusion
-        if is_diffusion and envs.VLLM_USE_V2_MODEL_RUNNER is None:
+        speculative = self.speculative_config
+        drafts_blocks = speculative is not None and speculative.method == "dflash"
+        if (is_diffusion or drafts_blocks) and envs.VLLM_USE_V2_MODEL_RUNNER is None:
             return True
         return _stock_use_v2_model_runner(self)
 

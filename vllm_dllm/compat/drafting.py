@@ -1,0 +1,162 @@
+"""Private names around drafting: the schedulers, and how they and the runner talk of widths."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from vllm.config import SchedulerConfig, VllmConfig
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.worker.gpu import spec_decode
+
+from vllm_dllm import compat
+
+
+class DraftSchedulerHooks(compat.SchedulerHooks):
+    """The hooks of a scheduler whose requests verify different numbers of drafts."""
+
+    def draft_width(self, request: Request) -> int:
+        """How many tokens of the next draft of `request` are verified."""
+        raise NotImplementedError
+
+    def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        """The target accepted `num_accepted` of `num_drafts` > 0 drafts of a request."""
+
+    def request_freed(self, request: Request) -> None:
+        """`request` is over."""
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        super().update_draft_token_ids(draft_token_ids)
+        self._drop_drafts_beyond_width(draft_token_ids.req_ids)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        # A scheduler that runs ahead has just given each request its next drafts.
+        self._drop_drafts_beyond_width(scheduler_output.num_scheduled_tokens)
+
+    def _drop_drafts_beyond_width(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None and request.spec_token_ids:
+                # A new list: requests may share theirs.
+                request.spec_token_ids = request.spec_token_ids[: self.draft_width(request)]
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> Any:
+        num_drafts = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if num_drafts > 0:
+            self.drafts_verified(request_id, num_drafts, num_accepted_tokens)
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self.request_freed(request)
+        return super()._free_request(request, *args, **kwargs)
+
+
+StockScheduler, StockAsyncScheduler = Scheduler, AsyncScheduler
+_stock_get_scheduler_cls = SchedulerConfig.get_scheduler_cls
+
+
+def set_draft_schedulers(schedulers: Mapping[type, str]) -> None:
+    """Replaces vLLM's schedulers, keys of `schedulers`, by the classes at the paths that are its
+    values, where a DFlash drafter is served and nobody named a scheduler. Repeatable."""
+
+    def get_scheduler_cls(self: SchedulerConfig) -> Any:
+        stock = _stock_get_scheduler_cls(self)
+
+        def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+            path = schedulers[stock] if drafts_blocks(vllm_config) else None
+            scheduler = resolve_obj_by_qualname(path) if path else stock
+            return scheduler(vllm_config, *args, **kwargs)
+
+        return make_scheduler if self.scheduler_cls is None else stock
+
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
+
+
+_OTHER_DFLASH = ("LiLiCorrDraftModel", "DFlash2DraftModel")  # with speculators of their own
+
+
+def drafts_blocks(vllm_config: VllmConfig) -> bool:
+    """Whether `vllm_config` asks for a DFlash drafter."""
+    speculative = vllm_config.speculative_config
+    return (
+        speculative is not None
+        and speculative.method == "dflash"
+        and not set(_OTHER_DFLASH) & set(speculative.draft_model_config.architectures)
+    )
+
+
+def set_dflash_speculator(path: str) -> None:
+    """Makes model runner v2 draft with the class at `path` where a DFlash drafter is served.
+    Repeatable."""
+
+    def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
+        if drafts_blocks(vllm_config):
+            _tell_speculator_widths()
+            return resolve_obj_by_qualname(path)(vllm_config, device)
+        return _stock_init_speculator(vllm_config, device, req_states)
+
+    spec_decode.init_speculator = init_speculator
+    if runner := sys.modules.get("vllm.v1.worker.gpu.model_runner"):  # has copied the name
+        setattr(runner, "init_speculator", init_speculator)  # noqa: B010 mypy knows no such name
+
+
+_stock_init_speculator = spec_decode.init_speculator
+
+
+def set_draft_widths(output: SchedulerOutput, widths: dict[str, int]) -> None:
+    """Sends, with a step, how many tokens to draft after it for each of its requests."""
+    output.draft_widths = widths
+    # vLLM's own number: the most that any of them needs.
+    output.num_spec_tokens_to_schedule = max(widths.values(), default=0)
+
+
+def predicted_widths(output: ModelRunnerOutput) -> Mapping[str, int]:
+    """Widths that a speculator of this step's requests has predicted."""
+    return getattr(output, "predicted_widths", {})
+
+
+def _tell_speculator_widths() -> None:
+    """The runner's speculator hears of each step's draft widths before the step and answers with
+    those it predicts. Repeatable."""
+    # Made this process' worker.
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    if GPUModelRunner.sample_tokens.__module__ == __name__:
+        return
+    stock_execute_model = GPUModelRunner.execute_model
+    stock_sample_tokens = GPUModelRunner.sample_tokens
+
+    def execute_model(self: GPUModelRunner, scheduler_output: SchedulerOutput, *rest: Any) -> Any:
+        if (widths := getattr(scheduler_output, "draft_widths", None)) is not None:
+            self.speculator.set_draft_widths(widths)
+        return stock_execute_model(self, scheduler_output, *rest)
+
+    def sample_tokens(self: GPUModelRunner, *args: Any) -> Any:
+        output = stock_sample_tokens(self, *args)
+        take_widths = getattr(self.speculator, "take_predicted_widths", None)
+        if take_widths is not None and isinstance(output, AsyncOutput):
+            output.model_runner_output.predicted_widths = take_widths()
+        return output
+
+    GPUModelRunner.execute_model = execute_model
+    GPUModelRunner.sample_tokens = sample_tokens

@@ -1,0 +1,60 @@
+"""vLLM's schedulers with a width of drafts for each request.
+
+The scheduler decides: it knows the batch, what was accepted and how long each request is. Drafts
+beyond a request's width are not scheduled; the worker hears, with each step, how many tokens to
+draft for each request.
+"""
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_dllm.compat import drafting
+from vllm_dllm.config import ExtensionConfig
+from vllm_dllm.drafters.width import make_policy
+
+logger = init_logger(__name__)
+
+
+class _DraftWidths(drafting.DraftSchedulerHooks):
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config).drafter
+        self._policy = make_policy(config, self.num_spec_tokens)
+        self._max_context = config.max_context or self.max_model_len
+        logger.info(
+            "Verifying at most %d of %d drafted tokens a request (width policy: %s).",
+            self._policy.widest,
+            self.num_spec_tokens,
+            config.width_policy,
+        )
+
+    def draft_width(self, request: Request) -> int:
+        if request.num_tokens > self._max_context:
+            return 0
+        return self._policy.width(request.request_id, len(self.running))
+
+    def complete_output(self, output: SchedulerOutput) -> None:
+        """What is drafted after this step, for the next."""
+        widths = {id: self.draft_width(self.requests[id]) for id in output.num_scheduled_tokens}
+        drafting.set_draft_widths(output, widths)
+
+    def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        self._policy.verified(request_id, num_drafts, num_accepted)
+
+    def output_arrived(self, output: ModelRunnerOutput) -> None:
+        for request_id, width in drafting.predicted_widths(output).items():
+            if request_id in self.requests:
+                self._policy.predicted(request_id, width)
+
+    def request_freed(self, request: Request) -> None:
+        self._policy.ended(request.request_id)
+
+
+class DraftWidthScheduler(_DraftWidths, drafting.StockScheduler):
+    pass
+
+
+class DraftWidthAsyncScheduler(_DraftWidths, drafting.StockAsyncScheduler):
+    pass
