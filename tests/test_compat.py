@@ -120,6 +120,54 @@ SEAMS = {
         ("v1.core.sched.scheduler", "Scheduler", "_make_cached_request_data"),
         "req.num_output_tokens + req.num_output_placeholders",
     ),
+    "the engine asks the configuration for its scheduler": (
+        ("v1.engine.core", "EngineCore", "__init__"),
+        "Scheduler = vllm_config.scheduler_config.get_scheduler_cls()",
+    ),
+    "the scheduler takes drafts": (
+        ("v1.core.sched.scheduler", "Scheduler", "update_draft_token_ids"),
+        "request.spec_token_ids = self.structured_output_manager.validate_tokens(",
+    ),
+    "a scheduler that runs ahead shares one list of drafts": (
+        ("v1.core.sched.async_scheduler", "AsyncScheduler", "_update_after_schedule"),
+        "request.spec_token_ids = self._spec_token_placeholders",
+    ),
+    "the scheduler counts verified drafts": (
+        ("v1.core.sched.scheduler", "Scheduler", "update_from_output"),
+        "spec_decoding_stats = self.make_spec_decoding_stats(",
+    ),
+    "the scheduler frees a request": (
+        ("v1.core.sched.scheduler", "Scheduler", "finish_requests"),
+        "self._free_request(request",
+    ),
+    "the runner makes its speculator": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "__init__"),
+        "self.speculator = init_speculator(",
+    ),
+    "the runner knows how many tokens to draft before it drafts": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "sample_tokens"),
+        "num_spec_tokens = self.execute_model_state.num_spec_tokens_to_schedule",
+    ),
+    "the speculator stores the context before it drafts": (
+        ("v1.worker.gpu.spec_decode.dflash.speculator", "DFlashSpeculator", "propose"),
+        "self._precompute_context_kv(0, num_target_tokens, dummy_run)",
+    ),
+    "a captured draft stores it too": (
+        (
+            "v1.worker.gpu.spec_decode.dflash.speculator",
+            "DFlashSpeculator",
+            "_prepare_graph_forward",
+        ),
+        "self._precompute_context_kv(0, self._num_graph_context_tokens(num_reqs))",
+    ),
+    "profiling drafts without a graph": (
+        ("v1.worker.gpu.spec_decode.dflash.speculator", "DFlashSpeculator", "propose"),
+        "need_eager=is_profile,",
+    ),
+    "the sampler of drafts verifies them": (
+        ("v1.worker.gpu.spec_decode.rejection_sampler", "RejectionSampler", "_verify"),
+        "sampled, num_sampled = rejection_sample(",
+    ),
     "the choice of model runner": (
         ("v1.worker.gpu_worker", "Worker", "__init__"),
         "self.use_v2_model_runner = vllm_config.use_v2_model_runner",

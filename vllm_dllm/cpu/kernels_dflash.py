@@ -13,18 +13,18 @@ Grid = tuple[int, ...]
 
 def prepare_dflash_inputs(
     grid: Grid,  # (num_reqs, num_blocks)
-    input_ids: torch.Tensor,  # [max_num_tokens] int32, written: the draft blocks
-    query_positions: torch.Tensor,  # [max_num_tokens] int64, written
-    query_start_loc: torch.Tensor,  # [max_num_reqs + 1] int32, written
-    seq_lens: torch.Tensor,  # [max_num_reqs] int32, written: context and block; 0 beyond the batch
-    query_slots: torch.Tensor,  # [max_num_tokens] int64, written: cache slots of the block
-    context_positions: torch.Tensor,  # [max_num_tokens] int64, written; 0 where rejected
-    context_slots: torch.Tensor,  # [max_num_tokens] int64, written; padding where rejected
-    sample_indices: torch.Tensor,  # [max_num_reqs * N] int64, written: rows that draft
-    sample_pos: torch.Tensor,  # [max_num_reqs * N] int64, written: position of each draft
-    sample_slots: torch.Tensor,  # [max_num_reqs * N] int64, written; -1 beyond the batch
-    temperature_out: torch.Tensor,  # [max_num_reqs] fp32, written
-    seeds_out: torch.Tensor,  # [max_num_reqs] int64, written
+    out_input_ids: torch.Tensor,  # [max_num_tokens] int32, written: the draft blocks
+    out_query_positions: torch.Tensor,  # [max_num_tokens] int64, written
+    out_query_start_loc: torch.Tensor,  # [max_num_reqs + 1] int32, written
+    out_seq_lens: torch.Tensor,  # [max_num_reqs] int32, written: with the block; 0 beyond them
+    out_query_slot_mapping: torch.Tensor,  # [max_num_tokens] int64, written for the block
+    out_context_positions: torch.Tensor,  # [max_num_tokens] int64, written; 0 where rejected
+    out_context_slot_mapping: torch.Tensor,  # [max_num_tokens] int64, written
+    out_sample_indices: torch.Tensor,  # [max_num_reqs * N] int64, written: rows that draft
+    out_sample_pos: torch.Tensor,  # [max_num_reqs * N] int64, written: position of each draft
+    out_sample_idx_mapping: torch.Tensor,  # [max_num_reqs * N] int64, written; -1 beyond the batch
+    out_temperature: torch.Tensor,  # [max_num_reqs] fp32, written
+    out_seeds: torch.Tensor,  # [max_num_reqs] int64, written
     target_positions: torch.Tensor,  # [num_tokens] int64
     target_query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
     idx_mapping: torch.Tensor,  # [num_reqs] int64, batch row -> slot
@@ -36,7 +36,7 @@ def prepare_dflash_inputs(
     seeds: torch.Tensor,  # [max_num_reqs] int64
     block_table: torch.Tensor,  # [>= num_reqs, max_num_blocks] int32; block 0 holds nothing
     block_table_stride: int,
-    mask_token_id: int,
+    parallel_drafting_token_id: int,
     block_size: int,
     num_query_per_req: int,
     num_speculative_steps: int,
@@ -48,7 +48,7 @@ def prepare_dflash_inputs(
     PAD_SLOT_ID: int,
     CP_SIZE: int,
     CP_INTERLEAVE: int,
-    BLOCK_SIZE: int,
+    **block_sizes: int,
 ) -> None:
     assert CP_SIZE == 1, "context parallelism needs a GPU"
     num_reqs, width = grid[0], num_query_per_req
@@ -60,9 +60,9 @@ def prepare_dflash_inputs(
         found = blocks.astype(np.int64) * block_size + positions % block_size
         return np.where(blocks == 0, PAD_SLOT_ID, found)
 
-    context, context_out = context_positions.numpy(), context_slots.numpy()
+    context, context_out = out_context_positions.numpy(), out_context_slot_mapping.numpy()
     positions, slots_out, targets = (
-        t.numpy() for t in (query_positions, query_slots, target_positions)
+        t.numpy() for t in (out_query_positions, out_query_slot_mapping, target_positions)
     )
     bounds, rejected = target_query_start_loc.tolist(), num_rejected.tolist()
     blocks = np.empty((num_reqs, width), np.int64)
@@ -79,16 +79,16 @@ def prepare_dflash_inputs(
     positions[:num_queries] = np.minimum(blocks, max_model_len - 1).ravel()
     slots_out[num_queries:max_num_tokens] = PAD_SLOT_ID
 
-    ids = input_ids[:num_queries].view(num_reqs, width)
-    ids.fill_(mask_token_id)
+    ids = out_input_ids[:num_queries].view(num_reqs, width)
+    ids.fill_(parallel_drafting_token_id)
     anchors = torch.where(
         num_sampled[:num_reqs] > 0, last_sampled[slots, 0].int(), next_prefill_tokens[0, slots]
     )
     ids[:, 0] = anchors
-    starts = query_start_loc.numpy()
+    starts = out_query_start_loc.numpy()
     starts[:num_reqs] = np.arange(0, num_queries, width)
     starts[num_reqs : max_num_reqs + 1] = num_queries
-    lengths = seq_lens.numpy()
+    lengths = out_seq_lens.numpy()
     lengths[:num_reqs] = np.minimum(blocks[:, -1] + 1, max_model_len)
     lengths[num_reqs:max_num_reqs] = 0
 
@@ -97,7 +97,7 @@ def prepare_dflash_inputs(
     columns = np.arange(first_draft, first_draft + num_speculative_steps)
     rows = starts[:num_reqs, None] + columns
     indices, draft_positions, draft_slots = (
-        t.numpy() for t in (sample_indices, sample_pos, sample_slots)
+        t.numpy() for t in (out_sample_indices, out_sample_pos, out_sample_idx_mapping)
     )
     indices[:num_drafts] = rows.ravel()
     draft_positions[:num_drafts] = (blocks[:, columns] + (1 - first_draft)).ravel()
@@ -105,4 +105,4 @@ def prepare_dflash_inputs(
     last = max_num_reqs * num_speculative_steps
     indices[num_drafts:last], draft_positions[num_drafts:last] = 0, 0
     draft_slots[num_drafts:last] = -1
-    temperature_out[slots], seeds_out[slots] = temperature[slots], seeds[slots]
+    out_temperature[slots], out_seeds[slots] = temperature[slots], seeds[slots]

@@ -44,13 +44,13 @@ def gumbel_sample(
     expanded_idx_mapping: torch.Tensor,  # [num_rows] int64, row -> slot, negative = no request
     seeds: torch.Tensor,  # [max_num_reqs] int64
     pos: torch.Tensor,  # [num_rows] int64
-    temperature: torch.Tensor,  # [max_num_reqs] fp32
+    temp: torch.Tensor,  # [max_num_reqs] fp32
     vocab_size: int,
-    BLOCK_SIZE: int,
     IS_DRAFTING: bool,
     APPLY_TEMPERATURE: bool,
     USE_FP64: bool,
     PER_TOKEN_COL: bool,
+    **block_sizes: int,
 ) -> None:
     """The largest logit under Gumbel noise, and its token, of each block of the vocabulary; without
     noise at temperature 0."""
@@ -60,7 +60,7 @@ def gumbel_sample(
         assert logits_cache_col is not None and logits_cache_source is not None
         columns = logits_cache_col.expand(len(slots)).long()
         logits_cache[slots[live], columns[live], :vocab_size] = logits_cache_source[live]
-    temperatures = torch.where(live, temperature[slots.clamp(min=0)], 0.0)
+    temperatures = torch.where(live, temp[slots.clamp(min=0)], 0.0)
     scores = logits.to(torch.float64 if USE_FP64 else torch.float32)
     rows = torch.nonzero(temperatures != 0)[:, 0]
     if len(rows):
@@ -75,8 +75,9 @@ def gumbel_sample(
             USE_FP64,
         )
         scores = scores.index_copy(0, rows, noised.to(scores.dtype) + torch.from_numpy(noise))
-    for block, first in enumerate(range(0, vocab_size, BLOCK_SIZE)):
-        values, ids = scores[:, first : first + BLOCK_SIZE].max(dim=1)
+    block_size = block_sizes["BLOCK_SIZE"]
+    for block, first in enumerate(range(0, vocab_size, block_size)):
+        values, ids = scores[:, first : first + block_size].max(dim=1)
         local_max[:, block], local_argmax[:, block] = values, ids + first
 
 
