@@ -1,0 +1,1 @@
+"""Block-diffusion drafters for lossless speculative decoding."""
