@@ -37,11 +37,10 @@ def compiled(
 
 
 def fused(capability: int, num_tokens: int, **changes: object) -> dict[str, int]:
-    element_size = 4 if changes.get("states") == "fp32" else 2
     constants = HEAD | {"HIDDEN_SIZE": 4096, "HAS_BIAS": False}
     constants |= {key: value for key, value in changes.items() if key in HEAD}
     tiles = context_kv_triton.fused_tiles(
-        num_tokens, constants["HEAD_SIZE"], element_size, shared_bytes(divmod(capability, 10))
+        num_tokens, constants["HEAD_SIZE"], 2, shared_bytes(divmod(capability, 10))
     )
     options = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
     types = {key: value for key, value in changes.items() if key not in HEAD}
@@ -51,7 +50,6 @@ def fused(capability: int, num_tokens: int, **changes: object) -> dict[str, int]
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    fp32 = dict.fromkeys(("states", "hidden_norm", "projection", "bias"), "fp32")
     wide = {"HEAD_SIZE": 256, "ROTATING": 64, "HALF": 128, "IS_NEOX": False}
     rows = {"ROWS": context_kv_triton._ROWS}
     after_gemm = context_kv_triton._store_projected_kernel
@@ -59,11 +57,9 @@ if __name__ == "__main__":
         "fused, 64 tokens": fused(capability, 64),
         "fused, 16 tokens": fused(capability, 16),
         "fused, heads of 256": fused(capability, 64, **wide),
-        "fused in fp32": fused(capability, 64, **fp32),
         "after a GEMM": compiled(after_gemm, capability, HEAD | rows, {}),
     }
     if divmod(capability, 10) >= FIRST_FP8_CAPABILITY:
-        found["fused, fp8 cache"] = fused(capability, 64, like_caches="fp8e4nv")
         found["after a GEMM, fp8 cache"] = compiled(
             after_gemm, capability, HEAD | rows, {}, like_caches="fp8e4nv"
         )
