@@ -36,7 +36,7 @@ class ContextWeights:
     value_factor: float = 1.0  # `attention_value_scale` of a DFlash config
 
     def __post_init__(self) -> None:
-        rows, layers, head_size = len(self.projection), *self.k_norm.shape
+        rows, (layers, head_size) = len(self.projection), self.k_norm.shape
         if rows % (2 * layers * head_size):
             raise ValueError(
                 f"expected projection with rows for keys and values of {layers} layers with heads "
