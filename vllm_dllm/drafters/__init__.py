@@ -1,0 +1,1 @@
+"""Block-diffusion drafters: small models that guess the next tokens of an autoregressive one."""
