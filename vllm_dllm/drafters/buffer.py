@@ -2,8 +2,8 @@
 
 A bounded folder of shards, one JSON object a line. Serving hands blocks over and never waits: a
 thread writes them, and what the queue or the disk cannot take is dropped, counted and logged once.
-Over `max_bytes` the oldest shard goes. A file never keeps half a line: a failed write is taken back,
-and what a killed process left without an end is not read.
+Over `max_bytes` the oldest shard goes. A file never keeps half a line: a failed write is taken
+back, and what a killed process left without an end is not read.
 """
 
 import json
@@ -45,9 +45,7 @@ class BlockBuffer:
         self._warned: set[str] = set()
         self._shard: Path | None = None
         self._shard_bytes = 0
-        self._queue: queue.Queue[tuple[list[int], int, int] | None] = queue.Queue(
-            QUEUE_LENGTH
-        )
+        self._queue: queue.Queue[tuple[list[int], int, int] | None] = queue.Queue(QUEUE_LENGTH)
         self._thread = threading.Thread(target=self._write, name="block-buffer", daemon=True)
         self._thread.start()
 
@@ -141,7 +139,7 @@ def read_buffer(path: Path, vocab_size: int) -> list[KnownSequence]:
                 sequence = KnownSequence(row["tokens"], row["anchor"])
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise DrafterError(
-                    f'{shard}, line {number}: expected {{"tokens", "anchor", "accepted"}}: {error!r}'
+                    f'{shard}, line {number}: expected {{"tokens": [...], "anchor": 3}}: {error!r}'
                 ) from error
             largest = max(sequence.tokens, default=0)
             if largest >= vocab_size:

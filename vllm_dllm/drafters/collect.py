@@ -36,16 +36,18 @@ def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = []
     for place, row in _rows(path):
-        if not isinstance(row, dict) or not (row.get("messages") or row.get("prompt")):
+        if not isinstance(row, dict) or not ("messages" in row or "prompt" in row):
             raise DrafterError(f'{place}: expected {{"messages": [...]}} or {{"prompt": "text"}}')
         try:
-            if row.get("messages"):
+            if "messages" in row:
                 text = tokenizer.apply_chat_template(
                     row["messages"], tokenize=False, add_generation_prompt=True
                 )
                 tokens = tokenizer.encode(text, add_special_tokens=False)
-            else:
+            elif isinstance(row["prompt"], str):
                 tokens = tokenizer.encode(row["prompt"])
+            else:
+                raise TypeError("the prompt is not a text")
         except (TemplateError, TypeError, ValueError) as error:
             raise DrafterError(f"{place} cannot be encoded: {error}") from error
         if not 0 < len(tokens) <= room:

@@ -130,9 +130,7 @@ def _replay_rows(
         guesses = block_logits(drafter, target, states, blocks).argmax(-1)
         right = (guesses == blocks.wanted).unflatten(1, (-1, draft_width + 1))[..., 1:]
         counts = right.int().cumprod(-1).sum(-1).tolist()
-        for row, (row_anchors, row_counts) in enumerate(
-            zip(anchors.tolist(), counts, strict=True)
-        ):
+        for row, (row_anchors, row_counts) in enumerate(zip(anchors.tolist(), counts, strict=True)):
             matches[row] += [n for a, n in zip(row_anchors, row_counts, strict=True) if a >= 0]
     return list(zip(first_logits, matches, strict=True))
 

@@ -48,7 +48,7 @@ STATE_FILE = "state.pt"
 LOG_FILE = "training_log.json"
 HELD_OUT_SHARE = 16  # one sequence in this many is held out, to see τ
 MAX_HELD_OUT = 64
-LOG_EVERY = 25  # steps
+LOG_EVERY = 50  # steps
 SAVE_EVERY_S = 60.0
 
 
@@ -139,12 +139,17 @@ def train(
     (partial / RUN_FILE).write_text(json.dumps(run))
     if prompts is not None:
         sequences = collect(sources, completer, partial / COMPLETIONS_FILE, _report_collecting)
+        if not sequences:
+            raise DrafterError(
+                f"the target answers none of the {len(sources)} prompts with two tokens or more: "
+                f"expected prompts it has something to say to"
+            )
     torch.manual_seed(options.seed)
     drafter = DFlashDrafter(config)
     initialize(drafter)
     if start is not None:
         drafter.load_state_dict(start.state_dict())
-    log = _train(target, drafter.to(device), sequences, options, partial)
+    log = fit(target, drafter.to(device), sequences, options, partial)
     for name in (RUN_FILE, COMPLETIONS_FILE, STATE_FILE):
         (partial / name).unlink(missing_ok=True)
     save_drafter(drafter, partial, torch.bfloat16)
@@ -186,7 +191,7 @@ def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
     """Evenly from the second layer to the third last, as in the published drafters."""
     if count == 1:
         return (num_target_layers // 2,)
-    first, last = min(1, num_target_layers - 1), max(num_target_layers - 3, 0)
+    first, last = 1, max(num_target_layers - 3, 1)
     return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
@@ -241,11 +246,13 @@ def batches(
         order = sorted(sequences, key=lambda s: len(s.tokens) + rng.uniform(0, 24))
         epoch: list[list[KnownSequence]] = []
         rows: list[KnownSequence] = []
+        longest = 0
         for sequence in order:
-            size = len(sequence.tokens) + num_blocks * options.block_size
+            longest = max(longest, len(sequence.tokens))
+            size = longest + num_blocks * options.block_size
             if rows and (len(rows) + 1) * size > options.tokens_per_batch:
                 epoch.append(rows)
-                rows = []
+                rows, longest = [], len(sequence.tokens)
             rows.append(sequence)
         epoch.append(rows)
         rng.shuffle(epoch)
@@ -316,7 +323,7 @@ def learning_rate_scale(progress: float, warmup: float = 0.02) -> float:
     return min((progress + 1e-3) / warmup, 1.0) * min(1.0, (1.0 - progress) / 0.6)
 
 
-def _train(
+def fit(
     target: Target,
     drafter: DFlashDrafter,
     sequences: list[KnownSequence],
@@ -379,6 +386,9 @@ def _train(
             if now - last_save > SAVE_EVERY_S:
                 save()
                 last_save = now
+    if losses:
+        log.append(_log_entry(target, drafter, held_out, losses, counts, step, elapsed))
+        _report(log[-1], options)
     return log
 
 
