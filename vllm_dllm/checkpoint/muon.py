@@ -8,6 +8,7 @@ serves both.
 """
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,15 @@ class MuonAdamW:
                 rest.append(parameter)
         self.buffers = {p: torch.zeros_like(p) for group in self.matrices.values() for p in group}
         self.adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
+
+    def state(self) -> dict[str, Any]:
+        """What a later run needs to go on; refers to the optimiser's own tensors."""
+        return {"buffers": list(self.buffers.values()), "adam": self.adam.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for buffer, value in zip(self.buffers.values(), state["buffers"], strict=True):
+            buffer.copy_(value)
+        self.adam.load_state_dict(state["adam"])
 
     @torch.no_grad()
     def step(self, scale: float) -> None:

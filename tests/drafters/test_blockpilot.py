@@ -1,0 +1,150 @@
+"""The width predictor: what it sees, what it chooses, what it refuses to load."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vllm_dllm.drafters.blockpilot import (
+    HIDDEN_SIZES,
+    TOP_K,
+    BlockPilot,
+    PredictorConfig,
+    PredictorError,
+    load_predictor,
+    save_predictor,
+    summary,
+)
+
+V = 50
+BOTH = pytest.mark.parametrize("variant", ["full", "small"])
+
+
+def config(variant: str = "small", **changes: object) -> PredictorConfig:
+    options = dict(vocab_size=V, block_sizes=(14, 15, 16), trained_block_size=16, hidden_size=32)
+    return PredictorConfig(variant, **options | changes)
+
+
+def test_summary() -> None:
+    logits = torch.randn(7, V) * 4
+    logits[0, 3:40] = -math.inf
+    probs = logits.double().softmax(-1)
+    ours = summary(logits).double()
+    torch.testing.assert_close(
+        ours[:, :TOP_K], probs.sort(descending=True).values[:, :TOP_K], atol=1e-6, rtol=1e-5
+    )
+    entropy = torch.special.entr(probs).sum(-1)
+    torch.testing.assert_close(ours[:, TOP_K], entropy, atol=1e-5, rtol=1e-5)
+    best, second = logits.topk(2).values.double().unbind(-1)
+    torch.testing.assert_close(ours[:, TOP_K + 1], best - second)
+
+
+def test_summary_of_one_possible_token_is_finite() -> None:
+    logits = torch.full((1, V), -math.inf)
+    logits[0, 5] = 3.0
+    seen = summary(logits)
+    assert (
+        seen.isfinite().all() and seen[0, 0] == 1 and seen[0, TOP_K] == pytest.approx(0, abs=1e-5)
+    )
+
+
+def test_the_full_variant_is_the_papers() -> None:
+    """The raw logits, a layer, a residual one, the scores (AMAP-ML/BlockPilot, predict.py)."""
+    predictor = BlockPilot(config("full")).eval()
+    logits = torch.randn(5, V)
+    weights = predictor.state_dict()
+    hidden = (logits @ weights["first.weight"].T + weights["first.bias"]).relu()
+    hidden = hidden + (hidden @ weights["second.weight"].T + weights["second.bias"]).relu()
+    expected = hidden @ weights["scores.weight"].T + weights["scores.bias"]
+    torch.testing.assert_close(predictor(predictor.inputs(logits)), expected)
+
+
+@BOTH
+def test_memory(variant: str) -> None:
+    predictor = BlockPilot(config(variant))
+    assert predictor.config.num_parameters() == sum(
+        w.numel() for w in predictor.state_dict().values()
+    )
+
+
+def test_memory_for_a_real_vocabulary() -> None:
+    """The paper's 0.63 GB, and what the small variant needs of it."""
+    sizes = dict(vocab_size=151936, block_sizes=(12, 13, 14, 15, 16), trained_block_size=16)
+    full, small = (PredictorConfig(v, hidden_size=h, **sizes) for v, h in HIDDEN_SIZES.items())
+    assert 0.62e9 < full.memory_bytes() < 0.64e9
+    assert small.memory_bytes() < 20e3
+
+
+@BOTH
+def test_chooses_the_best_score_row_by_row(variant: str) -> None:
+    """A row gets the same width whatever else is in the batch, and no dropout."""
+    predictor = BlockPilot(config(variant)).eval()
+    logits = torch.randn(40, V) * 5
+    predictor.standardise(logits)
+    chosen = predictor.draft_tokens(logits)
+    best = predictor(predictor.inputs(logits)).argmax(-1)
+    assert chosen.tolist() == [(13, 14, 15)[i] for i in best.tolist()]
+    alone = torch.cat([predictor.draft_tokens(row[None]) for row in logits])
+    assert torch.equal(alone, chosen) and len(chosen.unique()) > 1
+
+
+def test_standardised() -> None:
+    predictor = BlockPilot(config())
+    logits = torch.randn(200, V) * 5
+    predictor.standardise(logits)
+    seen = predictor.inputs(logits)
+    torch.testing.assert_close(seen.mean(0), torch.zeros(TOP_K + 2), atol=1e-4, rtol=0)
+    assert (seen.std(0) < 1.01).all()
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_saved_and_loaded(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    predictor = BlockPilot(config(variant)).eval()
+    predictor.standardise(torch.randn(20, V))
+    save_predictor(predictor, tmp_path, {"seed": 3})
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 3
+    loaded = load_predictor(tmp_path, vocab_size=V, trained_block_size=16, dtype=dtype)
+    assert loaded.config == predictor.config and not loaded.training
+    logits = torch.randn(30, V)
+    ours, theirs = loaded.draft_tokens(logits), predictor.draft_tokens(logits)
+    assert (ours == theirs).float().mean() >= (1 if dtype == torch.float32 else 0.8)
+    assert load_file(tmp_path / "model.safetensors").keys() == predictor.state_dict().keys()
+
+
+WRONG = {
+    "no folder": ({}, {}, "holds no width predictor: expected config.json and model.safetensors"),
+    "another target": (
+        {},
+        {"vocab_size": 60},
+        "made for a vocabulary of 50, the target has 60: calibrate one with this target",
+    ),
+    "another drafter": (
+        {},
+        {"trained_block_size": 8},
+        "block sizes up to 16, the drafter was trained with 8",
+    ),
+    "something else": ({"predictor": "linear"}, {}, '"predictor": "blockpilot", got \'linear\''),
+    "sizes beyond the drafter's": (
+        {"block_sizes": [15, 16, 17]},
+        {},
+        r"2 .* to 16, the block the drafter was trained with, got \[15, 16, 17\]",
+    ),
+    "no block": ({"block_sizes": [1, 2]}, {}, r"2 .* to 16, .* got \[1, 2\]"),
+    "disorder": ({"block_sizes": [16, 15]}, {}, r"ascending block sizes, got \[16, 15\]"),
+    "another variant": ({"variant": "huge"}, {}, "full, small, got 'huge'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_not_loaded(case: str, tmp_path: Path) -> None:
+    changes, served, message = WRONG[case]
+    if case != "no folder":
+        save_predictor(BlockPilot(config()), tmp_path)
+        stored = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(stored | changes))
+    with pytest.raises(PredictorError, match=message):
+        load_predictor(tmp_path, **dict(vocab_size=V, trained_block_size=16) | served)

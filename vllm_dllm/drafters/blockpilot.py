@@ -1,0 +1,188 @@
+"""BlockPilot: the block size of a request, predicted once from its prefill.
+
+What goes in is the target's raw logits at the last prompt position. The paper ("BlockPilot:
+Instance-Adaptive Policy Learning for Diffusion-based Speculative Decoding") speaks of the raw
+distribution, and finds it better than its softmax; its program (AMAP-ML/BlockPilot) stores the LM
+head's output. What comes out are scores of a few block sizes near the one the drafter was trained
+with. A block size counts the anchor, as in a drafter's config: it drafts one token fewer.
+
+Two variants. `full` is the paper's: a matrix from the vocabulary to 2048, a second, residual one,
+and the scores; dropout in training. The first is vocabulary-wide: 0.63 GB for 151,936 tokens in
+bf16. `small` sees 18 numbers instead, the largest probabilities, the entropy and the lead of the
+best logit, and needs kilobytes.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+HIDDEN_SIZES = {"full": 2048, "small": 64}
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+TOP_K = 16  # probabilities that the small variant sees
+DROPOUT = 0.2
+
+
+class PredictorError(ValueError):
+    """A predictor that is not there, or not for this target and drafter; one line for the user."""
+
+
+@dataclass(frozen=True)
+class PredictorConfig:
+    variant: str
+    vocab_size: int
+    """Of the target's logits."""
+    block_sizes: tuple[int, ...]
+    """What it chooses from, ascending; each counts the anchor."""
+    trained_block_size: int
+    """Of the drafter: no block is larger."""
+    hidden_size: int
+
+    def __post_init__(self) -> None:
+        if self.variant not in HIDDEN_SIZES:
+            raise PredictorError(
+                f"expected a predictor variant of {', '.join(HIDDEN_SIZES)}, got {self.variant!r}"
+            )
+        sizes = self.block_sizes
+        if not sizes or list(sizes) != sorted(set(sizes)):
+            raise PredictorError(f"expected ascending block sizes, got {list(sizes)}")
+        if sizes[0] < 2 or sizes[-1] > self.trained_block_size:
+            raise PredictorError(
+                f"expected block sizes of 2 (the anchor and a token) to {self.trained_block_size}, "
+                f"the block the drafter was trained with, got {list(sizes)}"
+            )
+        if self.variant == "small" and self.vocab_size < TOP_K:
+            raise PredictorError(
+                f"the small variant takes a vocabulary of at least {TOP_K}, got {self.vocab_size}"
+            )
+
+    @property
+    def num_inputs(self) -> int:
+        return self.vocab_size if self.variant == "full" else TOP_K + 2
+
+    def num_parameters(self) -> int:
+        inputs, hidden, outputs = self.num_inputs, self.hidden_size, len(self.block_sizes)
+        scaling = 2 * inputs if self.variant == "small" else 0
+        return (inputs + 1 + hidden + 1) * hidden + (hidden + 1) * outputs + scaling
+
+    def memory_bytes(self, element_size: int = 2) -> int:
+        """Of the weights; a batch of n requests adds n * num_inputs numbers while it runs."""
+        return self.num_parameters() * element_size
+
+
+class BlockPilot(nn.Module):
+    def __init__(self, config: PredictorConfig):
+        super().__init__()
+        self.config = config
+        self.first = nn.Linear(config.num_inputs, config.hidden_size)
+        self.second = nn.Linear(config.hidden_size, config.hidden_size)
+        self.scores = nn.Linear(config.hidden_size, len(config.block_sizes))
+        self.dropout = nn.Dropout(DROPOUT)
+        for layer in (self.first, self.second):
+            nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+        if config.variant == "small":
+            self.register_buffer("shift", torch.zeros(config.num_inputs))
+            self.register_buffer("scale", torch.ones(config.num_inputs))
+        self.register_buffer("drafted", torch.tensor(config.block_sizes) - 1, persistent=False)
+
+    def inputs(
+        self,
+        logits: Tensor,  # [rows, V] of the target, any float type
+    ) -> Tensor:
+        """[rows, num_inputs] in the weights' dtype: the logits themselves, or their summary."""
+        dtype = self.first.weight.dtype
+        if self.config.variant == "full":
+            return logits.to(dtype)
+        return ((summary(logits) - self.shift) * self.scale).to(dtype)
+
+    def standardise(self, logits: Tensor) -> None:
+        """Makes what the small variant sees of these logits, those it is trained on, zero-mean
+        with a spread of 1. The full variant sees logits as they are."""
+        if self.config.variant == "small":
+            seen = summary(logits)
+            self.shift = seen.mean(0)
+            self.scale = 1 / seen.std(0).clamp_min(1e-3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Scores [rows, block sizes] of what `inputs` gives."""
+        hidden = self.dropout(self.first(inputs).relu())
+        hidden = hidden + self.dropout(self.second(hidden).relu())
+        return self.scores(hidden)
+
+    @torch.inference_mode()
+    def draft_tokens(
+        self,
+        logits: Tensor,  # [rows, V] at the last prompt positions
+    ) -> Tensor:
+        """[rows] int64, on the logits' device: how many tokens to draft, the block size but one."""
+        return self.drafted[self(self.inputs(logits)).argmax(-1)]
+
+
+def summary(logits: Tensor) -> Tensor:
+    """[rows, TOP_K + 2] fp32 of [rows, V]: the largest probabilities, the entropy (nats), the best
+    logit's lead over the second."""
+    logits = logits.float()
+    log_total = logits.logsumexp(-1, keepdim=True)
+    top = logits.topk(TOP_K, dim=-1).values
+    probs = (logits - log_total).exp()
+    # Tokens that are ruled out have a logit of minus infinity, and no share in the entropy.
+    entropy = log_total - (probs * logits.clamp_min(-1e30)).sum(-1, keepdim=True)
+    lead = (top[:, :1] - top[:, 1:2]).clamp_max(1e3)
+    return torch.cat(((top - log_total).exp(), entropy, lead), dim=-1)
+
+
+def save_predictor(
+    predictor: BlockPilot, path: Path, details: dict[str, Any] | None = None
+) -> None:
+    """Writes config.json, with `details` of how it came about, and the weights into `path`."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {"predictor": "blockpilot", **asdict(predictor.config), **(details or {})}
+    (path / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    weights = {name: w.detach().contiguous() for name, w in predictor.state_dict().items()}
+    save_file(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})
+    (path / WEIGHTS_FILE).chmod(0o644)  # save_file lets nobody else read
+
+
+def load_predictor(
+    path: Path,
+    *,
+    vocab_size: int,  # of the target that is served
+    trained_block_size: int,  # of the drafter that is served
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,  # None: as stored
+) -> BlockPilot:
+    """Raises PredictorError for a predictor that is not there or was made for another pair."""
+    config_file = path / CONFIG_FILE
+    if not config_file.is_file():
+        raise PredictorError(
+            f"{path} holds no width predictor: expected {CONFIG_FILE} and {WEIGHTS_FILE}, as "
+            f"`vllm-dllm drafter calibrate-width` writes them"
+        )
+    found = json.loads(config_file.read_text())
+    if found.get("predictor") != "blockpilot":
+        raise PredictorError(
+            f'{config_file}: expected "predictor": "blockpilot", got {found.get("predictor")!r}'
+        )
+    config = PredictorConfig(
+        **{field.name: found[field.name] for field in fields(PredictorConfig)}
+        | {"block_sizes": tuple(found["block_sizes"])}
+    )
+    if config.vocab_size != vocab_size:
+        raise PredictorError(
+            f"the predictor {path} was made for a vocabulary of {config.vocab_size}, the target "
+            f"has {vocab_size}: calibrate one with this target"
+        )
+    if config.block_sizes[-1] > trained_block_size:
+        raise PredictorError(
+            f"the predictor {path} chooses block sizes up to {config.block_sizes[-1]}, the drafter "
+            f"was trained with {trained_block_size}: calibrate one with this drafter"
+        )
+    predictor = BlockPilot(config)
+    predictor.load_state_dict(load_file(path / WEIGHTS_FILE))
+    return predictor.to(device=device, dtype=dtype).eval()

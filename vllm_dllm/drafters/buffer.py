@@ -1,0 +1,154 @@
+"""Blocks a serving drafter got right and wrong, kept on disk to train it on.
+
+A bounded folder of shards, one JSON object a line. Serving hands blocks over and never waits: a
+thread writes them, and what the queue or the disk cannot take is dropped, counted and logged once.
+Over `max_bytes` the oldest shard goes. A file never keeps half a line: a failed write is taken
+back, and what a killed process left without an end is not read.
+"""
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_dllm.drafters.reference import DrafterError
+from vllm_dllm.drafters.train_blocks import KnownSequence
+
+logger = logging.getLogger(__name__)
+
+NUM_SHARDS = 8  # of max_bytes; the oldest one is what is lost at a time
+QUEUE_LENGTH = 1024  # blocks on their way to the disk
+PATTERN = "blocks-*.jsonl"
+
+
+class BlockBuffer:
+    """Where a drafter's blocks go while it serves. One writer thread; `add` may be called by one
+    thread at a time."""
+
+    def __init__(self, path: Path, max_bytes: int, every: int = 1):
+        """Keeps one block in `every`. Several processes may share `path`."""
+        if max_bytes < NUM_SHARDS or every < 1:
+            raise DrafterError(
+                f"expected a buffer of at least {NUM_SHARDS} bytes that keeps one block in 1 or "
+                f"more, got {max_bytes} bytes and one in {every}"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.max_bytes = max_bytes
+        self.dropped = 0
+        """Blocks that neither queue nor disk could take."""
+        self._every = every
+        self._seen = 0
+        self._warned: set[str] = set()
+        self._shard: Path | None = None
+        self._shard_bytes = 0
+        self._queue: queue.Queue[tuple[list[int], int, int] | None] = queue.Queue(QUEUE_LENGTH)
+        self._thread = threading.Thread(target=self._write, name="block-buffer", daemon=True)
+        self._thread.start()
+
+    def add(self, request_tokens: Sequence[int], start: int, accepted: int) -> None:
+        """Takes a verified block. Neither waits nor raises.
+
+        request_tokens: prompt and answer up to the bonus token, which the target put behind the
+        accepted tokens; tokens after it are not kept. start: index of the block's anchor.
+        accepted: drafted tokens that the target agreed with.
+        """
+        self._seen += 1
+        if self._seen % self._every:
+            return
+        try:
+            self._queue.put_nowait((list(request_tokens[: start + accepted + 2]), start, accepted))
+        except queue.Full:
+            self._drop("the queue is full: blocks come faster than they are written")
+
+    def close(self) -> None:
+        """Writes what is queued and stops."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _write(self) -> None:
+        while (block := self._queue.get()) is not None:
+            tokens, start, accepted = block
+            row = {"tokens": tokens, "anchor": start, "accepted": accepted}
+            line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
+            if len(line) > self.max_bytes // NUM_SHARDS:
+                self._drop(f"a block of {len(line)} bytes is longer than a shard")
+                continue
+            try:
+                self._append(line)
+            except OSError as error:
+                self._drop(f"cannot write to {self.path}: {error}")
+
+    def _append(self, line: bytes) -> None:
+        shard_size = self.max_bytes // NUM_SHARDS
+        if self._shard is None or self._shard_bytes + len(line) > shard_size:
+            self._shard, self._shard_bytes = self._new_shard(), 0
+            self._delete_oldest()
+        with self._shard.open("ab", buffering=0) as file:
+            try:
+                written = file.write(line)
+                if written != len(line):
+                    raise OSError(f"the disk took {written} of {len(line)} bytes")
+            except OSError:
+                file.truncate(self._shard_bytes)
+                raise
+        self._shard_bytes += len(line)
+
+    def _new_shard(self) -> Path:
+        numbers = [int(shard.stem.split("-")[1]) for shard in self.path.glob(PATTERN)]
+        shard = self.path / f"blocks-{max(numbers, default=0) + 1:09}-{os.getpid()}.jsonl"
+        shard.touch()
+        return shard
+
+    def _delete_oldest(self) -> None:
+        """Leaves room for the new shard to fill up."""
+        shards = sorted(self.path.glob(PATTERN))
+        used = sum(shard.stat().st_size for shard in shards) + self.max_bytes // NUM_SHARDS
+        for shard in shards:
+            if used <= self.max_bytes:
+                return
+            used -= shard.stat().st_size
+            shard.unlink()
+
+    def _drop(self, reason: str) -> None:
+        self.dropped += 1
+        kind = reason.split(":")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("a drafted block was not kept, and more may follow: %s", reason)
+
+
+def read_buffer(path: Path, vocab_size: int) -> list[KnownSequence]:
+    """The blocks of a buffer, oldest first, as sequences to train on.
+
+    Behind a block's anchor are the accepted tokens and the one the target put instead of the first
+    wrong guess; nothing is known of what would have followed that guess.
+    """
+    shards = sorted(path.glob(PATTERN))
+    if not shards:
+        raise DrafterError(f"{path} holds no buffer: expected files {PATTERN}")
+    sequences = []
+    for shard in shards:
+        lines = shard.read_bytes().split(b"\n")[:-1]  # the rest has no end: it was never written
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                sequence = KnownSequence(row["tokens"], row["anchor"])
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise DrafterError(
+                    f'{shard}, line {number}: expected {{"tokens": [...], "anchor": 3}}: {error!r}'
+                ) from error
+            largest = max(sequence.tokens, default=0)
+            if largest >= vocab_size:
+                raise DrafterError(
+                    f"{shard}, line {number} has token {largest}, the drafter's vocabulary has "
+                    f"{vocab_size} tokens: the buffer is another model's"
+                )
+            if 0 <= sequence.first_anchor < len(sequence.tokens) - 1:
+                sequences.append(sequence)
+    if not sequences:
+        raise DrafterError(f"{path} holds no block with a known token behind its anchor")
+    return sequences

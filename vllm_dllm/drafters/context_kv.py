@@ -1,0 +1,180 @@
+"""Keys and values a drafter keeps of its context, straight from the target's states.
+
+The context never runs through a drafter's layers: each layer's keys and values of a token are two
+projections of one vector, the token's states after `fc`. So all layers' entries are written into
+the paged cache at once, for exactly the tokens whose states have become known. This file is the
+definition of right, in plain operations; `context_kv_triton` does it on a GPU.
+
+Legend: T tokens, H hidden size, L drafter layers, N key heads (of this rank), D head size, R of its
+dimensions rotate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = torch.finfo(FP8).max
+
+
+@dataclass(frozen=True)
+class ContextWeights:
+    """What turns states into keys and values, of all layers."""
+
+    hidden_norm: Tensor  # [H]
+    projection: Tensor  # [L * 2 * N * D, H]: of each layer the rows of its keys, then of its values
+    k_norm: Tensor  # [L, D]
+    cos_sin: Tensor  # [max_position, R]: R / 2 cosines, then their sines, as vLLM keeps them
+    is_neox: bool  # True: dimension i turns with i + R / 2; False: 2 i with 2 i + 1
+    eps: float
+    bias: Tensor | None = None  # [L * 2 * N * D]
+    value_factor: float = 1.0  # `attention_value_scale` of a DFlash config
+
+    def __post_init__(self) -> None:
+        rows, (layers, head_size) = len(self.projection), self.k_norm.shape
+        if rows % (2 * layers * head_size):
+            raise ValueError(
+                f"expected projection with rows for keys and values of {layers} layers with heads "
+                f"of {head_size}, a multiple of {2 * layers * head_size}, got {rows}"
+            )
+        if head_size % 2 or self.cos_sin.shape[1] % 2 or self.cos_sin.shape[1] > head_size:
+            raise ValueError(
+                f"expected an even head size and an even number of rotating dimensions within it, "
+                f"got {head_size} and cos_sin with {self.cos_sin.shape[1]}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.k_norm)
+
+    @property
+    def head_size(self) -> int:
+        return self.k_norm.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return len(self.projection) // (2 * self.num_layers * self.head_size)
+
+
+@dataclass(frozen=True)
+class DrafterCaches:
+    """The paged caches of a drafter's layers; made once, when the engine has made them."""
+
+    keys: Sequence[Tensor]  # of each layer [num_blocks, block_size, N, D], any strides but D's
+    values: Sequence[Tensor]  # like keys
+    scales: Tensor  # [L, 2] fp32: what a layer's stored keys and values are multiplied with when
+    # read; used with fp8 caches alone
+    addresses: Tensor  # [L, 2] int64 on the caches' device
+
+    @classmethod
+    def of(
+        cls,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        scales: Tensor | None = None,
+    ) -> "DrafterCaches":
+        """Raises ValueError for caches that one launch cannot serve. vLLM's fp8 caches are uint8:
+        pass views as float8_e4m3fn."""
+        first = keys[0]
+        for cache_ in (*keys, *values):
+            if (cache_.shape, cache_.stride(), cache_.dtype) != (
+                first.shape,
+                first.stride(),
+                first.dtype,
+            ):
+                raise ValueError(
+                    f"expected the caches of all layers alike, got {_describe(first)} and "
+                    f"{_describe(cache_)}"
+                )
+        if first.stride(-1) != 1:
+            raise ValueError(f"expected caches contiguous along D, got strides {first.stride()}")
+        if scales is None:
+            scales = torch.ones(len(keys), 2, device=first.device)
+        addresses = [[k.data_ptr(), v.data_ptr()] for k, v in zip(keys, values, strict=True)]
+        return cls(keys, values, scales.float(), torch.tensor(addresses, device=first.device))
+
+
+def _describe(cache_: Tensor) -> str:
+    return f"{tuple(cache_.shape)} with strides {cache_.stride()} of {cache_.dtype}"
+
+
+def store_context_kv_(
+    states: Tensor,  # [T, H] after `fc`, before `hidden_norm`
+    positions: Tensor,  # [T] int64
+    slots: Tensor,  # [T] or, with cache groups of their own, [L, T] int64; -1: written nowhere
+    weights: ContextWeights,
+    caches: DrafterCaches,
+) -> None:
+    """Writes all layers' keys and values of the tokens at their slots of the caches."""
+    if slots.dim() == 1:
+        slots = slots.expand(weights.num_layers, -1)
+    if states.is_cuda:
+        _triton().store_context_kv_(states, positions, slots, weights, caches)
+        return
+    keys, values = context_kv(states, positions, weights)
+    block_size = caches.keys[0].shape[1]
+    for layer, layer_slots in enumerate(slots):
+        written = layer_slots >= 0
+        blocks, offsets = layer_slots[written] // block_size, layer_slots[written] % block_size
+        for new, cache_, scale in (
+            (keys[layer], caches.keys[layer], caches.scales[layer, 0]),
+            (values[layer], caches.values[layer], caches.scales[layer, 1]),
+        ):
+            _bits(cache_)[blocks, offsets] = _bits(_as_cached(new[written], cache_.dtype, scale))
+
+
+def context_kv(
+    states: Tensor,  # [T, H]
+    positions: Tensor,  # [T] int64
+    weights: ContextWeights,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [L, T, N, D] in the states' dtype, which the normalised states and their
+    projections are rounded to as well; all else is computed in fp32."""
+    num_heads, head_size = weights.num_kv_heads, weights.head_size
+    normed = F.rms_norm(states, states.shape[-1:], weights.hidden_norm, weights.eps)
+    projected = F.linear(normed, weights.projection, weights.bias).float()
+    projected = projected.view(len(states), weights.num_layers, 2, num_heads, head_size)
+    keys, values = projected.permute(2, 1, 0, 3, 4)
+    k_norm = weights.k_norm.float()[:, None, None]
+    keys = F.rms_norm(keys, (head_size,), eps=weights.eps) * k_norm
+    keys = _rotate(keys, weights.cos_sin[positions].float(), weights.is_neox)
+    return keys.to(states.dtype), (values * weights.value_factor).to(states.dtype)
+
+
+def _rotate(
+    keys: Tensor,  # [L, T, N, D] fp32
+    cos_sin: Tensor,  # [T, R] fp32
+    is_neox: bool,
+) -> Tensor:
+    rotating, rest = keys.split((cos_sin.shape[1], keys.shape[-1] - cos_sin.shape[1]), dim=-1)
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    if is_neox:
+        first, second = rotating.chunk(2, dim=-1)
+    else:
+        first, second = rotating[..., ::2], rotating[..., 1::2]
+    turned = first * cos - second * sin, second * cos + first * sin
+    rotated = torch.cat(turned, dim=-1) if is_neox else torch.stack(turned, dim=-1).flatten(-2)
+    return torch.cat((rotated, rest), dim=-1)
+
+
+def _as_cached(new: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
+    if dtype != FP8:
+        return new.to(dtype)
+    return (new.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """PyTorch does not scatter fp8."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+
+
+@cache
+def _triton() -> ModuleType:
+    from vllm_dllm.drafters import context_kv_triton  # needs Triton
+
+    return context_kv_triton
