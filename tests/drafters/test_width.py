@@ -89,7 +89,7 @@ def test_settings_are_read() -> None:
         ({"draft_window": 1.5}, "drafter.draft_window must be an integer >= 1, got 1.5"),
         ({"load_rows": None}, "drafter.load_rows must be an integer >= 1, got None"),
         ({"narrow_draft": 1}, "drafter.narrow_draft must be true or false, got 1"),
-        ({"buffer_share": 2}, r"drafter.buffer_share must be a number in \[0, 1\], got 2"),
+        ({"buffer_every": 0}, "drafter.buffer_every must be an integer >= 1, got 0"),
         ({"width_policy": "blockpilot"}, "come together; got 'blockpilot' and None"),
         ({"predictor": "here"}, "come together; got 'fixed' and 'here'"),
     ],

@@ -40,12 +40,12 @@ class DrafterConfig:
     schedule: Schedule = "cosine"
     """How many tokens each of several passes keeps."""
     buffer: str | None = None
-    """Folder that a share of the finished requests is written to, for `vllm-dllm drafter train
+    """Folder that some of the verified blocks are written to, for `vllm-dllm drafter train
     --from-buffer`."""
     buffer_mib: int = 64
-    """Size of `buffer`; its oldest requests are deleted."""
-    buffer_share: float = 0.05
-    """Share of the requests that is written."""
+    """Size of `buffer`; its oldest blocks are deleted."""
+    buffer_every: int = 20
+    """One block in this many is written."""
 
     def __post_init__(self) -> None:
         _check_choice("width_policy", self.width_policy, get_args(WidthPolicy))
@@ -53,15 +53,12 @@ class DrafterConfig:
         for key in ("width", "max_context", "draft_window"):
             if getattr(self, key) is not None:
                 _check_count(key, getattr(self, key))
-        for key in ("load_rows", "draft_steps", "buffer_mib"):
+        for key in ("load_rows", "draft_steps", "buffer_mib", "buffer_every"):
             _check_count(key, getattr(self, key))
         if not isinstance(self.narrow_draft, bool):
             raise ValueError(
                 f"drafter.narrow_draft must be true or false, got {self.narrow_draft!r}."
             )
-        share = self.buffer_share
-        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
-            raise ValueError(f"drafter.buffer_share must be a number in [0, 1], got {share!r}.")
         if (self.width_policy == "blockpilot") != (self.predictor is not None):
             raise ValueError(
                 "drafter.width_policy 'blockpilot' and drafter.predictor, the folder that "

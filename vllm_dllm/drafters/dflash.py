@@ -6,16 +6,23 @@ target's hidden states, whether or not anything is drafted, so that drafting can
 any time.
 """
 
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.compat.dflash import DFlashHooks
 from vllm_dllm.config import ExtensionConfig
+from vllm_dllm.drafters.blockpilot import BlockPilot, load_predictor
+from vllm_dllm.drafters.presets import DrafterLayout, DrafterMismatch, check_drafter
 
 logger = init_logger(__name__)
 
@@ -23,9 +30,23 @@ logger = init_logger(__name__)
 class WidthDFlashSpeculator(DFlashHooks):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         config = ExtensionConfig.from_additional_config(vllm_config.additional_config).drafter
+        draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
+        layout = check_drafter(
+            draft.hf_config.to_dict(), target.hf_config.to_dict(), draft.model, target.model
+        )
+        check_width(vllm_config.speculative_config.num_speculative_tokens, layout, draft.model)
         if config.draft_window is not None:
-            see_window(vllm_config.speculative_config.draft_model_config, config.draft_window)
+            see_window(draft, config.draft_window)
         super().__init__(vllm_config, device)
+        self._predictor: BlockPilot | None = None
+        if config.predictor is not None:
+            self._predictor = load_predictor(
+                Path(config.predictor),
+                vocab_size=target.get_vocab_size(),
+                trained_block_size=layout.block_size,
+                device=device,
+            )
+        self._predicted: Mapping[str, int] = {}
         self._narrows = config.narrow_draft or config.max_context is not None
         # Read by the captured graph: tokens to draft for each request of the batch.
         self._block_widths = torch.full(
@@ -40,17 +61,102 @@ class WidthDFlashSpeculator(DFlashHooks):
     def drafts(self) -> bool:
         return not self._widths or any(self._widths.values())
 
-    def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._narrows and not kwargs.get("dummy_run"):
+    def load_model(self, target_model: nn.Module) -> None:
+        super().load_model(target_model)
+        self._target = target_model
+
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,  # [num_tokens, hidden_size] of the target
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Drafts [num_reqs, num_speculative_tokens] int64; arguments are vLLM's."""
+        if self._predictor is not None and not dummy_run:
+            self._predict_widths(input_batch, last_hidden_states)
+        if self._narrows and not dummy_run:
             widths = np.array([self._widths[name] for name in input_batch.req_ids], np.int32)
             async_tensor_h2d(widths, out=self._block_widths[: len(widths)])
-        return super().propose(input_batch, *args, **kwargs)
+        return super().propose(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            *args,
+            dummy_run=dummy_run,
+            **kwargs,
+        )
+
+    def _predict_widths(self, input_batch: InputBatch, hidden_states: torch.Tensor) -> None:
+        """Asks the predictor about the requests whose prefill this step has finished."""
+        assert self._predictor is not None
+        ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        prefilled = input_batch.is_prefilling_np & (ends >= input_batch.prefill_len_np)
+        (rows,) = np.nonzero(prefilled)
+        if len(rows) == 0:
+            return
+        last_tokens = input_batch.query_start_loc_np[rows + 1] - 1
+        indices = async_tensor_h2d(last_tokens, device=self.device, dtype=torch.int64)
+        logits = self._target.compute_logits(hidden_states[indices])
+        self._predicted = PredictedWidths(
+            [input_batch.req_ids[row] for row in rows], self._predictor.draft_tokens(logits)
+        )
+
+    def take_predicted_widths(self) -> Mapping[str, int]:
+        """What the last step predicted."""
+        predicted, self._predicted = self._predicted, {}
+        return predicted
 
     def blocks_prepared(self) -> None:
         if self._narrows:
             narrow_blocks(
                 self.input_buffers.seq_lens, self._block_widths, self.num_speculative_steps
             )
+
+
+class PredictedWidths(Mapping[str, int]):
+    """Widths on their way from the device, by request. Reading waits for them; sending them to
+    another process is reading."""
+
+    def __init__(self, request_ids: list[str], widths: torch.Tensor) -> None:
+        """`widths` [num_reqs] int64, the copy of which starts now."""
+        self._request_ids = request_ids
+        self._widths = widths.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if widths.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    @cached_property
+    def _known(self) -> dict[str, int]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return dict(zip(self._request_ids, self._widths.tolist(), strict=True))
+
+    def __getitem__(self, request_id: str) -> int:
+        return self._known[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._request_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self._known,)
+
+
+def check_width(num_drafted: int, layout: DrafterLayout, drafter: str) -> None:
+    """Raises DrafterMismatch for blocks wider than those the drafter was trained with."""
+    if num_drafted > layout.block_size - 1:
+        raise DrafterMismatch(
+            f"num_speculative_tokens of --speculative-config is {num_drafted}, but the drafter "
+            f"{drafter} was trained with blocks of {layout.block_size}, the anchor and "
+            f"{layout.block_size - 1} drafted tokens. Ask for at most {layout.block_size - 1}."
+        )
 
 
 def see_window(draft_model_config: Any, window: int) -> None:

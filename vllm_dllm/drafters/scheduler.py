@@ -5,6 +5,8 @@ beyond a request's width are not scheduled; the worker hears, with each step, ho
 draft for each request.
 """
 
+from pathlib import Path
+
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -12,6 +14,7 @@ from vllm.v1.request import Request
 
 from vllm_dllm.compat import drafting
 from vllm_dllm.config import ExtensionConfig
+from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.drafters.width import make_policy
 
 logger = init_logger(__name__)
@@ -23,6 +26,12 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config).drafter
         self._policy = make_policy(config, self.num_spec_tokens)
         self._max_context = config.max_context or self.max_model_len
+        self._buffer: BlockBuffer | None = None
+        if config.buffer is not None:
+            self._buffer = BlockBuffer(
+                Path(config.buffer), config.buffer_mib << 20, config.buffer_every
+            )
+        self._just_verified: str | None = None
         logger.info(
             "Verifying at most %d of %d drafted tokens a request (width policy: %s).",
             self._policy.widest,
@@ -42,6 +51,23 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         self._policy.verified(request_id, num_drafts, num_accepted)
+        self._just_verified = request_id
+
+    def block_emitted(self, request: Request, block_length: int) -> None:
+        # The tokens of a verification arrive right after its count.
+        if self._buffer is not None and self._just_verified == request.request_id:
+            anchor = request.num_tokens - block_length - 1
+            self._buffer.add(request.all_token_ids, anchor, block_length - 1)
+        self._just_verified = None
+
+    def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
+        if num_kept > 0:
+            self.block_emitted(request, num_kept)
+
+    def shutdown(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+        super().shutdown()
 
     def output_arrived(self, output: ModelRunnerOutput) -> None:
         for request_id, width in drafting.predicted_widths(output).items():
