@@ -128,10 +128,22 @@ def test_another_config_under_a_published_name() -> None:
         check_drafter(config, target(QWEN3_8B), QWEN3_8B.drafter, "T")
 
 
-@pytest.mark.parametrize("missing", ["block_size", "dflash_config", "vocab_size"])
+@pytest.mark.parametrize("size", [151936 - 128, 151936])
+def test_a_targets_vocabulary_may_be_padded_further(size: int) -> None:
+    check_drafter(z_lab(QWEN3_8B) | {"vocab_size": size}, target(QWEN3_8B), "D", "T")
+
+
+def test_what_a_config_may_leave_out() -> None:
+    config = z_lab(QWEN3_8B)
+    del config["block_size"], config["dflash_config"]["target_layer_ids"]
+    layout = check_drafter(config, target(QWEN3_8B), "D", "T")
+    assert (layout.block_size, layout.target_layer_ids) == (None, None)
+
+
+@pytest.mark.parametrize("missing", ["dflash_config", "vocab_size"])
 def test_not_a_drafter(missing: str) -> None:
     config = z_lab(QWEN3_8B)
     del config[missing]
-    expected = "target_layer_ids" if missing == "dflash_config" else missing
+    expected = "mask_token_id" if missing == "dflash_config" else missing
     with pytest.raises(DrafterMismatch, match=f"D is no DFlash drafter: expected {expected} in"):
         read_layout(config, "D")

@@ -1,5 +1,7 @@
 """Private names of vLLM's DFlash speculator. Loaded in workers alone: it loads model code."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,18 @@ class DFlashHooks(DFlashSpeculator):
         if start == 0:  # else a part too long for the graph, which is replayed next
             self.blocks_prepared()
 
-    def _generate_draft(self, *args: Any, **kwargs: Any) -> None:
-        if self.drafts():
-            super()._generate_draft(*args, **kwargs)
+    def generate_draft(
+        self, num_reqs: int, forward: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Drafts [num_reqs, num_speculative_tokens] of the prepared blocks, whose hidden states
+        [num_tokens, hidden_size] `forward` makes. None: as vLLM does."""
+        return None
+
+    def _generate_draft(self, num_reqs: int, *args: Any, **kwargs: Any) -> None:
+        if not self.drafts():
+            return
+        drafts = self.generate_draft(num_reqs, partial(self._run_model, *args, **kwargs))
+        if drafts is None:
+            super()._generate_draft(num_reqs, *args, **kwargs)
+        else:
+            self.draft_tokens[:num_reqs] = drafts

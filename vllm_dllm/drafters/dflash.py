@@ -6,7 +6,7 @@ target's hidden states, whether or not anything is drafted, so that drafting can
 any time.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -23,6 +24,7 @@ from vllm_dllm.compat.dflash import DFlashHooks
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, load_predictor
 from vllm_dllm.drafters.presets import DrafterLayout, DrafterMismatch, check_drafter
+from vllm_dllm.drafters.schedule import reveal, reveal_counts
 
 logger = init_logger(__name__)
 
@@ -31,8 +33,13 @@ class WidthDFlashSpeculator(DFlashHooks):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         config = ExtensionConfig.from_additional_config(vllm_config.additional_config).drafter
         draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
+        # As it is written: vLLM's configuration of a drafter lacks the size of its block.
+        written = get_hf_file_to_dict("config.json", draft.model, draft.revision)
         layout = check_drafter(
-            draft.hf_config.to_dict(), target.hf_config.to_dict(), draft.model, target.model
+            written or draft.hf_config.to_dict(),
+            target.hf_config.to_dict(),
+            draft.model,
+            target.model,
         )
         check_width(vllm_config.speculative_config.num_speculative_tokens, layout, draft.model)
         if config.draft_window is not None:
@@ -43,10 +50,18 @@ class WidthDFlashSpeculator(DFlashHooks):
             self._predictor = load_predictor(
                 Path(config.predictor),
                 vocab_size=target.get_vocab_size(),
-                trained_block_size=layout.block_size,
+                trained_block_size=layout.block_size or self.num_speculative_steps + 1,
                 device=device,
             )
         self._predicted: Mapping[str, int] = {}
+        self._reveal_counts = reveal_counts(
+            self.num_speculative_steps, config.draft_steps, config.schedule
+        )
+        if config.draft_steps > 1 and self.draft_logits is not None:
+            raise ValueError(
+                "drafter.draft_steps > 1 drafts best guesses: draft_sample_method of "
+                "--speculative-config must be 'greedy', got 'probabilistic'."
+            )
         self._narrows = config.narrow_draft or config.max_context is not None
         # Read by the captured graph: tokens to draft for each request of the batch.
         self._block_widths = torch.full(
@@ -90,6 +105,25 @@ class WidthDFlashSpeculator(DFlashHooks):
             dummy_run=dummy_run,
             **kwargs,
         )
+
+    def generate_draft(
+        self, num_reqs: int, forward: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
+        if len(self._reveal_counts) == 1:
+            return None
+        width = self.num_speculative_steps
+        blocks = self.input_buffers.input_ids[: num_reqs * self.num_query_per_req]
+        drafts = blocks.view(num_reqs, self.num_query_per_req)[:, 1:]  # behind the anchors
+        masked = torch.ones_like(drafts, dtype=torch.bool)
+        for count in self._reveal_counts:
+            hidden = forward()[self.sample_indices[: num_reqs * width]]
+            logits = self.compute_draft_logits(hidden, 0).float()
+            best, tokens = logits.max(dim=-1)
+            confidence = (best - logits.logsumexp(dim=-1)).view(num_reqs, width)
+            revealed = reveal(confidence, masked, count)
+            drafts.copy_(torch.where(revealed, tokens.view(num_reqs, width).int(), drafts))
+            masked &= ~revealed
+        return drafts
 
     def _predict_widths(self, input_batch: InputBatch, hidden_states: torch.Tensor) -> None:
         """Asks the predictor about the requests whose prefill this step has finished."""
@@ -151,7 +185,7 @@ class PredictedWidths(Mapping[str, int]):
 
 def check_width(num_drafted: int, layout: DrafterLayout, drafter: str) -> None:
     """Raises DrafterMismatch for blocks wider than those the drafter was trained with."""
-    if num_drafted > layout.block_size - 1:
+    if layout.block_size is not None and num_drafted > layout.block_size - 1:
         raise DrafterMismatch(
             f"num_speculative_tokens of --speculative-config is {num_drafted}, but the drafter "
             f"{drafter} was trained with blocks of {layout.block_size}, the anchor and "

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+PADDING = 1024  # tokens that a target's vocabulary may be padded by beyond its drafter's
+
 
 class DrafterMismatch(ValueError):
     """A drafter and what it was given with do not belong together; one line for the user."""
@@ -152,12 +154,12 @@ class DrafterLayout:
     """What of a drafter's config has to fit something else."""
 
     num_layers: int
-    block_size: int
+    block_size: int | None  # None, here and below: the config does not say
     mask_token_id: int
-    target_layer_ids: tuple[int, ...]
+    target_layer_ids: tuple[int, ...] | None
     hidden_size: int  # of the target's states
     vocab_size: int  # of the target
-    num_target_layers: int | None  # None: the config does not say
+    num_target_layers: int | None
 
 
 def read_layout(
@@ -168,16 +170,17 @@ def read_layout(
     is_speculators = "transformer_layer_config" in config
     inner = config["transformer_layer_config"] if is_speculators else config
     options = config if is_speculators else {**config, **(config.get("dflash_config") or {})}
+    layer_ids: list[int] | None
     try:
         if is_speculators:
-            layer_ids = tuple(i - 1 for i in options["aux_hidden_state_layer_ids"])
+            layer_ids = [i - 1 for i in options["aux_hidden_state_layer_ids"]]
         else:
-            layer_ids = tuple(options["target_layer_ids"])
+            layer_ids = options.get("target_layer_ids")
         return DrafterLayout(
             num_layers=inner["num_hidden_layers"],
-            block_size=options["block_size"],
+            block_size=options.get("block_size"),
             mask_token_id=options["mask_token_id"],
-            target_layer_ids=layer_ids,
+            target_layer_ids=None if layer_ids is None else tuple(layer_ids),
             hidden_size=config.get("target_hidden_size") or inner["hidden_size"],
             vocab_size=inner["vocab_size"],
             num_target_layers=config.get("num_target_layers"),
@@ -215,12 +218,13 @@ def check_drafter(
     wrong: list[str] = []
     for what, ours, theirs in (
         ("hidden size", layout.hidden_size, text["hidden_size"]),
-        ("vocabulary", layout.vocab_size, vocab_size),
         ("target layers", layout.num_target_layers, num_layers),
     ):
         if ours is not None and ours != theirs:
             wrong.append(f"{what}: {ours} in the drafter, {theirs} in the target")
-    beyond = [i for i in layout.target_layer_ids if not 0 <= i < num_layers]
+    if not 0 <= vocab_size - layout.vocab_size <= PADDING:
+        wrong.append(f"vocabulary: {layout.vocab_size} in the drafter, {vocab_size} in the target")
+    beyond = [i for i in layout.target_layer_ids or () if not 0 <= i < num_layers]
     if beyond:
         wrong.append(
             f"layer ids {beyond} of the drafter, layers 0 to {num_layers - 1} in the target"
