@@ -29,6 +29,7 @@ def register() -> None:
         DIFFUSION_GEMMA,
         "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
     )
+    ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
     compat.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
     compat.set_schedulers(
         DIFFUSION_GEMMA,

@@ -1,11 +1,15 @@
-"""Private names of vLLM's DFlash speculator. Loaded in workers alone: it loads model code."""
+"""Private names of vLLM's DFlash speculator and model. Loaded in workers alone: they load much."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from vllm_dllm import compat
+from vllm_dllm.drafters.context_kv import FP8, ContextWeights, DrafterCaches
 
 
 class DFlashHooks(DFlashSpeculator):
@@ -44,3 +48,79 @@ class DFlashHooks(DFlashSpeculator):
             super()._generate_draft(num_reqs, *args, **kwargs)
         else:
             self.draft_tokens[:num_reqs] = drafts
+
+
+class DFlashModelHooks(DFlashQwen3Model):
+    """vLLM's model, with the storing of its context's keys and values open to subclasses."""
+
+    def store_context_kv(
+        self,
+        states: torch.Tensor,  # [num_tokens, hidden_size]
+        positions: torch.Tensor,  # [num_tokens] int64
+        slots: list[torch.Tensor],  # of each layer [num_tokens] int64
+    ) -> bool:
+        """Whether it stored them; if not, vLLM does."""
+        return False
+
+    def precompute_and_store_context_kv(
+        self,
+        context_states: torch.Tensor,
+        context_positions: torch.Tensor,
+        context_slot_mapping: torch.Tensor | list[torch.Tensor | None] | None = None,
+    ) -> None:
+        slots = context_slot_mapping
+        if isinstance(slots, torch.Tensor):
+            slots = [slots] * len(self.layers)
+        stored = (
+            slots is not None
+            and all(each is not None for each in slots)
+            and self.store_context_kv(context_states, context_positions, slots)
+        )
+        if not stored:
+            super().precompute_and_store_context_kv(
+                context_states, context_positions, context_slot_mapping
+            )
+
+    def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
+        """[L, num_tokens, num_kv_heads, head_size]. vLLM's kernel for CPUs norms every layer's keys
+        with the weight of the first, where those for GPUs take a weight for each."""
+        if all_k.device.type != "cpu":
+            return super()._normalize_context_k(all_k)
+        normed = torch.empty_like(all_k)
+        for out, keys, weight in zip(normed, all_k, self._k_norm_weights, strict=True):
+            compat.cpp_rms_norm(out, keys, weight, self._rms_norm_eps)
+        return normed
+
+    def context_weights(self) -> ContextWeights | None:
+        """None if they are quantised."""
+        if not hasattr(self, "_num_attn_layers"):  # no weights were loaded: they are made up
+            self._build_fused_kv_buffers()
+        if self._fused_kv_weight is None:
+            return None
+        factor = getattr(self.layers[0].self_attn, "v_scale", None)
+        return ContextWeights(
+            hidden_norm=self._hidden_norm_weight,
+            projection=self._fused_kv_weight,
+            k_norm=self._k_norm_weights,
+            cos_sin=self._rope_cos_sin_cache,
+            is_neox=self._rope_is_neox,
+            eps=self._rms_norm_eps,
+            bias=self._fused_kv_bias,
+            value_factor=1.0 if factor is None else factor,
+        )
+
+    def context_caches(self) -> DrafterCaches | None:
+        """None unless keys and values of a token lie side by side, as for FlashAttention."""
+        layers = [layer.self_attn.attn for layer in self.layers]
+        keys, values = [], []
+        for layer in layers:
+            cache = layer.kv_cache  # [num_blocks, num_kv_heads, block_size, 2 * head_size]
+            if cache.dim() != 4 or cache.shape[-1] != 2 * layer.head_size:
+                return None
+            if cache.dtype == torch.uint8:
+                cache = cache.view(FP8)
+            key, value = cache.transpose(1, 2).split(layer.head_size, dim=-1)
+            keys.append(key)
+            values.append(value)
+        scales = torch.stack([torch.stack((layer._k_scale, layer._v_scale)) for layer in layers])
+        return DrafterCaches.of(keys, values, scales)
