@@ -13,36 +13,40 @@ MAX_NUM_SEQS = 64
 class Engine:
     """An fp32 engine of otherwise default settings, in vLLM's default process layout."""
 
-    def __init__(self, checkpoint: str, canvas_length: int, **options: Any) -> None:
+    counters = ""
+    """How the names of the vLLM counters begin that a run reports."""
+
+    def __init__(self, checkpoint: str, **options: Any) -> None:
         from vllm import LLM
 
-        self.canvas_length = canvas_length
-        self.llm = LLM(
-            checkpoint,
+        defaults: dict[str, Any] = dict(
             dtype="float32",
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_NUM_SEQS,
             kv_cache_memory_bytes=1 << 30,
-            diffusion_config={"canvas_length": canvas_length},
-            # As `vllm serve` has it; the diffusion counters come with it.
+            # As `vllm serve` has it; the counters come with it.
             disable_log_stats=False,
             # Each prompt is sent once a round, so rounds after the first would skip prefills.
             enable_prefix_caching=False,
             worker_extension_cls="bench.step_split.StepSplit",
-            **options,
         )
+        self.llm = LLM(checkpoint, **defaults | options)
         self._num_requests = 0
 
     def handlers(self) -> Mapping[str, Callable[..., Any]]:
         return {"run": self.run, "split": self.split}
 
-    def run(self, prompts: list[list[int]], batch: int, max_tokens: int) -> dict[str, Any]:
+    def run(
+        self, prompts: list[list[int]], batch: int, max_tokens: int, **sampling: Any
+    ) -> dict[str, Any]:
         """Decodes `prompts`, at any time `batch` of them at once; a new one starts as soon as one
         ends."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(
+            max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA, **sampling
+        )
         engine = self.llm.llm_engine
         outputs: list[list[int]] = [[] for _ in prompts]
         counters = self._counters()
@@ -66,19 +70,12 @@ class Engine:
                 outputs[i] += new_tokens
                 finished += output.finished
         seconds = time.perf_counter() - started
-        after = self._counters()
-        steps, positions, committed = (
-            after[f"vllm:diffusion_num_{name}"] - counters[f"vllm:diffusion_num_{name}"]
-            for name in ("denoising_steps", "canvas_positions", "committed_tokens")
-        )
-        blocks = committed * steps / positions  # canvases of a run are of one length
         return {
             "seconds": seconds,
             "outputs": outputs,
             "forwards": self._num_forwards() - forwards,
-            # The counter counts a commit as a step, too.
-            "steps_per_block": steps / blocks - 1,
             "first_token_seconds": waited,
+            "counted": {name: value - counters[name] for name, value in self._counters().items()},
         }
 
     def split(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, float]]:
@@ -92,9 +89,27 @@ class Engine:
         return self.llm.collective_rpc("num_forwards")[0]
 
     def _counters(self) -> dict[str, float]:
-        """vLLM's own diffusion counters."""
+        """vLLM's own, without the beginning of their names."""
         return {
-            metric.name: metric.value
+            metric.name.removeprefix(self.counters): metric.value
             for metric in self.llm.get_metrics()
-            if metric.name.startswith("vllm:diffusion")
+            if metric.name.startswith(self.counters) and hasattr(metric, "value")
         }
+
+
+class CanvasEngine(Engine):
+    """Of a diffusion model."""
+
+    counters = "vllm:diffusion_num_"
+
+    def __init__(self, checkpoint: str, canvas_length: int, **options: Any) -> None:
+        super().__init__(checkpoint, diffusion_config={"canvas_length": canvas_length}, **options)
+
+    def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().run(*args, **kwargs)
+        counted = found.pop("counted")
+        # Canvases of a run are of one length.
+        steps = counted["denoising_steps"]
+        blocks = counted["committed_tokens"] * steps / counted["canvas_positions"]
+        # The counter counts a commit as a step, too.
+        return {**found, "steps_per_block": steps / blocks - 1}

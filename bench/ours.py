@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from bench import system
-from bench.engine import Engine
+from bench.engine import CanvasEngine
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     args = parser.parse_args()
 
     def start() -> tuple[dict[str, Any], Any]:
-        engine = Engine(args.checkpoint, args.canvas_length)
+        engine = CanvasEngine(args.checkpoint, args.canvas_length)
         return {"system": "vllm-dllm"}, engine.handlers()
 
     system.serve(start)

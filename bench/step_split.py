@@ -19,6 +19,7 @@ MODEL_PARTS = {  # methods of the model, where it has them; the layers are its `
     "self_conditioning": "self_conditioning",
     "compute_logits": "logits",
 }
+DRAFT, DRAFT_LOGITS = "draft", "draft_logits"  # the drafter's logits are a part of the draft
 PHASES = ("execute_model", "sample_tokens")  # of the worker; both may run parts of the model
 
 
@@ -53,6 +54,9 @@ class StepSplit:
                 part = getattr(model, method)
                 owner, method = (part, "forward") if hasattr(part, "forward") else (model, method)
                 self._split_time(owner, method, name)
+        if (speculator := getattr(self.model_runner, "speculator", None)) is not None:
+            self._split_time(speculator.model, "compute_logits", DRAFT_LOGITS)
+            self._split_time(speculator, "propose", DRAFT)
         for phase in PHASES:
             self._split_time(self, phase, phase)
 

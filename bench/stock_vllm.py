@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import system
-from bench.engine import Engine
+from bench.engine import CanvasEngine
 
 PLUGIN = "stock_on_cpu"
 
@@ -82,7 +82,7 @@ def main() -> None:
     args = parser.parse_args()
 
     def start() -> tuple[dict[str, Any], Any]:
-        engine = Engine(args.checkpoint, args.canvas_length, language_model_only=True)
+        engine = CanvasEngine(args.checkpoint, args.canvas_length, language_model_only=True)
         return {"system": "stock vLLM"}, engine.handlers()
 
     with tempfile.TemporaryDirectory() as folder:

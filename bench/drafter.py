@@ -1,0 +1,186 @@
+"""A target alone, with stock vLLM's DFlash, and with ours at every width policy, side by side.
+
+    python -m bench.drafter
+
+Same target, drafter and prompts, greedy, fp32. See bench/README.md.
+"""
+
+import argparse
+import json
+import os
+import random
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench import harness, workload
+from bench.drafter_report import (
+    ALONE,
+    FIXED,
+    STOCK,
+    Results,
+    bars,
+    measures,
+    print_tables,
+    summarize,
+)
+from bench.system import System
+from bench.workload import Workload
+from vllm_dllm.checkpoint import tasks
+
+MIXED, CONTEXT = "mixed", "long context"
+PROMPTS = {1: 32, 4: 64, 16: 128}  # by concurrency
+CONTEXT_TOKENS = 1700
+Call = Callable[..., Any]
+
+
+def long_context(tokenizer: Any, count: int = 64) -> Workload:
+    """Many documents before the question: answers are of no account, and hard to guess."""
+    rng = random.Random(0)
+    messages = []
+    for _ in range(count):
+        example = tasks.generate(rng, "lookup_short", held_out=False)
+        text = example.prompt
+        while len(tokenizer(text).input_ids) < CONTEXT_TOKENS:
+            text = f"{tasks.generate(rng, 'lookup', held_out=False).prompt} {text}"
+        ids = tokenizer(text).input_ids[-CONTEXT_TOKENS:]
+        messages.append([{"role": "user", "content": tokenizer.decode(ids)}])
+    return Workload.build(tokenizer, messages, [""] * count, max_tokens=32)
+
+
+def systems(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Arguments of each system's process."""
+    drafter = ["--drafter", str(args.drafter), "--num-drafts", str(args.num_drafts)]
+    ours: dict[str, dict[str, Any]] = {
+        FIXED: {},
+        "acceptance": {"width_policy": "acceptance"},
+        "load": {"width_policy": "load", "load_rows": args.load_rows},
+        "blockpilot": {"width_policy": "blockpilot", "predictor": str(args.predictor)},
+        "blockpilot, narrow drafts": {
+            "width_policy": "blockpilot",
+            "predictor": str(args.predictor),
+            "narrow_draft": True,
+        },
+    }
+    return {
+        ALONE: [],
+        STOCK: [*drafter, "--stock"],
+        **{name: [*drafter, "--settings", json.dumps(s)] for name, s in ours.items()},
+    }
+
+
+def start(stack: ExitStack, target: Path, asked: dict[str, list[str]]) -> Call:
+    """`call(system, handler, **arguments)`. All systems but the one that is called are paused."""
+    logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    running: dict[str, System] = {}
+    for index, (name, arguments) in enumerate(asked.items()):
+        every = [str(target), "--name", name, *arguments]
+        running[name] = System("bench.drafter_engine", every, logs / f"{index}.log")
+        stack.callback(running[name].close)
+        print(f"{name}: started in {running[name].start_seconds:.0f} s", flush=True)
+        running[name].pause()
+
+    def call(name: str, handler: str, **arguments: Any) -> Any:
+        running[name].resume()
+        try:
+            return running[name].call(handler, **arguments)
+        finally:
+            running[name].pause()
+
+    return call
+
+
+def require_same_answers(outputs: dict[str, list[list[int]]]) -> None:
+    """Raises Refused unless every system answers as the target does alone."""
+    for name, answers in outputs.items():
+        different = sum(a != b for a, b in zip(outputs[ALONE], answers, strict=True))
+        if different:
+            raise harness.Refused(
+                f"{name} answers {different} of {len(answers)} prompts otherwise than the target "
+                f"alone."
+            )
+
+
+def measure(
+    call: Call, names: list[str], given: Workload, concurrency: int, num_rounds: int
+) -> dict[str, Any]:
+    """Measures of each system; refuses where an answer differs."""
+    prompts = given.prompts[: PROMPTS.get(concurrency, 2 * concurrency)]
+    options = {"batch": concurrency, "max_tokens": given.max_tokens, "temperature": 0.0}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for index in range(num_rounds + 1):  # the first one warms up
+        outputs = {}
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            run = call(name, "run", prompts=prompts, **options)
+            outputs[name] = run["outputs"]
+            runs[name] += [measures(run)] if index else []
+        require_same_answers(outputs)
+    return {name: summarize(rounds) for name, rounds in runs.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", type=Path, default=Path("checkpoints/qwen3-tiny-target"))
+    parser.add_argument("--drafter", type=Path, default=Path("checkpoints/qwen3-tiny-dflash"))
+    parser.add_argument("--predictor", type=Path, default=Path("checkpoints/qwen3-tiny-blockpilot"))
+    parser.add_argument("--held-out", type=Path, default=Path("checkpoints/held_out.jsonl"))
+    parser.add_argument("--num-drafts", type=int, default=15)
+    parser.add_argument("--load-rows", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=list(PROMPTS))
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--out", type=Path, default=Path(f"bench/results/cpu-{cores}core"))
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+
+    from transformers import AutoTokenizer
+
+    machine = harness.machine()
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    workloads = {
+        MIXED: workload.every_task(tokenizer, args.held_out),
+        CONTEXT: long_context(tokenizer),
+    }
+    asked = systems(args)
+    results: Results = {kind: {name: {} for name in asked} for kind in workloads}
+    profiles: dict[str, dict[str, Any]] = {name: {} for name in (ALONE, STOCK, FIXED)}
+    with ExitStack() as stack:
+        call = start(stack, args.target, asked)
+        for concurrency in args.concurrency:
+            for kind, given in workloads.items():
+                found = measure(call, list(asked), given, concurrency, args.rounds)
+                for name, line in found.items():
+                    results[kind][name][str(concurrency)] = line
+                print(f"{kind}, {concurrency} at once: measured", flush=True)
+            mixed = workloads[MIXED]
+            for name, by_concurrency in profiles.items():
+                steps = call(
+                    name,
+                    "split",
+                    prompts=mixed.prompts[:64],
+                    batch=concurrency,
+                    max_tokens=mixed.max_tokens,
+                )
+                by_concurrency[str(concurrency)] = summarize(steps)
+    met = bars(results)
+    print_tables(results, profiles, met)
+    report = {
+        "bench": "drafter",
+        "machine": machine,
+        "dtype": "float32",
+        "systems": asked,
+        "prompts": {str(c): PROMPTS.get(c, 2 * c) for c in args.concurrency},
+        "max_tokens": {kind: given.max_tokens for kind, given in workloads.items()},
+        "results": results,
+        "step_profile": profiles,
+        "bars": met,
+    }
+    harness.publish(report, args.out / "drafter.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""A drafter changes no output, whatever the width policy, and drafts what its reference drafts."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from transformers import AutoTokenizer
+
+from vllm_dllm.drafters.blockpilot import BlockPilot, PredictorConfig, save_predictor
+from vllm_dllm.drafters.offline import replay
+from vllm_dllm.drafters.reference import load_drafter
+from vllm_dllm.drafters.target_states import load_target
+
+PROGRAM = Path(__file__).with_name("serve.py")
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
+WIDTH = 15
+GREEDY = {"temperature": 0.0, "max_tokens": 128}
+Serve = Callable[[dict[str, dict[str, Any]]], dict[str, Any]]
+
+
+def chat_prompts() -> list[list[int]]:
+    """The held-out prompts, all 506 of them."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    rows = map(json.loads, (CHECKPOINTS / "held_out.jsonl").read_text().splitlines())
+    return [
+        tokenizer.apply_chat_template(
+            row["messages"], add_generation_prompt=True, return_dict=False
+        )
+        for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    def call(asked: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("served")
+        (folder / "asked.json").write_text(json.dumps(asked))
+        env = {k: v for k, v in os.environ.items() if k != "VLLM_USE_V2_MODEL_RUNNER"}
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+        command = [str(PROGRAM), str(folder / "asked.json"), str(folder / "written.json")]
+        done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        return json.loads((folder / "written.json").read_text())
+
+    return call
+
+
+def engine(drafter: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Options of an engine; `drafter` are our settings."""
+    speculative = {"method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": WIDTH}
+    speculative |= options.pop("speculative", {})
+    found = {"model": str(TARGET), "max_model_len": 1024, "speculative_config": speculative}
+    if drafter is not None:
+        found["additional_config"] = {"vllm_dllm": {"drafter": drafter}}
+    return found | options
+
+
+ALONE = {"model": str(TARGET), "max_model_len": 1024}
+
+
+@pytest.fixture(scope="module")
+def everything(serve: Serve) -> dict[str, Any]:
+    """All held-out prompts: the target alone, and drafted for."""
+    prompts = chat_prompts()
+    given = {"prompts": prompts, "sampling": GREEDY}
+    found = serve({"alone": {"engine": ALONE, **given}, "drafted": {"engine": engine(), **given}})
+    return {"prompts": prompts, **found}
+
+
+def test_same_answers_as_the_target_alone(everything: dict[str, Any]) -> None:
+    assert len(everything["prompts"]) >= 500
+    assert everything["drafted"]["tokens"] == everything["alone"]["tokens"]
+
+
+def test_acceptance_length(everything: dict[str, Any]) -> None:
+    """tau of the shipped drafter, which each verification's length has a share in."""
+    emitted = [n for lengths in everything["drafted"]["emitted"] for n in lengths]
+    assert sum(emitted) / len(emitted) >= 4
+
+
+def test_each_verification_emits_what_the_reference_says(everything: dict[str, Any]) -> None:
+    """Lengths follow from where each block starts: behind what was accepted, not drafted."""
+    some = slice(0, None, 7)
+    prompts, answers = everything["prompts"][some], everything["drafted"]["tokens"][some]
+    replayed = replay(load_target(TARGET, "cpu"), load_drafter(DRAFTER), prompts, answers, WIDTH)
+    for emitted, expected in zip(everything["drafted"]["emitted"][some], replayed, strict=True):
+        lengths = expected.lengths(WIDTH)
+        # Of the last one the reference counts no tokens past the end of the answer.
+        assert emitted[:-1] == lengths[:-1] and len(emitted) == len(lengths)
+
+
+@pytest.fixture(scope="module")
+def predictor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that has learnt nothing: any choice of width must do."""
+    torch.manual_seed(0)
+    vocab_size = json.loads((TARGET / "config.json").read_text())["vocab_size"]
+    path = tmp_path_factory.mktemp("predictor")
+    config = PredictorConfig("small", vocab_size, (4, 9, 16), 16, 64)
+    save_predictor(BlockPilot(config), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def by_setting(serve: Serve, predictor: Path) -> dict[str, Any]:
+    settings: dict[str, dict[str, Any]] = {
+        "fixed": engine({"width": 5}),
+        "asynchronous": engine({"width_policy": "acceptance"}, async_scheduling=True),
+        "acceptance": engine({"width_policy": "acceptance", "narrow_draft": True}),
+        "load": engine({"width_policy": "load", "load_rows": 40}),
+        "no room for drafts": engine({"width_policy": "load", "load_rows": 4}),
+        "blockpilot": engine({"width_policy": "blockpilot", "predictor": str(predictor)}),
+        "short contexts": engine({"max_context": 60}),
+        "window": engine({"draft_window": 32}),
+        "steps": engine({"draft_steps": 3, "schedule": "linear"}),
+        "probabilistic": engine(speculative={"draft_sample_method": "probabilistic"}),
+        "prefix caching off": engine(enable_prefix_caching=False),
+    }
+    given = {"prompts": chat_prompts()[::21], "sampling": GREEDY}
+    runs = {name: {"engine": options, **given} for name, options in settings.items()}
+    return serve({"alone": {"engine": ALONE, **given}, **runs})
+
+
+SETTINGS = [
+    "fixed",
+    "asynchronous",
+    "acceptance",
+    "load",
+    "no room for drafts",
+    "blockpilot",
+    "short contexts",
+    "window",
+    "steps",
+    "probabilistic",
+    "prefix caching off",
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_setting_changes_an_answer(by_setting: dict[str, Any], setting: str) -> None:
+    assert by_setting[setting]["tokens"] == by_setting["alone"]["tokens"]
+
+
+def test_no_more_is_accepted_than_the_width(by_setting: dict[str, Any]) -> None:
+    lengths = {
+        setting: [n for emitted in by_setting[setting]["emitted"] for n in emitted]
+        for setting in SETTINGS
+    }
+    assert max(lengths["fixed"]) == 6
+    assert max(lengths["prefix caching off"]) > 6
+    assert lengths["no room for drafts"] == []
+    # The predictor chooses blocks of 4, 9 and 16; the widest holds until it has spoken.
+    assert lengths["blockpilot"] and max(lengths["blockpilot"]) <= 16
+
+
+def test_long_contexts_are_not_drafted_for(by_setting: dict[str, Any]) -> None:
+    prompts = chat_prompts()[::21]
+    emitted = by_setting["short contexts"]["emitted"]
+    long = [lengths for prompt, lengths in zip(prompts, emitted, strict=True) if len(prompt) > 60]
+    short = [lengths for prompt, lengths in zip(prompts, emitted, strict=True) if len(prompt) < 30]
+    assert long and not any(long)
+    assert short and all(short)
+
+
+def test_tokens_are_drawn_from_the_targets_distribution(serve: Serve) -> None:
+    """20,000 sampled tokens, each placed in the target's distribution at its context: the places
+    of right ones are uniform."""
+    prompts = chat_prompts()[::2] * 3
+    sampling = {"temperature": 1.5, "max_tokens": 28, "ignore_eos": True}
+    given = {"prompts": prompts, "sampling": sampling}
+    options = engine(speculative={"draft_sample_method": "probabilistic"})
+    served = serve({"sampled": {"engine": options, **given}})["sampled"]
+    emitted = [n for lengths in served["emitted"] for n in lengths]
+    assert 1.2 < sum(emitted) / len(emitted) < 10, "some drafts are accepted, and some refused"
+
+    target = load_target(TARGET, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    places = []
+    for prompt, answer in zip(prompts, served["tokens"], strict=True):
+        tokens = torch.tensor([prompt + answer])
+        with torch.no_grad():
+            logits = target.model(tokens).logits[0, len(prompt) - 1 : -1].double()
+        probs = (logits / sampling["temperature"]).softmax(dim=-1)
+        drawn = torch.tensor(answer)[:, None]
+        own = probs.gather(1, drawn)
+        # The more probable tokens come first; of its own share a token has a random place.
+        before = torch.where(probs > own, probs, 0.0).sum(dim=1, keepdim=True)
+        places.append(before + own * torch.rand(own.shape, generator=generator).double())
+    placed = torch.cat(places).flatten()[:20_000]
+    assert len(placed) == 20_000
+    observed = torch.histc(placed, bins=40, min=0.0, max=1.0)
+    assert stats.chisquare(observed.numpy()).pvalue > 1e-3
