@@ -160,9 +160,9 @@ SEAMS = {
         ),
         "self._precompute_context_kv(0, self._num_graph_context_tokens(num_reqs))",
     ),
-    "profiling drafts without a graph": (
-        ("v1.worker.gpu.spec_decode.dflash.speculator", "DFlashSpeculator", "propose"),
-        "need_eager=is_profile,",
+    "a step has slots for the drafter's cache, too": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn"),
+        "self.block_tables.compute_slot_mappings(",
     ),
     "the sampler of drafts verifies them": (
         ("v1.worker.gpu.spec_decode.rejection_sampler", "RejectionSampler", "_verify"),

@@ -16,9 +16,9 @@ def test_fixed_is_all_that_is_drafted_unless_said_otherwise() -> None:
 
 
 def test_acceptance_narrows_under_60_percent_and_widens_over_90() -> None:
-    policy = ByAcceptance(15)
+    policy = ByAcceptance(15, least_accepted=0.5)
     assert policy.width("a", 1) == 15
-    policy.verified("a", 15, 6)
+    policy.verified("a", 15, 2)  # of this and the good start, 57% on average
     assert policy.width("a", 1) == 11
     policy.verified("a", 11, 3)
     assert policy.width("a", 1) == 8
@@ -32,7 +32,7 @@ def test_acceptance_narrows_under_60_percent_and_widens_over_90() -> None:
 
 
 def test_acceptance_stays_between_one_and_the_widest() -> None:
-    policy = ByAcceptance(4)
+    policy = ByAcceptance(4, least_accepted=0.0)
     for _ in range(9):
         policy.verified("a", policy.width("a", 1), 0)
     assert policy.width("a", 1) == 1
@@ -41,8 +41,39 @@ def test_acceptance_stays_between_one_and_the_widest() -> None:
     assert policy.width("a", 1) == 4
 
 
+def test_acceptance_pauses_where_drafts_do_not_pay() -> None:
+    policy = ByAcceptance(15, least_accepted=0.5)
+    while policy.width("a", 1):
+        policy.step_scheduled()
+        policy.verified("a", policy.width("a", 1), 0)
+    tries = []
+    for step in range(200):
+        policy.step_scheduled()
+        if width := policy.width("a", 1):
+            tries.append(step)
+            policy.verified("a", width, 0)
+    assert len(tries) == 3 and tries[1] - tries[0] == policy.TRY_EVERY
+    # One good try, and it drafts again.
+    while not policy.width("a", 1):
+        policy.step_scheduled()
+    policy.verified("a", policy.width("a", 1), policy.width("a", 1))
+    policy.step_scheduled()
+    assert policy.width("a", 1)
+
+
+def test_acceptance_starts_new_requests_as_the_last_ones_fared() -> None:
+    policy = ByAcceptance(15, least_accepted=0.5)
+    for request in range(100):
+        policy.verified(str(request), 15, 0)
+    policy.step_scheduled()
+    assert policy.width("new", 1) == 0
+    for request in range(100):
+        policy.verified(str(request), 15, 9)
+    assert policy.width("newer", 1) == 15
+
+
 def test_acceptance_forgets_requests_that_ended() -> None:
-    policy = ByAcceptance(15)
+    policy = ByAcceptance(15, least_accepted=0.5)
     policy.verified("a", 15, 0)
     policy.ended("a")
     assert policy.width("a", 1) == 15
@@ -88,6 +119,7 @@ def test_settings_are_read() -> None:
         ({"max_context": True}, "drafter.max_context must be an integer >= 1, got True"),
         ({"draft_window": 1.5}, "drafter.draft_window must be an integer >= 1, got 1.5"),
         ({"load_rows": None}, "drafter.load_rows must be an integer >= 1, got None"),
+        ({"least_accepted": -1}, "drafter.least_accepted must be a number >= 0, got -1"),
         ({"narrow_draft": 1}, "drafter.narrow_draft must be true or false, got 1"),
         ({"buffer_every": 0}, "drafter.buffer_every must be an integer >= 1, got 0"),
         ({"width_policy": "blockpilot"}, "come together; got 'blockpilot' and None"),

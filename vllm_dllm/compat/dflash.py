@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_dllm import compat
@@ -19,14 +20,28 @@ class DFlashHooks(DFlashSpeculator):
         """The inputs of the step's draft blocks are in the buffers. May change them on the device;
         becomes part of the captured graph."""
 
-    def drafts(self) -> bool:
-        """Whether anything is to be drafted in this step."""
-        return True
-
-    def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # Profiling runs go without a captured graph, which would draft.
-        kwargs["is_profile"] = kwargs.get("is_profile", False) or not self.drafts()
-        return super().propose(*args, **kwargs)
+    def store_context(
+        self,
+        input_batch: InputBatch,
+        last_hidden_states: torch.Tensor,  # [num_tokens, hidden_size] of the target
+        aux_hidden_states: list[torch.Tensor] | None,
+    ) -> None:
+        """Stores keys and values of what the target has just computed, without preparing a draft.
+        Those of refused drafts are overwritten when their positions are computed again."""
+        states, num_tokens = last_hidden_states, input_batch.num_tokens
+        if aux_hidden_states:
+            states = self.model.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
+        # The target's own slots of this step: drafting has not yet put a block's in their place.
+        by_group = [
+            self.block_tables.slot_mappings[gid, :num_tokens]
+            for gid in self.draft_kv_cache_group_ids
+        ]
+        of_layers = self._layer_group_idx or [0] * len(self.model.model.layers)
+        self.model.precompute_and_store_context_kv(
+            states[:num_tokens],
+            input_batch.positions[:num_tokens],
+            [by_group[index] for index in of_layers],
+        )
 
     def _precompute_context_kv(self, start: int, end: int, dummy_run: bool = False) -> None:
         super()._precompute_context_kv(start, end, dummy_run)
@@ -41,8 +56,6 @@ class DFlashHooks(DFlashSpeculator):
         return None
 
     def _generate_draft(self, num_reqs: int, *args: Any, **kwargs: Any) -> None:
-        if not self.drafts():
-            return
         drafts = self.generate_draft(num_reqs, partial(self._run_model, *args, **kwargs))
         if drafts is None:
             super()._generate_draft(num_reqs, *args, **kwargs)

@@ -25,6 +25,9 @@ class DrafterConfig:
     narrow_draft: bool = False
     """Draft no more tokens than will be verified. The mask tokens of a block see each other, so a
     narrower block drafts differently; without this, all are drafted and the rest dropped."""
+    least_accepted: float = 0.5
+    """`acceptance`: a request that gets fewer tokens of a draft, on average, is served without
+    drafts, but for a try now and then. What a draft costs, in forwards of the target."""
     load_rows: int = 128
     """`load`: tokens of a step that the target computes at about the price of one. A batch whose
     requests have less than one draft each of them is served without drafts."""
@@ -55,6 +58,9 @@ class DrafterConfig:
                 _check_count(key, getattr(self, key))
         for key in ("load_rows", "draft_steps", "buffer_mib", "buffer_every"):
             _check_count(key, getattr(self, key))
+        least = self.least_accepted
+        if not isinstance(least, (int, float)) or isinstance(least, bool) or not least >= 0:
+            raise ValueError(f"drafter.least_accepted must be a number >= 0, got {least!r}.")
         if not isinstance(self.narrow_draft, bool):
             raise ValueError(
                 f"drafter.narrow_draft must be true or false, got {self.narrow_draft!r}."

@@ -73,9 +73,6 @@ class WidthDFlashSpeculator(DFlashHooks):
         """Tokens to draft after the coming step for each of its requests, 0 for none."""
         self._widths = widths
 
-    def drafts(self) -> bool:
-        return not self._widths or any(self._widths.values())
-
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         self._target = target_model
@@ -86,6 +83,7 @@ class WidthDFlashSpeculator(DFlashHooks):
         attn_metadata: dict[str, Any],
         slot_mappings: dict[str, torch.Tensor],
         last_hidden_states: torch.Tensor,  # [num_tokens, hidden_size] of the target
+        aux_hidden_states: list[torch.Tensor] | None,
         *args: Any,
         dummy_run: bool = False,
         **kwargs: Any,
@@ -93,6 +91,9 @@ class WidthDFlashSpeculator(DFlashHooks):
         """Drafts [num_reqs, num_speculative_tokens] int64; arguments are vLLM's."""
         if self._predictor is not None and not dummy_run:
             self._predict_widths(input_batch, last_hidden_states)
+        if self._widths and not any(self._widths.values()) and not dummy_run:
+            self.store_context(input_batch, last_hidden_states, aux_hidden_states)
+            return self.draft_tokens[: input_batch.num_reqs]
         if self._narrows and not dummy_run:
             widths = np.array([self._widths[name] for name in input_batch.req_ids], np.int32)
             async_tensor_h2d(widths, out=self._block_widths[: len(widths)])
@@ -101,6 +102,7 @@ class WidthDFlashSpeculator(DFlashHooks):
             attn_metadata,
             slot_mappings,
             last_hidden_states,
+            aux_hidden_states,
             *args,
             dummy_run=dummy_run,
             **kwargs,

@@ -46,6 +46,7 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
 
     def complete_output(self, output: SchedulerOutput) -> None:
         """What is drafted after this step, for the next."""
+        self._policy.step_scheduled()
         widths = {id: self.draft_width(self.requests[id]) for id in output.num_scheduled_tokens}
         drafting.set_draft_widths(output, widths)
 
