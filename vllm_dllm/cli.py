@@ -57,6 +57,7 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _demo(options: argparse.Namespace) -> int:
     from vllm_dllm import demo  # late: it loads more than the other commands need
+    from vllm_dllm.serving_process import ServerError
 
     try:
         demo.run(
@@ -66,7 +67,7 @@ def _demo(options: argparse.Namespace) -> int:
             pace_s=options.pace,
             picture=options.save_picture,
         )
-    except demo.DemoError as error:
+    except (demo.DemoError, ServerError) as error:
         print(f"vllm-dllm demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
