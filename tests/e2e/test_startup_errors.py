@@ -63,7 +63,7 @@ CASES = {
     "missing-weight": (missing_weight, [], "layers.1.mlp.down_proj.weight"),
     "missing-layer-scalar": (missing_layer_scalar, [], "model.decoder.layers.1.layer_scalar"),
     "misshapen-weight": (misshapen_weight, [], "at model.decoder.layers.1.mlp.down_proj.weight"),
-    "truncated-file": (truncated_file, [], "incomplete metadata, file not fully covered"),
+    "truncated-file": (truncated_file, [], "model.safetensors is not a whole safetensors file"),
     "diffusion-config-key": (
         lambda _: None,
         ["--diffusion-config", '{"canvas_length": 32, "stride": 2}'],
