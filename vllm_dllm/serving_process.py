@@ -117,8 +117,11 @@ class Server:
             time.sleep(0.2)
         return time.monotonic() - start
 
-    def check_alive(self) -> None:
-        """Raises ServerError with the end of the log if the server's process has ended."""
+    def check_alive(self, patience_s: float = 0) -> None:
+        """Raises ServerError with the end of the log if the server's process has ended, or ends
+        within `patience_s`: a connection breaks before the process is gone."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
         status = self._process.poll()
         if status is not None:
             ended = f"was killed by signal {-status}" if status < 0 else f"ended ({status})"

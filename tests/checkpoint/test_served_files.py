@@ -1,4 +1,4 @@
-"""A server of a quantised checkpoint whose files are not whole does not start, and names the file."""
+"""A server of a quantised checkpoint whose files are not whole names them and does not start."""
 
 import json
 import shutil

@@ -11,8 +11,8 @@ import pytest
 
 from vllm_dllm import cli, evaluate
 
-# Acts as a vLLM server of a diffusion model. Its answers, in answers.json by prompt, take 2 canvases
-# of 32 each, of 3 steps each; its weights are 1000 bytes on each of 2 workers.
+# Acts as a vLLM server of a diffusion model. Its answers, in answers.json by prompt, take 2
+# canvases of 32 each, of 3 steps each; its weights are 1000 bytes on each of 2 workers.
 STUB = r"""
 import http.server, json, os, pathlib, sys, threading
 folder, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
@@ -84,8 +84,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     return checkpoint
 
 
-@pytest.mark.parametrize("api", ["chat", "completions"])
-@pytest.mark.parametrize("concurrency", ["1", "3"])
+@pytest.mark.parametrize(("api", "concurrency"), [("chat", "3"), ("completions", "1")])
 def test_two_checkpoints(
     make: Make, capsys: pytest.CaptureFixture[str], api: str, concurrency: str
 ) -> None:

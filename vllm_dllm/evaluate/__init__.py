@@ -52,6 +52,7 @@ def default_serve_options() -> list[str]:
     return options.split()
 
 
+ENDING_SECONDS = 3  # a server that fails ends within
 PIPE_COLUMNS = 110  # of the table, where no terminal says its width
 
 
@@ -89,10 +90,12 @@ def run(checkpoints: Sequence[Path], settings: Settings) -> None:
         for checkpoint in checkpoints:
             rows += _evaluate_checkpoint(checkpoint, tasks, settings, console, logs)
     table = report.with_recovery(rows)
-    console.print(report.as_table(table, settings.concurrency))
+    asked = report.asked(table, settings.concurrency)
+    console.print(report.as_table(table, asked))
     settings.out.mkdir(parents=True, exist_ok=True)
-    report.save(table, settings, settings.out / "eval.json")
-    plot(table, settings.out / "eval.png")
+    machine = report.machine()
+    report.save(table, settings, machine, settings.out / "eval.json")
+    plot(table, f"{asked}; {machine['device']}", settings.out / "eval.png")
     console.print(f"{settings.out / 'eval.json'}, {settings.out / 'eval.png'}", soft_wrap=True)
 
 
@@ -140,7 +143,7 @@ def _evaluate_checkpoint(
                 done = read_counters(port) - before
                 yield from report.rows(checkpoint, name, outcome, done, weight_bytes)
         except EvaluateError:
-            server.check_alive()  # raises, if that was the reason
+            server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
             raise
 
 

@@ -17,27 +17,30 @@ PANELS: list[tuple[str, str, Measure, bool]] = [
     ("weights on disk, MB", "{:.2f}", lambda row: row.disk_bytes / 1e6, False),
     ("weights in memory, MB", "{:.2f}", lambda row: row.weight_bytes / 1e6, False),
 ]
-"""Title, format of the labels, measure, whether it differs from task to task."""
+"""Heading, format of the labels, measure, whether it differs from task to task."""
 
 
 def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """`title` says under which circumstances it was measured."""
     checkpoints = list(dict.fromkeys(row.checkpoint for row in rows))
     scores = list(dict.fromkeys((row.task, row.score) for row in rows))
     width = max(10.0, 1.1 * len(checkpoints) * len(scores) + 4)
     figure = Figure(figsize=(width, 6))
     grid = figure.subplots(2, 3)
-    for axes, (title, label, measure, by_task) in zip(grid.flat, PANELS, strict=True):
+    figure.suptitle(title, fontsize=9)
+    for axes, (heading, label, measure, by_task) in zip(grid.flat, PANELS, strict=True):
         for i, checkpoint in enumerate(checkpoints):
             own = {(r.task, r.score): r for r in rows if r.checkpoint == checkpoint}
             shown = [own[score] for score in (scores if by_task else scores[:1])]
             _bars(axes, shown, i, len(checkpoints), measure, label)
         names = [f"{task}\n{score}" for task, score in scores] if by_task else [""]
         axes.set_xticks(range(len(names)), names, fontsize=8)
-        axes.set_title(title, fontsize=10)
+        axes.tick_params(axis="x", length=0)
+        axes.set_title(heading, fontsize=10)
         axes.margins(x=0.05, y=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = grid.flat[0].get_legend_handles_labels()

@@ -84,12 +84,16 @@ def with_recovery(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def as_table(rows: Sequence[Row], concurrency: int) -> Table:
+def asked(rows: Sequence[Row], concurrency: int) -> str:
+    counts = dict.fromkeys(f"{row.prompts} prompts of {row.task}" for row in rows)
+    return f"{', '.join(counts)}, {concurrency} at once"
+
+
+def as_table(rows: Sequence[Row], asked: str) -> Table:
     """As narrow as can be; what all rows share stands below."""
-    counts = ", ".join(dict.fromkeys(f"{row.task} {row.prompts} prompts" for row in rows))
     table = Table(
         box=SIMPLE_HEAD,
-        caption=f"{counts}, {concurrency} at once. Recovery is the accuracy as a share of the "
+        caption=f"{asked}. Recovery is the accuracy as a share of the "
         f"first checkpoint's; MB are 10^6 bytes of weights.",
         caption_justify="left",
     )
@@ -114,30 +118,30 @@ def as_table(rows: Sequence[Row], concurrency: int) -> Table:
     return table
 
 
-def save(rows: Sequence[Row], settings: "Settings", path: Path) -> None:
+def save(rows: Sequence[Row], settings: "Settings", machine: dict[str, object], path: Path) -> None:
     content = {
         "command": shlex.join(["vllm-dllm", *sys.argv[1:]]),
         "api": settings.api,
         "concurrency": settings.concurrency,
         "limit": settings.limit,
         "serve_options": list(settings.serve_options),
-        "machine": _machine(),
+        "machine": machine,
         "rows": [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in rows],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _machine() -> dict[str, object]:
+def machine() -> dict[str, object]:
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
         "python": platform.python_version(),
         "versions": {name: installed[name] for name in PACKAGES if name in installed},
     }
 
 
-def _cpu_model() -> str:
+def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
+    cores = len(os.sched_getaffinity(0))
+    return f"{models[0] if models else platform.machine()}, {cores} cores"
