@@ -95,6 +95,7 @@ def test_two_checkpoints(
     assert re.search(r"good +75\.0 ± 25\.0 +100\.0% +\d+ +3\.00 +0\.00 +0\.00", out), out
     assert re.search(r"worse +50\.0 ± 28\.9 +66\.7% ", out), out
     found = json.loads(Path("out/eval.json").read_text())
+    assert found["machine"]["versions"].keys() >= {"vllm-dllm", "lm-eval", "torch"}
     (good, worse) = found["rows"]
     assert (good["task"], good["score"], good["prompts"]) == ("held_out", "exact_match", 4)
     assert (good["accuracy"], worse["accuracy"], worse["recovery"]) == (0.75, 0.5, 0.5 / 0.75)

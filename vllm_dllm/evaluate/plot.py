@@ -28,8 +28,8 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     """`title` says under which circumstances it was measured."""
     checkpoints = list(dict.fromkeys(row.checkpoint for row in rows))
     scores = list(dict.fromkeys((row.task, row.score) for row in rows))
-    width = max(10.0, 1.1 * len(checkpoints) * len(scores) + 4)
-    figure = Figure(figsize=(width, 6))
+    panel_inches = max(3.3, len(scores) * max(1.1, 0.55 * len(checkpoints)))
+    figure = Figure(figsize=(3 * panel_inches, 6))
     grid = figure.subplots(2, 3)
     figure.suptitle(title, fontsize=9)
     for axes, (heading, label, measure, by_task) in zip(grid.flat, PANELS, strict=True):
@@ -37,11 +37,12 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
             own = {(r.task, r.score): r for r in rows if r.checkpoint == checkpoint}
             shown = [own[score] for score in (scores if by_task else scores[:1])]
             _bars(axes, shown, i, len(checkpoints), measure, label)
-        names = [f"{task}\n{score}" for task, score in scores] if by_task else [""]
+        names = ["\n".join((t, *s.split(", "))) for t, s in scores] if by_task else [""]
         axes.set_xticks(range(len(names)), names, fontsize=8)
+        axes.set_xlim(-0.5, len(names) - 0.5)
         axes.tick_params(axis="x", length=0)
         axes.set_title(heading, fontsize=10)
-        axes.margins(x=0.05, y=0.15)
+        axes.margins(y=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
@@ -56,6 +57,7 @@ def _bars(
     """One checkpoint's bars, beside those of the others; no bar where nothing is measured."""
     width = 0.8 / count
     places = [i + (number - (count - 1) / 2) * width for i in range(len(rows))]
-    found = [(x, value) for x, row in zip(places, rows, strict=True) if (value := measure(row))]
+    measured = zip(places, map(measure, rows), strict=True)
+    found = [(x, value) for x, value in measured if value is not None]
     bars = axes.bar([x for x, _ in found], [v for _, v in found], 0.9 * width, label=rows[0].name)
     axes.bar_label(bars, [label.format(v) for _, v in found], padding=2, fontsize=8)

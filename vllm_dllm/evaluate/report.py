@@ -132,10 +132,12 @@ def save(rows: Sequence[Row], settings: "Settings", machine: dict[str, object], 
 
 
 def machine() -> dict[str, object]:
-    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    distributions = importlib.metadata.distributions()
+    installed = {d.name.replace("_", "-"): d.version for d in distributions}
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
         "python": platform.python_version(),
+        "load_average_at_end": os.getloadavg()[0],
         "versions": {name: installed[name] for name in PACKAGES if name in installed},
     }
 
