@@ -59,3 +59,18 @@ def test_nvfp4_is_made_again(tmp_path: Path) -> None:
             assert tensor.dtype == made_weights[name].dtype, name
             assert torch.equal(bits(tensor), bits(made_weights[name])), name
     assert num_scales > 100
+
+
+@pytest.mark.parametrize(("path", "least"), [(FP8, 0.99), (NVFP4, 0.97)], ids=["fp8", "nvfp4"])
+def test_recorded_evaluation(path: Path, least: float) -> None:
+    """It is of these files, and they are as good as they must be."""
+    results = ROOT.parent / "bench" / "results" / "cpu-2core" / "eval.json"
+    rows = {Path(row["checkpoint"]).name: row for row in json.loads(results.read_text())["rows"]}
+    plain, own = rows[PLAIN.name], rows[path.name]
+    assert own["prompts"] == plain["prompts"] >= 500
+    assert own["disk_bytes"] == (path / "model.safetensors").stat().st_size
+    assert own["recovery"] >= least
+    assert abs(own["steps_per_block"] / plain["steps_per_block"] - 1) <= 0.1
+    card = (path / "README.md").read_text()
+    for number in (f"{100 * own['accuracy']:.1f} ±", f"{own['recovery']:.1%}"):
+        assert number in card
