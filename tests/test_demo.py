@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +16,13 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from tests.processes import is_running, wait_for
 from vllm_dllm import cli, demo
 from vllm_dllm.checkpoint.tasks import Example
 from vllm_dllm.checkpoint.tokenizer import EOS_ID, PAD_ID, build_tokenizer
-from vllm_dllm.demo import drawing, picture, server
+from vllm_dllm.demo import drawing, picture
 from vllm_dllm.demo.steps import Step, StepReader
+from vllm_dllm.serving_process import choose_port
 
 TOKENIZER = build_tokenizer()
 TEXTS = drawing.TokenTexts(TOKENIZER.backend_tokenizer)
@@ -247,63 +248,6 @@ def test_a_picture_shows_both_ends_of_many_steps() -> None:
     assert numbers == sorted(set(numbers))
 
 
-# --- the server ----------------------------------------------------------------------------------
-
-
-def test_serve_command(tmp_path: Path) -> None:
-    command = server.serve_command(Path("some where"), 8123, tmp_path / "trace.jsonl")
-    assert command[:5] == [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "some where"),
-    ]
-    assert command[command.index("--host") + 1] == "127.0.0.1"
-    assert command[command.index("--port") + 1] == "8123"
-    additional = json.loads(command[command.index("--additional-config") + 1])
-    assert additional == {"vllm_dllm": {"trace_path": str(tmp_path / "trace.jsonl")}}
-
-
-def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
-    lines = ["(EngineCore) ValueError: no such file", *(f"frame {i}" for i in range(30)), "the end"]
-    script = f"import sys; print({chr(10).join(lines)!r}); sys.exit(3)"
-    failing = server.Server([sys.executable, "-c", script], 1, tmp_path / "server.log")
-    with failing, pytest.raises(demo.DemoError, match=r"ended \(3\).*server\.log") as ended:
-        failing.wait_until_ready(lambda seconds: None)
-    shown = str(ended.value).splitlines()[2:]
-    assert shown == [lines[0], "[...]", *lines[-12:]]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def test_stopping_reaches_the_engine_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "STOP_SECONDS", 0.3)
-    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
-    parent = (
-        "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}]); "
-        "print(child.pid, flush=True); child.wait()"
-    )
-    log = tmp_path / "server.log"
-    with server.Server([sys.executable, "-c", parent], 1, log) as stubborn:
-        wait_for(lambda: log.read_text().endswith("\n"))
-        pids = [int(log.read_text()), stubborn._process.pid]
-        assert all(map(is_running, pids))
-    wait_for(lambda: not any(map(is_running, pids)))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -321,8 +265,10 @@ def stub(
     def prepare(lines: list[dict[str, object]]) -> Path:
         (tmp_path / "steps.json").write_text(json.dumps(lines))
 
-        def command(checkpoint: Path, port: int, trace: Path) -> list[str]:
-            arguments = [str(port), str(trace), str(tmp_path / "steps.json")]
+        def command(checkpoint: Path, port: int, *options: str) -> list[str]:
+            config = json.loads(options[options.index("--additional-config") + 1])
+            trace = config["vllm_dllm"]["trace_path"]
+            arguments = [str(port), trace, str(tmp_path / "steps.json")]
             return [sys.executable, "-c", STUB, *arguments]
 
         monkeypatch.setattr(demo, "serve_command", command)
@@ -343,7 +289,7 @@ def test_whole_demo(stub: Callable[..., Path], capsys: pytest.CaptureFixture[str
     ]
     assert "cat" in (checkpoint / "c.svg").read_text()
     port = int(re.search(r"on port (\d+)", out).group(1))
-    assert server.choose_port(port) == port  # nothing listens there any more
+    assert choose_port(port) == port  # nothing listens there any more
 
 
 def test_a_server_that_dies_while_it_answers(

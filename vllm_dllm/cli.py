@@ -1,6 +1,7 @@
 """The command `vllm-dllm`: reads the command line and calls the module that does the work."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_quantize(commands)
     _add_drafter(commands)
+    _add_eval(commands)
     return parser
 
 
@@ -58,6 +60,7 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _demo(options: argparse.Namespace) -> int:
     from vllm_dllm import demo  # late: it loads more than the other commands need
+    from vllm_dllm.serving_process import ServerError
 
     try:
         demo.run(
@@ -67,7 +70,7 @@ def _demo(options: argparse.Namespace) -> int:
             pace_s=options.pace,
             picture=options.save_picture,
         )
-    except demo.DemoError as error:
+    except (demo.DemoError, ServerError) as error:
         print(f"vllm-dllm demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -218,6 +221,99 @@ def _drafter_train(options: argparse.Namespace) -> int:
         print(
             "vllm-dllm drafter train: stopped; the same command goes on from here", file=sys.stderr
         )
+        return 130
+    return 0
+
+
+def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Serve checkpoints one after the other; compare accuracy, speed and size."
+    parser = commands.add_parser("eval", help=text, description=text)
+    parser.add_argument(
+        "checkpoints",
+        nargs="+",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="folder of a checkpoint; recovery is relative to the first one",
+    )
+    parser.add_argument(
+        "--task",
+        action="append",
+        metavar="NAME|FILE.yaml",
+        help="task of lm-evaluation-harness, such as gsm8k, or a task file; may be given several "
+        "times (default: checkpoints/held_out.yaml)",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("."),
+        metavar="FOLDER",
+        help="folder of the data sets of tasks given by name, OWNER/NAME each (default: "
+        "%(default)s); then Hugging Face's cache is searched, and nothing is downloaded",
+    )
+    parser.add_argument(
+        "--api",
+        choices=("chat", "completions"),
+        default="chat",
+        help="whether prompts go through the chat template (default: %(default)s)",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="first N prompts of each task only")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=32,
+        metavar="N",
+        help="prompts at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--serve-options",
+        type=shlex.split,
+        metavar="OPTIONS",
+        help="of `vllm serve`, all in one: --serve-options='--dtype float32' (default: none; on a "
+        "machine without a GPU --max-model-len 1024 --kv-cache-memory-bytes 1G)",
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("evaluation"),
+        metavar="FOLDER",
+        help="where eval.json and eval.png are written (default: %(default)s)",
+    )
+    parser.set_defaults(run=_eval)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from vllm_dllm.serving_process import ServerError
+
+    try:
+        from vllm_dllm import evaluate  # late: it loads PyTorch and lm-evaluation-harness
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package not in ("datasets", "lm_eval", "matplotlib"):
+            raise
+        print(
+            f"vllm-dllm eval: there is no {package} here: pip install 'vllm-dllm[eval]'",
+            file=sys.stderr,
+        )
+        return 1
+
+    try:
+        evaluate.run(
+            options.checkpoints,
+            evaluate.Settings(
+                tasks=options.task or ["checkpoints/held_out.yaml"],
+                data=options.data,
+                api=options.api,
+                limit=options.limit,
+                concurrency=options.concurrency,
+                serve_options=options.serve_options or evaluate.default_serve_options(),
+                out=options.out,
+            ),
+        )
+    except (evaluate.EvaluateError, ServerError) as error:
+        print(f"vllm-dllm eval: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
         return 130
     return 0
 

@@ -1,5 +1,7 @@
 """What start-up checks and adjusts in vLLM's configuration before a diffusion model is served."""
 
+from pathlib import Path
+
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import (
@@ -9,6 +11,7 @@ from vllm.model_executor.models.config import (
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import gpu_backend
+from vllm_dllm.checkpoint.quantize_source import INDEX_FILE, WEIGHTS_FILE, read_shards
 from vllm_dllm.config import DenoiseConfig, ExtensionConfig
 from vllm_dllm.cpu import compilation
 from vllm_dllm.options import check_options
@@ -60,6 +63,16 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         read_denoise_config(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         check_options(extension.defaults, known=frozenset())
+        check_weight_files(vllm_config)
+
+
+def check_weight_files(vllm_config: VllmConfig) -> None:
+    """Raises ValueError, naming the file, when one of a local checkpoint in safetensors is missing
+    or cut short. vLLM's loader reads what there is, and names no file."""
+    folder = Path(vllm_config.model_config.model)
+    known = any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
+    if known and vllm_config.load_config.load_format != "dummy":
+        read_shards(folder)
 
 
 def check_token_budget(vllm_config: VllmConfig) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 
 from tests.e2e import conftest
@@ -57,13 +58,40 @@ def truncated_file(checkpoint: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def int_zero_points(checkpoint: Path) -> None:
+    """Another scheme of compressed-tensors': 4-bit integers, asymmetric."""
+    scheme = preset_name_to_scheme("W4A16_ASYM", ["Linear"])
+    quantization = QuantizationConfig(config_groups={"group_0": scheme}, format="pack-quantized")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = quantization.model_dump(mode="json")
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+
+def missing_shard(checkpoint: Path) -> None:
+    """Of two, one is there."""
+    weights = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    weight_map = {name: files[i % 2] for i, name in enumerate(sorted(weights))}
+    held = {name: weight for name, weight in weights.items() if weight_map[name] == files[0]}
+    save_file(held, checkpoint / files[0], metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": weight_map}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 CASES = {
     "entropy-bound-0": (no_entropy_bound, [], "entropy_bound must be a number > 0, got 0.0"),
     "generation-config-key": (no_t_min, [], "generation_config has no 't_min'"),
     "missing-weight": (missing_weight, [], "layers.1.mlp.down_proj.weight"),
     "missing-layer-scalar": (missing_layer_scalar, [], "model.decoder.layers.1.layer_scalar"),
     "misshapen-weight": (misshapen_weight, [], "at model.decoder.layers.1.mlp.down_proj.weight"),
-    "truncated-file": (truncated_file, [], "incomplete metadata, file not fully covered"),
+    "truncated-file": (truncated_file, [], "model.safetensors is not a whole safetensors file"),
+    "missing-shard": (missing_shard, [], "model-00002-of-00002.safetensors is missing: "),
+    "int-zero-points": (
+        int_zero_points,
+        [],
+        "layers.0.self_attn.q_proj: weights must be symmetric, got some with zero-points. Served",
+    ),
     "diffusion-config-key": (
         lambda _: None,
         ["--diffusion-config", '{"canvas_length": 32, "stride": 2}'],

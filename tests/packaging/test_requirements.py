@@ -53,7 +53,8 @@ def test_pins_are_for_cpu():
 def test_pins_cover_the_extras():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for line in [*project["dependencies"], *extras["cpu"], *extras["dev"], *extras["fa4"]]:
+    locked_extras = (*extras["cpu"], *extras["dev"], *extras["eval"], *extras["fa4"])
+    for line in [*project["dependencies"], *locked_extras]:
         requirement = Requirement(line)
         assert requirement.specifier.contains(pins()[canonical(requirement.name)], prereleases=True)
 

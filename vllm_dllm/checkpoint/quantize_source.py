@@ -76,12 +76,22 @@ def read_source(path: Path) -> Source:
             f"{path / 'config.json'} has a quantization_config ({method}): {path} is quantised "
             f"already; start from the unquantised checkpoint"
         )
-    has_index = (path / INDEX_FILE).exists()
-    if has_index:
+    shards = read_shards(path)
+    for file, tensors in shards.items():
+        _check_types(path / file, tensors)
+    return Source(path, config, shards, has_index=(path / INDEX_FILE).exists())
+
+
+def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
+    """File name -> tensor name -> what it is, of a checkpoint of any types.
+
+    Raises QuantizeError, naming the file, when one is missing, cut short or of another checkpoint.
+    """
+    wanted: dict[str, set[str]] = {}
+    if (path / INDEX_FILE).exists():
         index = _read_json(path / INDEX_FILE)
         if "weight_map" not in index:
             raise QuantizeError(f"{path / INDEX_FILE} has no weight_map: copy or download it again")
-        wanted: dict[str, set[str]] = {}
         for name, file in index["weight_map"].items():
             wanted.setdefault(file, set()).add(name)
     elif (path / WEIGHTS_FILE).exists():
@@ -91,8 +101,7 @@ def read_source(path: Path) -> Source:
             f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}: expected weights in the "
             f"safetensors format, as transformers' save_pretrained writes them"
         )
-    shards = {file: _read_header(path / file, wanted[file]) for file in sorted(wanted)}
-    return Source(path=path, config=config, shards=shards, has_index=has_index)
+    return {file: _read_header(path / file, wanted[file]) for file in sorted(wanted)}
 
 
 def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
@@ -111,13 +120,16 @@ def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
             f"{path} lacks {min(absent)}, which {INDEX_FILE} says it holds: the files do not "
             f"belong together; copy or download both again"
         )
+    return tensors
+
+
+def _check_types(path: Path, tensors: dict[str, TensorInfo]) -> None:
     for name, info in tensors.items():
         if info.dtype not in DTYPE_BYTES:
             raise QuantizeError(
                 f"{path}: {name} has the type {info.dtype}, expected an unquantised one "
                 f"({', '.join(DTYPE_BYTES)}): start from the unquantised checkpoint"
             )
-    return tensors
 
 
 def _read_json(path: Path) -> dict[str, Any]:

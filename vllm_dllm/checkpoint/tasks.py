@@ -1,12 +1,14 @@
 """Tasks with exactly checkable answers, generated from a seed.
 
     python -m vllm_dllm.checkpoint.tasks > checkpoints/held_out.jsonl
+    python -m vllm_dllm.checkpoint.tasks --calibration > checkpoints/calibration.jsonl
 
 A prompt belongs either to training or to the held-out set, decided by a hash of its text, so the
 two never share a prompt whatever the seeds are. Answers show their work where a small model needs
 it (sums column by column), and everything is laid out so that one position depends on few others.
 """
 
+import argparse
 import hashlib
 import json
 import random
@@ -161,7 +163,20 @@ def held_out_examples(per_task: int = 70, seed: int = 1) -> list[Example]:
     return examples
 
 
+def calibration_examples(per_task: int = 16, seed: int = 2) -> list[Example]:
+    """Prompts of the training side, to calibrate a quantised checkpoint with."""
+    rng = random.Random(seed)
+    return [generate(rng, task, held_out=False) for task in TASKS for _ in range(per_task)]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    text = "print prompts of the training side, without answers, for `vllm-dllm quantize`"
+    parser.add_argument("--calibration", action="store_true", help=text)
+    if parser.parse_args().calibration:
+        for example in calibration_examples():
+            print(json.dumps({"task": example.task, "messages": example.messages()}))
+        return
     for example in held_out_examples():
         row = {"task": example.task, "messages": example.messages(), "answer": example.answer}
         print(json.dumps(row))

@@ -4,6 +4,7 @@ The server appends every step's canvases to a trace file; the demo streams answe
 client does, and draws what it reads from that file meanwhile.
 """
 
+import json
 import signal
 import sys
 import tempfile
@@ -22,8 +23,15 @@ from rich.text import Text
 from vllm_dllm.demo import drawing
 from vllm_dllm.demo.errors import DemoError
 from vllm_dllm.demo.picture import save as save_picture
-from vllm_dllm.demo.server import HOST, Server, check_checkpoint, choose_port, serve_command
 from vllm_dllm.demo.steps import Step, StepReader, committed_blocks
+from vllm_dllm.serving_process import (
+    HOST,
+    Server,
+    check_checkpoint,
+    choose_port,
+    serve_command,
+    wait_on_console,
+)
 
 __all__ = ["QUESTIONS", "DemoError", "run"]
 
@@ -43,6 +51,15 @@ MOST_TOKENS = 256  # an answer that does not end would otherwise fill the whole 
 POLL_SECONDS = 0.02
 
 
+def demo_options(trace: Path) -> list[str]:
+    """What `make serve` gives `vllm serve`, and every step's canvases written to `trace`."""
+    return [
+        *("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "1G"),
+        "--enforce-eager",  # compiling takes longer than the whole demo
+        *("--additional-config", json.dumps({"vllm_dllm": {"trace_path": str(trace)}})),
+    ]
+
+
 def run(
     checkpoint: Path,
     questions: Sequence[str],
@@ -53,7 +70,7 @@ def run(
     """Serves `checkpoint`, asks, draws and stops the server, whatever happens.
 
     Raises:
-        DemoError: says what went wrong and what to do.
+        DemoError, ServerError: say what went wrong and what to do.
     """
     if not 0 <= pace_s <= 5:
         raise DemoError(f"--pace must be 0 to 5 seconds, got {pace_s:g}.")
@@ -70,7 +87,8 @@ def run(
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGHUP, _exit)
 
-    with Server(serve_command(checkpoint, port, trace), port, log) as server:
+    command = serve_command(checkpoint, port, *demo_options(trace))
+    with Server(command, port, log) as server:
         try:
             view.wait_for(server, checkpoint)
             reader = StepReader(trace)
@@ -152,7 +170,7 @@ class Answer:
 def _steps_of(answer: Answer, reader: StepReader, server: Server) -> Iterator[Step]:
     """The steps of `answer` as they are written, until its last one. They are kept in it, too.
 
-    Raises DemoError when the request fails or the server ends.
+    Raises DemoError when the request fails, ServerError when the server ends.
     """
     done = False
     while not done:
@@ -186,20 +204,7 @@ class View:
         """Shows the seconds, and what the server last logged, until it answers."""
         self.say(f"Starting a server for {checkpoint} on port {server.port}.")
         self.say(f"Log: {server.log}")
-        if self._live:
-            with self._console.status("") as status:
-
-                def waiting(seconds: float) -> None:
-                    text = Text(
-                        f"{seconds:3.0f} s  {server.last_log_line()}",
-                        no_wrap=True,
-                        overflow="ellipsis",
-                    )
-                    status.update(text)
-
-                seconds = server.wait_until_ready(waiting)
-        else:
-            seconds = server.wait_until_ready(lambda seconds: None)
+        seconds = wait_on_console(server, self._console)
         self.say(f"Ready after {seconds:.0f} s.")
 
     def show(self, answer: Answer, steps: Iterator[Step]) -> None:

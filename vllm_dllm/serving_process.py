@@ -2,7 +2,6 @@
 
 import contextlib
 import http.client
-import json
 import os
 import re
 import signal
@@ -10,52 +9,52 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from vllm_dllm.demo.errors import DemoError
+from rich.console import Console
+from rich.text import Text
 
 HOST = "127.0.0.1"
 STOP_SECONDS = 20  # after this long, a server that was asked to stop is killed
 FIRST_ERRORS, LAST_LINES = 3, 12  # lines of its log to show when it ends
 
 
-def serve_command(checkpoint: Path, port: int, trace: Path) -> list[str]:
-    """`make serve` with this interpreter and with every step's canvases written to `trace`."""
-    return [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)),
-        *("--host", HOST, "--port", str(port)),
-        *("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "1G"),
-        "--enforce-eager",  # compiling takes longer than the whole demo
-        *("--additional-config", json.dumps({"vllm_dllm": {"trace_path": str(trace)}})),
-    ]
+class ServerError(Exception):
+    """There is no server, or none any more; the message says why and what to do."""
+
+
+def serve_command(checkpoint: Path, port: int, *options: str) -> list[str]:
+    """`vllm serve` with this interpreter, for this machine only."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+    return [*command, "--host", HOST, "--port", str(port), *options]
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Raises DemoError unless the folder looks like a checkpoint."""
+    """Raises ServerError unless the folder looks like a checkpoint."""
     if not checkpoint.is_dir():
-        raise DemoError(
+        raise ServerError(
             f"there is no folder '{checkpoint}'. The shipped checkpoint is in the project's "
             f"repository: run this from the top folder of a clone, or name the folder of a "
-            f"checkpoint: vllm-dllm demo FOLDER"
+            f"checkpoint."
         )
     for name in ("config.json", "tokenizer.json"):
         if not (checkpoint / name).is_file():
-            raise DemoError(f"'{checkpoint}' is not a complete checkpoint: it has no {name}.")
+            raise ServerError(f"'{checkpoint}' is not a complete checkpoint: it has no {name}.")
 
 
 def choose_port(wanted: int | None) -> int:
-    """`wanted` if nothing listens there, else a DemoError; any free port for None."""
+    """`wanted` if nothing listens there, else a ServerError; any free port for None."""
     with socket.socket() as probe:
         # As the server will: a port whose connections are merely closing counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, wanted or 0))
         except (OSError, OverflowError) as error:
-            raise DemoError(
+            raise ServerError(
                 f"cannot listen on port {wanted} ({error}). Choose another one, or leave --port "
-                f"out: the demo then takes a free one."
+                f"out to take a free one."
             ) from error
         return probe.getsockname()[1]
 
@@ -63,25 +62,28 @@ def choose_port(wanted: int | None) -> int:
 class Server:
     """Starts on entering the block, answers after `wait_until_ready`, is gone after the block.
 
-    It runs in a process group of its own, so that Ctrl-C reaches the demo alone, and stopping it
+    It runs in a process group of its own, so that Ctrl-C reaches its user alone, and stopping it
     stops the engine processes it started.
     """
 
-    def __init__(self, command: list[str], port: int, log: Path) -> None:
+    def __init__(
+        self, command: list[str], port: int, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.port = port
         self.log = log
         self._command = command
+        # A key meant for someone's real server would lock us out of our own.
+        inherited = {k: v for k, v in os.environ.items() if k != "VLLM_API_KEY"}
+        self._environment = inherited | dict(environment or {})
 
     def __enter__(self) -> "Server":
-        # A key meant for someone's real server would lock the demo out of its own.
-        environment = {k: v for k, v in os.environ.items() if k != "VLLM_API_KEY"}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=self._environment,
                 start_new_session=True,
             )
         return self
@@ -107,7 +109,7 @@ class Server:
 
     def wait_until_ready(self, waiting: Callable[[float], None]) -> float:
         """Seconds until the server answered; calls `waiting(seconds so far)` several times a
-        second. Raises DemoError if the server ends."""
+        second. Raises ServerError if the server ends."""
         start = time.monotonic()
         while not self._is_healthy():
             self.check_alive()
@@ -115,12 +117,15 @@ class Server:
             time.sleep(0.2)
         return time.monotonic() - start
 
-    def check_alive(self) -> None:
-        """Raises DemoError with the end of the log if the server's process has ended."""
+    def check_alive(self, patience_s: float = 0) -> None:
+        """Raises ServerError with the end of the log if the server's process has ended, or ends
+        within `patience_s`: a connection breaks before the process is gone."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
         status = self._process.poll()
         if status is not None:
             ended = f"was killed by signal {-status}" if status < 0 else f"ended ({status})"
-            raise DemoError(f"the server {ended}. From its log, {self.log}:\n\n{self._excerpt()}")
+            raise ServerError(f"the server {ended}. From its log, {self.log}:\n\n{self._excerpt()}")
 
     def _excerpt(self) -> str:
         """The first errors of the log, and its end: vLLM names the cause well before the end."""
@@ -142,3 +147,16 @@ class Server:
             return False
         finally:
             connection.close()
+
+
+def wait_on_console(server: Server, console: Console) -> float:
+    """Waits until the server answers; a terminal shows the seconds, and what it last logged."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        return server.wait_until_ready(lambda seconds: None)
+    with console.status("") as status:
+
+        def waiting(seconds: float) -> None:
+            text = f"{seconds:3.0f} s  {server.last_log_line()}"
+            status.update(Text(text, no_wrap=True, overflow="ellipsis"))
+
+        return server.wait_until_ready(waiting)

@@ -1,0 +1,159 @@
+"""The command against a stub of a server: what it computes, what it says when things go wrong."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_dllm import cli, evaluate
+
+# Acts as a vLLM server of a diffusion model. Its answers, in answers.json by prompt, take 2
+# canvases of 32 each, of 3 steps each; its weights are 1000 bytes on each of 2 workers.
+STUB = r"""
+import http.server, json, os, pathlib, sys, threading
+folder, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+answers = json.loads((folder / "answers.json").read_text())
+lock, done = threading.Lock(), 0
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, text, status=200):
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(text.encode())
+    def do_GET(self):
+        counts = {"generation_tokens": 50 * done, "diffusion_num_denoising_steps": 8 * done,
+            "diffusion_num_canvas_positions": 8 * 32 * done,
+            "diffusion_num_committed_tokens": 64 * done}
+        self.reply("".join(f'vllm:{k}_total{{engine="0"}} {v}\n' for k, v in counts.items()))
+    def do_POST(self):
+        global done
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/collective_rpc":
+            assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
+            return self.reply(json.dumps({"results": 2 * [{"bytes": 1000}]}))
+        chat = self.path.startswith("/v1/chat")
+        prompt = body["messages"][-1]["content"] if chat else body["prompt"]
+        answer = answers.get(prompt, "what?")
+        if answer == "DIE":
+            print("RuntimeError: out of memory", flush=True)
+            os._exit(9)
+        if answer == "REFUSE":
+            return self.reply("the prompt is too long", 400)
+        assert prompt == "Hello" or body["temperature"] == 1.0
+        with lock:
+            done += 1
+        choice = {"message": {"content": answer}} if chat else {"text": answer}
+        self.reply(json.dumps({"choices": [{"index": 0, "finish_reason": "stop"} | choice]}))
+
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+TASK = (Path(__file__).parents[2] / "checkpoints" / "held_out.yaml").read_text()
+ROWS = {"Sort: b a": "a b", "Add 1 and 2.": "1+2=3, =3", "Hi!": "Hello!", "Reverse: x y": "y x"}
+Make = Callable[[str, dict[str, str]], str]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes a checkpoint whose server is the stub, beside a task of `ROWS`."""
+    (tmp_path / "task.yaml").write_text(TASK)
+    rows = [{"messages": [{"content": q}], "answer": a} for q, a in ROWS.items()]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # must not be asked
+
+    def command(checkpoint: Path, port: int, *options: str) -> list[str]:
+        assert "vllm_dllm.evaluate.weight_sizes.WeightSizes" in options
+        return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
+
+    monkeypatch.setattr(evaluate, "serve_command", command)
+
+    def checkpoint(name: str, answers: dict[str, str]) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in ("config.json", "tokenizer.json"):
+            (folder / file).write_text("{}")
+        (folder / "model.safetensors").write_bytes(bytes(3000))
+        (folder / "answers.json").write_text(json.dumps(ROWS | answers))
+        return str(folder)
+
+    return checkpoint
+
+
+@pytest.mark.parametrize(("api", "concurrency"), [("chat", "3"), ("completions", "1")])
+def test_two_checkpoints(
+    make: Make, capsys: pytest.CaptureFixture[str], api: str, concurrency: str
+) -> None:
+    checkpoints = [make("good", {"Hi!": "Hi?"}), make("worse", {"Hi!": "Hi?", "Sort: b a": "b a"})]
+    options = ["--task", "task.yaml", "--api", api, "--concurrency", concurrency, "-o", "out"]
+    assert cli.main(["eval", *checkpoints, *options]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"good +75\.0 ± 25\.0 +100\.0% +\d+ +3\.00 +0\.00 +0\.00", out), out
+    assert re.search(r"worse +50\.0 ± 28\.9 +66\.7% ", out), out
+    found = json.loads(Path("out/eval.json").read_text())
+    assert found["machine"]["versions"].keys() >= {"vllm-dllm", "lm-eval", "torch"}
+    (good, worse) = found["rows"]
+    assert (good["task"], good["score"], good["prompts"]) == ("held_out", "exact_match", 4)
+    assert (good["accuracy"], worse["accuracy"], worse["recovery"]) == (0.75, 0.5, 0.5 / 0.75)
+    assert (good["tokens"], good["steps_per_block"]) == (200, 3.0)  # the first answer warms up
+    assert (good["disk_bytes"], good["weight_bytes"]) == (3000, 2000)
+    assert good["tokens_per_second"] == pytest.approx(200 / good["seconds"])
+    assert Path("out/eval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["eval", *arguments]) == 1
+    return capsys.readouterr().err
+
+
+def test_limit(make: Make) -> None:
+    options = ["--task", "task.yaml", "--limit", "1", "-o", "out"]
+    assert cli.main(["eval", make("good", {"Hi!": "DIE"}), *options]) == 0
+    (row,) = json.loads(Path("out/eval.json").read_text())["rows"]
+    assert (row["prompts"], row["accuracy"], row["stderr"]) == (1, 1.0, None)
+
+
+def test_a_server_that_dies(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    dying = make("dying", {"Hi!": "DIE"})
+    error = run(capsys, dying, "--task", "task.yaml", "-o", "out")
+    assert re.match(r"vllm-dllm eval: the server ended \(9\)\. From its log, .*dying.*\.log", error)
+    assert "RuntimeError: out of memory" in error
+    assert not Path("out").exists()
+
+
+def test_a_server_that_refuses(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    error = run(capsys, make("strict", {"Hi!": "REFUSE"}), "--task", "task.yaml")
+    found = re.search(r"did not answer task 'held_out' \(400,.*in (\S+lm_eval\.log)\n$", error)
+    assert found, error
+    assert "the prompt is too long" in Path(found.group(1)).read_text()
+
+
+def test_bad_input(make: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    good = make("good", {})
+    assert re.search(r"there is no folder 'gone'", run(capsys, "gone"))
+    assert "there is no folder 'gone'" in run(capsys, good, "gone", "--task", "task.yaml")
+    assert "there is no task file 'gone.yaml'" in run(capsys, good, "--task", "gone.yaml")
+    assert "there is no task file 'checkpoints/held_out.yaml'" in run(capsys, good)
+    assert "--limit must be at least 1, got 0" in run(capsys, good, "--limit", "0")
+    assert "--concurrency must be at least 1, got -2" in run(capsys, good, "--concurrency", "-2")
+    assert "a checkpoint is named twice" in run(capsys, good, good)
+    assert "--data: there is no folder 'gone'" in run(capsys, good, "--data", "gone")
+    assert "-o must name a folder, got the file" in run(capsys, good, "-o", "task.yaml")
+    (Path(good) / "config.json").unlink()
+    assert "has no config.json" in run(capsys, good, "--task", "task.yaml")
+
+
+def test_without_the_extra() -> None:
+    script = (
+        "import sys; sys.modules['lm_eval'] = None; "
+        "from vllm_dllm import cli; sys.exit(cli.main(['eval', 'x']))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        "vllm-dllm eval: there is no lm_eval here: pip install 'vllm-dllm[eval]'"
+    ]

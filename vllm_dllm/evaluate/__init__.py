@@ -1,0 +1,195 @@
+"""`vllm-dllm eval`: how good, how fast and how large checkpoints are, each served as it will be.
+
+Every checkpoint gets a `vllm serve` of its own, one after the other; lm-evaluation-harness asks it
+the tasks' prompts over HTTP as any client does.
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import datasets
+import torch
+from lm_eval.api.task import Task
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from vllm_dllm.evaluate import report
+from vllm_dllm.evaluate.errors import EvaluateError
+from vllm_dllm.evaluate.harness import evaluate
+from vllm_dllm.evaluate.plot import plot
+from vllm_dllm.evaluate.report import Row
+from vllm_dllm.evaluate.server_numbers import (
+    ENVIRONMENT,
+    OPTIONS,
+    read_counters,
+    read_weight_bytes,
+    warm_up,
+)
+from vllm_dllm.evaluate.tasks import load_tasks
+from vllm_dllm.serving_process import (
+    HOST,
+    Server,
+    check_checkpoint,
+    choose_port,
+    serve_command,
+    wait_on_console,
+)
+
+__all__ = ["EvaluateError", "Settings", "default_serve_options", "run"]
+
+
+def default_serve_options() -> list[str]:
+    """A small KV cache on a CPU, where vLLM's own takes most of the memory; none on a GPU."""
+    options = "" if torch.cuda.is_available() else "--max-model-len 1024 --kv-cache-memory-bytes 1G"
+    return options.split()
+
+
+ENDING_SECONDS = 3  # a server that fails ends within
+PIPE_COLUMNS = 110  # of the table, where no terminal says its width
+
+
+@dataclass(frozen=True)
+class Settings:
+    tasks: Sequence[str]
+    """Task files, or names of lm-evaluation-harness."""
+    data: Path
+    """Folder of data sets, OWNER/NAME each."""
+    api: str
+    """`chat` or `completions`."""
+    limit: int | None
+    """Of each task, so many prompts."""
+    concurrency: int
+    """Prompts at once."""
+    serve_options: Sequence[str]
+    """More options for `vllm serve`."""
+    out: Path
+    """Folder for eval.json and eval.png."""
+
+
+def run(checkpoints: Sequence[Path], settings: Settings) -> None:
+    """Prints a table, and writes it with a plot to `settings.out`.
+
+    Raises:
+        EvaluateError, ServerError: say what went wrong and what to do.
+    """
+    _check(checkpoints, settings)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-eval-"))
+    os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
+    with _quiet(logs / "lm_eval.log"):
+        tasks = load_tasks(settings.tasks, settings.data)
+        rows: list[Row] = []
+        for checkpoint in checkpoints:
+            rows += _evaluate_checkpoint(checkpoint, tasks, settings, console, logs)
+    table = report.with_recovery(rows)
+    asked = report.asked(table, settings.concurrency)
+    console.print(report.as_table(table, asked))
+    settings.out.mkdir(parents=True, exist_ok=True)
+    machine = report.machine()
+    report.save(table, settings, machine, settings.out / "eval.json")
+    plot(table, f"{asked}; {machine['device']}", settings.out / "eval.png")
+    console.print(f"{settings.out / 'eval.json'}, {settings.out / 'eval.png'}", soft_wrap=True)
+
+
+def _check(checkpoints: Sequence[Path], settings: Settings) -> None:
+    for checkpoint in checkpoints:
+        check_checkpoint(checkpoint)
+    if len(set(checkpoints)) < len(checkpoints):
+        raise EvaluateError("a checkpoint is named twice: name each one once")
+    for name, number in (("limit", settings.limit), ("concurrency", settings.concurrency)):
+        if number is not None and number < 1:
+            raise EvaluateError(f"--{name} must be at least 1, got {number}")
+    if not settings.data.is_dir():
+        raise EvaluateError(f"--data: there is no folder '{settings.data}'")
+    if settings.out.exists() and not settings.out.is_dir():
+        raise EvaluateError(f"-o must name a folder, got the file '{settings.out}'")
+
+
+def _evaluate_checkpoint(
+    checkpoint: Path, tasks: dict[str, Task], settings: Settings, console: Console, logs: Path
+) -> Iterator[Row]:
+    port = choose_port(None)
+    log = logs / f"{checkpoint.resolve().name}-{port}.log"
+    console.print(f"Serving {checkpoint}, log: {log}", soft_wrap=True)
+    command = serve_command(checkpoint, port, *OPTIONS, *settings.serve_options)
+    with _signals_stop(), Server(command, port, log, ENVIRONMENT) as server:
+        seconds = wait_on_console(server, console)
+        console.print(f"Ready after {seconds:.0f} s.")
+        try:
+            weight_bytes = read_weight_bytes(port)
+            warm_up(port, str(checkpoint))
+            for name, task in tasks.items():
+                before = read_counters(port)
+                with _progress(console, name, task, settings.limit) as on_answer:
+                    outcome = evaluate(
+                        task,
+                        str(checkpoint),
+                        port,
+                        api=settings.api,
+                        concurrency=settings.concurrency,
+                        limit=settings.limit,
+                        log=logs / "lm_eval.log",
+                        on_answer=on_answer,
+                    )
+                console.print(f"{name}: {outcome.num_prompts} prompts, {outcome.seconds:.0f} s")
+                done = read_counters(port) - before
+                yield from report.rows(checkpoint, name, outcome, done, weight_bytes)
+        except EvaluateError:
+            server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
+            raise
+
+
+@contextmanager
+def _progress(
+    console: Console, name: str, task: Task, limit: int | None
+) -> Iterator[Callable[[], None]]:
+    """A function that counts an answer on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    total = min(len(task.eval_docs), limit or len(task.eval_docs))
+    terminal = console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not terminal) as progress:
+        bar = progress.add_task(name, total=total)
+        yield lambda: progress.advance(bar)
+
+
+@contextmanager
+def _signals_stop() -> Iterator[None]:
+    """Signals leave through the `with` blocks, so that the server is stopped."""
+
+    def leave(number: int, stack: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet(log: Path) -> Iterator[None]:
+    """What the libraries log goes to a file."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
+    handler = logging.FileHandler(log)
+    before = [logger.propagate for logger in loggers]
+    datasets.disable_progress_bars()
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagate
+        datasets.enable_progress_bars()
+        handler.close()
