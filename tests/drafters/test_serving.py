@@ -115,7 +115,7 @@ def by_setting(serve: Serve, predictor: Path) -> dict[str, Any]:
         "asynchronous": engine({"width_policy": "acceptance"}, async_scheduling=True),
         "acceptance": engine({"width_policy": "acceptance", "narrow_draft": True}),
         "load": engine({"width_policy": "load", "load_rows": 40}),
-        "no room for drafts": engine({"width_policy": "load", "load_rows": 4}),
+        "no room for drafts": engine({"width_policy": "load", "load_rows": 1}),
         "blockpilot": engine({"width_policy": "blockpilot", "predictor": str(predictor)}),
         "short contexts": engine({"max_context": 60}),
         "window": engine({"draft_window": 32}),
