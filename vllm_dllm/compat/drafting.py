@@ -146,13 +146,15 @@ def _tell_speculator_widths() -> None:
     stock_execute_model = GPUModelRunner.execute_model
     stock_sample_tokens = GPUModelRunner.sample_tokens
 
-    def execute_model(self: GPUModelRunner, scheduler_output: SchedulerOutput, *rest: Any) -> Any:
+    def execute_model(
+        self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
         if (widths := getattr(scheduler_output, "draft_widths", None)) is not None:
             self.speculator.set_draft_widths(widths)
-        return stock_execute_model(self, scheduler_output, *rest)
+        return stock_execute_model(self, scheduler_output, *args, **kwargs)
 
-    def sample_tokens(self: GPUModelRunner, *args: Any) -> Any:
-        output = stock_sample_tokens(self, *args)
+    def sample_tokens(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        output = stock_sample_tokens(self, *args, **kwargs)
         take_widths = getattr(self.speculator, "take_predicted_widths", None)
         if take_widths is not None and isinstance(output, AsyncOutput):
             output.model_runner_output.predicted_widths = take_widths()
