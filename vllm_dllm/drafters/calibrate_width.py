@@ -4,9 +4,11 @@ Everything is written to OUT.partial and renamed to OUT at the end. Measuring ta
 time; a run that finds its own OUT.partial goes on behind the last part it measured.
 """
 
+import functools
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,10 @@ def calibrate_width(
     run = _fingerprint(target_path, drafter_path, sides, sizes, options)
     _check_resumed(partial, run)
     target, drafter = load_target(target_path, device), drafter.to(device)
+
+    def measure_part(part: Sequence[list[int]]) -> Measured:
+        return measure(target, drafter, part, sizes, options.draft_width, options.max_tokens)
+
     measured: list[Measured] = []
     with _progress() as progress:
         for name, side in zip(("training", "held-out"), sides, strict=True):
@@ -90,16 +96,8 @@ def calibrate_width(
             folder.mkdir(parents=True, exist_ok=True)
             (partial / RUN_FILE).write_text(json.dumps(run))
             task = progress.add_task(f"measuring {name} prompts", total=len(side))
-            measured.append(
-                measure_in_parts(
-                    lambda part: measure(
-                        target, drafter, part, sizes, options.draft_width, options.max_tokens
-                    ),
-                    side,
-                    folder,
-                    lambda count, task=task: progress.advance(task, count),
-                )
-            )
+            advance = functools.partial(progress.advance, task)
+            measured.append(measure_in_parts(measure_part, side, folder, advance))
     training, held_out = measured
     if min(len(training), len(held_out)) < 2:
         raise CalibrationError(

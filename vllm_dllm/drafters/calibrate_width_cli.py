@@ -55,6 +55,7 @@ def add_calibrate_width(commands: "argparse._SubParsersAction[argparse.ArgumentP
 
 def _calibrate_width(options: argparse.Namespace) -> int:
     from vllm_dllm.drafters import calibrate_width as module  # late: it loads PyTorch
+    from vllm_dllm.drafters.calibrate_width_data import CalibrationError
     from vllm_dllm.drafters.reference import DrafterError
 
     try:
@@ -73,7 +74,7 @@ def _calibrate_width(options: argparse.Namespace) -> int:
             ),
             device=options.device,
         )
-    except (module.CalibrationError, DrafterError) as error:
+    except (CalibrationError, DrafterError) as error:
         print(f"vllm-dllm drafter calibrate-width: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
