@@ -3,8 +3,8 @@
 Beside it stand the best fixed size, chosen on the training prompts, and the oracle, which knows the
 best size of each prompt. A predictor is not an oracle: one that reaches it has seen the answers.
 The paper's has: of the 64 prompts whose choices it published (AMAP-ML/BlockPilot, utils/*/1.json)
-all 64 have the oracle's size, which there is 3.5 % (GSM8K) and 4.0 % (MATH-500) over a fixed 16, and
-1.3 % and 1.2 % with sizes up to the trained 16 alone.
+all 64 have the oracle's size, which there is 3.5 % (GSM8K) and 4.0 % (MATH-500) over a fixed 16,
+and 1.3 % and 1.2 % with sizes up to the trained 16 alone.
 """
 
 from pathlib import Path
