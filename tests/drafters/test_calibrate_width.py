@@ -54,9 +54,12 @@ def learnable(rows: int, *, by_chance: bool = False) -> Measured:
     return measured(tau, logits)
 
 
-def test_labels_are_the_smallest_of_the_best() -> None:
-    data = measured([[2.0, 3.0, 1.0], [3.0, 3.0, 3.0], [1.0, 2.5, 2.5], [1.0, 2.0, 3.0]])
-    assert data.labels.tolist() == [1, 0, 1, 2]
+def test_labels_keep_the_best_fixed_size_unless_another_is_better() -> None:
+    data = measured([[2.0, 3.0, 1.0], [3.0, 3.0, 3.0], [2.5, 2.5, 1.0], [1.0, 2.0, 4.0]])
+    assert data.best_fixed == 1
+    assert data.labels(data.best_fixed).tolist() == [1, 1, 1, 2]
+    assert data.labels(2).tolist() == [1, 2, 0, 2]
+    assert data.smallest_best.tolist() == [1, 0, 0, 2]
 
 
 @pytest.mark.parametrize(

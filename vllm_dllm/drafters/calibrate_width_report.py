@@ -28,14 +28,14 @@ def build_report(
     """Numbers on the held-out prompts, ready for JSON. τ is the mean over prompts, as the paper
     takes it; `pooled_tau` counts every verification alike, which is what time goes by."""
     sizes = trained.predictor.config.block_sizes
-    fixed = int(training.tau.mean(0).argmax())
+    fixed = training.best_fixed
     predicted = trained.predictor.draft_tokens(held_out.logits) + 1
     chosen = torch.searchsorted(torch.tensor(sizes), predicted)
-    labels = held_out.labels
+    labels = held_out.labels(fixed)
     policies = {
         "blockpilot": chosen,
         "best_fixed": torch.full_like(labels, fixed),
-        "oracle": labels,
+        "oracle": held_out.smallest_best,
     }
     numbers = {name: _policy(held_out, sizes, index) for name, index in policies.items()}
     numbers["best_fixed"]["block_size"] = sizes[fixed]
@@ -59,12 +59,12 @@ def build_report(
             share >= LEAK_SHARE and room >= LEAST_ROOM * numbers["best_fixed"]["tau"]
         ),
         "accuracy": (chosen == labels).double().mean().item(),
-        "accuracy_of_the_commonest_label": (labels == training.labels.mode().values)
+        "accuracy_of_the_commonest_label": (labels == training.labels(fixed).mode().values)
         .double()
         .mean()
         .item(),
         "labels": {
-            str(size): [int((data.labels == i).sum()) for data in (training, held_out)]
+            str(size): [int((data.labels(fixed) == i).sum()) for data in (training, held_out)]
             for i, size in enumerate(sizes)
         },
         "prompts": [len(training), len(held_out)],
@@ -142,7 +142,7 @@ def save_plot(report: dict[str, Any], file: Path) -> None:
         counts = np.array([counts[place] for counts in report["labels"].values()])
         offsets = np.array(sizes) + 0.4 * place - 0.2
         right.bar(offsets, counts / counts.sum(), 0.4, label=split)
-    right.set(xlabel="best block size", ylabel="share of prompts", xticks=sizes)
+    right.set(xlabel="label: best block size", ylabel="share of prompts", xticks=sizes)
     right.legend()
     figure.tight_layout()
     figure.savefig(file, dpi=80)
