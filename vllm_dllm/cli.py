@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_dllm.drafters.calibrate_width_cli import add_calibrate_width
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sub-command; returns the exit status."""
@@ -130,6 +132,7 @@ def _add_drafter(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = commands.add_parser("drafter", help=text, description=text)
     subcommands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_drafter_train(subcommands)
+    add_calibrate_width(subcommands)
 
 
 def _add_drafter_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

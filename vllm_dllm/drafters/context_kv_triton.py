@@ -5,10 +5,10 @@ rotation follow in registers and its cache entries are written from there. A hea
 as two halves, the first and second member of each rotating pair: pair i is (i, i + R / 2) or
 (2 i, 2 i + 1), and the dimensions that do not rotate fill up the pairs, with the angle 0.
 
-Up to `_FUSED_ROWS` tokens, the time is that of reading the projection's weights once, and the
+Up to `_FUSED_ROWS` tokens, one tile, the weights are read once whatever multiplies them, and the
 projection is part of the kernel. The norm of the states then is a factor of the row, applied after
-it. Beyond, cuBLAS multiplies better than a kernel that keeps to heads, and the kernel takes what it
-made.
+it. Beyond, cuBLAS multiplies, and the kernel takes what it made. (Where the one overtakes the other
+is an estimate: a kernel that keeps to heads reads the weights again for every tile of tokens.)
 """
 
 import torch

@@ -15,7 +15,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,62 @@ def train(
     Sequences come from `prompts`, which the target or the `server` answers, or from the buffer of
     a serving drafter, which is `init_from` then.
     """
+    _check_arguments(out, options, prompts, server, from_buffer, init_from)
+    text_config = target_text_config(target_path)
+    start = load_drafter(init_from) if init_from else None
+    if start is None:
+        config = _new_config(target_path, text_config, options)
+    else:
+        config = start.config
+        check_fit(config, text_config)
+    sequences: list[KnownSequence] = []
+    questions: list[list[int]] = []
+    if from_buffer:
+        sequences = read_buffer(from_buffer, config.vocab_size)
+    elif prompts:
+        room = text_config.max_position_embeddings - options.max_tokens
+        questions = read_prompts(prompts, target_path, room)
+    partial = out.with_name(out.name + ".partial")
+    run = _fingerprint(target_path, init_from, server, options, sequences or questions)
+    _check_resumed(partial, run)
+    completer = server_completer(server, options.max_tokens, config.vocab_size) if server else None
+    target = load_target(target_path, device)
+    partial.mkdir(parents=True, exist_ok=True)
+    (partial / RUN_FILE).write_text(json.dumps(run))
+    if questions:
+        sequences = collect(
+            questions,
+            completer or (lambda batch: complete(target, batch, options.max_tokens)),
+            partial / COMPLETIONS_FILE,
+            _report_collecting,
+        )
+        if not sequences:
+            raise DrafterError(
+                f"the target answers none of the {len(questions)} prompts with two tokens or more: "
+                f"expected prompts it has something to say to"
+            )
+    torch.manual_seed(options.seed)
+    drafter = DFlashDrafter(config)
+    initialize(drafter)
+    if start is not None:
+        drafter.load_state_dict(start.state_dict())
+    log = fit(target, drafter.to(device), sequences, options, partial)
+    save_drafter(drafter, partial, torch.bfloat16)
+    (partial / LOG_FILE).write_text(json.dumps(log) + "\n")
+    save_plots(log, partial)
+    for name in (RUN_FILE, COMPLETIONS_FILE, STATE_FILE):
+        (partial / name).unlink(missing_ok=True)
+    partial.rename(out)
+
+
+def _check_arguments(
+    out: Path,
+    options: Options,
+    prompts: Path | None,
+    server: str | None,
+    from_buffer: Path | None,
+    init_from: Path | None,
+) -> None:
     if out.exists():
         raise DrafterError(f"{out} exists already: remove it or name another folder")
     if (prompts is None) == (from_buffer is None):
@@ -110,52 +166,6 @@ def train(
         )
     if (options.minutes is None) == (options.steps is None):
         raise DrafterError("expected either --minutes or --steps")
-    text_config = target_text_config(target_path)
-    if init_from:
-        start = load_drafter(init_from)
-        check_fit(start.config, text_config)
-        config = start.config
-    else:
-        start = None
-        config = _new_config(target_path, text_config, options)
-    sources: list[Any]
-    if from_buffer:
-        sources = sequences = read_buffer(from_buffer, config.vocab_size)
-    else:
-        assert prompts is not None
-        room = text_config.max_position_embeddings - options.max_tokens
-        sources = read_prompts(prompts, target_path, room)
-    partial = out.with_name(out.name + ".partial")
-    run = _fingerprint(target_path, init_from, server, options, sources)
-    _check_resumed(partial, run)
-    target = load_target(target_path, device)
-    if prompts is not None:
-        completer = (
-            server_completer(server, options.max_tokens, config.vocab_size)
-            if server
-            else lambda batch: complete(target, batch, options.max_tokens)
-        )
-    partial.mkdir(parents=True, exist_ok=True)
-    (partial / RUN_FILE).write_text(json.dumps(run))
-    if prompts is not None:
-        sequences = collect(sources, completer, partial / COMPLETIONS_FILE, _report_collecting)
-        if not sequences:
-            raise DrafterError(
-                f"the target answers none of the {len(sources)} prompts with two tokens or more: "
-                f"expected prompts it has something to say to"
-            )
-    torch.manual_seed(options.seed)
-    drafter = DFlashDrafter(config)
-    initialize(drafter)
-    if start is not None:
-        drafter.load_state_dict(start.state_dict())
-    log = fit(target, drafter.to(device), sequences, options, partial)
-    for name in (RUN_FILE, COMPLETIONS_FILE, STATE_FILE):
-        (partial / name).unlink(missing_ok=True)
-    save_drafter(drafter, partial, torch.bfloat16)
-    (partial / LOG_FILE).write_text(json.dumps(log) + "\n")
-    save_plots(log, partial)
-    partial.rename(out)
 
 
 def _new_config(target_path: Path, text_config: Any, options: Options) -> Qwen3Config:
@@ -196,7 +206,11 @@ def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 
 def _fingerprint(
-    target: Path, init_from: Path | None, server: str | None, options: Options, sources: list[Any]
+    target: Path,
+    init_from: Path | None,
+    server: str | None,
+    options: Options,
+    sources: Sequence[Any],
 ) -> dict[str, Any]:
     def weights(folder: Path) -> list[list[Any]]:
         files = sorted(folder.glob("*.safetensors"))

@@ -121,7 +121,9 @@ def training_batches(
             pool.append((task, *encode_example(tokenizer, example)))
         # Noise on the sort key mixes the tasks whose rows are equally long.
         pool.sort(key=lambda row: len(row[1]) + len(row[2]) + rng.uniform(0, 24))
-        batches, rows, longest = [], [], 0
+        batches: list[Batch] = []
+        rows: list[tuple[str, list[int], list[int]]] = []
+        longest = 0
         for row in pool:
             longest = max(longest, len(row[1]) + len(row[2]))
             if rows and (len(rows) + 1) * longest > tokens_per_batch:
