@@ -36,7 +36,7 @@ CONTEXT_TOKENS = 1700
 Call = Callable[..., Any]
 
 
-def long_context(tokenizer: Any, count: int = 64) -> Workload:
+def long_context(tokenizer: Any, count: int = 16) -> Workload:
     """Many documents before the question: answers are of no account, and hard to guess."""
     rng = random.Random(0)
     messages = []
