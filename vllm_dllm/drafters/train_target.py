@@ -172,6 +172,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
     )
     copy.to(torch.bfloat16).save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)  # save_pretrained lets nobody else read
     tokenizer.save_pretrained(out)
 
 
