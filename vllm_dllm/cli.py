@@ -292,7 +292,7 @@ def _eval(options: argparse.Namespace) -> int:
         from vllm_dllm import evaluate  # late: it loads PyTorch and lm-evaluation-harness
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        if package not in ("datasets", "lm_eval", "matplotlib"):
+        if package not in ("datasets", "lm_eval"):
             raise
         print(
             f"vllm-dllm eval: there is no {package} here: pip install 'vllm-dllm[eval]'",

@@ -7,6 +7,7 @@ import torch
 
 from vllm_dllm.checkpoint.tokenizer import EOS_ID
 from vllm_dllm.drafters.collect import complete
+from vllm_dllm.drafters.evaluate import summarize
 from vllm_dllm.drafters.offline import Replayed, accepted_lengths, mean_length, replay
 from vllm_dllm.drafters.reference import DFlashDrafter, DrafterError, load_drafter
 from vllm_dllm.drafters.target_states import Target, load_target
@@ -164,3 +165,16 @@ def test_refuses_a_drafter_for_another_target(
         monkeypatch.setattr(drafter.config, name, value)
     with pytest.raises(DrafterError, match=message):
         replay(target, drafter, [[5, 6]], [[7, 8]], 3)
+
+
+def test_summary_by_task() -> None:
+    replayed = [
+        Replayed([7, 8, 9, EOS_ID], torch.zeros(1), matches=[3, 0, 0]),
+        Replayed([7, 8, EOS_ID], torch.zeros(1), matches=[0, 0]),
+        Replayed([7, EOS_ID], torch.zeros(1), matches=[0]),
+    ]
+    assert summarize(["sort", "add", "add"], [True, False, True], replayed, verify_width=15) == {
+        "sort": {"rows": 1, "exact_match": 1.0, "tokens": 4.0, "tau": 3.0},
+        "add": {"rows": 2, "exact_match": 0.5, "tokens": 2.5, "tau": 1.0},
+        "all": {"rows": 3, "exact_match": 2 / 3, "tokens": 3.0, "tau": 1.5},
+    }

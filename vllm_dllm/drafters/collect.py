@@ -21,7 +21,7 @@ from vllm_dllm.drafters.reference import DrafterError
 from vllm_dllm.drafters.target_states import Target
 from vllm_dllm.drafters.train_blocks import KnownSequence
 
-BATCH_SIZE = 32
+BATCH_SIZE = 128
 SERVER_CONNECTIONS = 32
 
 Completer = Callable[[Sequence[list[int]]], list[list[int]]]
@@ -156,7 +156,7 @@ def collect(
     done = _whole_lines(path)
     rest = iter(prompts[len(done) :])
     with path.open("a") as file:
-        while batch := list(islice(rest, 8 * BATCH_SIZE)):
+        while batch := list(islice(rest, 4 * BATCH_SIZE)):
             advance(len(done), len(prompts))
             for prompt, answer in zip(batch, completer(batch), strict=True):
                 row = {"tokens": prompt + answer, "first_anchor": len(prompt)}

@@ -51,6 +51,7 @@ LAST_SHARES = {
     "write_json": 0.7,
     "chat": 0.7,
 }
+LOG_FILE = "training_log.json"
 FIRST_PART = 0.3  # of the time, with FIRST_SHARES
 
 
@@ -171,7 +172,13 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
     )
     copy.to(torch.bfloat16).save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)  # save_pretrained lets nobody else read
     tokenizer.save_pretrained(out)
+
+
+def earlier_log(checkpoint: Path | None) -> list[dict]:
+    """The log of the run that made `checkpoint`; steps and tokens count on, minutes do not."""
+    return json.loads((checkpoint / LOG_FILE).read_text()) if checkpoint else []
 
 
 def save_loss_curve(log: list[dict], path: Path) -> None:
@@ -199,23 +206,28 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
     model = Qwen3ForCausalLM(target_config(len(tokenizer)))
-    initialize(model)
+    if args.init_from:
+        model = Qwen3ForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
+    else:
+        initialize(model)
     optimizer = MuonAdamW(
         model, muon_lr=args.muon_lr, adam_lr=args.adam_lr, weight_decay=args.weight_decay
     )
     # A budget in minutes sets the length: the schedule follows the clock on any machine.
     start = last_save = time.monotonic()
     progress = 0.0
+    first_part = 0.0 if args.init_from else FIRST_PART
     batches = training_batches(
         tokenizer,
-        lambda: FIRST_SHARES if progress < FIRST_PART else LAST_SHARES,
+        lambda: FIRST_SHARES if progress < first_part else LAST_SHARES,
         seed=args.seed,
         tokens_per_batch=args.tokens_per_batch,
     )
-    log: list[dict] = []
+    log = earlier_log(args.init_from)
     losses: list[float] = []
     rights: dict[str, list[float]] = defaultdict(list)
-    step = tokens = 0
+    step, tokens = (log[-1]["step"], log[-1]["tokens"]) if log else (0, 0)
+    tokens_before = tokens
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
     while progress < 1:
         batch = next(batches)
@@ -241,8 +253,9 @@ def train(args: argparse.Namespace) -> None:
             losses.clear()
             rights.clear()
             shares = " ".join(f"{task} {x:.3f}" for task, x in sorted(entry["right"].items()))
+            speed = (tokens - tokens_before) / minutes / 60
             print(
-                f"step {step} loss {entry['loss']:.4f} {tokens / minutes / 60:.0f} tokens/s "
+                f"step {step} loss {entry['loss']:.4f} {speed:.0f} tokens/s "
                 f"ETA {args.minutes - minutes:.1f} min; right: {shares}",
                 flush=True,
             )
@@ -250,13 +263,14 @@ def train(args: argparse.Namespace) -> None:
             save(model, tokenizer, args.out)
             last_save = time.monotonic()
     save(model, tokenizer, args.out)
-    (args.out / "training_log.json").write_text(json.dumps(log))
+    (args.out / LOG_FILE).write_text(json.dumps(log))
     save_loss_curve(log, args.out / "loss_curve.png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--init-from", type=Path, help="target to go on with")
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--save-minutes", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=0)
