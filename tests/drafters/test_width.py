@@ -139,7 +139,7 @@ def test_no_more_is_verified_than_drafted() -> None:
 def test_narrow_blocks() -> None:
     from vllm_dllm.drafters.dflash import narrow_blocks
 
-    lengths = torch.tensor([100, 100, 20, 100, 0], dtype=torch.int32)
-    widths = torch.tensor([15, 4, 2, 0, 7], dtype=torch.int32)
+    lengths = torch.tensor([100, 100, 20, 0], dtype=torch.int32)
+    widths = torch.tensor([15, 4, 2, 7], dtype=torch.int32)
     narrow_blocks(lengths, widths, num_drafted=15)
-    assert lengths.tolist() == [100, 89, 16, 16, 0]
+    assert lengths.tolist() == [100, 89, 16, 0]

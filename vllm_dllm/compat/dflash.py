@@ -1,9 +1,11 @@
 """Private names of vLLM's DFlash speculator and model. Loaded in workers alone: they load much."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -47,6 +49,48 @@ class DFlashHooks(DFlashSpeculator):
         super()._precompute_context_kv(start, end, dummy_run)
         if start == 0:  # else a part too long for the graph, which is replayed next
             self.blocks_prepared()
+
+    def propose_for(
+        self,
+        rows: torch.Tensor,  # [n] int64 on the device, of the batch
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Drafts [n, num_speculative_tokens] of some requests of a batch whose context is stored:
+        as if each had just computed its last valid token and nothing else."""
+        num_reqs, chosen = len(rows), rows.cpu().numpy()
+        last = input_batch.query_start_loc[rows + 1].long() - 1 - num_rejected[rows]
+        some = replace(
+            input_batch,
+            req_ids=[input_batch.req_ids[row] for row in chosen],
+            num_reqs=num_reqs,
+            num_tokens=num_reqs,
+            idx_mapping=input_batch.idx_mapping[rows],
+            idx_mapping_np=input_batch.idx_mapping_np[chosen],
+            num_scheduled_tokens=np.ones(num_reqs, dtype=np.int32),
+            query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32, device=self.device),
+            positions=input_batch.positions[last],
+            seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound[chosen],
+        )
+        self.block_tables.gather_block_tables(some.idx_mapping, num_reqs_padded=num_reqs)
+        return super().propose(
+            some,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states[last],
+            [states[last] for states in aux_hidden_states] if aux_hidden_states else None,
+            num_sampled[rows],
+            torch.zeros_like(num_rejected[rows]),
+            *args,
+            **kwargs,
+        )
 
     def generate_draft(
         self, num_reqs: int, forward: Callable[[], torch.Tensor]

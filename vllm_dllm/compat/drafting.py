@@ -111,7 +111,7 @@ def set_dflash_speculator(path: str) -> None:
     def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
         if drafts_blocks(vllm_config):
             _tell_speculator_widths()
-            return resolve_obj_by_qualname(path)(vllm_config, device)
+            return resolve_obj_by_qualname(path)(vllm_config, device, req_states)
         return _stock_init_speculator(vllm_config, device, req_states)
 
     spec_decode.init_speculator = init_speculator
@@ -150,7 +150,7 @@ def _tell_speculator_widths() -> None:
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         if (widths := getattr(scheduler_output, "draft_widths", None)) is not None:
-            self.speculator.set_draft_widths(widths)
+            self.speculator.step_begins(scheduler_output, widths)
         return stock_execute_model(self, scheduler_output, *args, **kwargs)
 
     def sample_tokens(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:

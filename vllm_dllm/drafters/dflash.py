@@ -18,7 +18,9 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.compat.dflash import DFlashHooks
 from vllm_dllm.config import ExtensionConfig
@@ -30,7 +32,9 @@ logger = init_logger(__name__)
 
 
 class WidthDFlashSpeculator(DFlashHooks):
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+    ) -> None:
         config = ExtensionConfig.from_additional_config(vllm_config.additional_config).drafter
         draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
         # As it is written: vLLM's configuration of a drafter lacks the size of its block.
@@ -62,16 +66,26 @@ class WidthDFlashSpeculator(DFlashHooks):
                 "drafter.draft_steps > 1 drafts best guesses: draft_sample_method of "
                 "--speculative-config must be 'greedy', got 'probabilistic'."
             )
-        self._narrows = config.narrow_draft or config.max_context is not None
+        self._narrows = config.narrow_draft
         # Read by the captured graph: tokens to draft for each request of the batch.
         self._block_widths = torch.full(
             (self.max_num_reqs,), self.num_speculative_steps, dtype=torch.int32, device=device
         )
         self._widths: dict[str, int] = {}
+        self._req_states = req_states
+        self._stop_tokens: dict[str, set[int]] = {}
 
-    def set_draft_widths(self, widths: dict[str, int]) -> None:
-        """Tokens to draft after the coming step for each of its requests, 0 for none."""
+    def step_begins(self, output: SchedulerOutput, widths: dict[str, int]) -> None:
+        """`widths`: tokens to draft after the coming step for each of its requests, 0 for none."""
         self._widths = widths
+        for request in output.scheduled_new_reqs:
+            if (params := request.sampling_params) is not None:
+                stop_tokens = params.stop_token_ids or []
+                if not params.ignore_eos:
+                    stop_tokens = params.all_stop_token_ids
+                self._stop_tokens[request.req_id] = set(stop_tokens)
+        for request_id in output.finished_req_ids:
+            self._stop_tokens.pop(request_id, None)
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
@@ -84,29 +98,48 @@ class WidthDFlashSpeculator(DFlashHooks):
         slot_mappings: dict[str, torch.Tensor],
         last_hidden_states: torch.Tensor,  # [num_tokens, hidden_size] of the target
         aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,  # [num_reqs] int32
         *args: Any,
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Drafts [num_reqs, num_speculative_tokens] int64; arguments are vLLM's."""
-        if self._predictor is not None and not dummy_run:
+        """Drafts [num_reqs, num_speculative_tokens] int64; arguments are vLLM's. Rows of requests
+        that ask for no draft are undefined."""
+        inputs = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled)
+        # Ranks of data parallelism draft together.
+        if dummy_run or self.dp_size > 1:
+            return super().propose(input_batch, *inputs, *args, dummy_run=dummy_run, **kwargs)
+        if self._predictor is not None:
             self._predict_widths(input_batch, last_hidden_states)
-        if self._widths and not any(self._widths.values()) and not dummy_run:
-            self.store_context(input_batch, last_hidden_states, aux_hidden_states)
-            return self.draft_tokens[: input_batch.num_reqs]
-        if self._narrows and not dummy_run:
-            widths = np.array([self._widths[name] for name in input_batch.req_ids], np.int32)
-            async_tensor_h2d(widths, out=self._block_widths[: len(widths)])
-        return super().propose(
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            *args,
-            dummy_run=dummy_run,
-            **kwargs,
-        )
+        widths = np.array([self._widths[name] for name in input_batch.req_ids], np.int32)
+        (rows,) = np.nonzero((widths > 0) & ~self._ended(input_batch, num_sampled))
+        if self._narrows:
+            async_tensor_h2d(widths[rows], out=self._block_widths[: len(rows)])
+        if len(rows) == input_batch.num_reqs:
+            return super().propose(input_batch, *inputs, *args, **kwargs)
+        self.store_context(input_batch, last_hidden_states, aux_hidden_states)
+        drafts = torch.zeros_like(self.draft_tokens[: input_batch.num_reqs])
+        if len(rows) > 0:
+            chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
+            drafts[chosen] = self.propose_for(chosen, input_batch, *inputs, *args, **kwargs)
+        return drafts
+
+    def _ended(self, input_batch: InputBatch, num_sampled: torch.Tensor) -> np.ndarray:
+        """[num_reqs] bool: requests that this step's tokens have stopped, so far as is known
+        without waiting for a GPU."""
+        ended = np.zeros(input_batch.num_reqs, dtype=bool)
+        if self.device.type != "cpu":
+            return ended
+        tokens = self._req_states.all_token_ids.gpu.numpy()
+        totals = self._req_states.total_len.gpu.numpy()
+        counts = num_sampled.tolist()
+        for row, (name, slot) in enumerate(
+            zip(input_batch.req_ids, input_batch.idx_mapping_np.tolist(), strict=True)
+        ):
+            total = totals[slot]
+            gained = tokens[slot, total - counts[row] : total].tolist()
+            ended[row] = not self._stop_tokens.get(name, set()).isdisjoint(gained)
+        return ended
 
     def generate_draft(
         self, num_reqs: int, forward: Callable[[], torch.Tensor]
@@ -216,16 +249,14 @@ def see_window(draft_model_config: Any, window: int) -> None:
 
 def narrow_blocks(
     seq_lens: torch.Tensor,  # [R] int32 of context and block, changed in place; 0 = no request
-    widths: torch.Tensor,  # [R] int32, tokens to draft; 0 = none
+    widths: torch.Tensor,  # [R] int32, tokens to draft, at least 1
     num_drafted: int,  # tokens that every block has rows for
 ) -> None:
     """Hides the mask tokens beyond `widths` from the others of their block. Their rows are still
-    computed, so that all requests have as many; what they draft is not used. A request that drafts
-    nothing sees a block's length of keys, for next to no price.
+    computed, so that all requests have as many; what they draft is not used.
 
     Rows see all keys of a length, and there must not be fewer of them than rows: contexts shorter
     than what is hidden keep a wider block.
     """
-    block = num_drafted + 1
-    narrower = torch.where(widths == 0, block, seq_lens - (num_drafted - widths))
-    torch.minimum(narrower.clamp_(min=block), seq_lens, out=seq_lens)
+    narrower = (seq_lens - (num_drafted - widths)).clamp_(min=num_drafted + 1)
+    torch.minimum(narrower, seq_lens, out=seq_lens)

@@ -42,12 +42,18 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
     def draft_width(self, request: Request) -> int:
         if request.num_tokens > self._max_context:
             return 0
-        return self._policy.width(request.request_id, len(self.running))
+        # The target adds a token of its own to what it accepts.
+        room = request.max_tokens - request.num_output_tokens - 1
+        return min(self._policy.width(request.request_id, len(self.running)), max(room, 0))
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """What is drafted after this step, for the next."""
+        """What is drafted after this step, for the next: nothing while a prefill goes on."""
         self._policy.step_scheduled()
-        widths = {id: self.draft_width(self.requests[id]) for id in output.num_scheduled_tokens}
+        widths = {}
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            prefills_on = request.num_computed_tokens + num_tokens < request.num_tokens
+            widths[request_id] = 0 if prefills_on else self.draft_width(request)
         drafting.set_draft_widths(output, widths)
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:

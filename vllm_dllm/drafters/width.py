@@ -71,7 +71,7 @@ class ByAcceptance(WidthPolicy):
 
     LOW, HIGH = 0.6, 0.9
     TRY_EVERY = 64
-    MEMORY = 0.95  # what all drafts so far count for against the next one
+    MEMORY = 0.8  # what all drafts so far count for against the next one
 
     def __init__(self, widest: int, least_accepted: float) -> None:
         super().__init__(widest)
