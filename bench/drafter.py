@@ -9,9 +9,6 @@ import argparse
 import json
 import os
 import random
-import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +23,13 @@ from bench.drafter_report import (
     print_tables,
     summarize,
 )
-from bench.system import System
+from bench.system import Call, taking_turns
 from bench.workload import Workload
 from vllm_dllm.checkpoint import tasks
 
 MIXED, CONTEXT = "mixed", "long context"
 PROMPTS = {1: 32, 4: 64, 16: 128}  # by concurrency
 CONTEXT_TOKENS = 1700
-Call = Callable[..., Any]
 
 
 def long_context(tokenizer: Any, count: int = 16) -> Workload:
@@ -69,27 +65,6 @@ def systems(args: argparse.Namespace) -> dict[str, list[str]]:
         STOCK: [*drafter, "--stock"],
         **{name: [*drafter, "--settings", json.dumps(s)] for name, s in ours.items()},
     }
-
-
-def start(stack: ExitStack, target: Path, asked: dict[str, list[str]]) -> Call:
-    """`call(system, handler, **arguments)`. All systems but the one that is called are paused."""
-    logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    running: dict[str, System] = {}
-    for index, (name, arguments) in enumerate(asked.items()):
-        every = [str(target), "--name", name, *arguments]
-        running[name] = System("bench.drafter_engine", every, logs / f"{index}.log")
-        stack.callback(running[name].close)
-        print(f"{name}: started in {running[name].start_seconds:.0f} s", flush=True)
-        running[name].pause()
-
-    def call(name: str, handler: str, **arguments: Any) -> Any:
-        running[name].resume()
-        try:
-            return running[name].call(handler, **arguments)
-        finally:
-            running[name].pause()
-
-    return call
 
 
 def require_same_answers(outputs: dict[str, list[list[int]]]) -> None:
@@ -148,8 +123,11 @@ def main() -> None:
     asked = systems(args)
     results: Results = {kind: {name: {} for name in asked} for kind in workloads}
     profiles: dict[str, dict[str, Any]] = {name: {} for name in (ALONE, STOCK, FIXED)}
-    with ExitStack() as stack:
-        call = start(stack, args.target, asked)
+    commands = {
+        name: ("bench.drafter_engine", [str(args.target), "--name", name, *arguments])
+        for name, arguments in asked.items()
+    }
+    with taking_turns(commands) as (_, call):
         for concurrency in args.concurrency:
             for kind, given in workloads.items():
                 found = measure(call, list(asked), given, concurrency, args.rounds)

@@ -8,9 +8,6 @@ Same checkpoint, same prompts, same end of an answer, fp32. See bench/README.md.
 import argparse
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,7 @@ from bench.serving_report import (
     summarize,
     summarize_split,
 )
-from bench.system import System
+from bench.system import Call, taking_turns
 from bench.workload import Workload
 
 MODULES = {
@@ -41,31 +38,6 @@ MODULES = {
 MAX_POINTS_BELOW = 3.0
 LEAST_OF_STOCK = 0.6  # its share of right answers in Triton's interpreter was 0.65 to 0.71
 PROMPTS = {1: 32, 4: 64, 16: 128, 64: 128}  # by concurrency
-Call = Callable[..., Any]
-
-
-@contextmanager
-def start_systems(checkpoint: Path, canvas_length: int) -> Iterator[tuple[dict[str, Any], Call]]:
-    """The systems' descriptions, and `call(system, handler, **arguments)`. All but the one that is
-    called are paused."""
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        systems: dict[str, System] = {}
-        for name, module in MODULES.items():
-            arguments = [str(checkpoint), "--canvas-length", str(canvas_length)]
-            systems[name] = System(module, arguments, logs / f"{module}.log")
-            stack.callback(systems[name].close)
-            print(f"{name}: started in {systems[name].start_seconds:.0f} s", flush=True)
-            systems[name].pause()
-
-        def call(name: str, handler: str, **arguments: Any) -> Any:
-            systems[name].resume()
-            try:
-                return systems[name].call(handler, **arguments)
-            finally:
-                systems[name].pause()
-
-        yield {name: system.description for name, system in systems.items()}, call
 
 
 def check(call: Call, every_task: Workload, num_prompts: int) -> dict[str, float]:
@@ -146,7 +118,9 @@ def main() -> None:
         MIXED: workload.every_task(tokenizer, args.held_out),
         LONG: workload.long(tokenizer, canvas_length),
     }
-    with start_systems(args.checkpoint, canvas_length) as (settings, call):
+    arguments = [str(args.checkpoint), "--canvas-length", str(canvas_length)]
+    systems = {name: (module, arguments) for name, module in MODULES.items()}
+    with taking_turns(systems) as (settings, call):
         checked = check(call, workloads[MIXED], args.check_rows)
         results, splits = measure(call, workloads, args.concurrency, args.rounds)
     found = bars(results, splits[OURS]["outside_forward_ms"])

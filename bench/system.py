@@ -9,13 +9,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-
+Call = Callable[..., Any]
 
 CLOSE_SECONDS = 60.0
 
@@ -81,6 +83,31 @@ class System:
             tail = "\n".join(self._log_path.read_text().splitlines()[-15:])
             raise SystemDied(f"{self.module} ended; the end of {self._log_path}:\n{tail}")
         return json.loads(line)
+
+
+@contextmanager
+def taking_turns(
+    commands: Mapping[str, tuple[str, list[str]]],
+) -> Iterator[tuple[dict[str, Any], Call]]:
+    """Starts systems, modules and their arguments by name; gives their descriptions and
+    `call(system, handler, **arguments)`. All but the one that is called are paused."""
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        systems: dict[str, System] = {}
+        for index, (name, (module, arguments)) in enumerate(commands.items()):
+            systems[name] = System(module, arguments, logs / f"{index}.log")
+            stack.callback(systems[name].close)
+            print(f"{name}: started in {systems[name].start_seconds:.0f} s", flush=True)
+            systems[name].pause()
+
+        def call(name: str, handler: str, **arguments: Any) -> Any:
+            systems[name].resume()
+            try:
+                return systems[name].call(handler, **arguments)
+            finally:
+                systems[name].pause()
+
+        yield {name: system.description for name, system in systems.items()}, call
 
 
 def serve(start: Callable[[], tuple[Mapping[str, Any], Mapping[str, Callable[..., Any]]]]) -> None:

@@ -1,5 +1,6 @@
 """How wide each policy drafts, and settings that make no sense."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -143,3 +144,10 @@ def test_narrow_blocks() -> None:
     widths = torch.tensor([15, 4, 2, 7], dtype=torch.int32)
     narrow_blocks(lengths, widths, num_drafted=15)
     assert lengths.tolist() == [100, 89, 16, 0]
+
+
+def test_predicted_widths_arrive_in_another_process_as_numbers() -> None:
+    from vllm_dllm.drafters.dflash import PredictedWidths
+
+    sent = PredictedWidths(["a", "b"], torch.tensor([3, 15]))
+    assert pickle.loads(pickle.dumps(sent)) == dict(sent) == {"a": 3, "b": 15}

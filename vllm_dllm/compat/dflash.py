@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
@@ -52,7 +53,7 @@ class DFlashHooks(DFlashSpeculator):
 
     def propose_for(
         self,
-        rows: torch.Tensor,  # [n] int64 on the device, of the batch
+        rows: np.ndarray,  # [n] of the batch
         input_batch: InputBatch,
         attn_metadata: dict[str, Any],
         slot_mappings: dict[str, torch.Tensor],
@@ -65,19 +66,20 @@ class DFlashHooks(DFlashSpeculator):
     ) -> torch.Tensor:
         """Drafts [n, num_speculative_tokens] of some requests of a batch whose context is stored:
         as if each had just computed its last valid token and nothing else."""
-        num_reqs, chosen = len(rows), rows.cpu().numpy()
-        last = input_batch.query_start_loc[rows + 1].long() - 1 - num_rejected[rows]
+        num_reqs = len(rows)
+        chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
+        last = input_batch.query_start_loc[chosen + 1].long() - 1 - num_rejected[chosen]
         some = replace(
             input_batch,
-            req_ids=[input_batch.req_ids[row] for row in chosen],
+            req_ids=[input_batch.req_ids[row] for row in rows],
             num_reqs=num_reqs,
             num_tokens=num_reqs,
-            idx_mapping=input_batch.idx_mapping[rows],
-            idx_mapping_np=input_batch.idx_mapping_np[chosen],
+            idx_mapping=input_batch.idx_mapping[chosen],
+            idx_mapping_np=input_batch.idx_mapping_np[rows],
             num_scheduled_tokens=np.ones(num_reqs, dtype=np.int32),
             query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32, device=self.device),
             positions=input_batch.positions[last],
-            seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound[chosen],
+            seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound[rows],
         )
         self.block_tables.gather_block_tables(some.idx_mapping, num_reqs_padded=num_reqs)
         return super().propose(
@@ -86,8 +88,8 @@ class DFlashHooks(DFlashSpeculator):
             slot_mappings,
             last_hidden_states[last],
             [states[last] for states in aux_hidden_states] if aux_hidden_states else None,
-            num_sampled[rows],
-            torch.zeros_like(num_rejected[rows]),
+            num_sampled[chosen],
+            torch.zeros_like(num_rejected[chosen]),
             *args,
             **kwargs,
         )

@@ -20,8 +20,8 @@ from vllm_dllm import compat
 class DraftSchedulerHooks(compat.SchedulerHooks):
     """The hooks of a scheduler whose requests verify different numbers of drafts."""
 
-    def draft_width(self, request: Request) -> int:
-        """How many tokens of the next draft of `request` are verified."""
+    def verified_width(self, request: Request) -> int:
+        """How many tokens of the draft that `request` has just got are verified."""
         raise NotImplementedError
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
@@ -44,7 +44,7 @@ class DraftSchedulerHooks(compat.SchedulerHooks):
             request = self.requests.get(request_id)
             if request is not None and request.spec_token_ids:
                 # A new list: requests may share theirs.
-                request.spec_token_ids = request.spec_token_ids[: self.draft_width(request)]
+                request.spec_token_ids = request.spec_token_ids[: self.verified_width(request)]
 
     def make_spec_decoding_stats(
         self,

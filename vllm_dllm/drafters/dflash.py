@@ -111,17 +111,19 @@ class WidthDFlashSpeculator(DFlashHooks):
             return super().propose(input_batch, *inputs, *args, dummy_run=dummy_run, **kwargs)
         if self._predictor is not None:
             self._predict_widths(input_batch, last_hidden_states)
-        widths = np.array([self._widths[name] for name in input_batch.req_ids], np.int32)
+        # A scheduler of the user's own asks for no widths: all is drafted.
+        widest = self.num_speculative_steps
+        widths = np.array([self._widths.get(name, widest) for name in input_batch.req_ids])
         (rows,) = np.nonzero((widths > 0) & ~self._ended(input_batch, num_sampled))
         if self._narrows:
-            async_tensor_h2d(widths[rows], out=self._block_widths[: len(rows)])
+            async_tensor_h2d(widths[rows], out=self._block_widths[: len(rows)], dtype=torch.int32)
         if len(rows) == input_batch.num_reqs:
             return super().propose(input_batch, *inputs, *args, **kwargs)
         self.store_context(input_batch, last_hidden_states, aux_hidden_states)
         drafts = torch.zeros_like(self.draft_tokens[: input_batch.num_reqs])
         if len(rows) > 0:
             chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
-            drafts[chosen] = self.propose_for(chosen, input_batch, *inputs, *args, **kwargs)
+            drafts[chosen] = self.propose_for(rows, input_batch, *inputs, *args, **kwargs)
         return drafts
 
     def _ended(self, input_batch: InputBatch, num_sampled: torch.Tensor) -> np.ndarray:

@@ -32,6 +32,7 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
                 Path(config.buffer), config.buffer_mib << 20, config.buffer_every
             )
         self._just_verified: str | None = None
+        self._asked: dict[str, int] = {}  # tokens to draft after the last scheduled step
         logger.info(
             "Verifying at most %d of %d drafted tokens a request (width policy: %s).",
             self._policy.widest,
@@ -40,21 +41,26 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
         )
 
     def draft_width(self, request: Request) -> int:
+        """For the next draft of `request`."""
         if request.num_tokens > self._max_context:
             return 0
         # The target adds a token of its own to what it accepts.
         room = request.max_tokens - request.num_output_tokens - 1
         return min(self._policy.width(request.request_id, len(self.running)), max(room, 0))
 
+    def verified_width(self, request: Request) -> int:
+        # No more than was asked for, though the policy may think better of it by now.
+        return min(self._asked.get(request.request_id, 0), self.draft_width(request))
+
     def complete_output(self, output: SchedulerOutput) -> None:
         """What is drafted after this step, for the next: nothing while a prefill goes on."""
         self._policy.step_scheduled()
-        widths = {}
+        self._asked = {}
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             prefills_on = request.num_computed_tokens + num_tokens < request.num_tokens
-            widths[request_id] = 0 if prefills_on else self.draft_width(request)
-        drafting.set_draft_widths(output, widths)
+            self._asked[request_id] = 0 if prefills_on else self.draft_width(request)
+        drafting.set_draft_widths(output, self._asked)
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         self._policy.verified(request_id, num_drafts, num_accepted)
