@@ -1,6 +1,6 @@
-"""Every private name of vLLM that `compat.py` takes hold of is where it was, and is still used.
+"""Every private name of vLLM that `compat/` takes hold of is where it was, and is still used.
 
-A failure here means that vLLM moved something: read the new source, then change `compat.py`.
+A failure here means that vLLM moved something: read the new source, then change `compat/`.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Which vLLM this project runs with. It leans on vLLM's insides (`compat.py`), so only on some."""
+"""Which vLLM this project runs with. It leans on vLLM's insides (`compat/`), so only on some."""
 
 import vllm
 

@@ -3,7 +3,7 @@
 
 Arguments: a JSON file that says what to serve, and the file to write. Each run is an engine of its
 own; of each request are written its tokens, the drafts that it was proposed, one list a step, and
-how many tokens each verification emitted.
+how many tokens each verification emitted; of each group of caches, its sliding window.
 """
 
 import json
@@ -22,6 +22,8 @@ class Recorder:
         self.drafts: dict[str, list[list[int]]] = {}
         self.emitted: dict[str, list[int]] = {}
         core = llm.llm_engine.engine_core.engine_core
+        groups = core.scheduler.kv_cache_config.kv_cache_groups
+        self.windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
         self._listen(core.scheduler, core.model_executor.driver_worker.worker.model_runner)
 
     def _listen(self, scheduler: Any, runner: Any) -> None:
@@ -66,6 +68,7 @@ def serve(asked: dict[str, Any]) -> dict[str, Any]:
     if recorder is not None:
         ids = [output.request_id for output in outputs]
         found["drafts"] = [recorder.drafts.get(i, []) for i in ids]
+        found["windows"] = recorder.windows
         found["emitted"] = [recorder.emitted.get(i, []) for i in ids]
     return found
 
