@@ -261,7 +261,8 @@ def test_only_a_user_asks_for_flash_attention_4(
     ours = AttentionBackendEnum.CUSTOM
     monkeypatch.setattr(serving_config, "gpu_backend", lambda _: ours)
     monkeypatch.setattr(serving_config, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    for name in ("check_token_budget", "read_denoise_config", "default_max_num_seqs"):
+    steps = "check_token_budget check_weight_files read_denoise_config default_max_num_seqs"
+    for name in steps.split():
         monkeypatch.setattr(serving_config, name, lambda _: 8)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
