@@ -151,7 +151,8 @@ def test_no_setting_changes_an_answer(by_setting: dict[str, Any], setting: str) 
 def test_vllm_keeps_no_more_than_the_drafters_window(by_setting: dict[str, Any]) -> None:
     """Its cache manager frees the blocks behind a sliding window, of the drafter's group alone."""
     assert set(by_setting["fixed"]["windows"]) == {None}
-    assert sorted(by_setting["window"]["windows"], key=str) == [32, None]
+    windows = by_setting["window"]["windows"]  # vLLM splits the target's layers into groups, too
+    assert windows.count(32) == 1 and set(windows) == {None, 32}
 
 
 def test_no_more_is_accepted_than_the_width(by_setting: dict[str, Any]) -> None:
