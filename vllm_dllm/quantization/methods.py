@@ -1,5 +1,6 @@
 """vLLM's methods for FP8 and NVFP4 experts, with its parameters, computed on a CPU."""
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -47,9 +48,9 @@ class _OnCpu(CompressedTensorsMoEMethod):
         own_ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
         return self.run(layer, x, topk_weights, own_ids, layer.activation.value)
 
+    @abstractmethod
     def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
         """`inputs` are the first arguments of the operations in `experts.py`."""
-        raise NotImplementedError
 
 
 class CompressedTensorsFp8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Fp8MoEMethod):
