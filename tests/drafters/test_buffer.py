@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from vllm_dllm.drafters.buffer import NUM_SHARDS, QUEUE_LENGTH, BlockBuffer, read_buffer
+from vllm_dllm.drafters.buffer import NUM_SHARDS, QUEUE_LENGTH, BlockBuffer
 from vllm_dllm.drafters.reference import DrafterError
 from vllm_dllm.drafters.train_blocks import KnownSequence
+from vllm_dllm.drafters.train_buffer import read_buffer
 
 VOCAB_SIZE = 512
 
@@ -182,5 +183,5 @@ def test_refuses_what_is_no_buffer(tmp_path: Path, content: str | None, message:
 
 
 def test_refuses_sizes_that_hold_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DrafterError, match="got 3 bytes and one in 1"):
+    with pytest.raises(ValueError, match="got 3 bytes and one in 1"):
         BlockBuffer(tmp_path, max_bytes=3)

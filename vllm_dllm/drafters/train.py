@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config
 
 from vllm_dllm.checkpoint.muon import MuonAdamW
-from vllm_dllm.drafters.buffer import read_buffer
 from vllm_dllm.drafters.collect import collect, complete, read_prompts, server_completer
 from vllm_dllm.drafters.offline import mean_length, replay
 from vllm_dllm.drafters.reference import (
@@ -38,6 +37,7 @@ from vllm_dllm.drafters.reference import (
 )
 from vllm_dllm.drafters.target_states import Target, check_fit, load_target, target_text_config
 from vllm_dllm.drafters.train_blocks import KnownSequence, block_logits, make_blocks, pad
+from vllm_dllm.drafters.train_buffer import read_buffer
 from vllm_dllm.drafters.train_plots import save_plots
 
 # In OUT.partial only.
