@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_dllm.drafters.calibrate_width_cli import add_calibrate_width
+from vllm_dllm.drafters.calibration.cli import add_calibrate_width
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,7 +195,7 @@ def _layer_ids(text: str) -> tuple[int, ...]:
 def _drafter_train(options: argparse.Namespace) -> int:
     import torch  # late, as everything that takes seconds to load
 
-    from vllm_dllm.drafters import reference, train
+    from vllm_dllm.drafters.training import reference, train
 
     try:
         train.train(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from vllm_dllm.drafters.buffer import NUM_SHARDS, QUEUE_LENGTH, BlockBuffer
-from vllm_dllm.drafters.reference import DrafterError
-from vllm_dllm.drafters.train_blocks import KnownSequence
-from vllm_dllm.drafters.train_buffer import read_buffer
+from vllm_dllm.drafters.training.blocks import KnownSequence
+from vllm_dllm.drafters.training.read_buffer import read_buffer
+from vllm_dllm.drafters.training.reference import DrafterError
 
 VOCAB_SIZE = 512
 

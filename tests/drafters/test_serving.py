@@ -14,9 +14,9 @@ from scipy import stats
 from transformers import AutoTokenizer
 
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictorConfig, save_predictor
-from vllm_dllm.drafters.offline import replay
-from vllm_dllm.drafters.reference import load_drafter
-from vllm_dllm.drafters.target_states import load_target
+from vllm_dllm.drafters.training.offline import replay
+from vllm_dllm.drafters.training.reference import load_drafter
+from vllm_dllm.drafters.training.target_states import load_target
 
 PROGRAM = Path(__file__).with_name("serve.py")
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"

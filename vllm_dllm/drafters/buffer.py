@@ -1,4 +1,4 @@
-"""Blocks a serving drafter got right and wrong, kept on disk to train it on (`train_buffer.py`).
+"""Blocks a serving drafter got right and wrong, kept on disk to train it on later.
 
 A bounded folder of shards, one JSON object a line. Serving hands blocks over and never waits: a
 thread writes them, and what the queue or the disk cannot take is dropped, counted and logged once.

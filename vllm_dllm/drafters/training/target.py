@@ -1,4 +1,4 @@
-"""Trains the small autoregressive target: python -m vllm_dllm.drafters.train_target --out DIR
+"""Trains the small autoregressive target: python -m vllm_dllm.drafters.training.target --out DIR
 
 A Qwen3 of eight layers learns the next token of the answers to the tasks of `checkpoint/tasks.py`,
 with the tokenizer and chat template of diffusiongemma-tiny. Long look-ups come in only once dense
@@ -27,7 +27,7 @@ from transformers import (
 from vllm_dllm.checkpoint.muon import MuonAdamW
 from vllm_dllm.checkpoint.tasks import TRAINING_TASKS, Example, generate
 from vllm_dllm.checkpoint.tokenizer import BOS_ID, EOS_ID, PAD_ID, build_tokenizer
-from vllm_dllm.drafters.train_target_heads import install_look_up
+from vllm_dllm.drafters.training.target_heads import install_look_up
 
 POOL_SIZE = 384  # examples sorted by length together
 FIRST_SHARES = {

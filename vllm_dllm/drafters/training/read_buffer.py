@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from vllm_dllm.drafters.buffer import PATTERN
-from vllm_dllm.drafters.reference import DrafterError
-from vllm_dllm.drafters.train_blocks import KnownSequence
+from vllm_dllm.drafters.training.blocks import KnownSequence
+from vllm_dllm.drafters.training.reference import DrafterError
 
 
 def read_buffer(path: Path, vocab_size: int) -> list[KnownSequence]:

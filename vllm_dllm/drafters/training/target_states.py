@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from vllm_dllm.drafters.reference import DrafterError
+from vllm_dllm.drafters.training.reference import DrafterError
 
 
 class Target:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from vllm_dllm import cli
-from vllm_dllm.drafters import train
 from vllm_dllm.drafters.buffer import BlockBuffer
-from vllm_dllm.drafters.reference import DrafterError, load_drafter
-from vllm_dllm.drafters.tiny import MASK_TOKEN, make_tiny_drafter, make_tiny_target
-from vllm_dllm.drafters.train_blocks import KnownSequence
+from vllm_dllm.drafters.training import train
+from vllm_dllm.drafters.training.blocks import KnownSequence
+from vllm_dllm.drafters.training.reference import DrafterError, load_drafter
+from vllm_dllm.drafters.training.tiny import MASK_TOKEN, make_tiny_drafter, make_tiny_target
 
 OPTIONS = train.Options(
     block_size=8, num_layers=1, mask_token=MASK_TOKEN, steps=8, max_tokens=12, tokens_per_batch=512

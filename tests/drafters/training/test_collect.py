@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from vllm_dllm.checkpoint.tokenizer import EOS_ID
-from vllm_dllm.drafters.collect import collect, complete, read_prompts, server_completer
-from vllm_dllm.drafters.reference import DrafterError
-from vllm_dllm.drafters.target_states import Target, load_target
-from vllm_dllm.drafters.tiny import make_tiny_target
-from vllm_dllm.drafters.train_blocks import KnownSequence
+from vllm_dllm.drafters.training.blocks import KnownSequence
+from vllm_dllm.drafters.training.collect import collect, complete, read_prompts, server_completer
+from vllm_dllm.drafters.training.reference import DrafterError
+from vllm_dllm.drafters.training.target_states import Target, load_target
+from vllm_dllm.drafters.training.tiny import make_tiny_target
 
 MAX_TOKENS = 6
 

@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vllm_dllm.drafters.collect import complete
-from vllm_dllm.drafters.offline import replay
-from vllm_dllm.drafters.reference import DFlashDrafter
-from vllm_dllm.drafters.target_states import Target
+from vllm_dllm.drafters.training.collect import complete
+from vllm_dllm.drafters.training.offline import replay
+from vllm_dllm.drafters.training.reference import DFlashDrafter
+from vllm_dllm.drafters.training.target_states import Target
 
 PROMPTS_PER_PART = 32
 DRAFT_WIDTHS = ("follow", "full")

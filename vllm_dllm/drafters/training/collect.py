@@ -17,9 +17,9 @@ import torch
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from vllm_dllm.drafters.reference import DrafterError
-from vllm_dllm.drafters.target_states import Target
-from vllm_dllm.drafters.train_blocks import KnownSequence
+from vllm_dllm.drafters.training.blocks import KnownSequence
+from vllm_dllm.drafters.training.reference import DrafterError
+from vllm_dllm.drafters.training.target_states import Target
 
 BATCH_SIZE = 128
 SERVER_CONNECTIONS = 32

@@ -26,19 +26,24 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config
 
 from vllm_dllm.checkpoint.muon import MuonAdamW
-from vllm_dllm.drafters.collect import collect, complete, read_prompts, server_completer
-from vllm_dllm.drafters.offline import mean_length, replay
-from vllm_dllm.drafters.reference import (
+from vllm_dllm.drafters.training.blocks import KnownSequence, block_logits, make_blocks, pad
+from vllm_dllm.drafters.training.collect import collect, complete, read_prompts, server_completer
+from vllm_dllm.drafters.training.offline import mean_length, replay
+from vllm_dllm.drafters.training.plots import save_plots
+from vllm_dllm.drafters.training.read_buffer import read_buffer
+from vllm_dllm.drafters.training.reference import (
     DFlashDrafter,
     DrafterError,
     drafter_config,
     load_drafter,
     save_drafter,
 )
-from vllm_dllm.drafters.target_states import Target, check_fit, load_target, target_text_config
-from vllm_dllm.drafters.train_blocks import KnownSequence, block_logits, make_blocks, pad
-from vllm_dllm.drafters.train_buffer import read_buffer
-from vllm_dllm.drafters.train_plots import save_plots
+from vllm_dllm.drafters.training.target_states import (
+    Target,
+    check_fit,
+    load_target,
+    target_text_config,
+)
 
 # In OUT.partial only.
 RUN_FILE = "run.json"

@@ -1,6 +1,6 @@
 """Prompts of the tasks for a drafter of qwen3-tiny-target, none of them held out:
 
-python -m vllm_dllm.drafters.train_prompts --count 6000 > prompts.jsonl
+python -m vllm_dllm.drafters.training.prompts --count 6000 > prompts.jsonl
 """
 
 import argparse

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_dllm.drafters.reference import DFlashDrafter
-from vllm_dllm.drafters.target_states import Target
+from vllm_dllm.drafters.training.reference import DFlashDrafter
+from vllm_dllm.drafters.training.target_states import Target
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vllm_dllm.drafters.reference import DFlashDrafter, DrafterError, load_drafter, save_drafter
-from vllm_dllm.drafters.tiny import make_tiny_drafter, make_tiny_target
+from vllm_dllm.drafters.training.reference import (
+    DFlashDrafter,
+    DrafterError,
+    load_drafter,
+    save_drafter,
+)
+from vllm_dllm.drafters.training.tiny import make_tiny_drafter, make_tiny_target
 
 NUM_CONTEXT, NUM_SLOTS = 11, 5
 

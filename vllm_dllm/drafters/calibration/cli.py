@@ -54,17 +54,17 @@ def add_calibrate_width(commands: "argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _calibrate_width(options: argparse.Namespace) -> int:
-    from vllm_dllm.drafters import calibrate_width as module  # late: it loads PyTorch
-    from vllm_dllm.drafters.calibrate_width_data import CalibrationError
-    from vllm_dllm.drafters.reference import DrafterError
+    from vllm_dllm.drafters.calibration import calibrate  # late: it loads PyTorch
+    from vllm_dllm.drafters.calibration.data import CalibrationError
+    from vllm_dllm.drafters.training.reference import DrafterError
 
     try:
-        module.calibrate_width(
+        calibrate.calibrate_width(
             options.target,
             options.drafter,
             options.prompts,
             options.out,
-            module.Options(
+            calibrate.Options(
                 variant=options.variant,
                 base=options.base,
                 radius=options.radius,

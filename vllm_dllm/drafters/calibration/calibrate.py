@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, save_predictor
-from vllm_dllm.drafters.calibrate_width_data import (
+from vllm_dllm.drafters.calibration.data import (
     DRAFT_WIDTHS,
     CalibrationError,
     Measured,
@@ -26,11 +26,11 @@ from vllm_dllm.drafters.calibrate_width_data import (
     measure_in_parts,
     split_prompts,
 )
-from vllm_dllm.drafters.calibrate_width_report import build_report, describe, save_plot
-from vllm_dllm.drafters.calibrate_width_train import train_predictor
-from vllm_dllm.drafters.collect import read_prompts
-from vllm_dllm.drafters.reference import WEIGHTS_FILE, load_drafter
-from vllm_dllm.drafters.target_states import check_fit, load_target, target_text_config
+from vllm_dllm.drafters.calibration.predictor import train_predictor
+from vllm_dllm.drafters.calibration.report import build_report, describe, save_plot
+from vllm_dllm.drafters.training.collect import read_prompts
+from vllm_dllm.drafters.training.reference import WEIGHTS_FILE, load_drafter
+from vllm_dllm.drafters.training.target_states import check_fit, load_target, target_text_config
 
 RUN_FILE = "run.json"  # in OUT.partial only
 REPORT_FILE = "report.json"

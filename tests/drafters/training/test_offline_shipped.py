@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from vllm_dllm.drafters.collect import complete, read_prompts
-from vllm_dllm.drafters.evaluate import summarize
-from vllm_dllm.drafters.offline import replay
-from vllm_dllm.drafters.reference import load_drafter
-from vllm_dllm.drafters.target_states import load_target
+from vllm_dllm.drafters.training.collect import complete, read_prompts
+from vllm_dllm.drafters.training.evaluate import summarize
+from vllm_dllm.drafters.training.offline import replay
+from vllm_dllm.drafters.training.reference import load_drafter
+from vllm_dllm.drafters.training.target_states import load_target
 
-CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+CHECKPOINTS = Path(__file__).parents[3] / "checkpoints"
 TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 EVERY = 8
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_dllm.drafters.calibrate_width_data import Measured
-from vllm_dllm.drafters.calibrate_width_train import Trained
+from vllm_dllm.drafters.calibration.data import Measured
+from vllm_dllm.drafters.calibration.predictor import Trained
 
 RESAMPLES = 2000
 LEAK_SHARE = 0.95  # of the way from the best fixed size to the oracle

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from vllm_dllm.checkpoint.tokenizer import BOS_ID, EOS_ID, PAD_ID, build_tokenizer
-from vllm_dllm.drafters.reference import DFlashDrafter, drafter_config, save_drafter
+from vllm_dllm.drafters.training.reference import DFlashDrafter, drafter_config, save_drafter
 
 MASK_TOKEN = "<unused0>"
 

@@ -1,6 +1,6 @@
 """How far a drafter gets on held-out prompts, task by task, and how often its target is right.
 
-    python -m vllm_dllm.drafters.evaluate TARGET DRAFTER checkpoints/held_out.jsonl
+    python -m vllm_dllm.drafters.training.evaluate TARGET DRAFTER checkpoints/held_out.jsonl
 
 Greedy speculative decoding worked out offline (`offline.py`), in float32. The last line is JSON.
 """
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from vllm_dllm.drafters.collect import complete, read_prompts
-from vllm_dllm.drafters.offline import Replayed, mean_length, replay
-from vllm_dllm.drafters.reference import load_drafter
-from vllm_dllm.drafters.target_states import load_target
+from vllm_dllm.drafters.training.collect import complete, read_prompts
+from vllm_dllm.drafters.training.offline import Replayed, mean_length, replay
+from vllm_dllm.drafters.training.reference import load_drafter
+from vllm_dllm.drafters.training.target_states import load_target
 
 
 def summarize(

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_dllm.drafters.collect import complete
-from vllm_dllm.drafters.reference import DFlashDrafter, DrafterError
-from vllm_dllm.drafters.target_states import Target, check_fit
-from vllm_dllm.drafters.train_blocks import KnownSequence, block_logits, make_blocks, pad
+from vllm_dllm.drafters.training.blocks import KnownSequence, block_logits, make_blocks, pad
+from vllm_dllm.drafters.training.collect import complete
+from vllm_dllm.drafters.training.reference import DFlashDrafter, DrafterError
+from vllm_dllm.drafters.training.target_states import Target, check_fit
 
 ANCHORS_PER_FORWARD = 64
 ROWS_PER_FORWARD = 16

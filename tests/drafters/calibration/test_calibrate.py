@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from vllm_dllm.cli import main
-from vllm_dllm.drafters import calibrate_width as module
-from vllm_dllm.drafters import calibrate_width_train
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, load_predictor
-from vllm_dllm.drafters.calibrate_width_data import (
+from vllm_dllm.drafters.calibration import calibrate, predictor
+from vllm_dllm.drafters.calibration.data import (
     CalibrationError,
     Measured,
     candidate_sizes,
@@ -21,15 +20,15 @@ from vllm_dllm.drafters.calibrate_width_data import (
     measure_in_parts,
     split_prompts,
 )
-from vllm_dllm.drafters.calibrate_width_report import build_report, describe
-from vllm_dllm.drafters.calibrate_width_train import Trained, train_predictor
-from vllm_dllm.drafters.collect import complete
-from vllm_dllm.drafters.offline import accepted_lengths
-from vllm_dllm.drafters.reference import load_drafter, save_drafter
-from vllm_dllm.drafters.target_states import load_target
-from vllm_dllm.drafters.tiny import make_tiny_drafter, make_tiny_target
-from vllm_dllm.drafters.train import Options, fit
-from vllm_dllm.drafters.train_blocks import KnownSequence
+from vllm_dllm.drafters.calibration.predictor import Trained, train_predictor
+from vllm_dllm.drafters.calibration.report import build_report, describe
+from vllm_dllm.drafters.training.blocks import KnownSequence
+from vllm_dllm.drafters.training.collect import complete
+from vllm_dllm.drafters.training.offline import accepted_lengths
+from vllm_dllm.drafters.training.reference import load_drafter, save_drafter
+from vllm_dllm.drafters.training.target_states import load_target
+from vllm_dllm.drafters.training.tiny import make_tiny_drafter, make_tiny_target
+from vllm_dllm.drafters.training.train import Options, fit
 
 V, BLOCK_SIZE, MAX_TOKENS = 40, 8, 16
 SIZES = (6, 7, 8)
@@ -90,7 +89,7 @@ def test_no_prompt_is_on_both_sides() -> None:
 
 @pytest.mark.parametrize("variant", HIDDEN_SIZES)
 def test_learns_what_the_logits_tell(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate_width_train, "EPOCHS", 10)
+    monkeypatch.setattr(predictor, "EPOCHS", 10)
     config = PredictorConfig(variant, V, SIZES, BLOCK_SIZE, HIDDEN_SIZES[variant])
     training, held_out = learnable(300), learnable(120)
     report = build_report(train_predictor(training, config, 0), training, held_out, 0)
@@ -243,7 +242,7 @@ def test_goes_on_where_it_was_interrupted(
             raise Interruption
         return measure(*args)
 
-    monkeypatch.setattr(module, "measure", measure_twice)
+    monkeypatch.setattr(calibrate, "measure", measure_twice)
     with pytest.raises(Interruption):
         command()
     status, out = command()
@@ -282,7 +281,7 @@ def test_a_run_of_other_options_is_not_gone_on_with(
         raise Interruption
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "measure", stop)
+        patch.setattr(calibrate, "measure", stop)
         with pytest.raises(Interruption):
             command()
     status, out = command("--radius", 1)

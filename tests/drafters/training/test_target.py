@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalL
 
 from vllm_dllm.checkpoint.tasks import Example, generate
 from vllm_dllm.checkpoint.tokenizer import EOS_ID, build_tokenizer
-from vllm_dllm.drafters import train_target
-from vllm_dllm.drafters.train_target import (
+from vllm_dllm.drafters.training import target
+from vllm_dllm.drafters.training.target import (
     FIRST_SHARES,
     LAST_SHARES,
     encode_example,
@@ -73,14 +73,12 @@ def test_a_run_leaves_a_target_and_another_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*arguments: str) -> None:
-        monkeypatch.setattr("sys.argv", ["train_target", "--minutes", "0.01", *arguments])
-        train_target.main()
+        monkeypatch.setattr("sys.argv", ["target", "--minutes", "0.01", *arguments])
+        target.main()
 
     run("--out", str(tmp_path / "first"), "--log-every", "1")
     run("--out", str(tmp_path / "second"), "--init-from", str(tmp_path / "first"))
-    steps = [
-        [e["step"] for e in train_target.earlier_log(tmp_path / n)] for n in ("first", "second")
-    ]
+    steps = [[e["step"] for e in target.earlier_log(tmp_path / n)] for n in ("first", "second")]
     assert steps[1][: len(steps[0])] == steps[0]
     assert steps[1][-1] > steps[0][-1]
     model = Qwen3ForCausalLM.from_pretrained(tmp_path / "second")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_dllm.drafters.reference import DFlashDrafter, load_drafter
-from vllm_dllm.drafters.target_states import Target, load_target
-from vllm_dllm.drafters.tiny import make_tiny_drafter, make_tiny_target
-from vllm_dllm.drafters.train_blocks import Blocks, block_logits, make_blocks
+from vllm_dllm.drafters.training.blocks import Blocks, block_logits, make_blocks
+from vllm_dllm.drafters.training.reference import DFlashDrafter, load_drafter
+from vllm_dllm.drafters.training.target_states import Target, load_target
+from vllm_dllm.drafters.training.tiny import make_tiny_drafter, make_tiny_target
 
 LENGTHS = (20, 13)
 ANCHORS = ((5, 11, 18), (3, 9, -1))  # unsorted ones occur too; -1: no block
