@@ -24,11 +24,12 @@ from vllm_dllm.drafters.calibration.predictor import Trained, train_predictor
 from vllm_dllm.drafters.calibration.report import build_report, describe
 from vllm_dllm.drafters.training.blocks import KnownSequence
 from vllm_dllm.drafters.training.collect import complete
+from vllm_dllm.drafters.training.fit import fit
 from vllm_dllm.drafters.training.offline import accepted_lengths
+from vllm_dllm.drafters.training.options import Options
 from vllm_dllm.drafters.training.reference import load_drafter, save_drafter
 from vllm_dllm.drafters.training.target_states import load_target
 from vllm_dllm.drafters.training.tiny import make_tiny_drafter, make_tiny_target
-from vllm_dllm.drafters.training.train import Options, fit
 
 V, BLOCK_SIZE, MAX_TOKENS = 40, 8, 16
 SIZES = (6, 7, 8)

@@ -9,11 +9,12 @@ from vllm_dllm.checkpoint.tokenizer import EOS_ID
 from vllm_dllm.drafters.training.blocks import KnownSequence
 from vllm_dllm.drafters.training.collect import complete
 from vllm_dllm.drafters.training.evaluate import summarize
+from vllm_dllm.drafters.training.fit import fit
 from vllm_dllm.drafters.training.offline import Replayed, accepted_lengths, mean_length, replay
+from vllm_dllm.drafters.training.options import Options
 from vllm_dllm.drafters.training.reference import DFlashDrafter, DrafterError, load_drafter
 from vllm_dllm.drafters.training.target_states import Target, load_target
 from vllm_dllm.drafters.training.tiny import make_tiny_drafter, make_tiny_target
-from vllm_dllm.drafters.training.train import Options, fit
 
 MAX_TOKENS = 24
 

@@ -2,6 +2,9 @@
 
 import json
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,13 @@ import pytest
 
 from vllm_dllm import cli
 from vllm_dllm.drafters.buffer import BlockBuffer
-from vllm_dllm.drafters.training import train
-from vllm_dllm.drafters.training.blocks import KnownSequence
+from vllm_dllm.drafters.training import feed, fit, train
+from vllm_dllm.drafters.training.new_drafter import spread_layers
+from vllm_dllm.drafters.training.options import Options
 from vllm_dllm.drafters.training.reference import DrafterError, load_drafter
 from vllm_dllm.drafters.training.tiny import MASK_TOKEN, make_tiny_drafter, make_tiny_target
 
-OPTIONS = train.Options(
+OPTIONS = Options(
     block_size=8, num_layers=1, mask_token=MASK_TOKEN, steps=8, max_tokens=12, tokens_per_batch=512
 )
 
@@ -33,19 +37,37 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def short_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "LOG_EVERY", 2)
-    monkeypatch.setattr(train, "SAVE_EVERY_S", 0.0)
+@pytest.fixture(scope="module", autouse=True)
+def short_log() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "LOG_EVERY", 2)
+        patch.setattr(fit, "SAVE_EVERY_S", 0.0)
+        yield
 
 
 @pytest.fixture(scope="module")
 def trained(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "dflash"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "LOG_EVERY", 2)
-        train.train(target, out, OPTIONS, prompts=prompts)
+    train.train(target, out, OPTIONS, prompts=prompts)
     return out
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    return json.loads((path / "training_log.json").read_text())
+
+
+@contextmanager
+def stopped_at(step: int) -> Iterator[None]:
+    """The training in the block is stopped by Ctrl-C as it reaches the step."""
+
+    def draw_anchors(rows: Any, options: Options, now: int) -> Any:
+        if now == step:
+            raise KeyboardInterrupt
+        return feed.draw_anchors(rows, options, now)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(fit, "draw_anchors", draw_anchors)
+        yield
 
 
 def test_writes_a_drafter_with_its_log_and_pictures(trained: Path) -> None:
@@ -55,54 +77,41 @@ def test_writes_a_drafter_with_its_log_and_pictures(trained: Path) -> None:
     drafter = load_drafter(trained)
     assert drafter.config.block_size == 8
     assert drafter.config.dflash_config == {"mask_token_id": 497, "target_layer_ids": [2]}
-    log = json.loads((trained / "training_log.json").read_text())
+    log = read_log(trained)
     assert [entry["step"] for entry in log] == [2, 4, 6, 8]
     assert log[-1]["loss"] < log[0]["loss"]
     assert all(1 <= entry["tau_held_out"] <= 8 for entry in log)
 
 
-@pytest.mark.parametrize("stopped_at", [3, 6], ids=["between two logs", "just after a log"])
+@pytest.mark.parametrize("step", [3, 6], ids=["between two logs", "just after a log"])
 def test_killed_and_resumed_gives_the_same_weights(
     target: Path,
     prompts: Path,
     trained: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    stopped_at: int,
+    step: int,
 ) -> None:
     out = tmp_path / "dflash"
-    draw_anchors = train.draw_anchors
-
-    def stop(rows: Any, options: train.Options, step: int) -> Any:
-        if step == stopped_at:
-            raise KeyboardInterrupt
-        return draw_anchors(rows, options, step)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train, "draw_anchors", stop)
+    with stopped_at(step):
         train.train(target, out, OPTIONS, prompts=prompts)
     assert not out.exists()
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "complete", None)  # the answers are there already
-        train.train(target, out, OPTIONS, prompts=prompts)
+    monkeypatch.setattr(train, "complete", None)  # the answers are there already
+    train.train(target, out, OPTIONS, prompts=prompts)
     weights = "model.safetensors"
     assert (out / weights).read_bytes() == (trained / weights).read_bytes()
-    logs = [json.loads((path / "training_log.json").read_text()) for path in (out, trained)]
+    logs = [read_log(path) for path in (out, trained)]
     for entry in (*logs[0], *logs[1]):
         del entry["minutes"]
     assert logs[0] == logs[1]
 
 
-def test_another_run_is_not_resumed(
-    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_run_is_not_resumed(target: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "dflash"
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train, "draw_anchors", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with stopped_at(0):
         train.train(target, out, OPTIONS, prompts=prompts)
-    other = train.Options(**{**vars(OPTIONS), "seed": 5})
     with pytest.raises(DrafterError, match=r"dflash\.partial is left from a run with another"):
-        train.train(target, out, other, prompts=prompts)
+        train.train(target, out, replace(OPTIONS, seed=5), prompts=prompts)
 
 
 def test_goes_on_from_a_buffer(target: Path, trained: Path, tmp_path: Path) -> None:
@@ -116,37 +125,8 @@ def test_goes_on_from_a_buffer(target: Path, trained: Path, tmp_path: Path) -> N
     drafter, before = load_drafter(out), load_drafter(trained)
     assert drafter.config.dflash_config == before.config.dflash_config
     assert not drafter.fc.weight.equal(before.fc.weight)
-    log = json.loads((out / "training_log.json").read_text())
+    log = read_log(out)
     assert log[-1]["loss"] < log[0]["loss"]
-
-
-def test_anchors_lie_where_the_next_token_is_known() -> None:
-    rows = [KnownSequence(list(range(20)), 6), KnownSequence(list(range(9)), 7)]
-    options = train.Options(block_size=16, steps=1, blocks_per_sequence=4)
-    seen: set[int] = set()
-    widths_seen: set[int] = set()
-    for step in range(200):
-        anchors, widths = train.draw_anchors(rows, options, step)
-        assert anchors[1] == [7, -1, -1, -1]
-        assert len(set(anchors[0])) == 4
-        seen |= set(anchors[0])
-        widths_seen |= set(widths[0])
-    assert seen == set(range(6, 19))
-    assert widths_seen == set(range(2, 17))
-
-
-def test_every_epoch_holds_every_sequence() -> None:
-    sequences = [KnownSequence(list(range(n)), 2) for n in range(5, 45)]
-    options = train.Options(tokens_per_batch=400, steps=1)
-    feed = train.batches(sequences, options, num_blocks=4)
-    for _ in range(3):
-        epoch: list[int] = []
-        while len(epoch) < len(sequences):
-            rows = next(feed)
-            longest = max(len(row.tokens) for row in rows)
-            assert len(rows) * (longest + 4 * 16) <= 400 or len(rows) == 1
-            epoch += [len(row.tokens) for row in rows]
-        assert sorted(epoch) == list(range(5, 45))
 
 
 @pytest.mark.parametrize(
@@ -157,90 +137,86 @@ def test_every_epoch_holds_every_sequence() -> None:
 def test_layers_are_spread_as_in_published_drafters(
     num_target_layers: int, count: int, expected: tuple[int, ...]
 ) -> None:
-    assert train.spread_layers(num_target_layers, count) == expected
+    assert spread_layers(num_target_layers, count) == expected
 
 
-CASES: dict[str, tuple[list[str], str]] = {
-    "no sequences": ([], "expected either --prompts FILE.jsonl or --from-buffer DIR"),
+@pytest.fixture
+def refusal(
+    target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs the command, which has to refuse; returns what it says, which has to be one line."""
+
+    def run(options: str, out: Path = tmp_path / "dflash") -> str:
+        places = {"here": tmp_path, "prompts": prompts}
+        given = [word.format(**places) for word in options.split()]
+        fixed = ["--target", str(target), "--mask-token", MASK_TOKEN, "-o", str(out)]
+        capsys.readouterr()  # what transformers says while it saves
+        assert cli.main(["drafter", "train", *fixed, *given]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("vllm-dllm drafter train: ")
+        assert error.count("\n") == 1
+        return error
+
+    return run
+
+
+# Options, and what is said of them.
+CASES = {
+    "no sequences": ("--steps 1", "expected either --prompts FILE.jsonl or --from-buffer DIR"),
     "both": (
-        ["--prompts", "{prompts}", "--from-buffer", "{here}"],
+        "--steps 1 --prompts {prompts} --from-buffer {here}",
         "expected either --prompts FILE.jsonl or --from-buffer DIR",
     ),
     "server alone": (
-        ["--server", "http://x", "--from-buffer", "{here}"],
+        "--steps 1 --server http://x --from-buffer {here}",
         "--server answers prompts: expected --prompts",
     ),
-    "buffer alone": (["--from-buffer", "{here}"], "name it with --init-from DRAFTER"),
+    "buffer alone": ("--steps 1 --from-buffer {here}", "name it with --init-from DRAFTER"),
+    "no length": ("--prompts {prompts}", "expected either --minutes or --steps"),
+    "two lengths": (
+        "--steps 1 --minutes 1 --prompts {prompts}",
+        "expected either --minutes or --steps",
+    ),
     "layer out of range": (
-        ["--prompts", "{prompts}", "--target-layers", "1,4"],
+        "--steps 1 --prompts {prompts} --target-layers 1,4",
         "the drafter reads target layers [1, 4], the target has layers 0 to 3",
     ),
     "unknown mask": (
-        ["--prompts", "{prompts}", "--mask-token", "<mask>"],
+        "--steps 1 --prompts {prompts} --mask-token <mask>",
         "the target's vocabulary has no token '<mask>' for the mask",
     ),
     "block too small": (
-        ["--prompts", "{prompts}", "--block-size", "1"],
+        "--steps 1 --prompts {prompts} --block-size 1",
         "expected a block of at least 2 slots",
     ),
     "no target": (
-        ["--prompts", "{prompts}", "--target", "{here}"],
+        "--steps 1 --prompts {prompts} --target {here}",
         "holds no model: expected a folder with config.json",
     ),
-    "drafter of another target": (
-        ["--prompts", "{prompts}", "--init-from", "{other}"],
-        "the drafter is for a target of 6 layers, the target has 4",
-    ),
     "answers too long": (
-        ["--prompts", "{prompts}", "--max-tokens", "1023"],
+        "--steps 1 --prompts {prompts} --max-tokens 1023",
         "tokens, expected 1 to 1",
     ),
 }
 
 
-@pytest.mark.parametrize(("arguments", "message"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("options", "message"), CASES.values(), ids=CASES.keys())
 def test_bad_input_is_one_line(
-    target: Path,
-    prompts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    refusal: Callable[..., str], tmp_path: Path, options: str, message: str
 ) -> None:
-    other = tmp_path / "other"
-    make_tiny_target(other / "target", num_layers=6)
-    make_tiny_drafter(other / "dflash", other / "target")
-    places = {"here": tmp_path, "prompts": prompts, "other": other / "dflash"}
-    given = [argument.format(**places) for argument in arguments]
-    defaults = ["--target", str(target), "--mask-token", MASK_TOKEN, "--steps", "1"]
-    out = tmp_path / "dflash"
-    capsys.readouterr()  # what transformers says while it saves
-    assert cli.main(["drafter", "train", *defaults, "-o", str(out), *given]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("vllm-dllm drafter train: ")
-    assert error.count("\n") == 1
-    assert message in error
-    assert not out.exists()
+    assert message in refusal(options)
+    assert not (tmp_path / "dflash").exists()
 
 
-@pytest.mark.parametrize("length", [[], ["--steps", "1", "--minutes", "1"]], ids=["none", "both"])
-def test_needs_one_length(
-    target: Path,
-    prompts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    length: list[str],
-) -> None:
-    given = ["--target", str(target), "--prompts", str(prompts), "-o", str(tmp_path / "dflash")]
-    assert cli.main(["drafter", "train", *given, *length]) == 1
-    assert "expected either --minutes or --steps" in capsys.readouterr().err
+def test_drafter_of_another_target(refusal: Callable[..., str], tmp_path: Path) -> None:
+    other = make_tiny_target(tmp_path / "other", num_layers=6)
+    make_tiny_drafter(tmp_path / "its", other)
+    error = refusal("--steps 1 --prompts {prompts} --init-from {here}/its")
+    assert "the drafter is for a target of 6 layers, the target has 4" in error
 
 
-def test_does_not_overwrite(
-    target: Path, prompts: Path, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_does_not_overwrite(refusal: Callable[..., str], trained: Path) -> None:
     before = (trained / "config.json").read_bytes()
-    given = ["--target", str(target), "--prompts", str(prompts), "-o", str(trained)]
-    assert cli.main(["drafter", "train", *given, "--steps", "1"]) == 1
-    assert "exists already: remove it or name another folder" in capsys.readouterr().err
+    error = refusal("--steps 1 --prompts {prompts}", out=trained)
+    assert "exists already: remove it or name another folder" in error
     assert (trained / "config.json").read_bytes() == before
