@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vllm_dllm.drafters.calibration.cli import add_calibrate_width
 from vllm_dllm.drafters.training.cli import add_train
+from vllm_dllm.resumable import exit_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,23 +110,18 @@ def _add_quantize(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _quantize(options: argparse.Namespace) -> int:
-    from vllm_dllm.checkpoint import quantize, quantize_source  # late: they load PyTorch
+    from vllm_dllm.checkpoint import quantize  # late: it loads PyTorch
 
-    try:
-        quantize.quantize(
+    return exit_status(
+        "quantize",
+        lambda: quantize.quantize(
             options.checkpoint,
             options.scheme,
             options.out,
             options.calibration,
             dry_run=options.dry_run,
-        )
-    except quantize_source.QuantizeError as error:
-        print(f"vllm-dllm quantize: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("vllm-dllm quantize: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+        ),
+    )
 
 
 def _add_drafter(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -11,7 +11,7 @@ import pytest
 from vllm_dllm.drafters.buffer import NUM_SHARDS, QUEUE_LENGTH, BlockBuffer
 from vllm_dllm.drafters.training.blocks import KnownSequence
 from vllm_dllm.drafters.training.read_buffer import read_buffer
-from vllm_dllm.drafters.training.reference import DrafterError
+from vllm_dllm.errors import InputError
 
 VOCAB_SIZE = 512
 
@@ -178,7 +178,7 @@ def test_a_torn_last_line_is_not_read(tmp_path: Path) -> None:
 def test_refuses_what_is_no_buffer(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "blocks-000000001-1.jsonl").write_text(content)
-    with pytest.raises(DrafterError, match=message):
+    with pytest.raises(InputError, match=message):
         read_buffer(tmp_path, VOCAB_SIZE)
 
 

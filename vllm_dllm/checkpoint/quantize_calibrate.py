@@ -22,7 +22,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from vllm_dllm.checkpoint.quantize_source import QuantizeError
+from vllm_dllm.errors import InputError
+from vllm_dllm.resumable import write_json
 
 NUM_PROMPTS = 128
 """llm-compressor's NVFP4 examples use 20; the largest input grows slowly with the prompts."""
@@ -46,12 +47,12 @@ def read_prompts(path: Path, checkpoint: Path, config: DiffusionGemmaConfig) -> 
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise QuantizeError(f"{place} is not JSON: {error}") from error
+            raise InputError(f"{place} is not JSON: {error}") from error
         if not isinstance(row, dict) or not (row.get("messages") or row.get("prompt")):
-            raise QuantizeError(f'{place}: expected {{"messages": [...]}} or {{"prompt": "text"}}')
+            raise InputError(f'{place}: expected {{"messages": [...]}} or {{"prompt": "text"}}')
         rows.append((place, row))
     if not rows:
-        raise QuantizeError(f"{path} holds no prompts: expected one JSON object a line")
+        raise InputError(f"{path} holds no prompts: expected one JSON object a line")
     count = min(len(rows), NUM_PROMPTS)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     room = config.text_config.max_position_embeddings - NUM_CANVASES * config.canvas_length
@@ -60,9 +61,9 @@ def read_prompts(path: Path, checkpoint: Path, config: DiffusionGemmaConfig) -> 
         try:
             tokens = _encode(tokenizer, row)
         except (TemplateError, TypeError, ValueError) as error:
-            raise QuantizeError(f"{place} cannot be encoded: {error}") from error
+            raise InputError(f"{place} cannot be encoded: {error}") from error
         if not 0 < len(tokens) <= room:
-            raise QuantizeError(
+            raise InputError(
                 f"{place} has {len(tokens)} tokens, expected 1 to {room}: {NUM_CANVASES} canvases "
                 f"must fit behind it into the model's positions; shorten it"
             )
@@ -74,7 +75,7 @@ def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise QuantizeError(f"cannot read the calibration prompts: {path}: {error}") from error
+        raise InputError(f"cannot read the calibration prompts: {path}: {error}") from error
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int]:
@@ -182,10 +183,3 @@ def calibrate(
         write_json(results, {"done": i + 1, "ranges": known})
         advance(1)
     return known
-
-
-def write_json(path: Path, content: object) -> None:
-    """Replaces `path` in one step, so that an interruption leaves the old or the new file."""
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    unfinished.replace(path)

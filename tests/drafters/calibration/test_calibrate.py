@@ -13,7 +13,6 @@ from vllm_dllm.cli import main
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, load_predictor
 from vllm_dllm.drafters.calibration import calibrate, predictor
 from vllm_dllm.drafters.calibration.data import (
-    CalibrationError,
     Measured,
     candidate_sizes,
     measure,
@@ -30,6 +29,7 @@ from vllm_dllm.drafters.training.options import Options
 from vllm_dllm.drafters.training.reference import load_drafter, save_drafter
 from vllm_dllm.drafters.training.target_states import load_target
 from vllm_dllm.drafters.training.tiny import make_tiny_drafter, make_tiny_target
+from vllm_dllm.errors import InputError
 
 V, BLOCK_SIZE, MAX_TOKENS = 40, 8, 16
 SIZES = (6, 7, 8)
@@ -73,7 +73,7 @@ def test_candidate_sizes(base: int, radius: int, expected: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize(("base", "radius"), [(17, 2), (1, 2), (16, 0)])
 def test_candidates_that_cannot_be(base: int, radius: int) -> None:
-    with pytest.raises(CalibrationError, match=f"2 to 16, .* got radius {radius} and base {base}"):
+    with pytest.raises(InputError, match=f"2 to 16, .* got radius {radius} and base {base}"):
         candidate_sizes(16, base, radius)
 
 
@@ -84,7 +84,7 @@ def test_no_prompt_is_on_both_sides() -> None:
     assert len(held_out) == 12
     assert split_prompts(prompts, 0.25, seed=3) == (training, held_out)
     assert split_prompts(prompts, 0.25, seed=4) != (training, held_out)
-    with pytest.raises(CalibrationError, match="got 5 different ones"):
+    with pytest.raises(InputError, match="got 5 different ones"):
         split_prompts(prompts[:5] * 9, 0.25, seed=3)
 
 

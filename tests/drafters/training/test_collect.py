@@ -14,9 +14,9 @@ import torch
 from vllm_dllm.checkpoint.tokenizer import EOS_ID
 from vllm_dllm.drafters.training.blocks import KnownSequence
 from vllm_dllm.drafters.training.collect import collect, complete, read_prompts, server_completer
-from vllm_dllm.drafters.training.reference import DrafterError
 from vllm_dllm.drafters.training.target_states import Target, load_target
 from vllm_dllm.drafters.training.tiny import make_tiny_target
+from vllm_dllm.errors import InputError
 
 MAX_TOKENS = 6
 
@@ -69,7 +69,7 @@ def test_refuses_unusable_prompts(
     path = tmp_path / "prompts.jsonl"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(DrafterError, match=message):
+    with pytest.raises(InputError, match=message):
         read_prompts(path, model, room=50)
 
 
@@ -171,7 +171,7 @@ def test_refuses_a_server_without_token_ids(
     server: tuple[str, dict[str, Any]], prompts: list[list[int]]
 ) -> None:
     server[1]["token_ids"] = None
-    with pytest.raises(DrafterError, match=r"sent no token ids: expected vLLM 0\.32"):
+    with pytest.raises(InputError, match=r"sent no token ids: expected vLLM 0\.32"):
         server_completer(server[0], MAX_TOKENS, 512)(prompts)
 
 
@@ -179,10 +179,10 @@ def test_refuses_a_server_with_another_vocabulary(
     server: tuple[str, dict[str, Any]], prompts: list[list[int]]
 ) -> None:
     server[1]["token_ids"] = [700]
-    with pytest.raises(DrafterError, match="tiny wrote token 700, the target's vocabulary has 512"):
+    with pytest.raises(InputError, match="tiny wrote token 700, the target's vocabulary has 512"):
         server_completer(server[0], MAX_TOKENS, 512)(prompts)
 
 
 def test_says_that_no_server_answers() -> None:
-    with pytest.raises(DrafterError, match="no vLLM server answers at http://127"):
+    with pytest.raises(InputError, match="no vLLM server answers at http://127"):
         server_completer("http://127.0.0.1:9", MAX_TOKENS, 512)

@@ -12,9 +12,10 @@ from vllm_dllm.drafters.training.evaluate import summarize
 from vllm_dllm.drafters.training.fit import fit
 from vllm_dllm.drafters.training.offline import Replayed, accepted_lengths, mean_length, replay
 from vllm_dllm.drafters.training.options import Options
-from vllm_dllm.drafters.training.reference import DFlashDrafter, DrafterError, load_drafter
+from vllm_dllm.drafters.training.reference import DFlashDrafter, load_drafter
 from vllm_dllm.drafters.training.target_states import Target, load_target
 from vllm_dllm.drafters.training.tiny import make_tiny_drafter, make_tiny_target
+from vllm_dllm.errors import InputError
 
 MAX_TOKENS = 24
 
@@ -134,7 +135,7 @@ def test_tau_is_the_mean_over_verifications() -> None:
 def test_refuses_widths_that_do_not_fit(
     pair: tuple[Target, DFlashDrafter], draft_width: int, verify_width: int
 ) -> None:
-    with pytest.raises(DrafterError, match=r"expected 1 <= verify width <= draft width"):
+    with pytest.raises(InputError, match=r"expected 1 <= verify width <= draft width"):
         accepted_lengths(*pair, [[5, 6]], draft_width, verify_width, 4)
 
 
@@ -164,7 +165,7 @@ def test_refuses_a_drafter_for_another_target(
     target, drafter = pair
     for name, value in change.items():
         monkeypatch.setattr(drafter.config, name, value)
-    with pytest.raises(DrafterError, match=message):
+    with pytest.raises(InputError, match=message):
         replay(target, drafter, [[5, 6]], [[7, 8]], 3)
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from vllm_dllm.drafters.training.reference import (
     DFlashDrafter,
-    DrafterError,
     load_drafter,
     save_drafter,
 )
 from vllm_dllm.drafters.training.tiny import make_tiny_drafter, make_tiny_target
+from vllm_dllm.errors import InputError
 
 NUM_CONTEXT, NUM_SLOTS = 11, 5
 
@@ -139,11 +139,11 @@ def test_saves_what_it_loads(tmp_path: Path) -> None:
 
 
 def test_refuses_a_folder_without_a_drafter(tmp_path: Path) -> None:
-    with pytest.raises(DrafterError, match=r"holds no drafter: expected config\.json"):
+    with pytest.raises(InputError, match=r"holds no drafter: expected config\.json"):
         load_drafter(tmp_path)
 
 
 def test_refuses_another_architecture(tmp_path: Path) -> None:
     target = make_tiny_target(tmp_path / "target")
-    with pytest.raises(DrafterError, match=r"expected .*DFlashDraftModel.*Qwen3ForCausalLM"):
+    with pytest.raises(InputError, match=r"expected .*DFlashDraftModel.*Qwen3ForCausalLM"):
         load_drafter(target)

@@ -15,8 +15,9 @@ from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.drafters.training import feed, fit, train
 from vllm_dllm.drafters.training.new_drafter import spread_layers
 from vllm_dllm.drafters.training.options import Options
-from vllm_dllm.drafters.training.reference import DrafterError, load_drafter
+from vllm_dllm.drafters.training.reference import load_drafter
 from vllm_dllm.drafters.training.tiny import MASK_TOKEN, make_tiny_drafter, make_tiny_target
+from vllm_dllm.errors import InputError
 
 OPTIONS = Options(
     block_size=8, num_layers=1, mask_token=MASK_TOKEN, steps=8, max_tokens=12, tokens_per_batch=512
@@ -110,7 +111,7 @@ def test_another_run_is_not_resumed(target: Path, prompts: Path, tmp_path: Path)
     out = tmp_path / "dflash"
     with stopped_at(0):
         train.train(target, out, OPTIONS, prompts=prompts)
-    with pytest.raises(DrafterError, match=r"dflash\.partial is left from a run with another"):
+    with pytest.raises(InputError, match=r"dflash\.partial is left from a run with another"):
         train.train(target, out, replace(OPTIONS, seed=5), prompts=prompts)
 
 

@@ -1,25 +1,21 @@
 """`vllm-dllm drafter calibrate-width`: makes a BlockPilot predictor for a target and its drafter.
 
-Everything is written to OUT.partial and renamed to OUT at the end. Measuring takes nearly all the
-time; a run that finds its own OUT.partial goes on behind the last part it measured.
+Measuring takes nearly all the time; a stopped run goes on behind the last part it measured
+(`resumable.py`).
 """
 
 import functools
-import hashlib
 import json
-import sys
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from vllm_dllm import resumable
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, save_predictor
 from vllm_dllm.drafters.calibration.data import (
     DRAFT_WIDTHS,
-    CalibrationError,
     Measured,
     candidate_sizes,
     measure,
@@ -31,8 +27,9 @@ from vllm_dllm.drafters.calibration.report import build_report, describe, save_p
 from vllm_dllm.drafters.training.collect import read_prompts
 from vllm_dllm.drafters.training.reference import WEIGHTS_FILE, load_drafter
 from vllm_dllm.drafters.training.target_states import check_fit, load_target, target_text_config
+from vllm_dllm.errors import InputError
+from vllm_dllm.progress import progress_bars
 
-RUN_FILE = "run.json"  # in OUT.partial only
 REPORT_FILE = "report.json"
 PLOT_FILE = "report.png"
 HELD_OUT_SHARE = 0.25
@@ -62,13 +59,12 @@ def calibrate_width(
 ) -> dict[str, Any]:
     """Writes the predictor, its report and a plot to `out`; returns the report.
 
-    Raises CalibrationError or DrafterError for input that cannot be used; in no case does `out`
-    come to exist unfinished.
+    Raises InputError for input that cannot be used; in no case does `out` come to
+    exist unfinished.
     """
-    if out.exists():
-        raise CalibrationError(f"{out} exists already: remove it or name another folder")
+    partial = resumable.partial_folder(out)
     if options.variant not in HIDDEN_SIZES or options.draft_width not in DRAFT_WIDTHS:
-        raise CalibrationError(
+        raise InputError(
             f"expected a variant of {', '.join(HIDDEN_SIZES)} and a draft width of "
             f"{', '.join(DRAFT_WIDTHS)}, got {options.variant!r} and {options.draft_width!r}"
         )
@@ -81,26 +77,25 @@ def calibrate_width(
     prompts = read_prompts(prompts_file, target_path, room)
     sides = split_prompts(prompts, HELD_OUT_SHARE, options.seed)
 
-    partial = out.with_name(out.name + ".partial")
     run = _fingerprint(target_path, drafter_path, sides, sizes, options)
-    _check_resumed(partial, run)
+    resumable.is_resumed(partial, run, "target, drafter, prompts or sizes")
     target, drafter = load_target(target_path, device), drafter.to(device)
 
     def measure_part(part: Sequence[list[int]]) -> Measured:
         return measure(target, drafter, part, sizes, options.draft_width, options.max_tokens)
 
+    resumable.start(partial, run)
     measured: list[Measured] = []
-    with _progress() as progress:
+    with progress_bars() as progress:
         for name, side in zip(("training", "held-out"), sides, strict=True):
             folder = partial / name
-            folder.mkdir(parents=True, exist_ok=True)
-            (partial / RUN_FILE).write_text(json.dumps(run))
+            folder.mkdir(exist_ok=True)
             task = progress.add_task(f"measuring {name} prompts", total=len(side))
             advance = functools.partial(progress.advance, task)
             measured.append(measure_in_parts(measure_part, side, folder, advance))
     training, held_out = measured
     if min(len(training), len(held_out)) < 2:
-        raise CalibrationError(
+        raise InputError(
             f"the target answers {len(training)} of the training and {len(held_out)} of the "
             f"held-out prompts with two tokens or more: expected prompts it has something to say to"
         )
@@ -122,11 +117,9 @@ def calibrate_width(
     save_predictor(found.predictor, partial, {"draft_width": options.draft_width})
     (partial / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
     save_plot(report, partial / PLOT_FILE)
-    for file in (partial / RUN_FILE, *partial.glob("*/part-*")):
-        file.unlink()
     for folder in (partial / "training", partial / "held-out"):
-        folder.rmdir()
-    partial.rename(out)
+        shutil.rmtree(folder)
+    resumable.finish(partial, out)
     print(describe(report))
     return report
 
@@ -141,30 +134,9 @@ def _fingerprint(
     """What makes two runs measure the same; what is trained on it may differ."""
     files = [*sorted(target.glob("*.safetensors")), drafter / WEIGHTS_FILE]
     return {
-        "weights": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files],
-        "prompts": hashlib.sha256(json.dumps(sides).encode()).hexdigest(),
+        "weights": resumable.file_marks(files),
+        "prompts": resumable.digest(sides),
         "block_sizes": list(sizes),
         "draft_width": options.draft_width,
         "max_tokens": options.max_tokens,
     }
-
-
-def _check_resumed(partial: Path, run: dict[str, Any]) -> None:
-    if not partial.exists() or not any(partial.iterdir()):
-        return
-    run_file = partial / RUN_FILE
-    if not run_file.exists() or json.loads(run_file.read_text()) != run:
-        raise CalibrationError(
-            f"{partial} is left from a run with another target, drafter, prompts or sizes: remove "
-            f"it, or repeat that run to finish it"
-        )
-
-
-def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console(file=sys.stderr))

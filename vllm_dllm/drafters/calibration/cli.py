@@ -1,8 +1,9 @@
 """The command line of `vllm-dllm drafter calibrate-width`."""
 
 import argparse
-import sys
 from pathlib import Path
+
+from vllm_dllm.resumable import exit_status
 
 
 def add_calibrate_width(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -55,11 +56,10 @@ def add_calibrate_width(commands: "argparse._SubParsersAction[argparse.ArgumentP
 
 def _calibrate_width(options: argparse.Namespace) -> int:
     from vllm_dllm.drafters.calibration import calibrate  # late: it loads PyTorch
-    from vllm_dllm.drafters.calibration.data import CalibrationError
-    from vllm_dllm.drafters.training.reference import DrafterError
 
-    try:
-        calibrate.calibrate_width(
+    return exit_status(
+        "drafter calibrate-width",
+        lambda: calibrate.calibrate_width(
             options.target,
             options.drafter,
             options.prompts,
@@ -73,14 +73,5 @@ def _calibrate_width(options: argparse.Namespace) -> int:
                 seed=options.seed,
             ),
             device=options.device,
-        )
-    except (CalibrationError, DrafterError) as error:
-        print(f"vllm-dllm drafter calibrate-width: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(
-            "vllm-dllm drafter calibrate-width: stopped; the same command goes on from here",
-            file=sys.stderr,
-        )
-        return 130
-    return 0
+        ),
+    )

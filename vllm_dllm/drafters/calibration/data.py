@@ -26,14 +26,11 @@ from vllm_dllm.drafters.training.collect import complete
 from vllm_dllm.drafters.training.offline import replay
 from vllm_dllm.drafters.training.reference import DFlashDrafter
 from vllm_dllm.drafters.training.target_states import Target
+from vllm_dllm.errors import InputError
 
 PROMPTS_PER_PART = 32
 DRAFT_WIDTHS = ("follow", "full")
 _TIE = 1e-9  # of τ: the same sums in another order
-
-
-class CalibrationError(ValueError):
-    """What a calibration was given cannot be used; one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Measured:
 def candidate_sizes(trained_block_size: int, base: int, radius: int) -> tuple[int, ...]:
     """base - radius to base + radius, without those the drafter was not trained with."""
     if radius < 1 or not 2 <= base <= trained_block_size:
-        raise CalibrationError(
+        raise InputError(
             f"expected a radius of at least 1 and a base block size of 2 to {trained_block_size}, "
             f"the block the drafter was trained with, got radius {radius} and base {base}"
         )
@@ -146,7 +143,7 @@ def split_prompts(
     order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed)).tolist()
     num_held_out = round(len(different) * held_out_share)
     if min(num_held_out, len(different) - num_held_out) < 2:
-        raise CalibrationError(
+        raise InputError(
             f"expected prompts enough for training and for a held-out share of {held_out_share}, "
             f"got {len(different)} different ones"
         )

@@ -1,8 +1,9 @@
 """The command line of `vllm-dllm drafter train`."""
 
 import argparse
-import sys
 from pathlib import Path
+
+from vllm_dllm.resumable import exit_status
 
 
 def add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -67,11 +68,11 @@ def _train(options: argparse.Namespace) -> int:
     import torch  # late, as everything that takes seconds to load
 
     from vllm_dllm.drafters.training.options import Options
-    from vllm_dllm.drafters.training.reference import DrafterError
     from vllm_dllm.drafters.training.train import train
 
-    try:
-        train(
+    return exit_status(
+        "drafter train",
+        lambda: train(
             options.target,
             options.out,
             Options(
@@ -89,13 +90,5 @@ def _train(options: argparse.Namespace) -> int:
             from_buffer=options.from_buffer,
             init_from=options.init_from,
             device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        )
-    except DrafterError as error:
-        print(f"vllm-dllm drafter train: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(
-            "vllm-dllm drafter train: stopped; the same command goes on from here", file=sys.stderr
-        )
-        return 130
-    return 0
+        ),
+    )

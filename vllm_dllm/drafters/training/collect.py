@@ -18,8 +18,8 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from vllm_dllm.drafters.training.blocks import KnownSequence
-from vllm_dllm.drafters.training.reference import DrafterError
 from vllm_dllm.drafters.training.target_states import Target
+from vllm_dllm.errors import InputError
 
 BATCH_SIZE = 128
 SERVER_CONNECTIONS = 32
@@ -37,7 +37,7 @@ def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
     prompts = []
     for place, row in _rows(path):
         if not isinstance(row, dict) or not ("messages" in row or "prompt" in row):
-            raise DrafterError(f'{place}: expected {{"messages": [...]}} or {{"prompt": "text"}}')
+            raise InputError(f'{place}: expected {{"messages": [...]}} or {{"prompt": "text"}}')
         try:
             if "messages" in row:
                 text = tokenizer.apply_chat_template(
@@ -49,15 +49,15 @@ def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
             else:
                 raise TypeError("the prompt is not a text")
         except (TemplateError, TypeError, ValueError) as error:
-            raise DrafterError(f"{place} cannot be encoded: {error}") from error
+            raise InputError(f"{place} cannot be encoded: {error}") from error
         if not 0 < len(tokens) <= room:
-            raise DrafterError(
+            raise InputError(
                 f"{place} has {len(tokens)} tokens, expected 1 to {room}: the answer must fit "
                 f"behind it into the model's positions; shorten it or lower --max-tokens"
             )
         prompts.append(tokens)
     if not prompts:
-        raise DrafterError(f"{path} holds no prompts: expected one JSON object a line")
+        raise InputError(f"{path} holds no prompts: expected one JSON object a line")
     return prompts
 
 
@@ -66,7 +66,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DrafterError(f"cannot read the prompts: {path}: {error}") from error
+        raise InputError(f"cannot read the prompts: {path}: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -74,7 +74,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             yield place, json.loads(line)
         except json.JSONDecodeError as error:
-            raise DrafterError(f"{place} is not JSON: {error}") from error
+            raise InputError(f"{place} is not JSON: {error}") from error
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def server_completer(url: str, max_tokens: int, vocab_size: int) -> Completer:
     try:
         name = client.models.list().data[0].id
     except openai.OpenAIError as error:
-        raise DrafterError(f"no vLLM server answers at {url}: {error}") from error
+        raise InputError(f"no vLLM server answers at {url}: {error}") from error
 
     def answer(prompt: list[int]) -> list[int]:
         try:
@@ -122,15 +122,15 @@ def server_completer(url: str, max_tokens: int, vocab_size: int) -> Completer:
                 extra_body={"return_token_ids": True},
             )
         except openai.OpenAIError as error:
-            raise DrafterError(f"the server at {url} refused a prompt: {error}") from error
+            raise InputError(f"the server at {url} refused a prompt: {error}") from error
         tokens = getattr(completion.choices[0], "token_ids", None)
         if tokens is None:
-            raise DrafterError(
+            raise InputError(
                 f"the server at {url} sent no token ids: expected vLLM 0.32, which does when asked "
                 f"for return_token_ids"
             )
         if max(tokens) >= vocab_size:
-            raise DrafterError(
+            raise InputError(
                 f"the server's model {name} wrote token {max(tokens)}, the target's vocabulary "
                 f"has {vocab_size} tokens: expected the same model on both sides"
             )

@@ -7,8 +7,9 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config
 
 from vllm_dllm.drafters.training.options import Options
-from vllm_dllm.drafters.training.reference import DFlashDrafter, DrafterError, drafter_config
+from vllm_dllm.drafters.training.reference import DFlashDrafter, drafter_config
 from vllm_dllm.drafters.training.target_states import check_fit
+from vllm_dllm.errors import InputError
 
 
 def new_config(target_path: Path, text_config: Any, options: Options) -> Qwen3Config:
@@ -16,19 +17,19 @@ def new_config(target_path: Path, text_config: Any, options: Options) -> Qwen3Co
     if layer_ids is None:
         layer_ids = spread_layers(text_config.num_hidden_layers, options.num_layers)
     if options.block_size < 2:
-        raise DrafterError(
+        raise InputError(
             f"expected a block of at least 2 slots, anchor and mask, got {options.block_size}"
         )
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     mask_token = options.mask_token or tokenizer.mask_token
     if mask_token is None:
-        raise DrafterError(
+        raise InputError(
             "the target's tokenizer has no mask token: name one that is never written with "
             "--mask-token, such as an unused special token"
         )
     mask_token_id = tokenizer.get_vocab().get(mask_token)
     if mask_token_id is None:
-        raise DrafterError(f"the target's vocabulary has no token {mask_token!r} for the mask")
+        raise InputError(f"the target's vocabulary has no token {mask_token!r} for the mask")
     config = drafter_config(
         text_config,
         num_layers=options.num_layers,

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from vllm_dllm.drafters.training.blocks import KnownSequence, block_logits, make_blocks, pad
 from vllm_dllm.drafters.training.collect import complete
-from vllm_dllm.drafters.training.reference import DFlashDrafter, DrafterError
+from vllm_dllm.drafters.training.reference import DFlashDrafter
 from vllm_dllm.drafters.training.target_states import Target, check_fit
+from vllm_dllm.errors import InputError
 
 ANCHORS_PER_FORWARD = 64
 ROWS_PER_FORWARD = 16
@@ -74,7 +75,7 @@ def accepted_lengths(
     and `Replayed.lengths` for each verify width: that costs one drafter pass a draft width.
     """
     if not 1 <= verify_width <= draft_width:
-        raise DrafterError(
+        raise InputError(
             f"expected 1 <= verify width <= draft width, got verify width {verify_width} and "
             f"draft width {draft_width}"
         )

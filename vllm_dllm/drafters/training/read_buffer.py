@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vllm_dllm.drafters.buffer import PATTERN
 from vllm_dllm.drafters.training.blocks import KnownSequence
-from vllm_dllm.drafters.training.reference import DrafterError
+from vllm_dllm.errors import InputError
 
 
 def read_buffer(path: Path, vocab_size: int) -> list[KnownSequence]:
@@ -16,7 +16,7 @@ def read_buffer(path: Path, vocab_size: int) -> list[KnownSequence]:
     """
     shards = sorted(path.glob(PATTERN))
     if not shards:
-        raise DrafterError(f"{path} holds no buffer: expected files {PATTERN}")
+        raise InputError(f"{path} holds no buffer: expected files {PATTERN}")
     sequences = []
     for shard in shards:
         lines = shard.read_bytes().split(b"\n")[:-1]  # the rest has no end: it was never written
@@ -25,17 +25,17 @@ def read_buffer(path: Path, vocab_size: int) -> list[KnownSequence]:
                 row = json.loads(line)
                 sequence = KnownSequence(row["tokens"], row["anchor"])
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise DrafterError(
+                raise InputError(
                     f'{shard}, line {number}: expected {{"tokens": [...], "anchor": 3}}: {error!r}'
                 ) from error
             largest = max(sequence.tokens, default=0)
             if largest >= vocab_size:
-                raise DrafterError(
+                raise InputError(
                     f"{shard}, line {number} has token {largest}, the drafter's vocabulary has "
                     f"{vocab_size} tokens: the buffer is another model's"
                 )
             if 0 <= sequence.first_anchor < len(sequence.tokens) - 1:
                 sequences.append(sequence)
     if not sequences:
-        raise DrafterError(f"{path} holds no block with a known token behind its anchor")
+        raise InputError(f"{path} holds no block with a known token behind its anchor")
     return sequences

@@ -25,15 +25,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+from vllm_dllm.errors import InputError
+
 ARCHITECTURE = "DFlashDraftModel"
 WEIGHTS_FILE = "model.safetensors"
 
 ContextKV = list[tuple[Tensor, Tensor]]
 """Of each layer: keys, with norm and rotation, and values; [B, kv_heads, C, head_dim] each."""
-
-
-class DrafterError(ValueError):
-    """What a drafter was given does not fit; the message is one line for the user."""
 
 
 def drafter_config(
@@ -187,10 +185,10 @@ def load_drafter(path: Path, dtype: torch.dtype = torch.float32) -> DFlashDrafte
     """The drafter of a folder of the published layout: full attention, one weights file."""
     config_file = path / "config.json"
     if not config_file.is_file():
-        raise DrafterError(f"{path} holds no drafter: expected config.json and {WEIGHTS_FILE}")
+        raise InputError(f"{path} holds no drafter: expected config.json and {WEIGHTS_FILE}")
     config = Qwen3Config.from_dict(json.loads(config_file.read_text()))
     if config.architectures != [ARCHITECTURE]:
-        raise DrafterError(
+        raise InputError(
             f"{config_file}: expected architectures [{ARCHITECTURE!r}], got {config.architectures}"
         )
     drafter = DFlashDrafter(config)

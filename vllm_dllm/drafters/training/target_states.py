@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from vllm_dllm.drafters.training.reference import DrafterError
+from vllm_dllm.errors import InputError
 
 
 class Target:
@@ -65,37 +65,37 @@ def load_target(path: Path, device: str) -> Target:
 
 def target_text_config(path: Path) -> Any:
     if not (path / "config.json").is_file():
-        raise DrafterError(f"{path} holds no model: expected a folder with config.json")
+        raise InputError(f"{path} holds no model: expected a folder with config.json")
     return AutoConfig.from_pretrained(path).get_text_config()
 
 
 def check_fit(drafter: Qwen3Config, target: Any) -> None:
-    """Raises DrafterError when the drafter was made for another target."""
+    """Raises InputError when the drafter was made for another target."""
     num_layers = target.num_hidden_layers
     layer_ids = drafter.dflash_config["target_layer_ids"]
     mask_token_id = drafter.dflash_config["mask_token_id"]
     if any(not 0 <= i < num_layers for i in layer_ids):
-        raise DrafterError(
+        raise InputError(
             f"the drafter reads target layers {layer_ids}, the target has layers 0 to "
             f"{num_layers - 1}"
         )
     if drafter.num_target_layers != num_layers:
-        raise DrafterError(
+        raise InputError(
             f"the drafter is for a target of {drafter.num_target_layers} layers, the target has "
             f"{num_layers}"
         )
     if drafter.hidden_size != target.hidden_size:
-        raise DrafterError(
+        raise InputError(
             f"the drafter's hidden size is {drafter.hidden_size}, the target's is "
             f"{target.hidden_size}: it reuses the target's embedding and must be as wide"
         )
     if drafter.vocab_size != target.vocab_size:
-        raise DrafterError(
+        raise InputError(
             f"the drafter's vocabulary has {drafter.vocab_size} tokens, the target's "
             f"{target.vocab_size}"
         )
     if not 0 <= mask_token_id < target.vocab_size:
-        raise DrafterError(
+        raise InputError(
             f"the drafter's mask token is {mask_token_id}, the target's vocabulary ends at "
             f"{target.vocab_size - 1}"
         )

@@ -2,13 +2,10 @@
 
 The target answers the prompts once (`collect.py`). Every step (`fit.py`) then runs the real target
 over some of those sequences, takes the states of the chosen layers, puts blocks behind random
-anchors and lowers the loss of what the drafter guesses there (`loss.py`).
-
-Everything is written to OUT.partial and renamed to OUT at the end. A run that finds its own
-OUT.partial goes on where that stopped.
+anchors and lowers the loss of what the drafter guesses there (`loss.py`). A stopped run goes on
+(`resumable.py`).
 """
 
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -18,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vllm_dllm import resumable
 from vllm_dllm.drafters.training.blocks import KnownSequence
 from vllm_dllm.drafters.training.collect import collect, complete, read_prompts, server_completer
 from vllm_dllm.drafters.training.fit import STATE_FILE, fit
@@ -25,18 +23,11 @@ from vllm_dllm.drafters.training.new_drafter import initialize, new_config
 from vllm_dllm.drafters.training.options import Options
 from vllm_dllm.drafters.training.plots import save_plots
 from vllm_dllm.drafters.training.read_buffer import read_buffer
-from vllm_dllm.drafters.training.reference import (
-    DFlashDrafter,
-    DrafterError,
-    load_drafter,
-    save_drafter,
-)
+from vllm_dllm.drafters.training.reference import DFlashDrafter, load_drafter, save_drafter
 from vllm_dllm.drafters.training.target_states import check_fit, load_target, target_text_config
+from vllm_dllm.errors import InputError
 
-# In OUT.partial only.
-RUN_FILE = "run.json"
-COMPLETIONS_FILE = "completions.jsonl"
-
+COMPLETIONS_FILE = "completions.jsonl"  # in OUT.partial only
 LOG_FILE = "training_log.json"
 
 
@@ -51,13 +42,14 @@ def train(
     init_from: Path | None = None,
     device: str = "cpu",
 ) -> None:
-    """Writes a drafter to `out`. Raises DrafterError for input that cannot be used; in no case does
+    """Writes a drafter to `out`. Raises InputError for input that cannot be used; in no case does
     `out` come to exist unfinished.
 
     Sequences come from `prompts`, which the target or the `server` answers, or from the buffer of
     a serving drafter, which is `init_from` then.
     """
-    _check_arguments(out, options, prompts, server, from_buffer, init_from)
+    partial = resumable.partial_folder(out)
+    _check_arguments(options, prompts, server, from_buffer, init_from)
     text_config = target_text_config(target_path)
     start = load_drafter(init_from) if init_from else None
     if start is None:
@@ -72,13 +64,11 @@ def train(
     elif prompts:
         room = text_config.max_position_embeddings - options.max_tokens
         questions = read_prompts(prompts, target_path, room)
-    partial = out.with_name(out.name + ".partial")
     run = _fingerprint(target_path, init_from, server, options, sequences or questions)
-    _check_resumed(partial, run)
+    resumable.is_resumed(partial, run, "target, other sequences or options")
     completer = server_completer(server, options.max_tokens, config.vocab_size) if server else None
     target = load_target(target_path, device)
-    partial.mkdir(parents=True, exist_ok=True)
-    (partial / RUN_FILE).write_text(json.dumps(run))
+    resumable.start(partial, run)
     if questions:
         sequences = collect(
             questions,
@@ -87,7 +77,7 @@ def train(
             _report_collecting,
         )
         if not sequences:
-            raise DrafterError(
+            raise InputError(
                 f"the target answers none of the {len(questions)} prompts with two tokens or more: "
                 f"expected prompts it has something to say to"
             )
@@ -100,32 +90,27 @@ def train(
     save_drafter(drafter, partial, torch.bfloat16)
     (partial / LOG_FILE).write_text(json.dumps(log) + "\n")
     save_plots(log, partial)
-    for name in (RUN_FILE, COMPLETIONS_FILE, STATE_FILE):
-        (partial / name).unlink(missing_ok=True)
-    partial.rename(out)
+    resumable.finish(partial, out, (COMPLETIONS_FILE, STATE_FILE))
 
 
 def _check_arguments(
-    out: Path,
     options: Options,
     prompts: Path | None,
     server: str | None,
     from_buffer: Path | None,
     init_from: Path | None,
 ) -> None:
-    if out.exists():
-        raise DrafterError(f"{out} exists already: remove it or name another folder")
     if (prompts is None) == (from_buffer is None):
-        raise DrafterError("expected either --prompts FILE.jsonl or --from-buffer DIR")
+        raise InputError("expected either --prompts FILE.jsonl or --from-buffer DIR")
     if server is not None and prompts is None:
-        raise DrafterError("--server answers prompts: expected --prompts FILE.jsonl beside it")
+        raise InputError("--server answers prompts: expected --prompts FILE.jsonl beside it")
     if from_buffer is not None and init_from is None:
-        raise DrafterError(
+        raise InputError(
             "--from-buffer goes on with the drafter that filled the buffer: name it with "
             "--init-from DRAFTER"
         )
     if (options.minutes is None) == (options.steps is None):
-        raise DrafterError("expected either --minutes or --steps")
+        raise InputError("expected either --minutes or --steps")
 
 
 def _fingerprint(
@@ -136,29 +121,15 @@ def _fingerprint(
     sources: Sequence[Any],
 ) -> dict[str, Any]:
     def weights(folder: Path) -> list[list[Any]]:
-        files = sorted(folder.glob("*.safetensors"))
-        return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+        return resumable.file_marks(sorted(folder.glob("*.safetensors")))
 
-    # Through JSON and back, or tuples would differ from what was read.
-    run = {
+    return {
         "target": weights(target),
         "init_from": weights(init_from) if init_from else None,
         "server": server,
         "options": asdict(options),
-        "sources": hashlib.sha256(repr(sources).encode()).hexdigest(),
+        "sources": resumable.digest(sources),
     }
-    return json.loads(json.dumps(run))
-
-
-def _check_resumed(partial: Path, run: dict[str, Any]) -> None:
-    if not partial.exists() or not any(partial.iterdir()):
-        return
-    run_file = partial / RUN_FILE
-    if not run_file.exists() or json.loads(run_file.read_text()) != run:
-        raise DrafterError(
-            f"{partial} is left from a run with another target, other sequences or options: remove "
-            f"it, or repeat that run to finish it"
-        )
 
 
 def _report_collecting(done: int, total: int) -> None:
