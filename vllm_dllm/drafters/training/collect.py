@@ -6,7 +6,7 @@ behind the last whole line.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -14,12 +14,11 @@ from typing import Any
 
 import openai
 import torch
-from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 from vllm_dllm.drafters.training.blocks import KnownSequence
 from vllm_dllm.drafters.training.target_states import Target
 from vllm_dllm.errors import InputError
+from vllm_dllm.prompt_file import encode_rows, read_rows
 
 BATCH_SIZE = 128
 SERVER_CONNECTIONS = 32
@@ -29,52 +28,11 @@ Completer = Callable[[Sequence[list[int]]], list[list[int]]]
 
 
 def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
-    """Token ids of every row of a JSON Lines file; at most `room` tokens each.
-
-    A row is {"messages": [...]}, which goes through the chat template, or {"prompt": "text"}.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = []
-    for place, row in _rows(path):
-        if not isinstance(row, dict) or not ("messages" in row or "prompt" in row):
-            raise InputError(f'{place}: expected {{"messages": [...]}} or {{"prompt": "text"}}')
-        try:
-            if "messages" in row:
-                text = tokenizer.apply_chat_template(
-                    row["messages"], tokenize=False, add_generation_prompt=True
-                )
-                tokens = tokenizer.encode(text, add_special_tokens=False)
-            elif isinstance(row["prompt"], str):
-                tokens = tokenizer.encode(row["prompt"])
-            else:
-                raise TypeError("the prompt is not a text")
-        except (TemplateError, TypeError, ValueError) as error:
-            raise InputError(f"{place} cannot be encoded: {error}") from error
-        if not 0 < len(tokens) <= room:
-            raise InputError(
-                f"{place} has {len(tokens)} tokens, expected 1 to {room}: the answer must fit "
-                f"behind it into the model's positions; shorten it or lower --max-tokens"
-            )
-        prompts.append(tokens)
-    if not prompts:
-        raise InputError(f"{path} holds no prompts: expected one JSON object a line")
-    return prompts
-
-
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, row) of every line that is not empty."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the prompts: {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
-        try:
-            yield place, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{place} is not JSON: {error}") from error
+    """Token ids of every row of a JSON Lines file; at most `room` tokens each."""
+    remedy = (
+        "the answer must fit behind it into the model's positions; shorten it or lower --max-tokens"
+    )
+    return encode_rows(read_rows(path), model, room, remedy)
 
 
 @torch.no_grad()
