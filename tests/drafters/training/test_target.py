@@ -8,17 +8,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from vllm_dllm.checkpoint.packing import encode_example
 from vllm_dllm.checkpoint.tasks import Example, generate
 from vllm_dllm.checkpoint.tokenizer import EOS_ID, build_tokenizer
 from vllm_dllm.drafters.training import target
-from vllm_dllm.drafters.training.target import (
-    FIRST_SHARES,
-    LAST_SHARES,
-    encode_example,
-    initialize,
-    target_config,
-    training_batches,
-)
+from vllm_dllm.drafters.training.target import FIRST_SHARES, LAST_SHARES
+from vllm_dllm.drafters.training.target_batches import training_batches
+from vllm_dllm.drafters.training.target_model import initialize, target_config
 
 
 @pytest.fixture(scope="module")

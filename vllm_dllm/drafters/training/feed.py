@@ -6,6 +6,7 @@ Drawn from the seed and the step alone, so that a run that goes on sees what it 
 import random
 from collections.abc import Iterator
 
+from vllm_dllm.checkpoint.packing import pack
 from vllm_dllm.drafters.training.blocks import KnownSequence
 from vllm_dllm.drafters.training.options import Options
 
@@ -15,20 +16,12 @@ def batches(
 ) -> Iterator[list[KnownSequence]]:
     """Endless batches of about `tokens_per_batch` tokens, of like length; the same every time."""
     rng = random.Random(options.seed)
+
+    def length(sequence: KnownSequence) -> int:
+        return len(sequence.tokens) + num_blocks * options.block_size
+
     while True:
-        # Noise on the sort key lets sequences meet others every time.
-        order = sorted(sequences, key=lambda s: len(s.tokens) + rng.uniform(0, 24))
-        epoch: list[list[KnownSequence]] = []
-        rows: list[KnownSequence] = []
-        longest = 0
-        for sequence in order:
-            longest = max(longest, len(sequence.tokens))
-            size = longest + num_blocks * options.block_size
-            if rows and (len(rows) + 1) * size > options.tokens_per_batch:
-                epoch.append(rows)
-                rows, longest = [], len(sequence.tokens)
-            rows.append(sequence)
-        epoch.append(rows)
+        epoch = pack(sequences, length, options.tokens_per_batch, rng)
         rng.shuffle(epoch)
         yield from epoch
 

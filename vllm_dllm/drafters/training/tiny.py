@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from vllm_dllm.checkpoint.tokenizer import BOS_ID, EOS_ID, PAD_ID, build_tokenizer
+from vllm_dllm.checkpoint.tokenizer import build_tokenizer
 from vllm_dllm.drafters.training.reference import DFlashDrafter, drafter_config, save_drafter
+from vllm_dllm.drafters.training.target_model import save_target, target_config
 
 MASK_TOKEN = "<unused0>"
 
@@ -39,28 +40,16 @@ def make_tiny_target(
 ) -> Path:
     """Writes a random Qwen3 with tokenizer to `path` and returns `path`."""
     tokenizer = build_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
+    config = target_config(
+        len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=96,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_layers=num_layers,
         max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
     )
     model = Qwen3ForCausalLM(config)
     randomize_weights(model, seed)
-    model.generation_config = GenerationConfig(
-        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
-    )
-    model.to(dtype).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    save_target(model, tokenizer, path, dtype)
     return path
 
 
