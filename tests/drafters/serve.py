@@ -3,7 +3,8 @@
 
 Arguments: a JSON file that says what to serve, and the file to write. Each run is an engine of its
 own; of each request are written its tokens, the drafts that it was proposed, one list a step, and
-how many tokens each verification emitted; of each group of caches, its sliding window.
+how many tokens each verification emitted and how many the prefix cache held; of each group of
+caches, its sliding window.
 """
 
 import json
@@ -51,15 +52,15 @@ def name(request_id: str) -> str:
 
 
 def serve(asked: dict[str, Any]) -> dict[str, Any]:
-    llm = LLM(
-        skip_tokenizer_init=True,
-        max_num_seqs=16,
-        max_num_batched_tokens=512,  # longer prompts are prefilled in chunks
-        kv_cache_memory_bytes=256 << 20,
-        enforce_eager=True,
-        dtype="float32",
-        **asked["engine"],
-    )
+    options = {
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,  # longer prompts are prefilled in chunks
+        "kv_cache_memory_bytes": 256 << 20,
+        "enforce_eager": True,
+        "dtype": "float32",
+    }
+    llm = LLM(**options | asked["engine"])
     recorder = Recorder(llm) if "speculative_config" in asked["engine"] else None
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
     params = SamplingParams(detokenize=False, **asked["sampling"])
@@ -69,6 +70,7 @@ def serve(asked: dict[str, Any]) -> dict[str, Any]:
         ids = [output.request_id for output in outputs]
         found["drafts"] = [recorder.drafts.get(i, []) for i in ids]
         found["windows"] = recorder.windows
+        found["cached"] = [output.num_cached_tokens for output in outputs]
         found["emitted"] = [recorder.emitted.get(i, []) for i in ids]
     return found
 

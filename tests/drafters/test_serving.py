@@ -22,6 +22,7 @@ PROGRAM = Path(__file__).with_name("serve.py")
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 WIDTH = 15
+BLOCK_SIZE = 128  # tokens of vLLM's cache blocks on CPUs
 GREEDY = {"temperature": 0.0, "max_tokens": 128}
 Serve = Callable[[dict[str, dict[str, Any]]], dict[str, Any]]
 
@@ -174,6 +175,21 @@ def test_long_contexts_are_not_drafted_for(by_setting: dict[str, Any]) -> None:
     short = [lengths for prompt, lengths in zip(prompts, emitted, strict=True) if len(prompt) < 30]
     assert long and not any(long)
     assert short and all(short)
+
+
+def test_what_is_too_long_leaves_a_cache_that_others_can_draft_from(serve: Serve) -> None:
+    """The longer prompt is not drafted for and not stored for the drafter to its end; the other
+    finds its own beginning in the prefix cache."""
+    long = max(chat_prompts(), key=len)
+    short = long[: BLOCK_SIZE + 40]
+    options = engine({"max_context": BLOCK_SIZE + 80}, max_num_seqs=1)
+    given = {"prompts": [long, short], "sampling": GREEDY | {"ignore_eos": True, "max_tokens": 24}}
+    served = serve({"served": {"engine": options, **given}})["served"]
+    assert not served["emitted"][0] and served["cached"] == [0, BLOCK_SIZE]
+    answer = served["tokens"][1]
+    target, drafter = load_target(TARGET, "cpu"), load_drafter(DRAFTER)
+    (expected,) = replay(target, drafter, [short], [answer], WIDTH)
+    assert served["emitted"][1][:-1] == expected.lengths(WIDTH)[:-1]
 
 
 def test_tokens_are_drawn_from_the_targets_distribution(serve: Serve) -> None:

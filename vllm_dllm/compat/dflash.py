@@ -28,22 +28,22 @@ class DFlashHooks(DFlashSpeculator):
         input_batch: InputBatch,
         last_hidden_states: torch.Tensor,  # [num_tokens, hidden_size] of the target
         aux_hidden_states: list[torch.Tensor] | None,
+        tokens: torch.Tensor | None = None,  # [n] int64 of the batch; None: all
     ) -> None:
         """Stores keys and values of what the target has just computed, without preparing a draft.
         Those of refused drafts are overwritten when their positions are computed again."""
-        states, num_tokens = last_hidden_states, input_batch.num_tokens
+        chosen = slice(input_batch.num_tokens) if tokens is None else tokens
+        states = last_hidden_states[chosen]
         if aux_hidden_states:
-            states = self.model.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
+            aux = torch.cat([states[chosen] for states in aux_hidden_states], dim=-1)
+            states = self.model.combine_hidden_states(aux)
         # The target's own slots of this step: drafting has not yet put a block's in their place.
         by_group = [
-            self.block_tables.slot_mappings[gid, :num_tokens]
-            for gid in self.draft_kv_cache_group_ids
+            self.block_tables.slot_mappings[gid, chosen] for gid in self.draft_kv_cache_group_ids
         ]
         of_layers = self._layer_group_idx or [0] * len(self.model.model.layers)
         self.model.precompute_and_store_context_kv(
-            states[:num_tokens],
-            input_batch.positions[:num_tokens],
-            [by_group[index] for index in of_layers],
+            states, input_batch.positions[chosen], [by_group[index] for index in of_layers]
         )
 
     def _precompute_context_kv(self, start: int, end: int, dummy_run: bool = False) -> None:

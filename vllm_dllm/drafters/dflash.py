@@ -3,7 +3,7 @@
 A step's draft is one forward of the drafter over a block for each request: the token sampled last
 and mask tokens behind it. Keys and values of what the target computed before are made of the
 target's hidden states, whether or not anything is drafted, so that drafting can be taken up again
-any time.
+any time: up to the context length from which on it never is.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_dllm.compat.dflash import DFlashHooks
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, load_predictor
+from vllm_dllm.drafters.config import context_limit
 from vllm_dllm.drafters.presets import DrafterLayout, DrafterMismatch, check_drafter
 from vllm_dllm.drafters.schedule import reveal, reveal_counts
 
@@ -67,6 +68,9 @@ class WidthDFlashSpeculator(DFlashHooks):
                 "--speculative-config must be 'greedy', got 'probabilistic'."
             )
         self._narrows = config.narrow_draft
+        # What was computed is known here up to drafts that were refused.
+        limit = context_limit(config, draft, target.max_model_len)
+        self._num_context = limit + self.num_speculative_steps + 1
         # Read by the captured graph: tokens to draft for each request of the batch.
         self._block_widths = torch.full(
             (self.max_num_reqs,), self.num_speculative_steps, dtype=torch.int32, device=device
@@ -119,12 +123,32 @@ class WidthDFlashSpeculator(DFlashHooks):
             async_tensor_h2d(widths[rows], out=self._block_widths[: len(rows)], dtype=torch.int32)
         if len(rows) == input_batch.num_reqs:
             return super().propose(input_batch, *inputs, *args, **kwargs)
-        self.store_context(input_batch, last_hidden_states, aux_hidden_states)
+        self._store_context(input_batch, last_hidden_states, aux_hidden_states)
+        if len(rows) == 0:
+            return self.draft_tokens[: input_batch.num_reqs]
         drafts = torch.zeros_like(self.draft_tokens[: input_batch.num_reqs])
-        if len(rows) > 0:
-            chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
-            drafts[chosen] = self.propose_for(rows, input_batch, *inputs, *args, **kwargs)
+        chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
+        drafts[chosen] = self.propose_for(rows, input_batch, *inputs, *args, **kwargs)
         return drafts
+
+    def _store_context(
+        self,
+        input_batch: InputBatch,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+    ) -> None:
+        """But for tokens too far on in their request for a draft to follow them. Those before are
+        stored for other requests, too, which may begin with the same ones and find them cached."""
+        counts = input_batch.num_scheduled_tokens
+        stored = np.clip(self._num_context - input_batch.num_computed_tokens_np, 0, counts)
+        if (stored == counts).all():
+            self.store_context(input_batch, last_hidden_states, aux_hidden_states)
+        elif stored.any():
+            starts = input_batch.query_start_loc_np[: input_batch.num_reqs]
+            offsets = np.arange(counts.sum()) - np.repeat(starts, counts)
+            (tokens,) = np.nonzero(offsets < np.repeat(stored, counts))
+            chosen = async_tensor_h2d(tokens, device=self.device, dtype=torch.int64)
+            self.store_context(input_batch, last_hidden_states, aux_hidden_states, chosen)
 
     def _ended(self, input_batch: InputBatch, num_sampled: torch.Tensor) -> np.ndarray:
         """[num_reqs] bool: requests that this step's tokens have stopped, so far as is known

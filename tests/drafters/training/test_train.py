@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,9 +14,11 @@ import pytest
 from vllm_dllm import cli
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.drafters.training import feed, fit, train
+from vllm_dllm.drafters.training.collect import complete, read_prompts
 from vllm_dllm.drafters.training.new_drafter import spread_layers
 from vllm_dllm.drafters.training.options import Options
 from vllm_dllm.drafters.training.reference import load_drafter
+from vllm_dllm.drafters.training.target_states import load_target, target_text_config
 from vllm_dllm.drafters.training.tiny import MASK_TOKEN, make_tiny_drafter, make_tiny_target
 from vllm_dllm.errors import InputError
 
@@ -71,13 +74,27 @@ def stopped_at(step: int) -> Iterator[None]:
         yield
 
 
-def test_writes_a_drafter_with_its_log_and_pictures(trained: Path) -> None:
+def longest_answered(target: Path, prompts: Path) -> int:
+    """Tokens of a prompt and its answer."""
+    room = target_text_config(target).max_position_embeddings - OPTIONS.max_tokens
+    questions = read_prompts(prompts, target, room)
+    answers = complete(load_target(target, "cpu"), questions, OPTIONS.max_tokens)
+    return max(len(q) + len(a) for q, a in zip(questions, answers, strict=True))
+
+
+def test_writes_a_drafter_with_its_log_and_pictures(
+    trained: Path, target: Path, prompts: Path
+) -> None:
     names = {"config.json", "model.safetensors", "training_log.json", "loss.png", "tau.png"}
     assert {path.name for path in trained.iterdir()} == names
     assert not trained.with_name("dflash.partial").exists()
     drafter = load_drafter(trained)
     assert drafter.config.block_size == 8
-    assert drafter.config.dflash_config == {"mask_token_id": 497, "target_layer_ids": [2]}
+    assert drafter.config.dflash_config == {
+        "mask_token_id": 497,
+        "target_layer_ids": [2],
+        "trained_context": longest_answered(target, prompts),
+    }
     log = read_log(trained)
     assert [entry["step"] for entry in log] == [2, 4, 6, 8]
     assert log[-1]["loss"] < log[0]["loss"]
@@ -128,6 +145,18 @@ def test_goes_on_from_a_buffer(target: Path, trained: Path, tmp_path: Path) -> N
     assert not drafter.fc.weight.equal(before.fc.weight)
     log = read_log(out)
     assert log[-1]["loss"] < log[0]["loss"]
+
+
+def test_what_a_published_drafter_was_trained_on_stays_unknown(
+    target: Path, prompts: Path, trained: Path, tmp_path: Path
+) -> None:
+    published = shutil.copytree(trained, tmp_path / "published")
+    config = json.loads((published / "config.json").read_text())
+    del config["dflash_config"]["trained_context"]
+    (published / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "dflash"
+    train.train(target, out, replace(OPTIONS, steps=1), prompts=prompts, init_from=published)
+    assert "trained_context" not in load_drafter(out).config.dflash_config
 
 
 @pytest.mark.parametrize(

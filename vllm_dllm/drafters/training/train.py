@@ -87,6 +87,10 @@ def train(
     if start is not None:
         drafter.load_state_dict(start.state_dict())
     log = fit(target, drafter.to(device), sequences, options, partial)
+    dflash: dict[str, Any] = config.dflash_config
+    if start is None or "trained_context" in dflash:  # nobody knows a published drafter's
+        longest = max(len(sequence.tokens) for sequence in sequences)
+        dflash["trained_context"] = max(longest, dflash.get("trained_context", 0))
     save_drafter(drafter, partial, torch.bfloat16)
     (partial / LOG_FILE).write_text(json.dumps(log) + "\n")
     save_plots(log, partial)
