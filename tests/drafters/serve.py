@@ -3,8 +3,8 @@
 
 Arguments: a JSON file that says what to serve, and the file to write. Each run is an engine of its
 own; of each request are written its tokens, the drafts that it was proposed, one list a step, and
-how many tokens each verification emitted and how many the prefix cache held; of each group of
-caches, its sliding window.
+how many tokens each verification emitted, behind which token of the answer it began, of how many
+drafts, and how many tokens the prefix cache held; of each group of caches, its sliding window.
 """
 
 import json
@@ -22,6 +22,7 @@ class Recorder:
     def __init__(self, llm: LLM) -> None:
         self.drafts: dict[str, list[list[int]]] = {}
         self.emitted: dict[str, list[int]] = {}
+        self.verified: dict[str, list[tuple[int, int]]] = {}
         core = llm.llm_engine.engine_core.engine_core
         groups = core.scheduler.kv_cache_config.kv_cache_groups
         self.windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
@@ -40,6 +41,8 @@ class Recorder:
 
         def record_lengths(request_id: str, num_drafts: int, num_accepted: int) -> None:
             self.emitted.setdefault(name(request_id), []).append(num_accepted + 1)
+            anchor = scheduler.requests[request_id].num_output_tokens - 1
+            self.verified.setdefault(name(request_id), []).append((anchor, num_drafts))
             verified(request_id, num_drafts, num_accepted)
 
         runner.speculator.propose = record_drafts
@@ -63,7 +66,9 @@ def serve(asked: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(**options | asked["engine"])
     recorder = Recorder(llm) if "speculative_config" in asked["engine"] else None
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-    params = SamplingParams(detokenize=False, **asked["sampling"])
+    sampling = asked["sampling"]  # of all, or one for each
+    by_prompt = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+    params = [SamplingParams(detokenize=False, **each) for each in by_prompt]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     found = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
     if recorder is not None:
@@ -72,6 +77,7 @@ def serve(asked: dict[str, Any]) -> dict[str, Any]:
         found["windows"] = recorder.windows
         found["cached"] = [output.num_cached_tokens for output in outputs]
         found["emitted"] = [recorder.emitted.get(i, []) for i in ids]
+        found["verified"] = [recorder.verified.get(i, []) for i in ids]
     return found
 
 

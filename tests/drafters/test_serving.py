@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -177,19 +178,49 @@ def test_long_contexts_are_not_drafted_for(by_setting: dict[str, Any]) -> None:
     assert short and all(short)
 
 
+def require_reference_lengths(served: dict[str, Any], prompts: list[list[int]]) -> None:
+    """Each verification emits what the reference says of a draft behind that token, whatever the
+    requests have been through."""
+    target, drafter = load_target(TARGET, "cpu"), load_drafter(DRAFTER)
+    replayed = replay(target, drafter, prompts, served["tokens"], WIDTH)
+    for one, emitted, verified in zip(replayed, served["emitted"], served["verified"], strict=True):
+        for length, (anchor, num_drafts) in zip(emitted, verified, strict=True):
+            if anchor < len(one.matches):
+                assert length == min(one.matches[anchor], num_drafts) + 1
+
+
+def test_drafting_is_taken_up_again_as_if_it_had_never_stopped(serve: Serve) -> None:
+    """Nothing is drafted while the batch is full. What the drafter then sees of the requests that
+    are left has been stored meanwhile, much of it later than it was computed."""
+    prompts = sorted(chat_prompts(), key=len)[:480:15]
+    options = engine({"width_policy": "load", "load_rows": 40}, max_num_seqs=len(prompts))
+    sampling = [
+        GREEDY | {"ignore_eos": True, "max_tokens": 80 if i % 4 == 0 else 40}
+        for i in range(len(prompts))
+    ]
+    given = {"prompts": prompts, "sampling": sampling}
+    served = serve({"served": {"engine": options, **given}})["served"]
+    breaks = [
+        after - before
+        for verified in served["verified"]
+        for (before, _), (after, _) in pairwise([(0, 0), *verified])
+    ]
+    assert sum(tokens > WIDTH + 1 for tokens in breaks) >= 5
+    require_reference_lengths(served, prompts)
+
+
 def test_what_is_too_long_leaves_a_cache_that_others_can_draft_from(serve: Serve) -> None:
     """The longer prompt is not drafted for and not stored for the drafter to its end; the other
     finds its own beginning in the prefix cache."""
-    long = max(chat_prompts(), key=len)
-    short = long[: BLOCK_SIZE + 40]
-    options = engine({"max_context": BLOCK_SIZE + 80}, max_num_seqs=1)
-    given = {"prompts": [long, short], "sampling": GREEDY | {"ignore_eos": True, "max_tokens": 24}}
+    blocks = 2 * BLOCK_SIZE  # of those found the last one is computed again, for the drafter
+    short = next(prompt for prompt in chat_prompts() if blocks < len(prompt) < blocks + 40)
+    long = short[:-8] + short[:80]
+    options = engine({"max_context": blocks + 70}, max_num_seqs=1)
+    given = {"prompts": [long, short], "sampling": GREEDY | {"max_tokens": 24}}
     served = serve({"served": {"engine": options, **given}})["served"]
     assert not served["emitted"][0] and served["cached"] == [0, BLOCK_SIZE]
-    answer = served["tokens"][1]
-    target, drafter = load_target(TARGET, "cpu"), load_drafter(DRAFTER)
-    (expected,) = replay(target, drafter, [short], [answer], WIDTH)
-    assert served["emitted"][1][:-1] == expected.lengths(WIDTH)[:-1]
+    assert max(served["emitted"][1]) > 3
+    require_reference_lengths(served, [long, short])
 
 
 def test_tokens_are_drawn_from_the_targets_distribution(serve: Serve) -> None:
