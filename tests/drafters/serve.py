@@ -7,6 +7,7 @@ how many tokens each verification emitted and how many the prefix cache held; of
 caches, its sliding window.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -52,6 +53,7 @@ def name(request_id: str) -> str:
 
 
 def serve(asked: dict[str, Any]) -> dict[str, Any]:
+    gc.freeze()  # vLLM looks for garbage eight times a start; none of what was imported is
     options = {
         "skip_tokenizer_init": True,
         "max_num_seqs": 16,
