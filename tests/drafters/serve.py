@@ -7,6 +7,7 @@ how many tokens each verification emitted, behind which token of the answer it b
 drafts, and how many tokens the prefix cache held; of each group of caches, its sliding window.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -55,6 +56,7 @@ def name(request_id: str) -> str:
 
 
 def serve(asked: dict[str, Any]) -> dict[str, Any]:
+    gc.freeze()  # vLLM looks for garbage eight times a start; none of what was imported is
     options = {
         "skip_tokenizer_init": True,
         "max_num_seqs": 16,

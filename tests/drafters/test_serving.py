@@ -19,6 +19,8 @@ from vllm_dllm.drafters.training.offline import replay
 from vllm_dllm.drafters.training.reference import load_drafter
 from vllm_dllm.drafters.training.target_states import load_target
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("serve.py")
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"

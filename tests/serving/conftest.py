@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from tests.engines import in_this_process
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
@@ -47,7 +48,13 @@ class Engine:
             str(checkpoint),
             dtype="float32",
             additional_config={"vllm_dllm": settings},
-            **{"max_model_len": 2048, "max_num_seqs": 8, "enforce_eager": True, **options},
+            **{
+                "max_model_len": 2048,
+                "max_num_seqs": 8,
+                "kv_cache_memory_bytes": 256 << 20,
+                "enforce_eager": True,
+                **options,
+            },
         )
 
     def steps(self, request_id: str) -> list[dict[str, Any]]:
@@ -75,13 +82,10 @@ def cached_tokens(engine: Engine, prompt: list[int]) -> int:
 
 
 @pytest.fixture(scope="module")
-def engine(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Engine]]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
     """Starts engines of the given checkpoint and options; one at a time, the last one is kept."""
-    monkeypatch_module.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    torch.set_num_threads(2)
     running: dict[str, Engine] = {}
+    process = ExitStack()
 
     def start(
         checkpoint: Path, settings: Mapping[str, Any] | None = None, **options: Any
@@ -90,6 +94,7 @@ def engine(
         key = f"{checkpoint} {settings} {sorted(options.items())}"
         if key not in running:
             stop()
+            process.enter_context(in_this_process())
             trace = tmp_path_factory.mktemp("trace") / "canvases.jsonl"
             running[key] = Engine(checkpoint, trace, settings, **options)
         return running[key]
@@ -97,7 +102,9 @@ def engine(
     def stop() -> None:
         for engine in running.values():
             engine.llm.llm_engine.engine_core.shutdown()
+            del engine.llm
         running.clear()
+        process.close()
 
     yield start
     stop()
@@ -118,9 +125,3 @@ def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         type(current_platform), "check_and_update_config", staticmethod(keep_async_scheduling)
     )
-
-
-@pytest.fixture(scope="module")
-def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
