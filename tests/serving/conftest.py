@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 from vllm import LLM, RequestOutput, SamplingParams
-from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 
-from tests.engines import in_this_process
+from tests.engines import asynchronous_scheduling, in_this_process
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
@@ -111,17 +109,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., E
 
 
 @pytest.fixture
-def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines started in this test may schedule asynchronously, what GPUs do by default: a step is
-    scheduled before the last one's tokens are known. vLLM turns it off on CPUs; the code is the
-    same."""
-    check_and_update_config = type(current_platform).check_and_update_config
-
-    def keep_async_scheduling(vllm_config: VllmConfig) -> None:
-        asked = vllm_config.scheduler_config.async_scheduling
-        check_and_update_config(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = asked
-
-    monkeypatch.setattr(
-        type(current_platform), "check_and_update_config", staticmethod(keep_async_scheduling)
-    )
+def asynchronous() -> Iterator[None]:
+    with asynchronous_scheduling():
+        yield
