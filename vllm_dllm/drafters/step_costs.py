@@ -31,7 +31,6 @@ class StepCosts:
 
     MEMORY = 64  # steps of each kind; kinds that no longer occur are not forgotten
     LEAST = 4  # steps with and without drafts before anything is said
-    REFIT_EVERY = 8
     RIDGE = 0.03
 
     def __init__(self) -> None:
@@ -48,7 +47,8 @@ class StepCosts:
     def add(self, step: Step, seconds: float) -> None:
         self._samples[step.num_drafted > 0].append((step.parts, seconds))
         self._num_new += 1
-        if self._num_new >= self.REFIT_EVERY or self._factors is None:
+        # A fit takes 0.5 ms.
+        if 2 * self._num_new >= sum(map(len, self._samples.values())):
             self._fit()
 
     def _fit(self) -> None:
