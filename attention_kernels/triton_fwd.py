@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention_kernels.support import shared_bytes
+from attention_kernels.support import check_last_strides, shared_bytes
 from attention_kernels.tiling import find_request, key_range
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -76,16 +76,29 @@ def attention(
     """See `api.attention`, which checks the rest.
 
     Raises:
-        ValueError: for a tensor that is not contiguous along its last dimension.
+        ValueError: for a tensor that is not contiguous along its last dimension, for tensors that
+            are not on a GPU, and for bf16 in Triton's interpreter, which multiplies it wrongly.
     """
+    _check_device(query)
+    check_last_strides(
+        "triton",
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        causal=causal,
+        window_rule=symmetric,
+        output=output,
+    )
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
-    for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous along its last dimension")
+    num_reqs = len(seq_lens)
+    if num_tokens == 0 or num_reqs == 0:
+        return
     group = num_heads // num_kv_heads
     tiles = Tiles.choose(head_size, group, query.element_size(), _shared_memory(query.device))
-    num_reqs = len(seq_lens)
     # A request of q queries has at most q // block_q + 1 tiles; see `find_request`.
     num_tiles = num_tokens // tiles.block_q + num_reqs
     if num_splits is None:
@@ -152,6 +165,22 @@ def attention(
             D_PADDED=padded,
             SPLITS=num_splits,
             SPLITS_PADDED=triton.next_power_of_2(num_splits),
+        )
+
+
+def _check_device(query: torch.Tensor) -> None:
+    interpreted = not isinstance(_attention_kernel, triton.runtime.JITFunction)
+    if interpreted and query.dtype == torch.bfloat16:
+        raise ValueError(
+            "impl 'triton' takes float16 and float32 in Triton's interpreter, which multiplies "
+            "bfloat16 wrongly, got query with torch.bfloat16: use another dtype, or a GPU without "
+            "TRITON_INTERPRET"
+        )
+    if not interpreted and query.device.type != "cuda":
+        raise ValueError(
+            f"impl 'triton' takes tensors on a GPU, got query on {query.device}: move all tensors "
+            f"to a GPU, pass impl='reference', which runs anywhere, or set TRITON_INTERPRET=1 "
+            f"before Triton is imported"
         )
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.api import FP8, attention
 from attention_kernels.masks import visible, visible_range
-from attention_kernels.testing import PagedBatch, Request, rms_ratio
+from attention_kernels.testing import PagedBatch, Request, rms_ratio, with_gaps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("triton_version")
@@ -168,6 +169,69 @@ def test_strided_arguments() -> None:
     torch.testing.assert_close(
         output[:, : batch.query.shape[1]].cpu(), batch.reference(torch.float32, scale=0.3)
     )
+
+
+GAPPED = [
+    "query",
+    "key_cache",
+    "value_cache",
+    "block_table",
+    "query_start_loc",
+    "seq_lens",
+    "causal",
+    "window_rule",
+    "output",
+]
+
+
+@pytest.mark.parametrize("name", GAPPED)
+def test_gaps_along_a_last_dimension_are_refused(name: str) -> None:
+    arguments = small_batch().to(DEVICE).arguments()
+    arguments["output"] = torch.zeros_like(arguments["query"])
+    arguments[name] = with_gaps(arguments[name])
+    with pytest.raises(ValueError, match=f"a {name} that is contiguous .*, got strides .*copy"):
+        attention(**arguments, scale=0.3)
+    assert not arguments["output"].any(), "written all the same"
+
+
+def test_one_request_may_be_a_slice_with_gaps() -> None:
+    """The stride of a dimension of one is nobody's concern."""
+    batch = small_batch([Request(8, 5)])
+    arguments = batch.to(DEVICE).arguments()
+    for name in ("block_table", "seq_lens", "causal", "window_rule"):
+        arguments[name] = with_gaps(arguments[name])
+    output = attention(**arguments, scale=0.3)
+    torch.testing.assert_close(output.cpu(), batch.reference(torch.float32, scale=0.3))
+
+
+def test_bf16_is_refused_in_the_interpreter(triton_version: ModuleType) -> None:
+    """It multiplies bf16 wrongly, by many orders of magnitude."""
+    batch = small_batch(dtype=torch.bfloat16).to(DEVICE)
+    if isinstance(triton_version._attention_kernel, triton.JITFunction):
+        expected = batch.reference(torch.float64, scale=0.3)
+        assert rms_ratio(attention(**batch.arguments(), scale=0.3), expected).max() < RMS_LIMIT
+        return
+    with pytest.raises(ValueError, match="takes float16 and float32 in Triton's interpreter"):
+        attention(**batch.arguments(), scale=0.3)
+
+
+def test_compiled_kernels_want_a_gpu(
+    triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = triton.JITFunction(triton_version._attention_kernel.fn)
+    monkeypatch.setattr(triton_version, "_attention_kernel", compiled)
+    with pytest.raises(ValueError, match=r"on a GPU, got query on cpu: .*impl='reference'"):
+        attention(**small_batch().arguments(), scale=0.3)
+
+
+def test_no_queries_and_no_requests() -> None:
+    arguments = small_batch().to(DEVICE).arguments()
+    empty = {**arguments, "query": arguments["query"][:0]}
+    assert attention(**empty, scale=0.3).shape == (0, 4, 32)
+    for name in ("block_table", "seq_lens", "causal", "window_rule"):
+        arguments[name] = arguments[name][:0]
+    arguments["query_start_loc"] = arguments["query_start_loc"][:1]
+    assert not attention(**arguments, scale=0.3).any()
 
 
 def test_rows_of_no_request_are_left_alone() -> None:
