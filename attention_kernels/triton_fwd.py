@@ -267,7 +267,9 @@ def _attention_kernel(
     HAS_KEY_SCALE: tl.constexpr,
     HAS_VALUE_SCALE: tl.constexpr,
 ):
-    tile, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Heads and slots are 64 bits wide before they are multiplied by strides: a cache may have all
+    # pages of a head together.
+    tile, key_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     request = find_request(query_start_loc, tile, num_reqs, BLOCK_Q)
     first_row = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_row
@@ -327,7 +329,7 @@ def _attention_kernel(
             page = tl.load(table + key_tile * BLOCK_N // PAGE).to(tl.int64)
         else:
             page = tl.load(table + key_pos // PAGE, mask=in_range, other=0).to(tl.int64)
-        slot = key_pos % PAGE
+        slot = (key_pos % PAGE).to(tl.int64)
         k = tl.load(
             key_cache
             + (page * key_stride_block + slot * key_stride_page + key_head * key_stride_h)[None, :]
@@ -405,7 +407,7 @@ def _join_kernel(
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if row >= tl.load(query_start_loc + num_reqs):
         return  # padding of a CUDA graph: no request's row
     split = tl.arange(0, SPLITS_PADDED)

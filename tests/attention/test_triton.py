@@ -234,6 +234,49 @@ def test_no_queries_and_no_requests() -> None:
     assert not attention(**arguments, scale=0.3).any()
 
 
+def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
+    """The same numbers, `stride` elements from one to the next along `dim` and the others in
+    between. What lies in between is never touched, so it takes addresses and no memory."""
+    order = [dim, *(d for d in range(tensor.dim()) if d != dim)]
+    inner = tensor.permute(order)[0].contiguous()
+    size = (tensor.shape[dim] - 1) * stride + inner.numel()
+    far = torch.empty(size, dtype=tensor.dtype, device=tensor.device).as_strided(
+        (tensor.shape[dim], *inner.shape), (stride, *inner.stride())
+    )
+    far = far.permute([order.index(d) for d in range(tensor.dim())])
+    return far.copy_(tensor)
+
+
+FAR = {  # argument, dimension
+    "query heads": ("query", 1),
+    "output heads": ("output", 1),
+    "key heads": ("key_cache", 2),
+    "value heads": ("value_cache", 2),
+    "key slots": ("key_cache", 1),
+    "value slots": ("value_cache", 1),
+}
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("case", FAR)
+def test_addresses_past_2_to_the_31(
+    triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str, num_splits: int
+) -> None:
+    """Of elements, in up to 4 GiB of addresses."""
+    monkeypatch.setattr(triton_version, "_choose_splits", lambda *_: num_splits)
+    name, dim = FAR[case]
+    batch = small_batch(
+        [Request(3, 20), Request(2, 5, causal=True)], num_heads=3, num_kv_heads=3, dtype=torch.half
+    )
+    batch = replace(batch, key_cache=batch.key_cache.to(FP8), value_cache=batch.value_cache.to(FP8))
+    arguments = batch.to(DEVICE).arguments()
+    arguments["output"] = torch.zeros_like(arguments["query"])
+    last = arguments[name].shape[dim] - 1  # the stride alone fits 32 bits, their product does not
+    arguments[name] = far_apart(arguments[name], dim, 2**31 // last + 64)
+    output = attention(**arguments, scale=0.3).cpu()
+    torch.testing.assert_close(output, batch.reference(torch.half, scale=0.3), rtol=0, atol=4e-3)
+
+
 def test_rows_of_no_request_are_left_alone() -> None:
     """A captured CUDA graph has more rows than the requests it is replayed with."""
     batch = small_batch()
