@@ -1,8 +1,9 @@
 """Paged attention with a causal flag a request and one- or two-sided windows, in Triton.
 
-A program computes a tile of queries of one request, for all query heads that share a key head, over
-a share of the keys that tile sees (split-KV); a second, small kernel joins the shares. The grid
-depends on shapes alone, so that a captured CUDA graph fits whatever the tensors hold at replay.
+A program computes a tile of queries of one request, for the query heads that share a key head (as
+many of them as the tile holds), over a share of the keys that tile sees (split-KV); a second, small
+kernel joins the shares. The grid depends on shapes alone, so that a captured CUDA graph fits
+whatever the tensors hold at replay.
 
 Legend: T queries in all, Hq / Hkv query / key heads, D head size, G = Hq / Hkv, S splits.
 """
@@ -28,7 +29,7 @@ class Tiles:
     """How the work is cut up for one head size, group size and element size."""
 
     block_q: int  # queries a program
-    group_padded: int  # G as a power of two; block_q * group_padded rows a program
+    heads: int  # of a group, a program; a power of two. block_q * heads rows a program
     block_n: int  # keys a step
     num_warps: int
     num_stages: int
@@ -36,18 +37,17 @@ class Tiles:
     @classmethod
     def choose(cls, head_size: int, group: int, element_size: int, shared_memory: int) -> "Tiles":
         """The largest whose queries and stages of keys and values fit `shared_memory` bytes."""
-        group_padded = triton.next_power_of_2(group)
         bytes_a_row = triton.next_power_of_2(head_size) * element_size
         most_rows, num_stages = (128 if bytes_a_row <= 256 else 64), 2
         for rows, block_n in ((most_rows, 64), (most_rows, 32), (32, 32), (32, 16), (16, 16)):
-            rows = max(rows, group_padded)
             if bytes_a_row * (rows + 2 * num_stages * block_n) + _SPARE_BYTES <= shared_memory:
                 break
         else:
             num_stages = 1
+        heads = min(triton.next_power_of_2(group), rows)
         return cls(
-            block_q=max(1, rows // group_padded),
-            group_padded=group_padded,
+            block_q=rows // heads,
+            heads=heads,
             block_n=block_n,
             num_warps=8 if bytes_a_row > 128 and rows >= 64 else 4,
             num_stages=num_stages,
@@ -101,9 +101,10 @@ def attention(
     tiles = Tiles.choose(head_size, group, query.element_size(), _shared_memory(query.device))
     # A request of q queries has at most q // block_q + 1 tiles; see `find_request`.
     num_tiles = num_tokens // tiles.block_q + num_reqs
+    parts = triton.cdiv(group, tiles.heads)  # programs that share a key head
     if num_splits is None:
         num_splits = _choose_splits(
-            num_tiles * num_kv_heads, max_seq_len, num_tokens, window_left, query.device
+            num_tiles * num_kv_heads * parts, max_seq_len, num_tokens, window_left, query.device
         )
     partial_output = partial_lse = output  # unused unless the keys are split
     if num_splits > 1:
@@ -111,7 +112,7 @@ def attention(
         partial_output = query.new_empty(*shape, head_size, dtype=torch.float32)
         partial_lse = query.new_empty(shape, dtype=torch.float32)
     padded = triton.next_power_of_2(head_size)
-    _attention_kernel[(num_tiles, num_kv_heads, num_splits)](
+    _attention_kernel[(num_tiles, num_kv_heads * parts, num_splits)](
         query,
         key_cache,
         value_cache,
@@ -137,7 +138,8 @@ def attention(
         *output.stride()[:2],
         HQ=num_heads,
         GROUP=group,
-        GROUP_PADDED=tiles.group_padded,
+        HEADS=tiles.heads,
+        PARTS=parts,
         D=head_size,
         D_PADDED=padded,
         PAGE=block_size,
@@ -255,7 +257,8 @@ def _attention_kernel(
     output_stride_h,
     HQ: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a key head
-    GROUP_PADDED: tl.constexpr,  # power of two
+    HEADS: tl.constexpr,  # of them a program, power of two
+    PARTS: tl.constexpr,  # programs that share a key head
     D: tl.constexpr,
     D_PADDED: tl.constexpr,  # power of two
     PAGE: tl.constexpr,
@@ -269,7 +272,8 @@ def _attention_kernel(
 ):
     # Heads and slots are 64 bits wide before they are multiplied by strides: a cache may have all
     # pages of a head together.
-    tile, key_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    tile, part, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    key_head = part // PARTS
     request = find_request(query_start_loc, tile, num_reqs, BLOCK_Q)
     first_row = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_row
@@ -282,9 +286,9 @@ def _attention_kernel(
     is_symmetric = tl.load(symmetric + request)
 
     # Rows of the tile: query after query, and for each the heads of the group.
-    lane = tl.arange(0, BLOCK_Q * GROUP_PADDED)
-    step = first + lane // GROUP_PADDED
-    group_head = lane % GROUP_PADDED
+    lane = tl.arange(0, BLOCK_Q * HEADS)
+    step = first + lane // HEADS
+    group_head = part % PARTS * HEADS + lane % HEADS
     is_row = (step < query_len) & (group_head < GROUP)
     row = (first_row + step).to(tl.int64)
     head = key_head * GROUP + group_head
@@ -318,9 +322,9 @@ def _attention_kernel(
     if not HAS_SOFTCAP:
         scale *= LOG2_E  # weights are powers of two
     table = block_table + request.to(tl.int64) * table_stride
-    maximum = tl.full([BLOCK_Q * GROUP_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q * GROUP_PADDED], tl.float32)
-    accumulated = tl.zeros([BLOCK_Q * GROUP_PADDED, D_PADDED], tl.float32)
+    maximum = tl.full([BLOCK_Q * HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q * HEADS], tl.float32)
+    accumulated = tl.zeros([BLOCK_Q * HEADS, D_PADDED], tl.float32)
     for key_tile in range(from_tile, to_tile):
         key_pos = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         # Whoever owns the pages before `start` by now may have left a NaN there.

@@ -80,6 +80,7 @@ SHAPES = {  # requests, heads, key heads, head size, page
     "one head a group": (MIXES["canvases"], 2, 2, 32, 64),
     "sliding layers of 26B": ([Request(16, 70), Request(9, 0, causal=True)], 4, 2, 256, 16),
     "full layers of 26B": ([Request(16, 70), Request(9, 0, causal=True)], 16, 2, 512, 32),
+    "more heads a group than rows a tile": ([Request(3, 20), Request(2, 0, True)], 140, 1, 512, 16),
     "64 requests": ([Request(1 + r % 3, r, causal=r % 2 == 0) for r in range(64)], 2, 1, 32, 16),
     "long context": ([Request(4, 3000), Request(2, 2500, causal=True)], 2, 1, 32, 128),
 }
