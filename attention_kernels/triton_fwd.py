@@ -103,9 +103,10 @@ def attention(
     num_tiles = num_tokens // tiles.block_q + num_reqs
     parts = triton.cdiv(group, tiles.heads)  # programs that share a key head
     if num_splits is None:
-        num_splits = _choose_splits(
-            num_tiles * num_kv_heads * parts, max_seq_len, num_tokens, window_left, query.device
-        )
+        num_keys = max_seq_len if window_left < 0 else min(max_seq_len, window_left + num_tokens)
+        # Tiles with queries are at least so many; no request is expected to be empty.
+        num_busy = max(num_tokens // tiles.block_q, num_reqs) * num_kv_heads * parts
+        num_splits = _choose_splits(num_busy, num_keys, _num_processors(query.device))
     partial_output = partial_lse = output  # unused unless the keys are split
     if num_splits > 1:
         shape = (num_splits, num_tokens, num_heads)
@@ -193,18 +194,19 @@ def _shared_memory(device: torch.device) -> int:
     return shared_bytes(torch.cuda.get_device_capability(device) if on_gpu else (9, 0))
 
 
-def _choose_splits(
-    num_programs: int, max_seq_len: int, num_tokens: int, window_left: int, device: torch.device
-) -> int:
-    """Shares of the keys, so that a small batch with a long context fills the GPU."""
-    num_keys = max_seq_len
-    if window_left >= 0:
-        num_keys = min(num_keys, window_left + num_tokens)
-    if device.type != "cuda":
-        return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // num_programs
-    splits = max(1, min(wanted, num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
-    return 1 << (splits.bit_length() - 1)  # each number is compiled for: few of them
+@cache
+def _num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; the interpreter runs one program after the other."""
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+
+
+def _choose_splits(num_programs: int, num_keys: int, num_processors: int) -> int:
+    """The fewest shares of the keys with which each processor has a program, if shares are not to
+    be too short for that: powers of two, since each number of them is compiled for."""
+    wanted = triton.next_power_of_2(triton.cdiv(num_processors, num_programs))
+    possible = max(1, min(num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
+    return min(wanted, 1 << (possible.bit_length() - 1))
 
 
 @triton.jit

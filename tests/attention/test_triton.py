@@ -138,6 +138,67 @@ def test_split_keys(
     check_numbers(small_batch(requests), window_left=30)
 
 
+SLIDING, FULL = (16, 8, 256, 1023), (16, 2, 512, -1)  # heads, key heads, head size, window
+SPLITS = {  # processors, layer, requests, context and queries of each, splits
+    "one canvas, sliding": (132, SLIDING, 1, 8192, 256, 4),
+    "one canvas, full": (132, FULL, 1, 8192, 256, 4),
+    "one canvas, 108 processors": (108, FULL, 1, 8192, 256, 2),
+    "one canvas, 148 processors": (148, FULL, 1, 65536, 256, 4),
+    "two canvases": (132, FULL, 2, 8192, 256, 2),
+    "eight canvases": (132, FULL, 8, 8192, 256, 1),
+    "64 tokens of 64 requests": (132, FULL, 64, 8192, 1, 2),
+    "no GPU": (1, FULL, 1, 65536, 256, 1),
+}
+TOO_FEW_KEYS = {
+    "short context": (132, FULL, 1, 0, 256, 1),
+    "some context": (132, FULL, 1, 600, 256, 2),
+    "one token": (132, FULL, 1, 65536, 1, 16),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS | TOO_FEW_KEYS)
+def test_few_requests_fill_the_processors(
+    triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """By stand-ins for the kernels, which note their grids."""
+    num_processors, layer, num_reqs, context_len, query_len, expected = (SPLITS | TOO_FEW_KEYS)[
+        case
+    ]
+    num_heads, num_kv_heads, head_size, window_left = layer
+    launches: list[tuple[tuple[int, ...], dict[str, int]]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: launches.append((grid, options))
+
+    monkeypatch.setattr(triton_version, "_attention_kernel", Kernel())
+    monkeypatch.setattr(triton_version, "_join_kernel", Kernel())
+    monkeypatch.setattr(triton_version, "_num_processors", lambda _: num_processors)
+    monkeypatch.setattr(triton_version, "_shared_memory", lambda _: 227 * 1024)
+    shape = (num_reqs * query_len, num_heads, head_size)
+    query = torch.empty(shape, dtype=torch.half)
+    cache = torch.empty(1, 16, num_kv_heads, head_size, dtype=torch.half)
+    integers = torch.zeros(num_reqs + 1, dtype=torch.int32)
+    each = integers[:num_reqs]
+    triton_version.attention(
+        *(query, cache, cache, each[:, None], integers, each, each),
+        symmetric=each,
+        output=query,
+        scale=1.0,
+        window_left=window_left,
+        softcap=0.0,
+        key_scale=None,
+        value_scale=None,
+        max_seq_len=context_len + query_len,
+    )
+    (_, num_parts, num_splits), options = launches[0]
+    assert num_splits == expected and len(launches) == 1 + (num_splits > 1)
+    tiles_with_queries = num_reqs * triton.cdiv(query_len, options["BLOCK_Q"])
+    programs = tiles_with_queries * num_parts * num_splits
+    assert (programs >= num_processors) == (case in SPLITS)
+    assert num_splits == 1 or programs < 2 * num_processors, "half of them would do"
+
+
 def test_fp8_cache_with_scales() -> None:
     batch = small_batch(dtype=torch.float16)
     # The error budget starts from the numbers the cache holds, so they must be fp8 numbers.
