@@ -4,6 +4,7 @@ Without a GPU it runs in Triton's interpreter, in fp32 and fp16 (bf16 is multipl
 """
 
 from dataclasses import replace
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +38,12 @@ MIXES = {
     ],
 }
 WINDOWS = [-1, 0, 1, 15, 200]
+# Every mix with every window, and both with every page size: two sizes each, in turn.
+VISIBILITY = [
+    pytest.param(mix, window_left, page, id=f"{mix}-window{window_left}-page{page}")
+    for (m, mix), (w, window_left) in product(enumerate(MIXES), enumerate(WINDOWS))
+    for page in ((16, 64) if (m + w) % 2 == 0 else (32, 128))
+]
 
 
 def seen_by_definition(batch: PagedBatch, window_left: int, first_key: int) -> torch.Tensor:
@@ -58,9 +65,7 @@ def seen_by_definition(batch: PagedBatch, window_left: int, first_key: int) -> t
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("window_left", WINDOWS)
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("mix", "window_left", "block_size"), VISIBILITY)
 def test_visibility(mix: str, window_left: int, block_size: int) -> None:
     D = 32
     batch = PagedBatch.random(
