@@ -198,7 +198,7 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
                 output_block_scale,
             )
         if canvas_keys is not None:
-            attend_canvases(query, kv_cache, canvas_keys, self.scale, output)
+            attend_canvases(query, kv_cache, canvas_keys, self.scale, output, self.logits_soft_cap)
         return output
 
 
@@ -220,6 +220,7 @@ def attend_canvases(
     canvas_keys: CanvasKeys,
     scale: float,
     output: torch.Tensor,  # [T, Hq, D], written at the canvases' rows
+    softcap: float = 0.0,  # scores become softcap * tanh(score / softcap); 0 = none
 ) -> None:
     """Bidirectional attention of each canvas over its visible keys."""
     layout = canvas_keys.layout
@@ -231,7 +232,10 @@ def attend_canvases(
     # group's heads into the row axis.
     own = query[: n * Q] if layout.rows is None else query[layout.rows]
     grouped = own.view(n, Q, Hkv, Hq // Hkv, D).permute(0, 2, 3, 1, 4)
-    scores = torch.matmul(grouped.reshape(n, Hkv, -1, D) * scale, keys).float()
+    # fp32, as in vLLM's kernel: rounding scores to bf16 moves rows by up to 2% of their size.
+    scores = torch.matmul(grouped.reshape(n, Hkv, -1, D).float() * scale, keys.float())
+    if softcap > 0:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     if layout.bias is not None:
         scores = scores.add_(layout.bias)
     probs = torch.softmax(scores, dim=-1).to(values.dtype)
