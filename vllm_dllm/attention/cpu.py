@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from attention_kernels.masks import visible_range
 from vllm_dllm import compat
 from vllm_dllm.attention import WindowRules
 
@@ -62,7 +63,15 @@ class CanvasLayout:
             valid_rows = torch.from_numpy(np.flatnonzero(real))
 
         ends = seq_lens[selected]
-        first_keys = np.maximum(ends - query_lens - window_left, 0)
+        context_lens, seq_ends = torch.from_numpy(ends - query_lens), torch.from_numpy(ends)
+        first_keys = visible_range(
+            first_query=context_lens,
+            last_query=seq_ends - 1,
+            context_len=context_lens,
+            seq_len=seq_ends,
+            causal=False,
+            window_left=window_left,
+        )[0].numpy()
         first_blocks = first_keys // block_size
         last_steps = (ends - 1) // block_size - first_blocks
         block_steps = np.minimum(np.arange(last_steps.max() + 1), last_steps[:, None])
