@@ -59,33 +59,23 @@ def attention(
     num_blocks, block_size, num_kv_heads, _ = _shape("key_cache", key_cache, 4)
     num_reqs, max_blocks = _shape("block_table", block_table, 2)
     cache_shape = (num_blocks, block_size, num_kv_heads, head_size)
-    for name, tensor, shape in (
-        ("key_cache", key_cache, cache_shape),
-        ("value_cache", value_cache, cache_shape),
-        ("query_start_loc", query_start_loc, (num_reqs + 1,)),
-        ("seq_lens", seq_lens, (num_reqs,)),
-        ("causal", causal, (num_reqs,)),
-        ("window_rule", window_rule, (num_reqs,)),
-        ("key_scale", key_scale, (1,)),
-        ("value_scale", value_scale, (1,)),
-        ("output", output, (num_tokens, num_heads, head_size)),
-    ):
+    expected: tuple[tuple[str, object, tuple[int, ...], torch.dtype], ...] = (
+        ("key_cache", key_cache, cache_shape, key_cache.dtype),  # dtype: below
+        ("value_cache", value_cache, cache_shape, key_cache.dtype),
+        ("block_table", block_table, (num_reqs, max_blocks), torch.int32),
+        ("query_start_loc", query_start_loc, (num_reqs + 1,), torch.int32),
+        ("seq_lens", seq_lens, (num_reqs,), torch.int32),
+        ("causal", causal, (num_reqs,), torch.int32),
+        ("window_rule", window_rule, (num_reqs,), torch.int32),
+        ("key_scale", key_scale, (1,), torch.float32),
+        ("value_scale", value_scale, (1,), torch.float32),
+        ("output", output, (num_tokens, num_heads, head_size), query.dtype),
+    )
+    for name, tensor, shape, dtype in expected:
         if isinstance(tensor, torch.Tensor):
             _expect(name, "shape", shape, tuple(tensor.shape))
-    for name, tensor, dtype in (
-        ("block_table", block_table, torch.int32),
-        ("query_start_loc", query_start_loc, torch.int32),
-        ("seq_lens", seq_lens, torch.int32),
-        ("causal", causal, torch.int32),
-        ("window_rule", window_rule, torch.int32),
-        ("key_scale", key_scale, torch.float32),
-        ("value_scale", value_scale, torch.float32),
-        ("value_cache", value_cache, key_cache.dtype),
-        ("output", output, query.dtype),
-    ):
-        if isinstance(tensor, torch.Tensor):
             _expect(name, "dtype", dtype, tensor.dtype)
-            _expect(name, "device", query.device, tensor.device)
+            _expect(name, "query's device", query.device, tensor.device)
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"query must be float16, bfloat16 or float32, got {query.dtype}")
     if key_cache.dtype not in (query.dtype, FP8):
@@ -102,18 +92,15 @@ def attention(
         raise ValueError(
             f"window_rule must be 'reference', 'symmetric' or a tensor, got {window_rule!r}"
         )
+    longest = max_blocks * block_size
+    longest = longest if max_seq_len is None else min(max_seq_len, longest)
+    run = _implementation(impl, query, key_cache, longest)
     if output is None:
-        output = torch.zeros_like(query)
-    if num_tokens == 0 or num_reqs == 0:
-        return output
-
+        output = query.new_zeros(query.shape)
     if isinstance(window_rule, str):
         symmetric = torch.full_like(causal, int(window_rule == "symmetric"))
     else:
         symmetric = window_rule
-    longest = max_blocks * block_size
-    longest = longest if max_seq_len is None else min(max_seq_len, longest)
-    run = _implementation(impl, query, key_cache, longest)
     run(
         query,
         key_cache,
@@ -145,7 +132,10 @@ def _implementation(
         raise ValueError(f"impl must be 'triton', 'fa4' or 'reference', got {impl!r}")
     on_gpu = query.device.type == "cuda"
     if impl == "fa4" and not on_gpu:
-        raise ValueError(f"impl 'fa4' takes tensors on a GPU, got query on {query.device}")
+        raise ValueError(
+            f"impl 'fa4' takes tensors on a GPU, got query on {query.device}: move all tensors to "
+            f"a GPU, or pass impl='reference', which runs anywhere"
+        )
     # Without a GPU, Triton's interpreter does what it would do on Hopper.
     capability = torch.cuda.get_device_capability(query.device) if on_gpu else (9, 0)
     case = Case(capability, query.shape[-1], query.dtype, key_cache.dtype)

@@ -13,6 +13,7 @@ from flash_attn.cute.interface import _flash_attn_fwd  # unlike the public one, 
 from flash_attn.cute.utils import scalar_to_ssa
 
 from attention_kernels.chunks import CHUNK, Chunks
+from attention_kernels.support import check_last_strides
 
 _ALIGNMENT = 16  # bytes, of its vectorised loads
 
@@ -45,15 +46,16 @@ def attention(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     chunks: Chunks | None = None,  # of the same batch and window, from an earlier layer
-) -> Chunks:
-    """See `api.attention`, which checks the rest. Returns the chunks, for the next layer.
+) -> Chunks | None:
+    """See `api.attention`, which checks the rest. Returns the chunks, for the next layer; None if
+    there are no queries.
 
     Where a page is a key tile, all of it is read: what lies behind the end of a sequence in its
     last page is multiplied by 0, and must be finite.
 
     Raises:
-        ValueError: for scales, which only an fp8 cache has, and for strides that FlashAttention-4
-            would copy a whole cache for.
+        ValueError: for scales, which only an fp8 cache has, for strides that FlashAttention-4
+            would copy a whole cache for, and for gaps along a last dimension.
     """
     for name, scale_of in (("key_scale", key_scale), ("value_scale", value_scale)):
         if scale_of is not None:
@@ -61,6 +63,16 @@ def attention(
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "output": output}
     for name, tensor in tensors.items():
         _check_alignment(name, tensor)
+    check_last_strides(
+        "fa4",
+        block_table=block_table,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        causal=causal,
+        window_rule=symmetric,
+    )
+    if len(query) == 0 or len(seq_lens) == 0:
+        return None
     if chunks is None:
         chunks = Chunks.cut(
             block_table,

@@ -1,4 +1,4 @@
-"""Who may see whom: the one definition of visibility, which every attention version is tested by.
+"""Who may see whom: the definition of visibility, which every attention version is tested by.
 
 A request's queries are its last `query_len` tokens; the tokens before them are its context. A
 request is either causal (prefill, commit) or bidirectional (a canvas being denoised). `window_left`
@@ -13,6 +13,15 @@ counts the tokens a query sees back, not counting itself (a sliding window of W 
 
 `reference` is what transformers' DiffusionGemma does: the sliding layers' cache keeps the last
 W - 1 tokens of the prefix, and the canvas attends to all of that and all of itself.
+
+`reference.py`, the CPU adapter (`vllm_dllm/attention/cpu.py`) and the picture of the masks call
+what is here. Kernels cannot: they restate it, and tests in `tests/attention` hold them equal:
+
+- `triton_fwd._visible` is `visible`: `test_triton.py::test_visibility`.
+- `tiling.key_range` is `visible_range`: `test_triton.py::test_visits_all_keys_that_are_seen_...`.
+- `chunks._cut_kernel` makes bands of `visible`: `test_chunks.py::test_no_page_in_vain`.
+- `fa4_fwd.band_mask` applies them: `test_fa4.py::test_mask_function`.
+- vLLM's CPU kernel, for causal and `symmetric` requests: `test_cpu_backend.py::test_visibility`.
 """
 
 import torch

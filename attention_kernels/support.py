@@ -60,14 +60,25 @@ def fa4_reason(case: Case) -> str | None:
     return None
 
 
+def check_last_strides(impl: str, **tensors: torch.Tensor) -> None:
+    """Raises ValueError for a tensor whose last dimension has gaps: the kernels step along it by
+    one element."""
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(
+                f"impl {impl!r} takes a {name} that is contiguous along its last dimension, got "
+                f"strides {tensor.stride()} for shape {tuple(tensor.shape)}: pass a contiguous copy"
+            )
+
+
 def import_fa4() -> ModuleType:
     """The FlashAttention-4 version. Raises ImportError that says what to install."""
     try:
         return importlib.import_module("attention_kernels.fa4_fwd")
     except ImportError as error:
         raise ImportError(
-            f"FlashAttention-4 needs the package flash-attn-4 ({error}). Install it with "
-            f"pip install 'vllm-dllm[fa4]', or leave FlashAttention-4 out."
+            f"FlashAttention-4 needs the package flash-attn-4 ({error}). Install the extra fa4, as "
+            f"in pip install 'vllm-dllm[fa4]', or leave FlashAttention-4 out."
         ) from error
 
 

@@ -113,6 +113,12 @@ class PagedBatch:
         return replace(self, query=torch.zeros_like(self.query), value_cache=values)
 
 
+def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with one that must not be read after each along the last dimension."""
+    wrong = torch.full_like(tensor, 1 if tensor.dtype == torch.int32 else torch.nan)
+    return torch.stack((tensor, wrong), dim=-1)[..., 0]
+
+
 def rms_ratio(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """[...]: root mean square of the error over that of `expected`, row by row of the last axis."""
     error = (output.double() - expected.double()).square().mean(-1).sqrt()

@@ -1,8 +1,9 @@
 """Paged attention with a causal flag a request and one- or two-sided windows, in Triton.
 
-A program computes a tile of queries of one request, for all query heads that share a key head, over
-a share of the keys that tile sees (split-KV); a second, small kernel joins the shares. The grid
-depends on shapes alone, so that a captured CUDA graph fits whatever the tensors hold at replay.
+A program computes a tile of queries of one request, for the query heads that share a key head (as
+many of them as the tile holds), over a share of the keys that tile sees (split-KV); a second, small
+kernel joins the shares. The grid depends on shapes alone, so that a captured CUDA graph fits
+whatever the tensors hold at replay.
 
 Legend: T queries in all, Hq / Hkv query / key heads, D head size, G = Hq / Hkv, S splits.
 """
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention_kernels.support import shared_bytes
+from attention_kernels.support import check_last_strides, shared_bytes
 from attention_kernels.tiling import find_request, key_range
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -28,7 +29,7 @@ class Tiles:
     """How the work is cut up for one head size, group size and element size."""
 
     block_q: int  # queries a program
-    group_padded: int  # G as a power of two; block_q * group_padded rows a program
+    heads: int  # of a group, a program; a power of two. block_q * heads rows a program
     block_n: int  # keys a step
     num_warps: int
     num_stages: int
@@ -36,18 +37,17 @@ class Tiles:
     @classmethod
     def choose(cls, head_size: int, group: int, element_size: int, shared_memory: int) -> "Tiles":
         """The largest whose queries and stages of keys and values fit `shared_memory` bytes."""
-        group_padded = triton.next_power_of_2(group)
         bytes_a_row = triton.next_power_of_2(head_size) * element_size
         most_rows, num_stages = (128 if bytes_a_row <= 256 else 64), 2
         for rows, block_n in ((most_rows, 64), (most_rows, 32), (32, 32), (32, 16), (16, 16)):
-            rows = max(rows, group_padded)
             if bytes_a_row * (rows + 2 * num_stages * block_n) + _SPARE_BYTES <= shared_memory:
                 break
         else:
             num_stages = 1
+        heads = min(triton.next_power_of_2(group), rows)
         return cls(
-            block_q=max(1, rows // group_padded),
-            group_padded=group_padded,
+            block_q=rows // heads,
+            heads=heads,
             block_n=block_n,
             num_warps=8 if bytes_a_row > 128 and rows >= 64 else 4,
             num_stages=num_stages,
@@ -76,29 +76,44 @@ def attention(
     """See `api.attention`, which checks the rest.
 
     Raises:
-        ValueError: for a tensor that is not contiguous along its last dimension.
+        ValueError: for a tensor that is not contiguous along its last dimension, for tensors that
+            are not on a GPU, and for bf16 in Triton's interpreter, which multiplies it wrongly.
     """
+    _check_device(query)
+    check_last_strides(
+        "triton",
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        causal=causal,
+        window_rule=symmetric,
+        output=output,
+    )
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
-    for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous along its last dimension")
+    num_reqs = len(seq_lens)
+    if num_tokens == 0 or num_reqs == 0:
+        return
     group = num_heads // num_kv_heads
     tiles = Tiles.choose(head_size, group, query.element_size(), _shared_memory(query.device))
-    num_reqs = len(seq_lens)
     # A request of q queries has at most q // block_q + 1 tiles; see `find_request`.
     num_tiles = num_tokens // tiles.block_q + num_reqs
+    parts = triton.cdiv(group, tiles.heads)  # programs that share a key head
     if num_splits is None:
-        num_splits = _choose_splits(
-            num_tiles * num_kv_heads, max_seq_len, num_tokens, window_left, query.device
-        )
+        num_keys = max_seq_len if window_left < 0 else min(max_seq_len, window_left + num_tokens)
+        # Tiles with queries are at least so many; no request is expected to be empty.
+        num_busy = max(num_tokens // tiles.block_q, num_reqs) * num_kv_heads * parts
+        num_splits = _choose_splits(num_busy, num_keys, _num_processors(query.device))
     partial_output = partial_lse = output  # unused unless the keys are split
     if num_splits > 1:
         shape = (num_splits, num_tokens, num_heads)
         partial_output = query.new_empty(*shape, head_size, dtype=torch.float32)
         partial_lse = query.new_empty(shape, dtype=torch.float32)
     padded = triton.next_power_of_2(head_size)
-    _attention_kernel[(num_tiles, num_kv_heads, num_splits)](
+    _attention_kernel[(num_tiles, num_kv_heads * parts, num_splits)](
         query,
         key_cache,
         value_cache,
@@ -124,7 +139,8 @@ def attention(
         *output.stride()[:2],
         HQ=num_heads,
         GROUP=group,
-        GROUP_PADDED=tiles.group_padded,
+        HEADS=tiles.heads,
+        PARTS=parts,
         D=head_size,
         D_PADDED=padded,
         PAGE=block_size,
@@ -155,6 +171,22 @@ def attention(
         )
 
 
+def _check_device(query: torch.Tensor) -> None:
+    interpreted = not isinstance(_attention_kernel, triton.runtime.JITFunction)
+    if interpreted and query.dtype == torch.bfloat16:
+        raise ValueError(
+            "impl 'triton' takes float16 and float32 in Triton's interpreter, which multiplies "
+            "bfloat16 wrongly, got query with torch.bfloat16: use another dtype, or a GPU without "
+            "TRITON_INTERPRET"
+        )
+    if not interpreted and query.device.type != "cuda":
+        raise ValueError(
+            f"impl 'triton' takes tensors on a GPU, got query on {query.device}: move all tensors "
+            f"to a GPU, pass impl='reference', which runs anywhere, or set TRITON_INTERPRET=1 "
+            f"before Triton is imported"
+        )
+
+
 @cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes a program may have; without a GPU, as on Hopper."""
@@ -162,18 +194,19 @@ def _shared_memory(device: torch.device) -> int:
     return shared_bytes(torch.cuda.get_device_capability(device) if on_gpu else (9, 0))
 
 
-def _choose_splits(
-    num_programs: int, max_seq_len: int, num_tokens: int, window_left: int, device: torch.device
-) -> int:
-    """Shares of the keys, so that a small batch with a long context fills the GPU."""
-    num_keys = max_seq_len
-    if window_left >= 0:
-        num_keys = min(num_keys, window_left + num_tokens)
-    if device.type != "cuda":
-        return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // num_programs
-    splits = max(1, min(wanted, num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
-    return 1 << (splits.bit_length() - 1)  # each number is compiled for: few of them
+@cache
+def _num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; the interpreter runs one program after the other."""
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+
+
+def _choose_splits(num_programs: int, num_keys: int, num_processors: int) -> int:
+    """The fewest shares of the keys with which each processor has a program, if shares are not to
+    be too short for that: powers of two, since each number of them is compiled for."""
+    wanted = triton.next_power_of_2(triton.cdiv(num_processors, num_programs))
+    possible = max(1, min(num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
+    return min(wanted, 1 << (possible.bit_length() - 1))
 
 
 @triton.jit
@@ -226,7 +259,8 @@ def _attention_kernel(
     output_stride_h,
     HQ: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a key head
-    GROUP_PADDED: tl.constexpr,  # power of two
+    HEADS: tl.constexpr,  # of them a program, power of two
+    PARTS: tl.constexpr,  # programs that share a key head
     D: tl.constexpr,
     D_PADDED: tl.constexpr,  # power of two
     PAGE: tl.constexpr,
@@ -238,7 +272,10 @@ def _attention_kernel(
     HAS_KEY_SCALE: tl.constexpr,
     HAS_VALUE_SCALE: tl.constexpr,
 ):
-    tile, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Heads and slots are 64 bits wide before they are multiplied by strides: a cache may have all
+    # pages of a head together.
+    tile, part, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    key_head = part // PARTS
     request = find_request(query_start_loc, tile, num_reqs, BLOCK_Q)
     first_row = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_row
@@ -251,9 +288,9 @@ def _attention_kernel(
     is_symmetric = tl.load(symmetric + request)
 
     # Rows of the tile: query after query, and for each the heads of the group.
-    lane = tl.arange(0, BLOCK_Q * GROUP_PADDED)
-    step = first + lane // GROUP_PADDED
-    group_head = lane % GROUP_PADDED
+    lane = tl.arange(0, BLOCK_Q * HEADS)
+    step = first + lane // HEADS
+    group_head = part % PARTS * HEADS + lane % HEADS
     is_row = (step < query_len) & (group_head < GROUP)
     row = (first_row + step).to(tl.int64)
     head = key_head * GROUP + group_head
@@ -287,9 +324,9 @@ def _attention_kernel(
     if not HAS_SOFTCAP:
         scale *= LOG2_E  # weights are powers of two
     table = block_table + request.to(tl.int64) * table_stride
-    maximum = tl.full([BLOCK_Q * GROUP_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q * GROUP_PADDED], tl.float32)
-    accumulated = tl.zeros([BLOCK_Q * GROUP_PADDED, D_PADDED], tl.float32)
+    maximum = tl.full([BLOCK_Q * HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q * HEADS], tl.float32)
+    accumulated = tl.zeros([BLOCK_Q * HEADS, D_PADDED], tl.float32)
     for key_tile in range(from_tile, to_tile):
         key_pos = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         # Whoever owns the pages before `start` by now may have left a NaN there.
@@ -298,7 +335,7 @@ def _attention_kernel(
             page = tl.load(table + key_tile * BLOCK_N // PAGE).to(tl.int64)
         else:
             page = tl.load(table + key_pos // PAGE, mask=in_range, other=0).to(tl.int64)
-        slot = key_pos % PAGE
+        slot = (key_pos % PAGE).to(tl.int64)
         k = tl.load(
             key_cache
             + (page * key_stride_block + slot * key_stride_page + key_head * key_stride_h)[None, :]
@@ -376,7 +413,7 @@ def _join_kernel(
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if row >= tl.load(query_start_loc + num_reqs):
         return  # padding of a CUDA graph: no request's row
     split = tl.arange(0, SPLITS_PADDED)

@@ -21,7 +21,9 @@ from bench import harness
 
 CANVAS, PAGE, WINDOW = 256, 16, 1024
 CONTEXTS, BATCHES = (0, 1024, 8192, 65536), (1, 8, 32)
-MAX_RMS_RATIO = 0.01  # bf16 queries, weights and outputs
+# Of the worst row, in bf16. Rounding weights and output makes 0.0031 at most (measured in float64
+# with those two roundings, head sizes 64 to 512, 40 to 8,000 keys); a window off by one key more.
+MAX_RMS_RATIO = 0.005
 PEAK = {  # name prefix: (dense bf16 TFLOP/s, TB/s)
     "NVIDIA H200": (989.0, 4.8),
     "NVIDIA H100": (989.0, 3.35),

@@ -48,7 +48,8 @@ def compile_case(capability, head_size, group, page, cache_dtype):
     main = {
         "HQ": 2 * group,
         "GROUP": group,
-        "GROUP_PADDED": tiles.group_padded,
+        "HEADS": tiles.heads,
+        "PARTS": triton.cdiv(group, tiles.heads),
         "D": head_size,
         "D_PADDED": padded,
         "PAGE": page,

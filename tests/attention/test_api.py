@@ -80,9 +80,31 @@ def test_errors_name_the_argument(batch: PagedBatch, name: str) -> None:
         call(batch, **{name: value})
 
 
-def test_devices_dtypes_and_groups_must_fit(batch: PagedBatch) -> None:
-    with pytest.raises(ValueError, match="seq_lens must have device cpu, got meta"):
-        call(batch, seq_lens=batch.seq_lens.to("meta"))
+@pytest.mark.parametrize("no_requests", [False, True], ids=["no queries", "no requests"])
+def test_impl_is_checked_for_an_empty_batch(batch: PagedBatch, no_requests: bool) -> None:
+    empty: dict[str, Any] = {"query": batch.query[:0]}
+    if no_requests:
+        empty |= {
+            "block_table": batch.block_table[:0],
+            "query_start_loc": batch.query_start_loc[:1],
+            "seq_lens": batch.seq_lens[:0],
+            "causal": batch.causal[:0],
+            "window_rule": "reference",
+        }
+    with pytest.raises(ValueError, match=r"impl must be .*, got 'cutlass'"):
+        call(batch, **empty, impl="cutlass")
+    with pytest.raises(ValueError, match="impl 'fa4' takes tensors on a GPU, got query on cpu"):
+        call(batch, **empty, impl="fa4")
+
+
+@pytest.mark.parametrize("name", ["key_cache", "value_cache", "seq_lens", "causal", "window_rule"])
+def test_devices_must_fit(batch: PagedBatch, name: str) -> None:
+    elsewhere = {name: batch.arguments()[name].to("meta")}
+    with pytest.raises(ValueError, match=f"{name} must have query's device cpu, got meta"):
+        call(batch, **elsewhere)
+
+
+def test_dtypes_and_groups_must_fit(batch: PagedBatch) -> None:
     half = {name: getattr(batch, name).half() for name in ("key_cache", "value_cache")}
     with pytest.raises(ValueError, match=r"key_cache must have the query's dtype torch.float32 or"):
         call(batch, **half)

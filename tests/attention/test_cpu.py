@@ -9,6 +9,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from attention_kernels import reference
+from attention_kernels.testing import rms_ratio
 from vllm_dllm.attention.cpu import CanvasKeys, CanvasLayout, _check_cache_layout, attend_canvases
 
 current_platform.import_kernels()
@@ -48,11 +49,10 @@ def test_reference_rule(name: str, window: int, dtype: torch.dtype) -> None:
     error = (output[canvas_rows].double() - expected[canvas_rows]).abs()
     eager_error = (eager[canvas_rows].double() - expected[canvas_rows]).abs()
     assert error.max() <= 2 * eager_error.max() + 1e-6
-    # One key too many or too few moves a row by far more than rounding does.
-    rms_ratio = (
-        error.square().mean((1, 2)).sqrt() / expected[canvas_rows].square().mean((1, 2)).sqrt()
-    )
-    assert rms_ratio.max() < {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    # One key too many or too few moves a row by far more than rounding does. In bf16, rounding the
+    # output alone makes 0.002, and rounding the weights as much again.
+    ratios = rms_ratio(output[canvas_rows], expected[canvas_rows])
+    assert ratios.max() < {torch.float32: 1e-5, torch.bfloat16: 0.005}[dtype]
     assert layout.only_canvases == all(canvas for _, _, canvas in SHAPES[name])
 
 

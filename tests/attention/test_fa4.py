@@ -15,7 +15,7 @@ from attention_kernels import chunks as chunks_module
 from attention_kernels.api import attention
 from attention_kernels.chunks import Chunks
 from attention_kernels.masks import visible
-from attention_kernels.testing import PagedBatch
+from attention_kernels.testing import PagedBatch, with_gaps
 from tests.attention.test_chunks import MIXED
 
 SCRIPT = Path(__file__).parent / "compile_fa4.py"
@@ -110,6 +110,24 @@ def test_compiles(capability: int, head_size: int, group: int, page: int) -> Non
     # fixed flag is taken for it. A mask function is.
     assert another[".entry"] == 1, "another mask was taken from the cache"
     assert ours_again[".entry"] == 0, "the same mask was compiled again"
+
+
+@pytest.mark.fa4
+@pytest.mark.parametrize(
+    "name",
+    ["query", "output", "block_table", "query_start_loc", "seq_lens", "causal", "window_rule"],
+)
+def test_gaps_along_a_last_dimension_are_refused(name: str) -> None:
+    from attention_kernels import fa4_fwd
+
+    batch = PagedBatch.random(
+        MIXED, num_heads=2, num_kv_heads=1, head_size=32, block_size=16, dtype=torch.float16
+    )
+    arguments = {**batch.arguments(), "output": torch.zeros_like(batch.query)}
+    arguments[name] = with_gaps(arguments[name])
+    arguments["symmetric"] = arguments.pop("window_rule")
+    with pytest.raises(ValueError, match=f"a {name} that is contiguous along its last dimension"):
+        fa4_fwd.attention(**arguments, scale=0.3, window_left=-1, softcap=0.0)
 
 
 def test_no_silent_fallback() -> None:

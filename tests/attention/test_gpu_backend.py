@@ -170,7 +170,9 @@ def test_a_stock_backend_is_served_with_a_warning(gpu: Callable[[int, int], list
     assert warnings == []
     with use_window_rules(AttentionConfig(backend=AttentionBackendEnum.TRITON_ATTN)):
         pass
-    assert len(warnings) == 1 and "TRITON_ATTN" in warnings[0] and "|q-k| < window" in warnings[0]
+    (warning,) = warnings
+    assert "attention backend TRITON_ATTN, which knows the window rule 'symmetric' only" in warning
+    assert "|q-k| < window" in warning and "decoded differently from the reference" in warning
 
 
 def test_another_extension_keeps_the_name(gpu: Callable[[int, int], list[str]]) -> None:
@@ -243,12 +245,14 @@ def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
         import_fa4()
 
 
-@pytest.mark.parametrize("version", [None, 4])
-def test_only_a_user_asks_for_flash_attention_4(
-    monkeypatch: pytest.MonkeyPatch, version: int | None
-) -> None:
-    """Stock vLLM sets version 4 by itself for models whose layers differ in head size."""
-    attention_config = AttentionConfig(flash_attn_version=version)
+Serve = Callable[[AttentionConfig], list[str]]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Starts a server on a GPU that ours can serve, as far as attention goes; what it logs."""
+    log: list[str] = []
+    monkeypatch.setattr(serving_config.logger, "info", lambda text, *args: log.append(text % args))
 
     def stock(vllm_config: Any) -> None:
         vllm_config.attention_config.flash_attn_version = 4
@@ -258,18 +262,41 @@ def test_only_a_user_asks_for_flash_attention_4(
         "verify_and_update_config",
         staticmethod(stock),
     )
-    ours = AttentionBackendEnum.CUSTOM
-    monkeypatch.setattr(serving_config, "gpu_backend", lambda _: ours)
+    monkeypatch.setattr(serving_config, "gpu_backend", lambda _: AttentionBackendEnum.CUSTOM)
     monkeypatch.setattr(serving_config, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     steps = "check_token_budget check_weight_files read_denoise_config default_max_num_seqs"
     for name in steps.split():
         monkeypatch.setattr(serving_config, name, lambda _: 8)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
-        attention_config=attention_config,
-        additional_config={},
-    )
-    serving_config.DiffusionGemmaServingConfig.verify_and_update_config(config)
-    assert attention_config.backend is ours
+
+    def start(attention_config: AttentionConfig) -> list[str]:
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+            scheduler_config=SimpleNamespace(max_num_seqs=8),
+            attention_config=attention_config,
+            additional_config={},
+        )
+        serving_config.DiffusionGemmaServingConfig.verify_and_update_config(config)
+        return log
+
+    return start
+
+
+@pytest.mark.parametrize("version", [None, 4])
+def test_only_a_user_asks_for_flash_attention_4(serve: Serve, version: int | None) -> None:
+    """Stock vLLM sets version 4 by itself for models whose layers differ in head size."""
+    attention_config = AttentionConfig(flash_attn_version=version)
+    serve(attention_config)
+    assert attention_config.backend is AttentionBackendEnum.CUSTOM
     assert attention_config.flash_attn_version == version
+
+
+def test_the_log_says_which_attention_was_chosen(serve: Serve) -> None:
+    (line,) = serve(AttentionConfig())
+    assert line.startswith("Attention runs our kernels (--attention-backend CUSTOM)")
+    assert "Triton, or with --attention-config.flash_attn_version 4 FlashAttention-4" in line
+
+
+def test_the_log_claims_no_choice_of_the_users(serve: Serve) -> None:
+    attention_config = AttentionConfig(backend=AttentionBackendEnum.TRITON_ATTN)
+    assert serve(attention_config) == []
+    assert attention_config.backend is AttentionBackendEnum.TRITON_ATTN

@@ -10,7 +10,7 @@ import torch
 
 from attention_kernels.api import FP8, attention
 from attention_kernels.testing import PagedBatch, Request, rms_ratio
-from tests.attention.test_triton import MIXES, WINDOWS, seen_by_definition
+from tests.attention.test_triton import MIXES, VISIBILITY, seen_by_definition
 
 pytestmark = pytest.mark.gpu
 
@@ -83,9 +83,7 @@ def test_numbers(
 
 
 @pytest.mark.fa4
-@pytest.mark.parametrize("page", [16, 128])
-@pytest.mark.parametrize("window_left", WINDOWS)
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("mix", "window_left", "page"), VISIBILITY)
 def test_fa4_visibility(mix: str, window_left: int, page: int) -> None:
     D = 64
     batch = PagedBatch.random(

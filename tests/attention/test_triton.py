@@ -4,17 +4,19 @@ Without a GPU it runs in Triton's interpreter, in fp32 and fp16 (bf16 is multipl
 """
 
 from dataclasses import replace
+from itertools import product
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.api import FP8, attention
 from attention_kernels.masks import visible, visible_range
-from attention_kernels.testing import PagedBatch, Request, rms_ratio
+from attention_kernels.testing import PagedBatch, Request, rms_ratio, with_gaps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("triton_version")
@@ -36,6 +38,12 @@ MIXES = {
     ],
 }
 WINDOWS = [-1, 0, 1, 15, 200]
+# Every mix with every window, and both with every page size: two sizes each, in turn.
+VISIBILITY = [
+    pytest.param(mix, window_left, page, id=f"{mix}-window{window_left}-page{page}")
+    for (m, mix), (w, window_left) in product(enumerate(MIXES), enumerate(WINDOWS))
+    for page in ((16, 64) if (m + w) % 2 == 0 else (32, 128))
+]
 
 
 def seen_by_definition(batch: PagedBatch, window_left: int, first_key: int) -> torch.Tensor:
@@ -57,9 +65,7 @@ def seen_by_definition(batch: PagedBatch, window_left: int, first_key: int) -> t
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("window_left", WINDOWS)
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("mix", "window_left", "block_size"), VISIBILITY)
 def test_visibility(mix: str, window_left: int, block_size: int) -> None:
     D = 32
     batch = PagedBatch.random(
@@ -79,6 +85,7 @@ SHAPES = {  # requests, heads, key heads, head size, page
     "one head a group": (MIXES["canvases"], 2, 2, 32, 64),
     "sliding layers of 26B": ([Request(16, 70), Request(9, 0, causal=True)], 4, 2, 256, 16),
     "full layers of 26B": ([Request(16, 70), Request(9, 0, causal=True)], 16, 2, 512, 32),
+    "more heads a group than rows a tile": ([Request(3, 20), Request(2, 0, True)], 140, 1, 512, 16),
     "64 requests": ([Request(1 + r % 3, r, causal=r % 2 == 0) for r in range(64)], 2, 1, 32, 16),
     "long context": ([Request(4, 3000), Request(2, 2500, causal=True)], 2, 1, 32, 128),
 }
@@ -136,6 +143,67 @@ def test_split_keys(
     check_numbers(small_batch(requests), window_left=30)
 
 
+SLIDING, FULL = (16, 8, 256, 1023), (16, 2, 512, -1)  # heads, key heads, head size, window
+SPLITS = {  # processors, layer, requests, context and queries of each, splits
+    "one canvas, sliding": (132, SLIDING, 1, 8192, 256, 4),
+    "one canvas, full": (132, FULL, 1, 8192, 256, 4),
+    "one canvas, 108 processors": (108, FULL, 1, 8192, 256, 2),
+    "one canvas, 148 processors": (148, FULL, 1, 65536, 256, 4),
+    "two canvases": (132, FULL, 2, 8192, 256, 2),
+    "eight canvases": (132, FULL, 8, 8192, 256, 1),
+    "64 tokens of 64 requests": (132, FULL, 64, 8192, 1, 2),
+    "no GPU": (1, FULL, 1, 65536, 256, 1),
+}
+TOO_FEW_KEYS = {
+    "short context": (132, FULL, 1, 0, 256, 1),
+    "some context": (132, FULL, 1, 600, 256, 2),
+    "one token": (132, FULL, 1, 65536, 1, 16),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS | TOO_FEW_KEYS)
+def test_few_requests_fill_the_processors(
+    triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """By stand-ins for the kernels, which note their grids."""
+    num_processors, layer, num_reqs, context_len, query_len, expected = (SPLITS | TOO_FEW_KEYS)[
+        case
+    ]
+    num_heads, num_kv_heads, head_size, window_left = layer
+    launches: list[tuple[tuple[int, ...], dict[str, int]]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: launches.append((grid, options))
+
+    monkeypatch.setattr(triton_version, "_attention_kernel", Kernel())
+    monkeypatch.setattr(triton_version, "_join_kernel", Kernel())
+    monkeypatch.setattr(triton_version, "_num_processors", lambda _: num_processors)
+    monkeypatch.setattr(triton_version, "_shared_memory", lambda _: 227 * 1024)
+    shape = (num_reqs * query_len, num_heads, head_size)
+    query = torch.empty(shape, dtype=torch.half)
+    cache = torch.empty(1, 16, num_kv_heads, head_size, dtype=torch.half)
+    integers = torch.zeros(num_reqs + 1, dtype=torch.int32)
+    each = integers[:num_reqs]
+    triton_version.attention(
+        *(query, cache, cache, each[:, None], integers, each, each),
+        symmetric=each,
+        output=query,
+        scale=1.0,
+        window_left=window_left,
+        softcap=0.0,
+        key_scale=None,
+        value_scale=None,
+        max_seq_len=context_len + query_len,
+    )
+    (_, num_parts, num_splits), options = launches[0]
+    assert num_splits == expected and len(launches) == 1 + (num_splits > 1)
+    tiles_with_queries = num_reqs * triton.cdiv(query_len, options["BLOCK_Q"])
+    programs = tiles_with_queries * num_parts * num_splits
+    assert (programs >= num_processors) == (case in SPLITS)
+    assert num_splits == 1 or programs < 2 * num_processors, "half of them would do"
+
+
 def test_fp8_cache_with_scales() -> None:
     batch = small_batch(dtype=torch.float16)
     # The error budget starts from the numbers the cache holds, so they must be fp8 numbers.
@@ -168,6 +236,112 @@ def test_strided_arguments() -> None:
     torch.testing.assert_close(
         output[:, : batch.query.shape[1]].cpu(), batch.reference(torch.float32, scale=0.3)
     )
+
+
+GAPPED = [
+    "query",
+    "key_cache",
+    "value_cache",
+    "block_table",
+    "query_start_loc",
+    "seq_lens",
+    "causal",
+    "window_rule",
+    "output",
+]
+
+
+@pytest.mark.parametrize("name", GAPPED)
+def test_gaps_along_a_last_dimension_are_refused(name: str) -> None:
+    arguments = small_batch().to(DEVICE).arguments()
+    arguments["output"] = torch.zeros_like(arguments["query"])
+    arguments[name] = with_gaps(arguments[name])
+    with pytest.raises(ValueError, match=f"a {name} that is contiguous .*, got strides .*copy"):
+        attention(**arguments, scale=0.3)
+    assert not arguments["output"].any(), "written all the same"
+
+
+def test_one_request_may_be_a_slice_with_gaps() -> None:
+    """The stride of a dimension of one is nobody's concern."""
+    batch = small_batch([Request(8, 5)])
+    arguments = batch.to(DEVICE).arguments()
+    for name in ("block_table", "seq_lens", "causal", "window_rule"):
+        arguments[name] = with_gaps(arguments[name])
+    output = attention(**arguments, scale=0.3)
+    torch.testing.assert_close(output.cpu(), batch.reference(torch.float32, scale=0.3))
+
+
+def test_bf16_is_refused_in_the_interpreter(triton_version: ModuleType) -> None:
+    """It multiplies bf16 wrongly, by many orders of magnitude."""
+    batch = small_batch(dtype=torch.bfloat16).to(DEVICE)
+    if isinstance(triton_version._attention_kernel, triton.JITFunction):
+        expected = batch.reference(torch.float64, scale=0.3)
+        assert rms_ratio(attention(**batch.arguments(), scale=0.3), expected).max() < RMS_LIMIT
+        return
+    with pytest.raises(ValueError, match="takes float16 and float32 in Triton's interpreter"):
+        attention(**batch.arguments(), scale=0.3)
+
+
+def test_compiled_kernels_want_a_gpu(
+    triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = triton.JITFunction(triton_version._attention_kernel.fn)
+    monkeypatch.setattr(triton_version, "_attention_kernel", compiled)
+    with pytest.raises(ValueError, match=r"on a GPU, got query on cpu: .*impl='reference'"):
+        attention(**small_batch().arguments(), scale=0.3)
+
+
+def test_no_queries_and_no_requests() -> None:
+    arguments = small_batch().to(DEVICE).arguments()
+    empty = {**arguments, "query": arguments["query"][:0]}
+    assert attention(**empty, scale=0.3).shape == (0, 4, 32)
+    for name in ("block_table", "seq_lens", "causal", "window_rule"):
+        arguments[name] = arguments[name][:0]
+    arguments["query_start_loc"] = arguments["query_start_loc"][:1]
+    assert not attention(**arguments, scale=0.3).any()
+
+
+def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
+    """The same numbers, `stride` elements from one to the next along `dim` and the others in
+    between. What lies in between is never touched, so it takes addresses and no memory."""
+    order = [dim, *(d for d in range(tensor.dim()) if d != dim)]
+    inner = tensor.permute(order)[0].contiguous()
+    size = (tensor.shape[dim] - 1) * stride + inner.numel()
+    far = torch.empty(size, dtype=tensor.dtype, device=tensor.device).as_strided(
+        (tensor.shape[dim], *inner.shape), (stride, *inner.stride())
+    )
+    far = far.permute([order.index(d) for d in range(tensor.dim())])
+    return far.copy_(tensor)
+
+
+FAR = {  # argument, dimension
+    "query heads": ("query", 1),
+    "output heads": ("output", 1),
+    "key heads": ("key_cache", 2),
+    "value heads": ("value_cache", 2),
+    "key slots": ("key_cache", 1),
+    "value slots": ("value_cache", 1),
+}
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("case", FAR)
+def test_addresses_past_2_to_the_31(
+    triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str, num_splits: int
+) -> None:
+    """Of elements, in up to 4 GiB of addresses."""
+    monkeypatch.setattr(triton_version, "_choose_splits", lambda *_: num_splits)
+    name, dim = FAR[case]
+    batch = small_batch(
+        [Request(3, 20), Request(2, 5, causal=True)], num_heads=3, num_kv_heads=3, dtype=torch.half
+    )
+    batch = replace(batch, key_cache=batch.key_cache.to(FP8), value_cache=batch.value_cache.to(FP8))
+    arguments = batch.to(DEVICE).arguments()
+    arguments["output"] = torch.zeros_like(arguments["query"])
+    last = arguments[name].shape[dim] - 1  # the stride alone fits 32 bits, their product does not
+    arguments[name] = far_apart(arguments[name], dim, 2**31 // last + 64)
+    output = attention(**arguments, scale=0.3).cpu()
+    torch.testing.assert_close(output, batch.reference(torch.half, scale=0.3), rtol=0, atol=4e-3)
 
 
 def test_rows_of_no_request_are_left_alone() -> None:

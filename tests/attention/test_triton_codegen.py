@@ -22,6 +22,8 @@ CASES = {  # capability, head size, query heads a key head, page, cache dtype
     "sm_80 full": (80, 512, 8, 16, "bf16"),
     "sm_89 sliding fp8": (89, 256, 2, 16, "fp8e4nv"),
     "sm_120 full": (120, 512, 8, 16, "bf16"),
+    "sm_120 a large group": (120, 512, 128, 16, "bf16"),
+    "sm_90 a large group": (90, 512, 128, 16, "bf16"),
 }
 TENSOR_CORES = {90: "wgmma.mma_async", 100: "tcgen05.mma"}  # on others mma.sync
 

@@ -62,10 +62,12 @@ def use_window_rules(attention_config: AttentionConfig) -> Iterator[None]:
     backend = attention_config.backend
     if backend is None or backend != compat.custom_attention_backend(GPU_BACKEND):
         logger.warning_once(
-            "Sliding-window layers run attention backend %s. It masks canvas rows by distance "
-            "(|q-k| < window), where the reference lets each row see the last window-1 prefix "
-            "tokens and the whole canvas: prompts longer than the window are decoded differently "
-            "from the reference. Leave out --attention-backend to decode as the reference does.",
+            "Sliding-window layers run attention backend %s, which knows the window rule "
+            "'symmetric' only, whatever a request's diffusion_window_rule or the server's default: "
+            "it masks canvas rows by distance (|q-k| < window), where the rule 'reference' lets "
+            "each row see the last window-1 prefix tokens and the whole canvas. Prompts longer "
+            "than the window are decoded differently from the reference. Leave out "
+            "--attention-backend to decode as the reference does.",
             backend.name if backend is not None else "by vLLM's choice",
         )
     yield

@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from attention_kernels.masks import visible_range
 from vllm_dllm import compat
 from vllm_dllm.attention import WindowRules
 
@@ -62,7 +63,15 @@ class CanvasLayout:
             valid_rows = torch.from_numpy(np.flatnonzero(real))
 
         ends = seq_lens[selected]
-        first_keys = np.maximum(ends - query_lens - window_left, 0)
+        context_lens, seq_ends = torch.from_numpy(ends - query_lens), torch.from_numpy(ends)
+        first_keys = visible_range(
+            first_query=context_lens,
+            last_query=seq_ends - 1,
+            context_len=context_lens,
+            seq_len=seq_ends,
+            causal=False,
+            window_left=window_left,
+        )[0].numpy()
         first_blocks = first_keys // block_size
         last_steps = (ends - 1) // block_size - first_blocks
         block_steps = np.minimum(np.arange(last_steps.max() + 1), last_steps[:, None])
@@ -198,7 +207,7 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
                 output_block_scale,
             )
         if canvas_keys is not None:
-            attend_canvases(query, kv_cache, canvas_keys, self.scale, output)
+            attend_canvases(query, kv_cache, canvas_keys, self.scale, output, self.logits_soft_cap)
         return output
 
 
@@ -220,6 +229,7 @@ def attend_canvases(
     canvas_keys: CanvasKeys,
     scale: float,
     output: torch.Tensor,  # [T, Hq, D], written at the canvases' rows
+    softcap: float = 0.0,  # scores become softcap * tanh(score / softcap); 0 = none
 ) -> None:
     """Bidirectional attention of each canvas over its visible keys."""
     layout = canvas_keys.layout
@@ -231,7 +241,10 @@ def attend_canvases(
     # group's heads into the row axis.
     own = query[: n * Q] if layout.rows is None else query[layout.rows]
     grouped = own.view(n, Q, Hkv, Hq // Hkv, D).permute(0, 2, 3, 1, 4)
-    scores = torch.matmul(grouped.reshape(n, Hkv, -1, D) * scale, keys).float()
+    # fp32, as in vLLM's kernel: rounding scores to bf16 moves rows by up to 2% of their size.
+    scores = torch.matmul(grouped.reshape(n, Hkv, -1, D).float() * scale, keys.float())
+    if softcap > 0:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     if layout.bias is not None:
         scores = scores.add_(layout.bias)
     probs = torch.softmax(scores, dim=-1).to(values.dtype)
