@@ -14,7 +14,7 @@ import pytest
 import vllm
 from vllm.utils.diffusion import validate_diffusion_sampling_params
 
-from vllm_dllm import vllm_version
+from vllm_dllm import compat, vllm_version
 from vllm_dllm.cpu.kernels import NATIVE_KERNELS
 from vllm_dllm.cpu.launch import CpuKernel
 from vllm_dllm.request import check_request
@@ -167,6 +167,19 @@ SEAMS = {
     "the sampler of drafts verifies them": (
         ("v1.worker.gpu.spec_decode.rejection_sampler", "RejectionSampler", "_verify"),
         "sampled, num_sampled = rejection_sample(",
+    ),
+    "prompts are scored in chunks": (
+        ("v1.worker.gpu.sample.prompt_logprob", "compute_prompt_logprobs_with_chunking"),
+        """for start_idx in range(0, prompt_token_ids.shape[0], CHUNK_SIZE):
+        end_idx = start_idx + CHUNK_SIZE""",
+    ),
+    "chosen tokens, too": (
+        ("v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker"),
+        "b = min(a + CHUNK_SIZE, hi)",
+    ),
+    "in chunks of so many rows": (
+        ("v1.worker.gpu.sample.prompt_logprob",),
+        f"\nCHUNK_SIZE = {compat.PROMPT_ROWS}\n",
     ),
     "the choice of model runner": (
         ("v1.worker.gpu_worker", "Worker", "__init__"),

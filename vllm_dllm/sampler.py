@@ -21,7 +21,13 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_dllm import compat
 from vllm_dllm.canvas_batch import CanvasBatch
-from vllm_dllm.canvas_logits import CanvasLogits, StreamedLogits, WholeLogits, step_bytes
+from vllm_dllm.canvas_logits import (
+    CanvasLogits,
+    StreamedLogits,
+    WholeLogits,
+    step_bytes,
+    whole_rows,
+)
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats
@@ -71,6 +77,8 @@ class DiffusionSampler:
             self.config, state.max_num_reqs, self.canvas_length, self.slots.canvas.device
         )
         extension = state.extension_config
+        self._budget_bytes = extension.sampling_memory_mib << 20
+        compat.score_prompts_by(whole_rows(self.vocab_size, self._budget_bytes))
         self.soft_embedding = SoftEmbedding(
             self.model, extension.self_conditioning_tolerance, extension.self_conditioning_top_k
         )
@@ -156,8 +164,8 @@ class DiffusionSampler:
         num_reqs, device = input_batch.num_reqs, logits.device
         if input_batch.num_draft_tokens_per_req is None:  # vLLM's dummy, to see what a step takes
             rows = min(self.state.max_num_tokens, self.state.max_num_reqs * self.canvas_length)
-            budget = self.state.extension_config.sampling_memory_mib << 20
-            torch.empty(step_bytes(self.model, rows, budget), dtype=torch.uint8, device=device)
+            num_bytes = step_bytes(self.model, rows, self._budget_bytes)
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)
         if input_batch.num_draft_tokens == 0:
             none = torch.zeros(num_reqs, dtype=torch.int32, device=device)
             sampled = none[:, None].expand(-1, self.canvas_length)
@@ -227,7 +235,7 @@ class DiffusionSampler:
             tokens.best_guess,
             self.soft_embedding,
             self.filters,
-            self.state.extension_config.sampling_memory_mib << 20,
+            self._budget_bytes,
         )
         step_temperature = temperature(
             numbers.steps_done, numbers.num_steps, policy.t_min, policy.t_span

@@ -166,6 +166,18 @@ def prefill_emitted_tokens() -> None:
     GPUModelRunner.update_requests = update_requests
 
 
+def score_prompts_by(num_rows: int) -> None:
+    """A worker's prompt log-probabilities are made of the logits of so many rows at a time, or of
+    vLLM's 1024 if that is less. Repeatable."""
+    from vllm.v1.worker.gpu.sample import prompt_logprob  # made this process' worker
+
+    prompt_logprob.CHUNK_SIZE = min(num_rows, PROMPT_ROWS)
+
+
+PROMPT_ROWS = 1024
+"""vLLM's own."""
+
+
 def replace_rejection_sample(replacement: Callable[..., Any]) -> None:
     """Makes this process verify drafts with `replacement`. Repeatable."""
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler  # made this process' worker
