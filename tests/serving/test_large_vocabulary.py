@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from tests.serving import reference
 from tests.serving.conftest import Engine
 from tests.serving.one_step import random_ids
+from tests.serving.waits import WATCHED, waits_during
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 
 V, C = 40_960, 32
@@ -80,6 +81,12 @@ def test_small_tiles(checkpoint: Path, engine: Callable[..., Engine], usual: Any
     settings = {"sampling_memory_mib": 1, "self_conditioning_tolerance": 1e-7}
     small = engine(checkpoint, settings=settings, **OPTIONS)
     assert decode(small) == usual
+
+
+def test_no_step_waits_for_the_device(checkpoint: Path, engine: Callable[..., Engine]) -> None:
+    """Of one token budget less than a canvas for each: some are cut short and taken back."""
+    served = engine(checkpoint, max_num_batched_tokens=100, **WATCHED, **OPTIONS)
+    assert waits_during(served, lambda: decode(served)) == []
 
 
 def test_two_processes_share_the_vocabulary(
