@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 READS = {
-    getattr(torch.Tensor, name)
-    for name in "item tolist cpu __bool__ __int__ __float__ __index__ __contains__".split()
+    *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.__contains__),
+    *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__),
 }
 SHAPED_BY_VALUES = {
     f"aten::{name}"
