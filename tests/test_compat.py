@@ -84,6 +84,10 @@ SEAMS = {
         ("config.vllm", "VllmConfig", "__post_init__"),
         'f"vllm.v1.core.sched.diffusion_scheduler.{scheduler_name}"',
     ),
+    "a scheduler that runs ahead asks for the width of a canvas in each step": (
+        ("v1.core.sched.diffusion_scheduler", "DiffusionAsyncScheduler", "schedule"),
+        "width = diffusion_canvas_width(request, self.num_spec_tokens)",
+    ),
     "the scheduler counts a step after building it": (
         ("v1.core.sched.scheduler", "Scheduler", "schedule"),
         "self._update_after_schedule(scheduler_output)",

@@ -7,7 +7,7 @@ from vllm import SamplingParams
 
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.options import check_options
-from vllm_dllm.request import RequestOptions, fit_canvas
+from vllm_dllm.request import FITS_CANVASES, JOINS_COMMITS, RequestOptions, fit_canvas, mark
 
 
 def width(max_tokens: int | None, **extra: Any) -> int | None:
@@ -28,6 +28,24 @@ def test_a_canvas_that_is_given_keeps_its_width() -> None:
     assert width(20, diffusion_seed_canvas=[1] * 256) is None
     assert width(20, diffusion_read_only=1) is None
     assert width(20, diffusion_max_steps=3) == 32
+
+
+def test_later_canvases_are_fitted_unless_the_request_says_how_wide_they_are() -> None:
+    def fits(**extra: Any) -> bool:
+        params = SamplingParams(max_tokens=257, extra_args=extra or None)
+        return fit_canvas(params, canvas_length=256)
+
+    assert fits() and fits(diffusion_max_steps=3)
+    assert not fits(diffusion_canvas_length=256)
+    assert not fits(diffusion_seed_canvas=[1] * 256)
+    assert not fits(diffusion_read_only=1)
+
+
+def test_what_the_scheduler_says_is_not_the_requests_to_say() -> None:
+    params = SamplingParams(extra_args={FITS_CANVASES: True, JOINS_COMMITS: True})
+    mark(params, joins_commits=False, fits_canvases=False)
+    options = RequestOptions.from_sampling_params(params, {})
+    assert not options.fits_canvases and not options.joins_commits
 
 
 def test_defaults_are_the_servers_unless_the_request_says_otherwise() -> None:

@@ -36,13 +36,14 @@ from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
 from vllm_dllm.forwards import spares_last_commit
 from vllm_dllm.logit_filters import LogitFilters
 from vllm_dllm.policies import Policies, revealing
-from vllm_dllm.request import RequestOptions
+from vllm_dllm.request import RequestOptions, fitted_width
 from vllm_dllm.soft_embedding import SoftEmbedding
 from vllm_dllm.step_logprobs import StepLogprobs
 from vllm_dllm.stopping import (
     EVERY_BLOCK,
     MAX_STOP_TOKENS,
     NEVER,
+    NO_END,
     is_last_block,
     stop_tokens,
 )
@@ -86,7 +87,9 @@ class DiffusionSampler:
         self.logprobs = StepLogprobs(
             sampler.logprobs_mode, self.vocab_size, self.slots.canvas.device
         )
-        self._widths = np.zeros(state.max_num_reqs, dtype=np.int64)  # host copy of slots.width
+        # Host copies of slots.width and slots.fitted_end.
+        self._widths = np.zeros(state.max_num_reqs, dtype=np.int64)
+        self._fitted_ends = np.zeros(state.max_num_reqs, dtype=np.int64)
         self._num_stops = np.zeros(state.max_num_reqs, dtype=np.int64)  # of slots.stop_tokens
         # By slot; only requests that ask for one of these are in here.
         self._first_canvases: dict[int, torch.Tensor] = {}  # [width] int64, the caller's
@@ -110,6 +113,7 @@ class DiffusionSampler:
         self._widths[req_idx] = width
         prompt_len = int(self.req_states.prompt_len.np[req_idx])
         end, stops = self._last_block(sampling_params, options, prompt_len)
+        self._fitted_ends[req_idx] = end if options.fits_canvases else NO_END
         self.slots.reset(
             req_idx,
             seed=int(self.sampling_states.seeds.np[req_idx]),
@@ -117,6 +121,7 @@ class DiffusionSampler:
             end=end,
             stop_tokens=stops + [NEVER] * (MAX_STOP_TOKENS - len(stops)),
             width=width,
+            fitted_end=int(self._fitted_ends[req_idx]),
         )
         self._num_stops[req_idx] = len(stops)
         rule = options.window_rule or self.state.extension_config.window_rule
@@ -185,16 +190,25 @@ class DiffusionSampler:
 
         return _output(spread(best_guess), spread(emitted), spread(rejected), logprobs)
 
-    def _cut_canvases(self, batch: CanvasBatch, starts: torch.Tensor) -> torch.Tensor | None:
-        """[n] bool: canvases of which the scheduler ran only a part, for lack of token budget.
+    def _cut_canvases(
+        self, batch: CanvasBatch, starts: torch.Tensor, input_batch: InputBatch
+    ) -> torch.Tensor | None:
+        """[n] bool: canvases of which the scheduler ran only a part, for lack of token budget, or
+        more than there is, because it did not know yet that a block had ended.
 
-        Such a step says nothing about the canvas: it is taken back, and the whole canvas is
-        scheduled again. A canvas that ends where the context ends is not cut. None: surely none.
+        Such a step says nothing about the canvas: it is taken back, and the canvas is scheduled
+        again. A canvas that ends where the context ends is not cut. None: surely none.
         """
-        if batch.cells is None or (batch.lengths_np == self._widths[batch.slots_np]).all():
+        slots = batch.slots_np
+        most_ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]
+        if (most_ends <= self._fitted_ends[slots]).all() and (
+            batch.cells is None or (batch.lengths_np == self._widths[slots]).all()
+        ):
             return None
         room = self.state.max_model_len - starts
-        return batch.lengths < torch.minimum(self.slots.width[batch.slots], room)
+        wanted = fitted_width(self.slots.fitted_end[batch.slots] - starts)
+        width = torch.minimum(self.slots.width[batch.slots], wanted)
+        return batch.lengths != torch.minimum(width, room)
 
     def _start_canvases(self, slots_np: np.ndarray) -> None:
         """Gives the requests that have just come to the slots [n] their first canvas, which begins
@@ -223,7 +237,7 @@ class DiffusionSampler:
         block_ends = input_batch.seq_lens[batch.request_index]
         starts = block_ends - batch.lengths
         committing = numbers.is_committing == 1
-        cut = self._cut_canvases(batch, starts)
+        cut = self._cut_canvases(batch, starts, input_batch)
         earlier = None if cut is None else slots.progress(idx)
 
         policy = self.policies.of(batch)

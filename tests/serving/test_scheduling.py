@@ -11,12 +11,13 @@ from tests.serving.conftest import Engine
 from tests.serving.one_step import FEW_STEPS, random_ids
 
 VOCABULARY = 512
+FITTED = {"fit_canvas": True}
 LENGTHS = (100, 3, 70, 33, 150, 64)
 PROMPTS = [random_ids(LENGTHS[seed % len(LENGTHS)], VOCABULARY, seed) for seed in range(50)]
 # Every second one with a first canvas of its own, some of it pinned.
 PARAMS = [
     SamplingParams(
-        max_tokens=96,
+        max_tokens=70 + seed % 27,  # the last of three canvases is narrow, in part
         ignore_eos=True,
         seed=seed,
         extra_args=FEW_STEPS
@@ -43,7 +44,7 @@ def preemptions(engine: Engine) -> float:
 @pytest.fixture(scope="module")
 def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> list[list[int]]:
     """Each request alone, without async scheduling."""
-    served = engine(tiny(64), max_num_seqs=1)
+    served = engine(tiny(64), settings=FITTED, max_num_seqs=1)
     return tokens_of(served)
 
 
@@ -63,7 +64,7 @@ def test_tokens_are_those_of_an_undisturbed_run(
     undisturbed: list[list[int]],
     options: dict[str, Any],
 ) -> None:
-    served = engine(tiny(64), disable_log_stats=False, **options)
+    served = engine(tiny(64), settings=FITTED, disable_log_stats=False, **options)
     assert tokens_of(served) == undisturbed
     if "num_gpu_blocks_override" in options:
         assert preemptions(served) > 0
@@ -75,7 +76,7 @@ def test_asynchronous_scheduling(
     undisturbed: list[list[int]],
     asynchronous: None,
 ) -> None:
-    served = engine(tiny(64), async_scheduling=True)
+    served = engine(tiny(64), settings=FITTED, async_scheduling=True)
     scheduler = served.llm.llm_engine.vllm_config.scheduler_config.scheduler_cls
     assert scheduler.endswith(".DiffusionAsyncScheduler")
     assert tokens_of(served) == undisturbed

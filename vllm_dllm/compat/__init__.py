@@ -193,7 +193,7 @@ def stock_rejection_sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tor
 
 StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler
 StockDiffusionAsyncScheduler = diffusion_scheduler.DiffusionAsyncScheduler
-diffusion_canvas_width = diffusion_scheduler.diffusion_canvas_width
+stock_canvas_width = diffusion_scheduler.diffusion_canvas_width
 _stock_schedulers = {
     "DiffusionScheduler": StockDiffusionScheduler,
     "DiffusionAsyncScheduler": StockDiffusionAsyncScheduler,
@@ -218,6 +218,12 @@ def set_schedulers(architecture: str, schedulers: Mapping[str, str]) -> None:
 
     for name, path in schedulers.items():
         setattr(diffusion_scheduler, name, choose(name, path))
+
+
+def set_canvas_width(canvas_width: Callable[[Request, int], int]) -> None:
+    """Makes vLLM's diffusion schedulers ask `canvas_width`, of the signature of
+    `stock_canvas_width`, how wide the next canvas of a request is."""
+    diffusion_scheduler.diffusion_canvas_width = canvas_width
 
 
 _stock_validate_diffusion = SamplingParams._validate_diffusion
