@@ -72,6 +72,19 @@ SEAMS = {
         ("v1.engine.input_processor", "InputProcessor"),
         "validate_diffusion_sampling_params(",
     ),
+    "all of a request's parameters are checked at once": (
+        ("v1.engine.input_processor", "InputProcessor", "process_inputs"),
+        "watermarking = self._validate_params(params, supported_tasks)",
+    ),
+    "stop tokens and bad words are known after the check": (
+        ("v1.engine.input_processor", "InputProcessor", "process_inputs"),
+        """sampling_params.update_from_generation_config(
+                self.generation_config_fields,
+                self.renderer.get_eos_token_id(),
+            )
+            if self.tokenizer is not None:
+                sampling_params.update_from_tokenizer(self.tokenizer)""",
+    ),
     "the check of diffusion sampling parameters": (
         ("sampling_params", "SamplingParams", "verify"),
         "self._validate_diffusion(model_config)",

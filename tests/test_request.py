@@ -4,10 +4,18 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.options import check_options
-from vllm_dllm.request import FITS_CANVASES, JOINS_COMMITS, RequestOptions, fit_canvas, mark
+from vllm_dllm.request import (
+    FITS_CANVASES,
+    JOINS_COMMITS,
+    RequestOptions,
+    check_choices,
+    fit_canvas,
+    mark,
+)
 
 
 def width(max_tokens: int | None, **extra: Any) -> int | None:
@@ -111,3 +119,24 @@ def test_a_default_of_null_is_none() -> None:
 def test_settings_of_the_sampler_are_checked(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ExtensionConfig.from_additional_config({"vllm_dllm": settings})
+
+
+@pytest.mark.parametrize("key", ["allowed_token_ids", "logprob_token_ids"])
+def test_a_request_that_leaves_no_token_to_choose(key: str) -> None:
+    def check(tokens: list[int], bad: list[list[int]] = [], **options: Any) -> None:  # noqa: B006
+        extra = {"diffusion_constrained": 1} if key == "logprob_token_ids" else None
+        params = SamplingParams(**{key: tokens}, extra_args=extra, **options)
+        params.update_from_generation_config({}, eos_token_id=1)
+        params._bad_words_token_ids = bad
+        check_choices(params)
+
+    check([1])
+    check([1, 2], min_tokens=5)
+    check([1, 2], [[2, 1]], min_tokens=5)
+    check([1, 2], [[2]])
+    with pytest.raises(VLLMValidationError, match=f"{key} must leave .* min_tokens = 5"):
+        check([1], min_tokens=5)
+    with pytest.raises(VLLMValidationError, match=f"{key} must leave a token that bad_words do"):
+        check([2], [[2]], bad_words=["x"])
+    with pytest.raises(VLLMValidationError, match="that bad_words and min_tokens do not exclude"):
+        check([1, 2], [[2]], bad_words=["x"], min_tokens=1)

@@ -151,3 +151,31 @@ def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_si
         check_options({k: v for k, v in extra.items() if k.startswith("diffusion_")})
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="extra_args") from error
+
+
+def check_choices(params: SamplingParams) -> None:
+    """Admission check of the tokens that a request leaves to choose among.
+
+    Raises:
+        VLLMValidationError: answered with HTTP 400; `bad_words` or `min_tokens` exclude them all.
+    """
+    key, allowed = "allowed_token_ids", set(params.allowed_token_ids or ())
+    if (params.extra_args or {}).get("diffusion_constrained"):
+        key, allowed = "logprob_token_ids", set(params.logprob_token_ids or ())
+    if not allowed:
+        return
+    culprits = []
+    left = allowed - {word[0] for word in params.bad_words_token_ids or [] if len(word) == 1}
+    if left != allowed:
+        culprits.append("bad_words")
+    if params.min_tokens > 0 and not left.isdisjoint(params.all_stop_token_ids):
+        left -= params.all_stop_token_ids
+        culprits.append("min_tokens")
+    if not left:
+        raise VLLMValidationError(
+            f"{key} must leave a token that {' and '.join(culprits)} do not exclude, got "
+            f"{reprlib.repr(sorted(allowed))} with "
+            + " and ".join(f"{name} = {getattr(params, name)!r}" for name in culprits)
+            + ". Allow another token, or leave one of them out.",
+            parameter=key,
+        )

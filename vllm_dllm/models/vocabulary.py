@@ -59,8 +59,8 @@ class Vocabulary:
     def _obstacle_to_streaming(self) -> str | None:
         for layer in (self.model.embed_tokens, self.lm_head):
             weight = getattr(layer, "weight", None)  # packed ones have other names
-            is_plain = weight is not None and weight.is_floating_point()
-            if not is_plain or weight.dtype == torch.float8_e4m3fn:
+            # The types that products with the embeddings are made in.
+            if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 return "the embeddings or the LM head are quantised"
         ranks = get_tp_group().world_size
         if not shards_begin_at_blocks(self.config.vocab_size, ranks):
