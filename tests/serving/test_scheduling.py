@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.serving.conftest import Engine
+from tests.serving.conftest import Engine, preemptions
 from tests.serving.one_step import FEW_STEPS, random_ids
 
 VOCABULARY = 512
@@ -35,10 +35,6 @@ def tokens_of(engine: Engine) -> list[list[int]]:
     inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs = engine.llm.generate(inputs, PARAMS, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def preemptions(engine: Engine) -> float:
-    return sum(m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 
 @pytest.fixture(scope="module")
