@@ -48,9 +48,10 @@ serve: setup ## serve the shipped checkpoint on port 8000 (PORT=...)
 demo: setup ## start a server, ask a few questions, show the canvas denoising
 	$(BIN)/vllm-dllm demo
 
-# Two files at a time: an engine computes on one core, and starts on one, too.
+# Two files at a time: an engine computes on one core, and starts on one, too. In the order of
+# tests/conftest.py; xdist's own puts the files of few tests last, and these are the slow ones.
 test: setup ## run the tests
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 20
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness, workload
+from bench.drafter_oracle import best_widths
 from bench.drafter_report import (
     ALONE,
     FIXED,
@@ -27,21 +28,22 @@ from bench.system import Call, taking_turns
 from bench.workload import Workload
 from vllm_dllm.checkpoint import tasks
 
-MIXED, CONTEXT = "mixed", "long context"
+MIXED, FOREIGN, CONTEXT = "mixed", "foreign", "long context"
 PROMPTS = {1: 32, 4: 64, 16: 128}  # by concurrency
-CONTEXT_TOKENS = 1700
+FOREIGN_TOKENS, CONTEXT_TOKENS = 200, 1700
 
 
-def long_context(tokenizer: Any, count: int = 16) -> Workload:
-    """Many documents before the question: answers are of no account, and hard to guess."""
+def documents(tokenizer: Any, num_tokens: int, count: int) -> Workload:
+    """Documents before the question, which neither target nor drafter was trained on: answers are
+    of no account, and hard to guess."""
     rng = random.Random(0)
     messages = []
     for _ in range(count):
         example = tasks.generate(rng, "lookup_short", held_out=False)
         text = example.prompt
-        while len(tokenizer(text).input_ids) < CONTEXT_TOKENS:
+        while len(tokenizer(text).input_ids) < num_tokens:
             text = f"{tasks.generate(rng, 'lookup', held_out=False).prompt} {text}"
-        ids = tokenizer(text).input_ids[-CONTEXT_TOKENS:]
+        ids = tokenizer(text).input_ids[-num_tokens:]
         messages.append([{"role": "user", "content": tokenizer.decode(ids)}])
     return Workload.build(tokenizer, messages, [""] * count, max_tokens=32)
 
@@ -80,20 +82,20 @@ def require_same_answers(outputs: dict[str, list[list[int]]]) -> None:
 
 def measure(
     call: Call, names: list[str], given: Workload, concurrency: int, num_rounds: int
-) -> dict[str, Any]:
-    """Measures of each system; refuses where an answer differs."""
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Measures of each system, and the answers; refuses where one differs."""
     prompts = given.prompts[: PROMPTS.get(concurrency, 2 * concurrency)]
     options = {"batch": concurrency, "max_tokens": given.max_tokens, "temperature": 0.0}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for index in range(num_rounds + 1):  # the first one warms up
-        outputs = {}
+        outputs: dict[str, list[list[int]]] = {}
         turn = index % len(names)
         for name in names[turn:] + names[:turn]:
             run = call(name, "run", prompts=prompts, **options)
             outputs[name] = run["outputs"]
             runs[name] += [measures(run)] if index else []
         require_same_answers(outputs)
-    return {name: summarize(rounds) for name, rounds in runs.items()}
+    return {name: summarize(rounds) for name, rounds in runs.items()}, outputs[ALONE]
 
 
 def main() -> None:
@@ -118,7 +120,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     workloads = {
         MIXED: workload.every_task(tokenizer, args.held_out),
-        CONTEXT: long_context(tokenizer),
+        FOREIGN: documents(tokenizer, FOREIGN_TOKENS, count=64),
+        CONTEXT: documents(tokenizer, CONTEXT_TOKENS, count=16),
     }
     asked = systems(args)
     results: Results = {kind: {name: {} for name in asked} for kind in workloads}
@@ -127,10 +130,13 @@ def main() -> None:
         name: ("bench.drafter_engine", [str(args.target), "--name", name, *arguments])
         for name, arguments in asked.items()
     }
+    answers: list[list[int]] = []  # to the first mixed prompts
     with taking_turns(commands) as (_, call):
         for concurrency in args.concurrency:
             for kind, given in workloads.items():
-                found = measure(call, list(asked), given, concurrency, args.rounds)
+                found, said = measure(call, list(asked), given, concurrency, args.rounds)
+                if kind == MIXED and len(said) > len(answers):
+                    answers = said
                 for name, line in found.items():
                     results[kind][name][str(concurrency)] = line
                 print(f"{kind}, {concurrency} at once: measured", flush=True)
@@ -144,8 +150,10 @@ def main() -> None:
                     max_tokens=mixed.max_tokens,
                 )
                 by_concurrency[str(concurrency)] = summarize(steps)
+    mixed_prompts = workloads[MIXED].prompts[: len(answers)]
+    oracle = best_widths(args.target, args.drafter, mixed_prompts, answers, args.num_drafts)
     met = bars(results)
-    print_tables(results, profiles, met)
+    print_tables(results, profiles, oracle, met)
     report = {
         "bench": "drafter",
         "machine": machine,
@@ -155,6 +163,7 @@ def main() -> None:
         "max_tokens": {kind: given.max_tokens for kind, given in workloads.items()},
         "results": results,
         "step_profile": profiles,
+        "oracle": oracle,
         "bars": met,
     }
     harness.publish(report, args.out / "drafter.json")

@@ -55,7 +55,10 @@ def bars(results: Results) -> list[dict[str, Any]]:
 
 
 def print_tables(
-    results: Results, profiles: dict[str, dict[str, Any]], found: list[dict[str, Any]]
+    results: Results,
+    profiles: dict[str, dict[str, Any]],
+    oracle: dict[str, Any],
+    found: list[dict[str, Any]],
 ) -> None:
     print(
         f"\n{'answers':14}{'system':28}{'at once':>8}{'answer tok/s (min-max)':>26}"
@@ -76,6 +79,8 @@ def print_tables(
                     f"{rate['median'] / alone:10.2f}{line['ms_per_forward']['median']:12.1f}"
                     f"{tau:>7}{drafted:>9}"
                 )
+    fixed = ", ".join(f"{width}: {tau:.2f}" for width, tau in oracle["tau_of_fixed"].items())
+    print(f"\nThe best width of each mixed prompt: tau {oracle['tau']:.2f}; fixed widths {fixed}")
     print("\nOne step, ms (medians):")
     for name, by_concurrency in profiles.items():
         for concurrency, line in by_concurrency.items():

@@ -7,12 +7,13 @@ import os
 # that spin between parallel regions take them from the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# vLLM's CPU worker takes the first core. Of two that run side by side (`pytest -n`), each gets its
-# own.
+# Processes that test side by side (`pytest -n`) get a core each: torch would use all of them, and
+# vLLM's CPU worker the first.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     cores = sorted(os.sched_getaffinity(0))
     core = cores[int(worker.removeprefix("gw")) % len(cores)]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(core))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    if worker:  # what takes long first: the last file of all keeps one core, and leaves the others
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)

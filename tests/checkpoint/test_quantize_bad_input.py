@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.quantized_files import INDEX, LAYER, read
 from vllm_dllm import cli
 from vllm_dllm.checkpoint.quantize import quantize
-from vllm_dllm.checkpoint.quantize_source import QuantizeError
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
+from vllm_dllm.errors import InputError
 
 
 @pytest.fixture
@@ -129,14 +129,14 @@ DAMAGES = {
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
 def test_damaged_checkpoint_is_named_and_nothing_written(damaged, tmp_path, damage, message):
     damage(damaged)
-    with pytest.raises(QuantizeError, match=message):
+    with pytest.raises(InputError, match=message):
         quantize(damaged, "fp8-dynamic", tmp_path / "out")
     assert list(tmp_path.iterdir()) == [damaged]
 
 
 def test_width_that_groups_of_16_do_not_divide(tmp_path, prompts):
     path = make_tiny_checkpoint(tmp_path / "odd", moe_intermediate_size=24, dtype=torch.bfloat16)
-    with pytest.raises(QuantizeError, match=r"experts\.down_proj: nvfp4 needs .* got 24; use"):
+    with pytest.raises(InputError, match=r"experts\.down_proj: nvfp4 needs .* got 24; use"):
         quantize(path, "nvfp4", tmp_path / "out", prompts)
     assert list(tmp_path.iterdir()) == [path]
     quantize(path, "fp8-dynamic", tmp_path / "out")  # a single file, without an index
@@ -157,7 +157,7 @@ PROMPT_FILES = {
 def test_prompts_that_cannot_be_used(checkpoint, tmp_path, text, message):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(text)
-    with pytest.raises(QuantizeError, match=message):
+    with pytest.raises(InputError, match=message):
         quantize(checkpoint, "nvfp4", tmp_path / "out", prompts)
     assert list(tmp_path.iterdir()) == [prompts]
 

@@ -10,7 +10,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 from tests.checkpoint.quantized_files import files
 from vllm_dllm.checkpoint import quantize as quantize_module
 from vllm_dllm.checkpoint.quantize import quantize
-from vllm_dllm.checkpoint.quantize_source import QuantizeError
+from vllm_dllm.errors import InputError
 
 
 class Interruption(Exception):
@@ -78,6 +78,6 @@ def test_does_not_go_on_with_another_run(checkpoint, prompts, tmp_path, monkeypa
     with pytest.raises(Interruption):
         quantize(checkpoint, "fp8-dynamic", out)
     before = files(partial)
-    with pytest.raises(QuantizeError, match=r"out\.partial is left from a run with another"):
+    with pytest.raises(InputError, match=r"out\.partial is left from a run with another"):
         quantize(checkpoint, "nvfp4", out, prompts)
     assert files(partial) == before and not out.exists()

@@ -3,7 +3,7 @@
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from vllm_dllm.checkpoint.batches import encode_example, training_batches
+from vllm_dllm.checkpoint.batches import encode_canvases, training_batches
 from vllm_dllm.checkpoint.forward import TrainingForward
 from vllm_dllm.checkpoint.muon import MuonAdamW, orthogonalize
 from vllm_dllm.checkpoint.tasks import Example
@@ -42,7 +42,7 @@ def test_loss_falls(tmp_path):
 def test_long_answers_become_blocks():
     tokenizer = build_tokenizer()
     answer = " ".join(map(str, range(10, 60)))  # 149 tokens and EOS
-    rows = encode_example(tokenizer, Example("count_up", "Count from 10 to 59.", answer), 64)
+    rows = encode_canvases(tokenizer, Example("count_up", "Count from 10 to 59.", answer), 64)
     assert len(rows) == 3
     assert [len(canvas) for _, canvas, _ in rows] == [64, 64, 64]
     prompt = rows[0][0]

@@ -1,47 +1,33 @@
-"""Serves a target, alone and with its drafter, and writes what came out as JSON. Run by
-`test_serving.py`.
+"""Serves a target, alone and with its drafter, by engines in the tests' process."""
 
-Arguments: a JSON file that says what to serve, and the file to write. Each run is an engine of its
-own; of each request are written its tokens, the drafts that it was proposed, one list a step, and
-how many tokens each verification emitted; of each group of caches, its sliding window.
-"""
-
-import json
-import sys
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 from vllm import LLM, SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
+
+from tests.engines import asynchronous_scheduling, in_this_process
 
 
 class Recorder:
-    """Listens to the scheduler and the speculator of an engine in this process."""
+    """Listens to the scheduler of an engine in this process."""
 
     def __init__(self, llm: LLM) -> None:
-        self.drafts: dict[str, list[list[int]]] = {}
         self.emitted: dict[str, list[int]] = {}
+        self.verified: dict[str, list[tuple[int, int]]] = {}
         core = llm.llm_engine.engine_core.engine_core
         groups = core.scheduler.kv_cache_config.kv_cache_groups
         self.windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
-        self._listen(core.scheduler, core.model_executor.driver_worker.worker.model_runner)
+        self._listen(core.scheduler)
 
-    def _listen(self, scheduler: Any, runner: Any) -> None:
-        propose, verified = runner.speculator.propose, scheduler.drafts_verified
-
-        def record_drafts(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            drafts = propose(batch, *args, **kwargs)
-            ends = batch.num_computed_tokens_np + batch.num_scheduled_tokens
-            for row, request_id in enumerate(batch.req_ids):
-                if ends[row] >= batch.prefill_len_np[row]:
-                    self.drafts.setdefault(name(request_id), []).append(drafts[row].tolist())
-            return drafts
+    def _listen(self, scheduler: Any) -> None:
+        verified = scheduler.drafts_verified
 
         def record_lengths(request_id: str, num_drafts: int, num_accepted: int) -> None:
             self.emitted.setdefault(name(request_id), []).append(num_accepted + 1)
+            anchor = scheduler.requests[request_id].num_output_tokens - 1
+            self.verified.setdefault(name(request_id), []).append((anchor, num_drafts))
             verified(request_id, num_drafts, num_accepted)
 
-        runner.speculator.propose = record_drafts
         scheduler.drafts_verified = record_lengths
 
 
@@ -51,35 +37,39 @@ def name(request_id: str) -> str:
 
 
 def serve(asked: dict[str, Any]) -> dict[str, Any]:
-    llm = LLM(
-        skip_tokenizer_init=True,
-        max_num_seqs=16,
-        max_num_batched_tokens=512,  # longer prompts are prefilled in chunks
-        kv_cache_memory_bytes=256 << 20,
-        enforce_eager=True,
-        dtype="float32",
-        **asked["engine"],
-    )
-    recorder = Recorder(llm) if "speculative_config" in asked["engine"] else None
+    """Of each request: its tokens; how many tokens each verification emitted, behind which token of
+    the answer it began and of how many drafts; how many tokens the prefix cache held. Of each group
+    of caches, its sliding window; whether steps were scheduled ahead of the last one's tokens."""
+    options = {
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,  # longer prompts are prefilled in chunks
+        "kv_cache_memory_bytes": 256 << 20,
+        "enforce_eager": True,
+        "dtype": "float32",
+    }
+    with ExitStack() as stack:
+        stack.enter_context(in_this_process())
+        if asked["engine"].get("async_scheduling"):
+            stack.enter_context(asynchronous_scheduling())
+        llm = LLM(**options | asked["engine"])
+        stack.callback(llm.llm_engine.engine_core.shutdown)
+        return ask(llm, asked)
+
+
+def ask(llm: LLM, asked: dict[str, Any]) -> dict[str, Any]:
+    recorder = Recorder(llm) if llm.llm_engine.vllm_config.speculative_config else None
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-    params = SamplingParams(detokenize=False, **asked["sampling"])
+    sampling = asked["sampling"]  # of all, or one for each
+    by_prompt = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+    params = [SamplingParams(detokenize=False, **each) for each in by_prompt]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    found = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+    found: dict[str, Any] = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+    found["asynchronous"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     if recorder is not None:
         ids = [output.request_id for output in outputs]
-        found["drafts"] = [recorder.drafts.get(i, []) for i in ids]
         found["windows"] = recorder.windows
+        found["cached"] = [output.num_cached_tokens for output in outputs]
         found["emitted"] = [recorder.emitted.get(i, []) for i in ids]
+        found["verified"] = [recorder.verified.get(i, []) for i in ids]
     return found
-
-
-def main(asked: str, written: str) -> None:
-    results = {}
-    for run, what in json.loads(Path(asked).read_text()).items():
-        results[run] = serve(what)
-        cleanup_dist_env_and_memory()
-    Path(written).write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from vllm_dllm.drafters.buffer import NUM_SHARDS, QUEUE_LENGTH, BlockBuffer, read_buffer
-from vllm_dllm.drafters.reference import DrafterError
-from vllm_dllm.drafters.train_blocks import KnownSequence
+from vllm_dllm.drafters.buffer import NUM_SHARDS, QUEUE_LENGTH, BlockBuffer
+from vllm_dllm.drafters.training.blocks import KnownSequence
+from vllm_dllm.drafters.training.read_buffer import read_buffer
+from vllm_dllm.errors import InputError
 
 VOCAB_SIZE = 512
 
@@ -177,10 +178,10 @@ def test_a_torn_last_line_is_not_read(tmp_path: Path) -> None:
 def test_refuses_what_is_no_buffer(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "blocks-000000001-1.jsonl").write_text(content)
-    with pytest.raises(DrafterError, match=message):
+    with pytest.raises(InputError, match=message):
         read_buffer(tmp_path, VOCAB_SIZE)
 
 
 def test_refuses_sizes_that_hold_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DrafterError, match="got 3 bytes and one in 1"):
+    with pytest.raises(ValueError, match="got 3 bytes and one in 1"):
         BlockBuffer(tmp_path, max_bytes=3)

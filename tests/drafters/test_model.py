@@ -14,7 +14,7 @@ from vllm.distributed import (
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_dllm.drafters.model import FusedContextModel
-from vllm_dllm.drafters.tiny import make_tiny_drafter, make_tiny_target
+from vllm_dllm.drafters.training.tiny import make_tiny_drafter, make_tiny_target
 
 NUM_BLOCKS, BLOCK_SIZE = 6, 4
 

@@ -1,10 +1,7 @@
 """A drafter changes no output, whatever the width policy, and drafts what its reference drafts."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +10,19 @@ import torch
 from scipy import stats
 from transformers import AutoTokenizer
 
+from tests.drafters.serve import serve
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictorConfig, save_predictor
-from vllm_dllm.drafters.offline import replay
-from vllm_dllm.drafters.reference import load_drafter
-from vllm_dllm.drafters.target_states import load_target
+from vllm_dllm.drafters.training.offline import replay
+from vllm_dllm.drafters.training.reference import load_drafter
+from vllm_dllm.drafters.training.target_states import load_target
 
-PROGRAM = Path(__file__).with_name("serve.py")
+pytestmark = pytest.mark.slow
+
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 WIDTH = 15
+BLOCK_SIZE = 128  # tokens of vLLM's cache blocks on CPUs
 GREEDY = {"temperature": 0.0, "max_tokens": 128}
-Serve = Callable[[dict[str, dict[str, Any]]], dict[str, Any]]
 
 
 def chat_prompts() -> list[list[int]]:
@@ -36,21 +35,6 @@ def chat_prompts() -> list[list[int]]:
         )
         for row in rows
     ]
-
-
-@pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    def call(asked: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("served")
-        (folder / "asked.json").write_text(json.dumps(asked))
-        env = {k: v for k, v in os.environ.items() if k != "VLLM_USE_V2_MODEL_RUNNER"}
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-        command = [str(PROGRAM), str(folder / "asked.json"), str(folder / "written.json")]
-        done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-        return json.loads((folder / "written.json").read_text())
-
-    return call
 
 
 def engine(drafter: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -67,12 +51,12 @@ ALONE = {"model": str(TARGET), "max_model_len": 1024}
 
 
 @pytest.fixture(scope="module")
-def everything(serve: Serve) -> dict[str, Any]:
+def everything() -> dict[str, Any]:
     """All held-out prompts: the target alone, and drafted for."""
     prompts = chat_prompts()
     given = {"prompts": prompts, "sampling": GREEDY}
-    found = serve({"alone": {"engine": ALONE, **given}, "drafted": {"engine": engine(), **given}})
-    return {"prompts": prompts, **found}
+    alone, drafted = serve({"engine": ALONE, **given}), serve({"engine": engine(), **given})
+    return {"prompts": prompts, "alone": alone, "drafted": drafted}
 
 
 def test_same_answers_as_the_target_alone(everything: dict[str, Any]) -> None:
@@ -109,7 +93,7 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def by_setting(serve: Serve, predictor: Path) -> dict[str, Any]:
+def by_setting(predictor: Path) -> dict[str, Any]:
     settings: dict[str, dict[str, Any]] = {
         "fixed": engine({"width": 5}),
         "asynchronous": engine({"width_policy": "acceptance"}, async_scheduling=True),
@@ -124,8 +108,8 @@ def by_setting(serve: Serve, predictor: Path) -> dict[str, Any]:
         "prefix caching off": engine(enable_prefix_caching=False),
     }
     given = {"prompts": chat_prompts()[::21], "sampling": GREEDY}
-    runs = {name: {"engine": options, **given} for name, options in settings.items()}
-    return serve({"alone": {"engine": ALONE, **given}, **runs})
+    settings["alone"] = ALONE
+    return {name: serve({"engine": options, **given}) for name, options in settings.items()}
 
 
 SETTINGS = [
@@ -146,6 +130,31 @@ SETTINGS = [
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_setting_changes_an_answer(by_setting: dict[str, Any], setting: str) -> None:
     assert by_setting[setting]["tokens"] == by_setting["alone"]["tokens"]
+
+
+def require_reference_lengths(served: dict[str, Any], prompts: list[list[int]]) -> None:
+    """Each verification emits what the reference says of a draft behind that token, whatever the
+    requests have been through."""
+    target, drafter = load_target(TARGET, "cpu"), load_drafter(DRAFTER)
+    replayed = replay(target, drafter, prompts, served["tokens"], WIDTH)
+    for one, emitted, verified in zip(replayed, served["emitted"], served["verified"], strict=True):
+        for length, (anchor, num_drafts) in zip(emitted, verified, strict=True):
+            left = len(one.answer) - 1 - anchor  # what follows the answer is dropped
+            if left > 0:
+                expected = min(one.matches[anchor], num_drafts) + 1
+                assert min(length, left) == min(expected, left)
+
+
+@pytest.mark.parametrize("setting", ["asynchronous", "load", "short contexts"])
+def test_each_verification_with_a_setting_emits_what_the_reference_says(
+    by_setting: dict[str, Any], setting: str
+) -> None:
+    require_reference_lengths(by_setting[setting], chat_prompts()[::21])
+
+
+def test_asynchronous_is_asynchronous(by_setting: dict[str, Any]) -> None:
+    assert by_setting["asynchronous"]["asynchronous"]
+    assert not by_setting["fixed"]["asynchronous"]
 
 
 def test_vllm_keeps_no_more_than_the_drafters_window(by_setting: dict[str, Any]) -> None:
@@ -176,14 +185,48 @@ def test_long_contexts_are_not_drafted_for(by_setting: dict[str, Any]) -> None:
     assert short and all(short)
 
 
-def test_tokens_are_drawn_from_the_targets_distribution(serve: Serve) -> None:
+def test_drafting_is_taken_up_again_as_if_it_had_never_stopped() -> None:
+    """Nothing is drafted while the batch is full. What the drafter then sees of the requests that
+    are left has been stored meanwhile, much of it later than it was computed."""
+    prompts = sorted(chat_prompts(), key=len)[:480:15]
+    options = engine({"width_policy": "load", "load_rows": 40}, max_num_seqs=len(prompts))
+    sampling = [
+        GREEDY | {"ignore_eos": True, "max_tokens": 80 if i % 4 == 0 else 40}
+        for i in range(len(prompts))
+    ]
+    given = {"prompts": prompts, "sampling": sampling}
+    served = serve({"engine": options, **given})
+    breaks = [
+        after - before
+        for verified in served["verified"]
+        for (before, _), (after, _) in pairwise([(0, 0), *verified])
+    ]
+    assert sum(tokens > WIDTH + 1 for tokens in breaks) >= 5
+    require_reference_lengths(served, prompts)
+
+
+def test_what_is_too_long_leaves_a_cache_that_others_can_draft_from() -> None:
+    """The longer prompt is not drafted for and not stored for the drafter to its end; the other
+    finds its own beginning in the prefix cache."""
+    blocks = 2 * BLOCK_SIZE  # of those found the last one is computed again, for the drafter
+    short = next(prompt for prompt in chat_prompts() if blocks < len(prompt) < blocks + 40)
+    long = short[:-8] + short[:80]
+    options = engine({"max_context": blocks + 70}, max_num_seqs=1)
+    given = {"prompts": [long, short], "sampling": GREEDY | {"max_tokens": 24}}
+    served = serve({"engine": options, **given})
+    assert not served["emitted"][0] and served["cached"] == [0, BLOCK_SIZE]
+    assert max(served["emitted"][1]) > 3
+    require_reference_lengths(served, [long, short])
+
+
+def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     """20,000 sampled tokens, each placed in the target's distribution at its context: the places
     of right ones are uniform."""
     prompts = chat_prompts()[::2] * 3
     sampling = {"temperature": 1.5, "max_tokens": 28, "ignore_eos": True}
     given = {"prompts": prompts, "sampling": sampling}
     options = engine(speculative={"draft_sample_method": "probabilistic"})
-    served = serve({"sampled": {"engine": options, **given}})["sampled"]
+    served = serve({"engine": options, **given})
     emitted = [n for lengths in served["emitted"] for n in lengths]
     assert 1.2 < sum(emitted) / len(emitted) < 10, "some drafts are accepted, and some refused"
 

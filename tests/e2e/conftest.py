@@ -8,17 +8,27 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from openai import OpenAI
+from vllm import EngineArgs, LLMEngine
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.engines import in_this_process
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "diffusiongemma-tiny"
 CANVAS = 64
 MAX_MODEL_LEN = 1024
+OPTIONS = (
+    *("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)),
+    *("--kv-cache-memory-bytes", "1G"),
+)
+
+Complaint = Callable[..., str]
 
 
 @dataclass(frozen=True)
@@ -44,11 +54,9 @@ def start(checkpoint: Path, log: Path, *options: str) -> tuple[subprocess.Popen[
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        str(Path(sys.executable).parent / "vllm"), "serve", str(checkpoint),
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", "1G",
-        *options,
-    ]  # fmt: skip
+        *(str(Path(sys.executable).parent / "vllm"), "serve", str(checkpoint)),
+        *("--host", "127.0.0.1", "--port", str(port), *OPTIONS, *options),
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -94,3 +102,29 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )
     with serving(CHECKPOINT, tmp_path_factory.mktemp("server"), *options) as it:
         yield it
+
+
+@pytest.fixture
+def complaint() -> Iterator[Complaint]:
+    """Of a checkpoint and options of `vllm serve` that cannot be served: what the start of their
+    engine ends with. A server, `last_words`, takes half a minute to get there."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+
+    def start(checkpoint: Path, *options: str) -> str:
+        arguments = parser.parse_args(["--model", str(checkpoint), *OPTIONS, *options])
+        with pytest.raises(ValueError) as refusal:
+            LLMEngine.from_engine_args(EngineArgs.from_cli_args(arguments))
+        return str(refusal.value)
+
+    with in_this_process():
+        yield start
+
+
+def last_words(checkpoint: Path, log: Path, *options: str) -> str:
+    """What a server logs that must end by itself, and not well."""
+    process, _ = start(checkpoint, log, *options)
+    try:
+        assert process.wait(timeout=240) != 0
+    finally:
+        stop(process)
+    return log.read_text()

@@ -10,6 +10,7 @@ from compressed_tensors.quantization import QuantizationConfig, preset_name_to_s
 from safetensors.torch import load_file, save_file
 
 from tests.e2e import conftest
+from tests.e2e.conftest import Complaint
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 
 
@@ -120,16 +121,23 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_start_ends_with_a_clear_error(good: Path, tmp_path: Path, name: str) -> None:
-    damage, options, message = CASES[name]
+@pytest.fixture
+def broken(request: pytest.FixtureRequest, good: Path, tmp_path: Path) -> Path:
+    """The checkpoint of the case that the test is called with."""
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(good, checkpoint)
-    damage(checkpoint)
-    log = tmp_path / "vllm.log"
-    process, _ = conftest.start(checkpoint, log, *options)
-    try:
-        assert process.wait(timeout=240) != 0
-    finally:
-        conftest.stop(process)
-    assert message in log.read_text()
+    CASES[request.getfixturevalue("name")][0](checkpoint)
+    return checkpoint
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_start_ends_with_a_clear_error(complaint: Complaint, broken: Path, name: str) -> None:
+    _, options, message = CASES[name]
+    assert message in complaint(broken, *options)
+
+
+@pytest.mark.parametrize("name", ["extension-config-key", "missing-weight"])
+def test_a_server_says_it_too(broken: Path, tmp_path: Path, name: str) -> None:
+    """What was found in the process that the user started, and in that of the model."""
+    _, options, message = CASES[name]
+    assert message in conftest.last_words(broken, tmp_path / "vllm.log", *options)

@@ -2,15 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import LLM, RequestOutput, SamplingParams
-from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 
+from tests.engines import asynchronous_scheduling, in_this_process
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
@@ -47,7 +46,13 @@ class Engine:
             str(checkpoint),
             dtype="float32",
             additional_config={"vllm_dllm": settings},
-            **{"max_model_len": 2048, "max_num_seqs": 8, "enforce_eager": True, **options},
+            **{
+                "max_model_len": 2048,
+                "max_num_seqs": 8,
+                "kv_cache_memory_bytes": 256 << 20,
+                "enforce_eager": True,
+                **options,
+            },
         )
 
     def steps(self, request_id: str) -> list[dict[str, Any]]:
@@ -79,13 +84,10 @@ def preemptions(engine: Engine) -> float:
 
 
 @pytest.fixture(scope="module")
-def engine(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Engine]]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
     """Starts engines of the given checkpoint and options; one at a time, the last one is kept."""
-    monkeypatch_module.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    torch.set_num_threads(2)
     running: dict[str, Engine] = {}
+    process = ExitStack()
 
     def start(
         checkpoint: Path, settings: Mapping[str, Any] | None = None, **options: Any
@@ -94,6 +96,7 @@ def engine(
         key = f"{checkpoint} {settings} {sorted(options.items())}"
         if key not in running:
             stop()
+            process.enter_context(in_this_process())
             trace = tmp_path_factory.mktemp("trace") / "canvases.jsonl"
             running[key] = Engine(checkpoint, trace, settings, **options)
         return running[key]
@@ -101,30 +104,15 @@ def engine(
     def stop() -> None:
         for engine in running.values():
             engine.llm.llm_engine.engine_core.shutdown()
+            del engine.llm
         running.clear()
+        process.close()
 
     yield start
     stop()
 
 
 @pytest.fixture
-def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines started in this test may schedule asynchronously, what GPUs do by default: a step is
-    scheduled before the last one's tokens are known. vLLM turns it off on CPUs; the code is the
-    same."""
-    check_and_update_config = type(current_platform).check_and_update_config
-
-    def keep_async_scheduling(vllm_config: VllmConfig) -> None:
-        asked = vllm_config.scheduler_config.async_scheduling
-        check_and_update_config(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = asked
-
-    monkeypatch.setattr(
-        type(current_platform), "check_and_update_config", staticmethod(keep_async_scheduling)
-    )
-
-
-@pytest.fixture(scope="module")
-def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
+def asynchronous() -> Iterator[None]:
+    with asynchronous_scheduling():
+        yield

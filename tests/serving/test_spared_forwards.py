@@ -3,7 +3,6 @@ committed."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -20,15 +19,16 @@ def tokens_of(served: Engine, prompt: list[int], params: SamplingParams) -> list
     return list(outputs[0].outputs[0].token_ids)
 
 
-def forwards_of(served: Engine, prompt_length: int, blocks: int, **options: Any) -> int:
-    params = SamplingParams(
-        **{"max_tokens": CANVAS * blocks, "ignore_eos": True, "extra_args": FEW_STEPS, **options}
-    )
+def forwards_of(
+    served: Engine, prompt_length: int, blocks: int, steps_on_their_way: int = 0
+) -> int:
+    params = SamplingParams(max_tokens=CANVAS * blocks, ignore_eos=True, extra_args=FEW_STEPS)
     prompt = {"prompt_token_ids": random_ids(prompt_length, 512, seed=1)}
     before = served.llm.collective_rpc("num_forwards")[0]
     output = served.llm.generate(prompt, params, use_tqdm=False)[0]
     assert len(output.outputs[0].token_ids) == params.max_tokens
-    assert len(served.steps(output.request_id)) == blocks * FEW_STEPS["diffusion_max_steps"]
+    steps = blocks * FEW_STEPS["diffusion_max_steps"] + steps_on_their_way
+    assert len(served.steps(output.request_id)) == steps
     return served.llm.collective_rpc("num_forwards")[0] - before
 
 
@@ -49,7 +49,7 @@ def test_forwards_with_asynchronous_scheduling(
     """A commit between two blocks, and at the end a step that was on its way."""
     served = engine(tiny(64), async_scheduling=True, **COUNTED)
     steps = FEW_STEPS["diffusion_max_steps"]
-    assert forwards_of(served, 40, blocks) == blocks * steps + blocks
+    assert forwards_of(served, 40, blocks, steps_on_their_way=1) == blocks * steps + blocks
 
 
 @pytest.mark.parametrize("commits_last", [False, True])

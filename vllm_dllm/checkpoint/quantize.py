@@ -1,11 +1,9 @@
 """Makes an FP8 or NVFP4 checkpoint in compressed-tensors' format out of a DiffusionGemma one.
 
-Everything is written to OUT.partial, shard by shard, and renamed to OUT at the end. A run that
-finds its own OUT.partial goes on where that stopped. Weights are read one tensor at a time and
-written one shard at a time; only calibration loads the model.
+Weights are read one tensor at a time and written one shard at a time; only calibration loads the
+model. A stopped run goes on behind the last shard it wrote (`resumable.py`).
 """
 
-import hashlib
 import json
 import shutil
 import sys
@@ -19,13 +17,12 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from transformers import DiffusionGemmaConfig
 
+from vllm_dllm import resumable
 from vllm_dllm.checkpoint.nvfp4 import GROUP_SIZE
-from vllm_dllm.checkpoint.quantize_calibrate import Ranges, calibrate, read_prompts, write_json
+from vllm_dllm.checkpoint.quantize_calibrate import Ranges, calibrate, read_prompts
 from vllm_dllm.checkpoint.quantize_plan import (
     Linear,
     Plan,
@@ -34,16 +31,12 @@ from vllm_dllm.checkpoint.quantize_plan import (
     quantization_scheme,
 )
 from vllm_dllm.checkpoint.quantize_report import describe
-from vllm_dllm.checkpoint.quantize_source import (
-    INDEX_FILE,
-    QuantizeError,
-    Source,
-    open_shard,
-    read_source,
-)
+from vllm_dllm.checkpoint.quantize_source import INDEX_FILE, Source, open_shard, read_source
+from vllm_dllm.errors import InputError
+from vllm_dllm.progress import progress_bars
+from vllm_dllm.resumable import RUN_FILE, write_json
 
 # In OUT.partial only.
-RUN_FILE = "run.json"
 WEIGHT_RANGES_FILE = "weight_ranges.json"
 INPUT_RANGES_FILE = "input_ranges.json"
 
@@ -80,7 +73,7 @@ def quantize(
 ) -> None:
     """Writes the quantised checkpoint to `out`, or with `dry_run` prints what it would hold.
 
-    Raises QuantizeError for input that cannot be used; most of it is found before anything is
+    Raises InputError for input that cannot be used; most of it is found before anything is
     written, and in no case does `out` come to exist.
     """
     source = read_source(checkpoint)
@@ -90,31 +83,28 @@ def quantize(
         print(describe(plan, source.tensors))
         return
     if out is None:
-        raise QuantizeError("expected the folder to write to (-o OUT), or --dry-run")
-    if out.exists():
-        raise QuantizeError(f"{out} exists already: remove it or name another folder")
+        raise InputError("expected the folder to write to (-o OUT), or --dry-run")
+    partial = resumable.partial_folder(out)
     if scheme == "nvfp4" and calibration is None:
-        raise QuantizeError(
+        raise InputError(
             "nvfp4 needs --calibration PROMPTS.jsonl: the scale of the inputs is measured while "
             "the model denoises answers to them"
         )
     if scheme != "nvfp4" and calibration is not None:
-        raise QuantizeError(
+        raise InputError(
             f"{scheme} takes no --calibration: inputs are scaled token by token when served"
         )
     prompts = read_prompts(calibration, checkpoint, config) if calibration else []
-    partial = out.with_name(out.name + ".partial")
     run = _fingerprint(source, scheme, prompts)
-    resumed = _is_resumed(partial, run)
-    with _progress() as progress:
+    resumed = resumable.is_resumed(partial, run, "checkpoint, scheme or prompts")
+    with progress_bars() as progress:
         weight_ranges = partial / WEIGHT_RANGES_FILE
         if resumed and weight_ranges.exists():
             weight_amax = json.loads(weight_ranges.read_text())
         else:
             task = progress.add_task("checking weights", total=len(source.tensors))
             weight_amax = _weight_amax(source, plan, lambda: progress.advance(task))
-        partial.mkdir(parents=True, exist_ok=True)
-        write_json(partial / RUN_FILE, run)
+        resumable.start(partial, run)
         write_json(weight_ranges, weight_amax)
         input_ranges: Ranges = {}
         if prompts:
@@ -134,19 +124,7 @@ def quantize(
             else:
                 progress.advance(task, len(tensors))
     _write_rest(source, plan, partial)
-    for name in (RUN_FILE, WEIGHT_RANGES_FILE, INPUT_RANGES_FILE):
-        (partial / name).unlink(missing_ok=True)
-    partial.rename(out)
-
-
-def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console(file=sys.stderr))
+    resumable.finish(partial, out, (WEIGHT_RANGES_FILE, INPUT_RANGES_FILE))
 
 
 def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[str, Any]:
@@ -155,21 +133,9 @@ def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[
     return {
         "scheme": scheme,
         "config": source.config,
-        "weights": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files],
-        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        "weights": resumable.file_marks(files),
+        "prompts": resumable.digest(prompts),
     }
-
-
-def _is_resumed(partial: Path, run: dict[str, Any]) -> bool:
-    if not partial.exists() or not any(partial.iterdir()):
-        return False
-    run_file = partial / RUN_FILE
-    if not run_file.exists() or json.loads(run_file.read_text()) != run:
-        raise QuantizeError(
-            f"{partial} is left from a run with another checkpoint, scheme or prompts: remove it, "
-            f"or repeat that run to finish it"
-        )
-    return True
 
 
 def _weight_amax(source: Source, plan: Plan, advance: Callable[[], None]) -> dict[str, float]:
@@ -180,7 +146,7 @@ def _weight_amax(source: Source, plan: Plan, advance: Callable[[], None]) -> dic
             for name in tensors:
                 weight = file.get_tensor(name)
                 if weight.is_floating_point() and not weight.isfinite().all():
-                    raise QuantizeError(
+                    raise InputError(
                         f"{source.path / file_name}: {name} holds NaN or infinity: expected "
                         f"finite weights; copy the file again or repair the checkpoint"
                     )

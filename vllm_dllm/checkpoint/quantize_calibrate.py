@@ -9,20 +9,17 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
-    AutoTokenizer,
     DiffusionGemmaConfig,
     DiffusionGemmaForBlockDiffusion,
-    PreTrainedTokenizerBase,
 )
 
-from vllm_dllm.checkpoint.quantize_source import QuantizeError
+from vllm_dllm.prompt_file import encode_rows, read_rows
+from vllm_dllm.resumable import write_json
 
 NUM_PROMPTS = 128
 """llm-compressor's NVFP4 examples use 20; the largest input grows slowly with the prompts."""
@@ -34,56 +31,15 @@ Ranges = dict[str, list[float]]
 
 
 def read_prompts(path: Path, checkpoint: Path, config: DiffusionGemmaConfig) -> list[list[int]]:
-    """Tokens of at most NUM_PROMPTS rows, spread evenly over the file.
-
-    A row is {"messages": [...]}, which goes through the chat template, or {"prompt": "text"}.
-    """
-    rows: list[tuple[str, dict[str, Any]]] = []
-    for number, line in enumerate(_read_lines(path), 1):
-        place = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise QuantizeError(f"{place} is not JSON: {error}") from error
-        if not isinstance(row, dict) or not (row.get("messages") or row.get("prompt")):
-            raise QuantizeError(f'{place}: expected {{"messages": [...]}} or {{"prompt": "text"}}')
-        rows.append((place, row))
-    if not rows:
-        raise QuantizeError(f"{path} holds no prompts: expected one JSON object a line")
+    """Tokens of at most NUM_PROMPTS rows, spread evenly over the file."""
+    rows = read_rows(path)
     count = min(len(rows), NUM_PROMPTS)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    room = config.text_config.max_position_embeddings - NUM_CANVASES * config.canvas_length
-    prompts = []
-    for place, row in (rows[i * len(rows) // count] for i in range(count)):
-        try:
-            tokens = _encode(tokenizer, row)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise QuantizeError(f"{place} cannot be encoded: {error}") from error
-        if not 0 < len(tokens) <= room:
-            raise QuantizeError(
-                f"{place} has {len(tokens)} tokens, expected 1 to {room}: {NUM_CANVASES} canvases "
-                f"must fit behind it into the model's positions; shorten it"
-            )
-        prompts.append(tokens)
-    return prompts
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise QuantizeError(f"cannot read the calibration prompts: {path}: {error}") from error
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int]:
-    if "messages" not in row:
-        return tokenizer.encode(row["prompt"])
-    text = tokenizer.apply_chat_template(
-        row["messages"], tokenize=False, add_generation_prompt=True
+    return encode_rows(
+        [rows[i * len(rows) // count] for i in range(count)],
+        checkpoint,
+        config.text_config.max_position_embeddings - NUM_CANVASES * config.canvas_length,
+        f"{NUM_CANVASES} canvases must fit behind it into the model's positions; shorten it",
     )
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 class InputRanges:
@@ -182,10 +138,3 @@ def calibrate(
         write_json(results, {"done": i + 1, "ranges": known})
         advance(1)
     return known
-
-
-def write_json(path: Path, content: object) -> None:
-    """Replaces `path` in one step, so that an interruption leaves the old or the new file."""
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    unfinished.replace(path)

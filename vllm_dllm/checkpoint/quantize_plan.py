@@ -21,7 +21,8 @@ from compressed_tensors.quantization import (
 )
 
 from vllm_dllm.checkpoint.nvfp4 import GROUP_SIZE
-from vllm_dllm.checkpoint.quantize_source import QuantizeError, TensorInfo
+from vllm_dllm.checkpoint.quantize_source import TensorInfo
+from vllm_dllm.errors import InputError
 
 PRESETS = {"fp8-dynamic": "FP8_DYNAMIC", "nvfp4": "NVFP4"}  # of compressed-tensors
 
@@ -79,7 +80,7 @@ def make_plan(
     tensors: Mapping[str, TensorInfo],
     layer_types: Sequence[str],  # of the text config
 ) -> Plan:
-    """Decides for every tensor. QuantizeError if one is unknown, absent or of an unfit shape."""
+    """Decides for every tensor. InputError if one is unknown, absent or of an unfit shape."""
     quantized, kept = {}, {}
     for name, info in tensors.items():
         if linears := _linears(name, info):
@@ -89,7 +90,7 @@ def make_plan(
             kept[name] = _reason(name)
     for name in _expected(layer_types):
         if name not in quantized:
-            raise QuantizeError(
+            raise InputError(
                 f"the checkpoint has no tensor {name}: expected all layers of config.json, as "
                 f"transformers' save_pretrained writes them; copy or save the checkpoint again"
             )
@@ -127,15 +128,15 @@ def _linears(name: str, info: TensorInfo) -> tuple[Linear, ...]:
 
 def _expect_axes(name: str, info: TensorInfo, count: int) -> tuple[int, ...]:
     if len(info.shape) != count:
-        raise QuantizeError(f"{name}: expected {count} axes, got the shape {list(info.shape)}")
+        raise InputError(f"{name}: expected {count} axes, got the shape {list(info.shape)}")
     return info.shape
 
 
 def _check(name: str, info: TensorInfo, linears: tuple[Linear, ...], scheme: str) -> None:
     if info.dtype not in ("BF16", "F16", "F32"):
-        raise QuantizeError(f"{name}: expected BF16, F16 or F32 weights, got {info.dtype}")
+        raise InputError(f"{name}: expected BF16, F16 or F32 weights, got {info.dtype}")
     if scheme == "nvfp4" and linears[0].shape[1] % GROUP_SIZE:
-        raise QuantizeError(
+        raise InputError(
             f"{name}: nvfp4 needs an input width that is a multiple of {GROUP_SIZE}, got "
             f"{linears[0].shape[1]}; use --scheme fp8-dynamic"
         )
@@ -145,7 +146,7 @@ def _reason(name: str) -> str:
     for pattern, reason in KEPT:
         if re.fullmatch(pattern, name):
             return reason
-    raise QuantizeError(
+    raise InputError(
         f"{name} is not a tensor of transformers' DiffusionGemmaForBlockDiffusion: expected a "
         f"checkpoint as its save_pretrained writes it"
     )

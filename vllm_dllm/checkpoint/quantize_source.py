@@ -10,14 +10,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from vllm_dllm.errors import InputError
+
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
-
-
-class QuantizeError(ValueError):
-    """A checkpoint, a file or an option that `vllm-dllm quantize` cannot work with."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def open_shard(path: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except SafetensorError as error:
-        raise QuantizeError(
+        raise InputError(
             f"{path} is not a whole safetensors file ({error}): copy or download it again"
         ) from error
 
@@ -60,19 +58,19 @@ def open_shard(path: Path) -> Iterator[Any]:
 def read_source(path: Path) -> Source:
     """Reads config.json and the headers of all weight files.
 
-    Raises QuantizeError for what is not a complete, unquantised DiffusionGemma checkpoint.
+    Raises InputError for what is not a complete, unquantised DiffusionGemma checkpoint.
     """
     if not (path / "config.json").exists():
-        raise QuantizeError(f"{path} is not the folder of a checkpoint: it has no config.json")
+        raise InputError(f"{path} is not the folder of a checkpoint: it has no config.json")
     config = _read_json(path / "config.json")
     if ARCHITECTURE not in (config.get("architectures") or ()):
-        raise QuantizeError(
+        raise InputError(
             f"{path / 'config.json'}: expected the architecture {ARCHITECTURE}, got "
             f"{config.get('architectures')}: only DiffusionGemma checkpoints can be quantised"
         )
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method")
-        raise QuantizeError(
+        raise InputError(
             f"{path / 'config.json'} has a quantization_config ({method}): {path} is quantised "
             f"already; start from the unquantised checkpoint"
         )
@@ -85,19 +83,19 @@ def read_source(path: Path) -> Source:
 def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
     """File name -> tensor name -> what it is, of a checkpoint of any types.
 
-    Raises QuantizeError, naming the file, when one is missing, cut short or of another checkpoint.
+    Raises InputError, naming the file, when one is missing, cut short or of another checkpoint.
     """
     wanted: dict[str, set[str]] = {}
     if (path / INDEX_FILE).exists():
         index = _read_json(path / INDEX_FILE)
         if "weight_map" not in index:
-            raise QuantizeError(f"{path / INDEX_FILE} has no weight_map: copy or download it again")
+            raise InputError(f"{path / INDEX_FILE} has no weight_map: copy or download it again")
         for name, file in index["weight_map"].items():
             wanted.setdefault(file, set()).add(name)
     elif (path / WEIGHTS_FILE).exists():
         wanted = {WEIGHTS_FILE: set()}
     else:
-        raise QuantizeError(
+        raise InputError(
             f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}: expected weights in the "
             f"safetensors format, as transformers' save_pretrained writes them"
         )
@@ -106,7 +104,7 @@ def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
 
 def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
     if not path.exists():
-        raise QuantizeError(
+        raise InputError(
             f"{path} is missing: {INDEX_FILE} says that it holds {len(wanted)} tensors; copy or "
             f"download it again"
         )
@@ -116,7 +114,7 @@ def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
             view = file.get_slice(name)
             tensors[name] = TensorInfo(tuple(view.get_shape()), view.get_dtype())
     if absent := wanted - tensors.keys():
-        raise QuantizeError(
+        raise InputError(
             f"{path} lacks {min(absent)}, which {INDEX_FILE} says it holds: the files do not "
             f"belong together; copy or download both again"
         )
@@ -126,7 +124,7 @@ def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
 def _check_types(path: Path, tensors: dict[str, TensorInfo]) -> None:
     for name, info in tensors.items():
         if info.dtype not in DTYPE_BYTES:
-            raise QuantizeError(
+            raise InputError(
                 f"{path}: {name} has the type {info.dtype}, expected an unquantised one "
                 f"({', '.join(DTYPE_BYTES)}): start from the unquantised checkpoint"
             )
@@ -136,4 +134,4 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise QuantizeError(f"{path} is not JSON ({error}): copy or download it again") from error
+        raise InputError(f"{path} is not JSON ({error}): copy or download it again") from error

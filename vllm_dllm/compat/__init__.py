@@ -101,12 +101,14 @@ def set_serving_config(architecture: str, serving_config: type) -> None:
 class SchedulerHooks(Scheduler):
     """vLLM's scheduler, with some of its steps open to subclasses."""
 
-    knows_draft_tokens: bool = False
-    """Whether the engine may save itself the question what to draft in the next step."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _ask_for_draft_tokens_only_if_needed()
+
+    @property
+    def knows_draft_tokens(self) -> bool:
+        """Whether the engine may save itself the question what the step just run has drafted."""
+        return False
 
     def complete_output(self, output: SchedulerOutput) -> None:
         """May change what a step schedules, before it is counted."""
@@ -125,11 +127,16 @@ class SchedulerHooks(Scheduler):
     def output_arrived(self, output: ModelRunnerOutput) -> None:
         """The worker's answer, before anything is made of it."""
 
+    def output_processed(self, output: SchedulerOutput) -> None:
+        """The requests have what the step `output` gave them."""
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         self.output_arrived(model_runner_output)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        found = super().update_from_output(scheduler_output, model_runner_output)
+        self.output_processed(scheduler_output)
+        return found
 
     def take_new_blocks_to_zero(self) -> list[int]:
         """Cache blocks handed out since the last call that must be zeroed before use."""

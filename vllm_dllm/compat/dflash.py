@@ -23,27 +23,43 @@ class DFlashHooks(DFlashSpeculator):
         """The inputs of the step's draft blocks are in the buffers. May change them on the device;
         becomes part of the captured graph."""
 
-    def store_context(
+    def context_of(
         self,
         input_batch: InputBatch,
         last_hidden_states: torch.Tensor,  # [num_tokens, hidden_size] of the target
         aux_hidden_states: list[torch.Tensor] | None,
-    ) -> None:
-        """Stores keys and values of what the target has just computed, without preparing a draft.
-        Those of refused drafts are overwritten when their positions are computed again."""
-        states, num_tokens = last_hidden_states, input_batch.num_tokens
-        if aux_hidden_states:
-            states = self.model.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
+        tokens: torch.Tensor | None = None,  # [n] int64 of the batch; None: all
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """What the target has just computed: states [n, hidden_size] of the layers that the drafter
+        reads, positions [n] and slots [num_groups, n]."""
+        chosen = slice(input_batch.num_tokens) if tokens is None else tokens
         # The target's own slots of this step: drafting has not yet put a block's in their place.
         by_group = [
-            self.block_tables.slot_mappings[gid, :num_tokens]
-            for gid in self.draft_kv_cache_group_ids
+            self.block_tables.slot_mappings[gid, chosen] for gid in self.draft_kv_cache_group_ids
         ]
+        states = [states[chosen] for states in aux_hidden_states or [last_hidden_states]]
+        return states, input_batch.positions[chosen], torch.stack(by_group)
+
+    def store_context(
+        self,
+        states: torch.Tensor,  # [n, num_layers * hidden_size]
+        positions: torch.Tensor,  # [n] int64
+        slots: torch.Tensor,  # [num_groups, n] int64
+    ) -> None:
+        """Stores keys and values of tokens without preparing a draft. Those of refused drafts are
+        overwritten when their positions are computed again."""
         of_layers = self._layer_group_idx or [0] * len(self.model.model.layers)
         self.model.precompute_and_store_context_kv(
-            states[:num_tokens],
-            input_batch.positions[:num_tokens],
-            [by_group[index] for index in of_layers],
+            self.model.combine_hidden_states(states), positions, [slots[i] for i in of_layers]
+        )
+
+    @property
+    def frees_context(self) -> bool:
+        """Whether cache blocks of a request are given to others while it goes on."""
+        groups = self.kv_cache_config.kv_cache_groups
+        return any(
+            getattr(groups[gid].kv_cache_spec, "sliding_window", None) is not None
+            for gid in self.draft_kv_cache_group_ids
         )
 
     def _precompute_context_kv(self, start: int, end: int, dummy_run: bool = False) -> None:

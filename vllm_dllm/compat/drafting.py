@@ -129,6 +129,14 @@ def set_draft_widths(output: SchedulerOutput, widths: dict[str, int]) -> None:
     output.num_spec_tokens_to_schedule = max(widths.values(), default=0)
 
 
+def expect_drafts(scheduler: Scheduler, output: SchedulerOutput) -> None:
+    """Gives the requests of a step as many drafts as were asked for with it, before the worker has
+    told which: the placeholders it answers with itself where no grammar has to see the tokens."""
+    widths: dict[str, int] = output.draft_widths
+    placeholders = [[-1] * width for width in widths.values()]
+    scheduler.update_draft_token_ids(DraftTokenIds(list(widths), placeholders))
+
+
 def predicted_widths(output: ModelRunnerOutput) -> Mapping[str, int]:
     """Widths that a speculator of this step's requests has predicted."""
     return getattr(output, "predicted_widths", {})

@@ -1,4 +1,4 @@
-"""Blocks a serving drafter got right and wrong, kept on disk to train it on.
+"""Blocks a serving drafter got right and wrong, kept on disk to train it on later.
 
 A bounded folder of shards, one JSON object a line. Serving hands blocks over and never waits: a
 thread writes them, and what the queue or the disk cannot take is dropped, counted and logged once.
@@ -14,9 +14,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_dllm.drafters.reference import DrafterError
-from vllm_dllm.drafters.train_blocks import KnownSequence
-
 logger = logging.getLogger(__name__)
 
 NUM_SHARDS = 8  # of max_bytes; the oldest one is what is lost at a time
@@ -31,7 +28,7 @@ class BlockBuffer:
     def __init__(self, path: Path, max_bytes: int, every: int = 1):
         """Keeps one block in `every`. Several processes may share `path`."""
         if max_bytes < NUM_SHARDS or every < 1:
-            raise DrafterError(
+            raise ValueError(
                 f"expected a buffer of at least {NUM_SHARDS} bytes that keeps one block in 1 or "
                 f"more, got {max_bytes} bytes and one in {every}"
             )
@@ -119,36 +116,3 @@ class BlockBuffer:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("a drafted block was not kept, and more may follow: %s", reason)
-
-
-def read_buffer(path: Path, vocab_size: int) -> list[KnownSequence]:
-    """The blocks of a buffer, oldest first, as sequences to train on.
-
-    Behind a block's anchor are the accepted tokens and the one the target put instead of the first
-    wrong guess; nothing is known of what would have followed that guess.
-    """
-    shards = sorted(path.glob(PATTERN))
-    if not shards:
-        raise DrafterError(f"{path} holds no buffer: expected files {PATTERN}")
-    sequences = []
-    for shard in shards:
-        lines = shard.read_bytes().split(b"\n")[:-1]  # the rest has no end: it was never written
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                sequence = KnownSequence(row["tokens"], row["anchor"])
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise DrafterError(
-                    f'{shard}, line {number}: expected {{"tokens": [...], "anchor": 3}}: {error!r}'
-                ) from error
-            largest = max(sequence.tokens, default=0)
-            if largest >= vocab_size:
-                raise DrafterError(
-                    f"{shard}, line {number} has token {largest}, the drafter's vocabulary has "
-                    f"{vocab_size} tokens: the buffer is another model's"
-                )
-            if 0 <= sequence.first_anchor < len(sequence.tokens) - 1:
-                sequences.append(sequence)
-    if not sequences:
-        raise DrafterError(f"{path} holds no block with a known token behind its anchor")
-    return sequences

@@ -18,23 +18,23 @@ class DrafterConfig:
 
     width_policy: WidthPolicy = "fixed"
     """How many of a request's drafts the target verifies: always `width`; what `predictor` says
-    after the prefill (`blockpilot`); fewer while under 60% of them are accepted, more over 90%
-    (`acceptance`); what the batch leaves room for (`load`)."""
+    after the prefill (`blockpilot`); fewer while under 60% of them are accepted, more over 90%,
+    none where steps without drafts make more tokens a second (`acceptance`); what the batch leaves
+    room for (`load`)."""
     width: int | None = None
     """Most drafts that are verified. None: all that are drafted."""
     narrow_draft: bool = False
     """Draft no more tokens than will be verified. The mask tokens of a block see each other, so a
     narrower block drafts differently; without this, all are drafted and the rest dropped."""
-    least_accepted: float = 0.5
-    """`acceptance`: a request that gets fewer tokens of a draft, on average, is served without
-    drafts, but for a try now and then. What a draft costs, in forwards of the target."""
     load_rows: int = 128
     """`load`: tokens of a step that the target computes at about the price of one. A batch whose
     requests have less than one draft each of them is served without drafts."""
     predictor: str | None = None
     """`blockpilot`: folder of the predictor."""
     max_context: int | None = None
-    """Requests of more tokens than this are served without drafts."""
+    """Requests of more tokens than this are served without drafts, and at their price: nothing
+    beyond is stored for the drafter. None: what the drafter's config says that it was trained on
+    (`dflash_config.trained_context`), else no limit."""
     draft_window: int | None = None
     """The drafter sees this many of the last tokens; cache blocks behind them are freed."""
     draft_steps: int = 1
@@ -58,9 +58,6 @@ class DrafterConfig:
                 _check_count(key, getattr(self, key))
         for key in ("load_rows", "draft_steps", "buffer_mib", "buffer_every"):
             _check_count(key, getattr(self, key))
-        least = self.least_accepted
-        if not isinstance(least, (int, float)) or isinstance(least, bool) or not least >= 0:
-            raise ValueError(f"drafter.least_accepted must be a number >= 0, got {least!r}.")
         if not isinstance(self.narrow_draft, bool):
             raise ValueError(
                 f"drafter.narrow_draft must be true or false, got {self.narrow_draft!r}."
@@ -98,6 +95,24 @@ class DrafterConfig:
                 f"--speculative-config drafts {num_drafted}. Lower one or raise the other."
             )
         return self.width or num_drafted
+
+
+def context_limit(config: DrafterConfig, draft_model_config: Any, max_model_len: int) -> int:
+    """Tokens of the longest request that is drafted for. `draft_model_config` is vLLM's.
+
+    Raises:
+        ValueError: the drafter's config has no sensible number.
+    """
+    if config.max_context is not None:
+        return config.max_context
+    own = getattr(draft_model_config.hf_config, "dflash_config", None) or {}
+    trained = own.get("trained_context", max_model_len)
+    if not isinstance(trained, int) or trained < 1:
+        raise ValueError(
+            f"dflash_config.trained_context of the drafter {draft_model_config.model} must be an "
+            f"integer >= 1, got {trained!r}. Mend its config.json or set drafter.max_context."
+        )
+    return min(trained, max_model_len)
 
 
 def _check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:

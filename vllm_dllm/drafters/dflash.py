@@ -3,7 +3,7 @@
 A step's draft is one forward of the drafter over a block for each request: the token sampled last
 and mask tokens behind it. Keys and values of what the target computed before are made of the
 target's hidden states, whether or not anything is drafted, so that drafting can be taken up again
-any time.
+any time: up to the context length from which on it never is, and many at a time while it is not.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +25,14 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_dllm.compat.dflash import DFlashHooks
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, load_predictor
+from vllm_dllm.drafters.config import context_limit
+from vllm_dllm.drafters.pending_context import PendingContext
 from vllm_dllm.drafters.presets import DrafterLayout, DrafterMismatch, check_drafter
 from vllm_dllm.drafters.schedule import reveal, reveal_counts
 
 logger = init_logger(__name__)
+
+PENDING_TOKENS = 256
 
 
 class WidthDFlashSpeculator(DFlashHooks):
@@ -67,6 +71,11 @@ class WidthDFlashSpeculator(DFlashHooks):
                 "--speculative-config must be 'greedy', got 'probabilistic'."
             )
         self._narrows = config.narrow_draft
+        connected = vllm_config.kv_transfer_config is not None  # others read the cache any time
+        self._pending = PendingContext(capacity=0 if connected else PENDING_TOKENS)
+        # What was computed is known here up to drafts that were refused.
+        limit = context_limit(config, draft, target.max_model_len)
+        self._num_context = limit + self.num_speculative_steps + 1
         # Read by the captured graph: tokens to draft for each request of the batch.
         self._block_widths = torch.full(
             (self.max_num_reqs,), self.num_speculative_steps, dtype=torch.int32, device=device
@@ -75,8 +84,13 @@ class WidthDFlashSpeculator(DFlashHooks):
         self._req_states = req_states
         self._stop_tokens: dict[str, set[int]] = {}
 
+    @torch.inference_mode()
     def step_begins(self, output: SchedulerOutput, widths: dict[str, int]) -> None:
         """`widths`: tokens to draft after the coming step for each of its requests, 0 for none."""
+        # Cache blocks change hands, or are found by other requests, only where requests do.
+        come = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
+        if come or widths.keys() != self._widths.keys():
+            self._store_pending()
         self._widths = widths
         for request in output.scheduled_new_reqs:
             if (params := request.sampling_params) is not None:
@@ -118,13 +132,49 @@ class WidthDFlashSpeculator(DFlashHooks):
         if self._narrows:
             async_tensor_h2d(widths[rows], out=self._block_widths[: len(rows)], dtype=torch.int32)
         if len(rows) == input_batch.num_reqs:
+            self._store_pending()
             return super().propose(input_batch, *inputs, *args, **kwargs)
-        self.store_context(input_batch, last_hidden_states, aux_hidden_states)
+        self._keep_context(input_batch, last_hidden_states, aux_hidden_states, len(rows) > 0)
+        if len(rows) == 0:
+            return self.draft_tokens[: input_batch.num_reqs]
         drafts = torch.zeros_like(self.draft_tokens[: input_batch.num_reqs])
-        if len(rows) > 0:
-            chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
-            drafts[chosen] = self.propose_for(rows, input_batch, *inputs, *args, **kwargs)
+        chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
+        drafts[chosen] = self.propose_for(rows, input_batch, *inputs, *args, **kwargs)
         return drafts
+
+    def _keep_context(
+        self,
+        input_batch: InputBatch,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        drafts_follow: bool,
+    ) -> None:
+        """Stores the context, or keeps it until a draft needs it. But for tokens too far on in
+        their request for a draft to follow them: those before are stored for other requests, too,
+        which may begin with the same ones and find them cached."""
+        counts = input_batch.num_scheduled_tokens
+        stored = np.clip(self._num_context - input_batch.num_computed_tokens_np, 0, counts)
+        chosen = None
+        if not stored.any():
+            return
+        if (stored < counts).any():
+            starts = input_batch.query_start_loc_np[: input_batch.num_reqs]
+            offsets = np.arange(counts.sum()) - np.repeat(starts, counts)
+            (tokens,) = np.nonzero(offsets < np.repeat(stored, counts))
+            chosen = async_tensor_h2d(tokens, device=self.device, dtype=torch.int64)
+        context = self.context_of(input_batch, last_hidden_states, aux_hidden_states, chosen)
+        states, positions, slots = context
+        # Positions of refused drafts come again and replace these: never stored in one go.
+        verified = input_batch.num_draft_tokens > 0
+        if drafts_follow or verified or len(positions) > self._pending.room or self.frees_context:
+            self._store_pending()
+            self.store_context(torch.cat(states, dim=-1), positions, slots)
+        else:
+            self._pending.add(states, positions, slots)
+
+    def _store_pending(self) -> None:
+        if (context := self._pending.take()) is not None:
+            self.store_context(context.states, context.positions, context.slots)
 
     def _ended(self, input_batch: InputBatch, num_sampled: torch.Tensor) -> np.ndarray:
         """[num_reqs] bool: requests that this step's tokens have stopped, so far as is known

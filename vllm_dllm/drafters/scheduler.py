@@ -5,6 +5,7 @@ beyond a request's width are not scheduled; the worker hears, with each step, ho
 draft for each request.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from vllm.logger import init_logger
@@ -15,6 +16,8 @@ from vllm.v1.request import Request
 from vllm_dllm.compat import drafting
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.drafters.buffer import BlockBuffer
+from vllm_dllm.drafters.config import context_limit
+from vllm_dllm.drafters.step_costs import Step, StepClock
 from vllm_dllm.drafters.width import make_policy
 
 logger = init_logger(__name__)
@@ -25,28 +28,37 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
         super().__init__(*args, **kwargs)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config).drafter
         self._policy = make_policy(config, self.num_spec_tokens)
-        self._max_context = config.max_context or self.max_model_len
+        self._max_context = context_limit(
+            config, self.vllm_config.speculative_config.draft_model_config, self.max_model_len
+        )
         self._buffer: BlockBuffer | None = None
         if config.buffer is not None:
             self._buffer = BlockBuffer(
                 Path(config.buffer), config.buffer_mib << 20, config.buffer_every
             )
+        self._clock = StepClock()
         self._just_verified: str | None = None
-        self._asked: dict[str, int] = {}  # tokens to draft after the last scheduled step
+        self._asked: dict[str, int] = {}  # tokens to draft after a request's last scheduled step
         logger.info(
-            "Verifying at most %d of %d drafted tokens a request (width policy: %s).",
+            "Verifying at most %d of %d drafted tokens a request (width policy: %s), of requests "
+            "of up to %d tokens (drafter.max_context).",
             self._policy.widest,
             self.num_spec_tokens,
             config.width_policy,
+            self._max_context,
         )
+
+    def room(self, request: Request) -> int:
+        """Drafts that `request` has a use for: the target adds a token of its own to those that it
+        accepts."""
+        if request.num_tokens > self._max_context:
+            return 0
+        return max(request.max_tokens - request.num_output_tokens - 1, 0)
 
     def draft_width(self, request: Request) -> int:
         """For the next draft of `request`."""
-        if request.num_tokens > self._max_context:
-            return 0
-        # The target adds a token of its own to what it accepts.
-        room = request.max_tokens - request.num_output_tokens - 1
-        return min(self._policy.width(request.request_id, len(self.running)), max(room, 0))
+        width = self._policy.width(request.request_id, len(self.running))
+        return min(width, self.room(request))
 
     def verified_width(self, request: Request) -> int:
         # No more than was asked for, though the policy may think better of it by now.
@@ -54,13 +66,20 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
 
     def complete_output(self, output: SchedulerOutput) -> None:
         """What is drafted after this step, for the next: nothing while a prefill goes on."""
-        self._policy.step_scheduled()
-        self._asked = {}
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            prefills_on = request.num_computed_tokens + num_tokens < request.num_tokens
-            self._asked[request_id] = 0 if prefills_on else self.draft_width(request)
-        drafting.set_draft_widths(output, self._asked)
+        scheduled = output.num_scheduled_tokens
+        requests = {request_id: self.requests[request_id] for request_id in scheduled}
+        could_draft = [
+            request_id
+            for request_id, request in requests.items()
+            if request.num_computed_tokens + scheduled[request_id] >= request.num_tokens
+            and self.room(request) > 0
+        ]
+        self._policy.step_scheduled(could_draft, len(requests))
+        widths = dict.fromkeys(requests, 0)
+        widths |= {request_id: self.draft_width(requests[request_id]) for request_id in could_draft}
+        self._asked |= widths
+        drafting.set_draft_widths(output, widths)
+        self._clock.scheduled(step_of(output, widths), scheduled)
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         self._policy.verified(request_id, num_drafts, num_accepted)
@@ -86,13 +105,40 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
         for request_id, width in drafting.predicted_widths(output).items():
             if request_id in self.requests:
                 self._policy.predicted(request_id, width)
+        if (ended := self._clock.arrived()) is not None:
+            self._policy.step_ended(*ended)
 
     def request_freed(self, request: Request) -> None:
+        self._asked.pop(request.request_id, None)
         self._policy.ended(request.request_id)
 
 
+def step_of(output: SchedulerOutput, widths: Mapping[str, int]) -> Step:
+    """What `output` schedules, and drafts as wide as `widths` after it."""
+    drafts = output.scheduled_spec_decode_tokens
+    num_rows = num_prefilled = 0
+    for request_id, num_tokens in output.num_scheduled_tokens.items():
+        if num_tokens == 1 + len(drafts.get(request_id, ())):
+            num_rows += num_tokens
+        else:
+            num_prefilled += num_tokens
+    return Step(num_rows, num_prefilled, sum(width > 0 for width in widths.values()))
+
+
 class DraftWidthScheduler(_DraftWidths, drafting.StockScheduler):
-    pass
+    """Spares the engine a round trip to the worker after each step: how many tokens are drafted is
+    known, and which ones only the worker needs to know, unless a grammar constrains them."""
+
+    _knows_drafts = False
+
+    @property
+    def knows_draft_tokens(self) -> bool:
+        return self._knows_drafts
+
+    def output_processed(self, output: SchedulerOutput) -> None:
+        self._knows_drafts = not output.has_structured_output_requests
+        if self._knows_drafts:
+            drafting.expect_drafts(self, output)
 
 
 class DraftWidthAsyncScheduler(_DraftWidths, drafting.StockAsyncScheduler):

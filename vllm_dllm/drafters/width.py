@@ -6,7 +6,10 @@ means that the request is served without them.
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from vllm_dllm.drafters.config import DrafterConfig
+from vllm_dllm.drafters.step_costs import Step, StepCosts
 
 
 class WidthPolicy:
@@ -19,8 +22,12 @@ class WidthPolicy:
         """For the next draft of a request in a batch of `num_requests`."""
         return self.widest
 
-    def step_scheduled(self) -> None:
-        """A step is on its way; widths asked for from here on are for the next."""
+    def step_scheduled(self, request_ids: list[str], num_requests: int) -> None:
+        """A step of `num_requests` is on its way, at the end of which a draft could be made for
+        `request_ids`; widths asked for from here on are for that."""
+
+    def step_ended(self, step: Step, seconds: float) -> None:
+        """What a step took."""
 
     def verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         """The target accepted `num_accepted` of `num_drafts` > 0."""
@@ -52,58 +59,103 @@ class Predicted(WidthPolicy):
 
 @dataclass
 class _Course:
-    """How a request's drafts have fared."""
+    """How a request's drafts have fared: each counts half as much as the one after it."""
 
     width: int
+    accepted: float
+    """Tokens of a draft."""
     share: float = 1.0
-    """Of the last drafts, how many were accepted: each counts half as much as the one after it."""
-    paused: bool = False
+    """Of the drafted tokens."""
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        self.accepted = (self.accepted + num_accepted) / 2
+        self.share = (self.share + num_accepted / num_drafts) / 2
 
 
 class ByAcceptance(WidthPolicy):
-    """Narrower by a quarter, rounded up, while under `LOW` of a request's drafts are accepted,
-    wider by as much over `HIGH`.
+    """Drafts for the requests with which the batch gets most tokens a second, judged by what of
+    their drafts was accepted and by what steps with and without drafts have taken.
 
-    A request that gets fewer than `least_accepted` tokens of a draft is paused: it is served
-    without drafts, but for a try every `TRY_EVERY` steps, when all that are paused try at once. A
-    new request starts as the last ones of all have fared.
+    The width of a request shrinks by a quarter, rounded up, while under `LOW` of its drafts are
+    accepted, and grows by as much over `HIGH`. A new request is expected to fare as the last ones
+    of all. Those left out are tried again every `TRY_EVERY` steps, ever less often while nothing
+    at all is drafted.
     """
 
     LOW, HIGH = 0.6, 0.9
-    TRY_EVERY = 64
     MEMORY = 0.8  # what all drafts so far count for against the next one
+    TRY_EVERY, TRY_LEAST = 64, 512  # steps
+    LEARN_EVERY, PLAIN_EVERY = 8, 256  # steps between those without drafts, at first and later
 
-    def __init__(self, widest: int, least_accepted: float) -> None:
+    def __init__(self, widest: int) -> None:
         super().__init__(widest)
-        self._least_accepted = least_accepted
         self._courses: dict[str, _Course] = {}
         self._accepted_by_all = float(widest)
-        self._num_steps = 0
+        self._costs = StepCosts()
+        self._chosen: set[str] = set()
+        self._since_try = self._since_plain = 0
+        self._pause = self.TRY_EVERY
 
-    def step_scheduled(self) -> None:
-        self._num_steps += 1
+    def step_scheduled(self, request_ids: list[str], num_requests: int) -> None:
+        self._since_try += 1
+        self._since_plain += 1
+        if not request_ids:
+            return
+        self._chosen = self._choose(request_ids, num_requests)
+        if not self._chosen:
+            self._since_plain = 0
+
+    def _choose(self, request_ids: list[str], num_requests: int) -> set[str]:
+        few = self._costs.lacks_steps_without_drafts
+        if self._since_plain >= (self.LEARN_EVERY if few else self.PLAIN_EVERY):
+            return set()
+        paying = self._paying(request_ids, num_requests)
+        if paying:
+            self._pause = self.TRY_EVERY
+        if len(paying) < len(request_ids):
+            if self._since_try < self._pause:
+                return paying
+            if not paying:
+                self._pause = min(2 * self._pause, self.TRY_LEAST)
+            for request_id in set(request_ids) - paying:
+                self._course(request_id).width = self.widest
+        self._since_try = 0
+        return set(request_ids)
+
+    def _paying(self, request_ids: list[str], num_requests: int) -> set[str]:
+        """The requests that are worth drafting for; all while the costs are not known."""
+        courses = {request_id: self._course(request_id) for request_id in request_ids}
+        best_first = sorted(request_ids, key=lambda request_id: -courses[request_id].accepted)
+        widths = [0, *(courses[request_id].width for request_id in best_first)]
+        accepted = [0.0, *(courses[request_id].accepted for request_id in best_first)]
+        seconds = self._costs.seconds(
+            num_requests + np.cumsum(widths), np.arange(len(best_first) + 1)
+        )
+        if seconds is None:
+            return set(request_ids)
+        rates = (num_requests + np.cumsum(accepted)) / seconds
+        return set(best_first[: int(rates.argmax())])
+
+    def step_ended(self, step: Step, seconds: float) -> None:
+        self._costs.add(step, seconds)
 
     def _course(self, request_id: str) -> _Course:
         if request_id not in self._courses:
-            is_paused = self._accepted_by_all < self._least_accepted
-            self._courses[request_id] = _Course(self.widest, paused=is_paused)
+            self._courses[request_id] = _Course(self.widest, self._accepted_by_all)
         return self._courses[request_id]
 
     def width(self, request_id: str, num_requests: int) -> int:
-        course = self._course(request_id)
-        return 0 if course.paused and self._num_steps % self.TRY_EVERY else course.width
+        return self._course(request_id).width if request_id in self._chosen else 0
 
     def verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        course = self._course(request_id)
         self._accepted_by_all += (1 - self.MEMORY) * (num_accepted - self._accepted_by_all)
-        last = num_accepted / num_drafts
-        course.share = last if course.paused else (course.share + last) / 2
+        course = self._course(request_id)
+        course.verified(num_drafts, num_accepted)
         change = -(-course.width // 4)
         if course.share < self.LOW:
             course.width = max(course.width - change, 1)
         elif course.share > self.HIGH:
             course.width = min(course.width + change, self.widest)
-        course.paused = course.share * num_drafts < self._least_accepted
 
     def ended(self, request_id: str) -> None:
         self._courses.pop(request_id, None)
@@ -129,6 +181,6 @@ def make_policy(config: DrafterConfig, num_drafted: int) -> WidthPolicy:
         case "blockpilot":
             return Predicted(widest)
         case "acceptance":
-            return ByAcceptance(widest, config.least_accepted)
+            return ByAcceptance(widest)
         case "load":
             return ByLoad(widest, config.load_rows)

@@ -1,0 +1,30 @@
+"""What the best width of each prompt would give: the most that a choice once a request can."""
+
+from pathlib import Path
+from typing import Any
+
+
+def best_widths(
+    target: Path,
+    drafter: Path,
+    prompts: list[list[int]],
+    answers: list[list[int]],  # the target's greedy tokens
+    num_drafts: int,
+) -> dict[str, Any]:
+    """τ of every fixed verify width of `num_drafts` drafted tokens, and of the width that needs
+    fewest verifications for each prompt: offline, in fp32."""
+    from vllm_dllm.drafters.training.offline import mean_length, replay
+    from vllm_dllm.drafters.training.reference import load_drafter
+    from vllm_dllm.drafters.training.target_states import load_target
+
+    replayed = replay(
+        load_target(target, "cpu"), load_drafter(drafter), prompts, answers, num_drafts
+    )
+    widths = range(1, num_drafts + 1)
+    best = [min((one.lengths(width) for width in widths), key=len) for one in replayed]
+    return {
+        "tau": mean_length(best),
+        "tau_of_fixed": {
+            str(width): mean_length([one.lengths(width) for one in replayed]) for width in widths
+        },
+    }

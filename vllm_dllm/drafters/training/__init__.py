@@ -1,0 +1,1 @@
+"""Makes drafters: the reference in PyTorch, the target's answers, training, evaluation."""

@@ -1,0 +1,69 @@
+"""Prompts of a JSON Lines file as token ids.
+
+A row is {"messages": [...]}, which goes through the chat template, or {"prompt": "text"}.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from vllm_dllm.errors import InputError
+
+Row = tuple[str, dict[str, Any]]
+"""Where it stands, for messages, and what stands there."""
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Every line that is not empty. Raises InputError, naming the line, for what is no prompt."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the prompts: {path}: {error}") from error
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{place} is not JSON: {error}") from error
+        if not isinstance(row, dict) or not (row.get("messages") or row.get("prompt")):
+            raise InputError(f'{place}: expected {{"messages": [...]}} or {{"prompt": "text"}}')
+        rows.append((place, row))
+    if not rows:
+        raise InputError(f"{path} holds no prompts: expected one JSON object a line")
+    return rows
+
+
+def encode_rows(rows: Sequence[Row], model: Path, room: int, remedy: str) -> list[list[int]]:
+    """Token ids of each row, by the tokenizer of `model`.
+
+    Raises InputError for a row of more than `room` tokens; remedy: why not, and what to do.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = []
+    for place, row in rows:
+        try:
+            tokens = _encode(tokenizer, row)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InputError(f"{place} cannot be encoded: {error}") from error
+        if not 0 < len(tokens) <= room:
+            raise InputError(f"{place} has {len(tokens)} tokens, expected 1 to {room}: {remedy}")
+        prompts.append(tokens)
+    return prompts
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int]:
+    if "messages" in row:
+        text = tokenizer.apply_chat_template(
+            row["messages"], tokenize=False, add_generation_prompt=True
+        )
+        return tokenizer.encode(text, add_special_tokens=False)
+    if not isinstance(row["prompt"], str):
+        raise TypeError("the prompt is not a text")
+    return tokenizer.encode(row["prompt"])
