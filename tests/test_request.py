@@ -78,6 +78,16 @@ def test_unusable_defaults(defaults: dict[str, Any], message: str) -> None:
         check_options(config.defaults, known=frozenset())
 
 
+def test_a_servers_step_cap() -> None:
+    check_options({"diffusion_max_steps": 8}, known=frozenset())
+    with pytest.raises(ValueError, match="diffusion_max_steps must be an integer from 1 to"):
+        check_options({"diffusion_max_steps": 0}, known=frozenset())
+    defaults = {"diffusion_max_steps": 8}
+    assert RequestOptions.from_sampling_params(SamplingParams(), defaults).max_steps == 8
+    own = SamplingParams(extra_args={"diffusion_max_steps": 3})
+    assert RequestOptions.from_sampling_params(own, defaults).max_steps == 3
+
+
 def test_settings_of_the_wrong_kind() -> None:
     with pytest.raises(ValueError, match="fit_canvas must be true or false, got 1"):
         ExtensionConfig(fit_canvas=1)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 def is_varied(answer: Answer) -> bool:
     """Behind the answer, where nothing but the end is likely."""
-    return len(set(answer.tokens)) > 20
+    return len(set(answer.tokens)) > 14
 
 
 NO_END = {"ignore_eos": True}

@@ -6,8 +6,9 @@ operations whose result's shape depends on values.
 
 import traceback
 from collections.abc import Callable
-from functools import wraps
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -66,30 +67,30 @@ class WatchWaits:
 
     def watch_waits(self) -> None:
         """From now on, in every sampling step and in the preparation of its inputs."""
-        self._waits, self._watched = Waits(), 0
+        self._waits, self._watched, self._patches = Waits(), 0, ExitStack()
         sampler = self.model_runner.sampler
-        sampler.trace = None  # it is there to copy
+        self._patches.enter_context(patch.object(sampler, "trace", None))  # it is there to copy
         self._watch(type(sampler), "__call__")
         self._watch(type(self.model_runner.model_state), "prepare_inputs")
 
     def waits(self) -> tuple[int, list[str]]:
-        """How many calls were watched, and what would have waited."""
+        """How many calls were watched until now, and what would have waited."""
+        self._patches.close()
         return self._watched, sorted(set(self._waits.found))
 
     def _watch(self, owner: type, method: str) -> None:
         inner: Callable[..., Any] = getattr(owner, method)
 
-        @wraps(inner)
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._watched += 1
             with self._waits, Reads(self._waits):
                 return inner(*args, **kwargs)
 
-        setattr(owner, method, watched)
+        self._patches.enter_context(patch.object(owner, method, watched))
 
 
 def waits_during(engine: Any, compute: Callable[[], Any]) -> list[str]:
-    """Of an engine with `WATCHED`; it writes no trace afterwards."""
+    """Of an engine with `WATCHED`."""
     engine.llm.collective_rpc("watch_waits")
     compute()
     num_watched, found = engine.llm.collective_rpc("waits")[0]
