@@ -27,7 +27,7 @@ OPTIONS = {
     "max_num_seqs": 16,
 }
 # Room for a block of each request of `decode`, not for three.
-FEW_BLOCKS = {"num_gpu_blocks_override": 46, "block_size": 32, "disable_log_stats": False}
+FEW_BLOCKS = {"num_gpu_blocks_override": 53, "block_size": 32, "disable_log_stats": False}
 # Of each kind: streamed, and such as take whole rows of logits, side by side.
 KINDS: list[dict[str, Any]] = [
     {},
