@@ -79,7 +79,7 @@ class Vocabulary:
     def output_shard(self) -> torch.Tensor:
         """The LM head's weights [n, H] of the tokens of `vocabulary_shard`."""
         _, embeddings = self.vocabulary_shard()
-        if self.config.tie_word_embeddings:
+        if getattr(self.config, "tie_word_embeddings", True):  # as transformers has it
             return embeddings
         return self.lm_head.weight[: len(embeddings)]
 
