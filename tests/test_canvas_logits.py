@@ -25,16 +25,20 @@ MIB = 1 << 20
 class Model(DiffusionGemmaForBlockDiffusion):
     """The part that reads the vocabulary."""
 
-    def __init__(self, embeddings: torch.Tensor) -> None:
+    def __init__(self, embeddings: torch.Tensor, head: torch.Tensor | None = None) -> None:
         nn.Module.__init__(self)
-        self.config = SimpleNamespace(final_logit_softcapping=30.0, vocab_size=V)
+        vocab_size = len(embeddings)
+        self.config = SimpleNamespace(
+            final_logit_softcapping=30.0, vocab_size=vocab_size, tie_word_embeddings=head is None
+        )
+        self.lm_head = SimpleNamespace(weight=embeddings if head is None else head)
         self.model = nn.Module()
         self.model.normalizer = H**0.5
-        shard = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=V)
+        shard = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=vocab_size)
         self.model.embed_tokens = SimpleNamespace(weight=embeddings, shard_indices=shard)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.cap(hidden @ self.model.embed_tokens.weight.T)
+        return self.cap(hidden @ self.lm_head.weight.T)
 
 
 class Filters:
@@ -107,11 +111,14 @@ def read(logits: WholeLogits | StreamedLogits):
     return logits.read(temperature, torch.rand(ROWS, dtype=torch.float64, generator=generator))
 
 
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("has_rules", [False, True])
 @pytest.mark.parametrize("soft", [{}, {"top_k": 8}], ids=["all", "top_k"])
 def test_streamed_is_whole(
-    model: Model, hidden: torch.Tensor, soft: dict[str, int], has_rules: bool
+    model: Model, hidden: torch.Tensor, soft: dict[str, int], has_rules: bool, is_tied: bool
 ) -> None:
+    if not is_tied:
+        model = Model(model.model.embed_tokens.weight, torch.randn(V, H))
     rules = None
     if has_rules:
         rules = LogitRules(bias=torch.linspace(-5, 5, V))

@@ -14,7 +14,7 @@ import pytest
 import vllm
 from vllm.utils.diffusion import validate_diffusion_sampling_params
 
-from vllm_dllm import vllm_version
+from vllm_dllm import compat, vllm_version
 from vllm_dllm.cpu.kernels import NATIVE_KERNELS
 from vllm_dllm.cpu.launch import CpuKernel
 from vllm_dllm.request import check_request
@@ -72,6 +72,19 @@ SEAMS = {
         ("v1.engine.input_processor", "InputProcessor"),
         "validate_diffusion_sampling_params(",
     ),
+    "all of a request's parameters are checked at once": (
+        ("v1.engine.input_processor", "InputProcessor", "process_inputs"),
+        "watermarking = self._validate_params(params, supported_tasks)",
+    ),
+    "stop tokens and bad words are known after the check": (
+        ("v1.engine.input_processor", "InputProcessor", "process_inputs"),
+        """sampling_params.update_from_generation_config(
+                self.generation_config_fields,
+                self.renderer.get_eos_token_id(),
+            )
+            if self.tokenizer is not None:
+                sampling_params.update_from_tokenizer(self.tokenizer)""",
+    ),
     "the check of diffusion sampling parameters": (
         ("sampling_params", "SamplingParams", "verify"),
         "self._validate_diffusion(model_config)",
@@ -83,6 +96,10 @@ SEAMS = {
     "diffusion schedulers are found by name": (
         ("config.vllm", "VllmConfig", "__post_init__"),
         'f"vllm.v1.core.sched.diffusion_scheduler.{scheduler_name}"',
+    ),
+    "a scheduler that runs ahead asks for the width of a canvas in each step": (
+        ("v1.core.sched.diffusion_scheduler", "DiffusionAsyncScheduler", "schedule"),
+        "width = diffusion_canvas_width(request, self.num_spec_tokens)",
     ),
     "the scheduler counts a step after building it": (
         ("v1.core.sched.scheduler", "Scheduler", "schedule"),
@@ -167,6 +184,19 @@ SEAMS = {
     "the sampler of drafts verifies them": (
         ("v1.worker.gpu.spec_decode.rejection_sampler", "RejectionSampler", "_verify"),
         "sampled, num_sampled = rejection_sample(",
+    ),
+    "prompts are scored in chunks": (
+        ("v1.worker.gpu.sample.prompt_logprob", "compute_prompt_logprobs_with_chunking"),
+        """for start_idx in range(0, prompt_token_ids.shape[0], CHUNK_SIZE):
+        end_idx = start_idx + CHUNK_SIZE""",
+    ),
+    "chosen tokens, too": (
+        ("v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker"),
+        "b = min(a + CHUNK_SIZE, hi)",
+    ),
+    "in chunks of so many rows": (
+        ("v1.worker.gpu.sample.prompt_logprob",),
+        f"\nCHUNK_SIZE = {compat.PROMPT_ROWS}\n",
     ),
     "the choice of model runner": (
         ("v1.worker.gpu_worker", "Worker", "__init__"),

@@ -4,10 +4,18 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.options import check_options
-from vllm_dllm.request import RequestOptions, fit_canvas
+from vllm_dllm.request import (
+    FITS_CANVASES,
+    JOINS_COMMITS,
+    RequestOptions,
+    check_choices,
+    fit_canvas,
+    mark,
+)
 
 
 def width(max_tokens: int | None, **extra: Any) -> int | None:
@@ -30,6 +38,24 @@ def test_a_canvas_that_is_given_keeps_its_width() -> None:
     assert width(20, diffusion_max_steps=3) == 32
 
 
+def test_later_canvases_are_fitted_unless_the_request_says_how_wide_they_are() -> None:
+    def fits(**extra: Any) -> bool:
+        params = SamplingParams(max_tokens=257, extra_args=extra or None)
+        return fit_canvas(params, canvas_length=256)
+
+    assert fits() and fits(diffusion_max_steps=3)
+    assert not fits(diffusion_canvas_length=256)
+    assert not fits(diffusion_seed_canvas=[1] * 256)
+    assert not fits(diffusion_read_only=1)
+
+
+def test_what_the_scheduler_says_is_not_the_requests_to_say() -> None:
+    params = SamplingParams(extra_args={FITS_CANVASES: True, JOINS_COMMITS: True})
+    mark(params, joins_commits=False, fits_canvases=False)
+    options = RequestOptions.from_sampling_params(params, {})
+    assert not options.fits_canvases and not options.joins_commits
+
+
 def test_defaults_are_the_servers_unless_the_request_says_otherwise() -> None:
     defaults = {"diffusion_acceptance": "confidence", "diffusion_entropy_bound": 0.3}
     params = SamplingParams(extra_args={"diffusion_entropy_bound": 0.7, "diffusion_t_min": None})
@@ -50,6 +76,16 @@ def test_unusable_defaults(defaults: dict[str, Any], message: str) -> None:
     config = ExtensionConfig.from_additional_config({"vllm_dllm": {"defaults": defaults}})
     with pytest.raises(ValueError, match=message):
         check_options(config.defaults, known=frozenset())
+
+
+def test_a_servers_step_cap() -> None:
+    check_options({"diffusion_max_steps": 8}, known=frozenset())
+    with pytest.raises(ValueError, match="diffusion_max_steps must be an integer from 1 to"):
+        check_options({"diffusion_max_steps": 0}, known=frozenset())
+    defaults = {"diffusion_max_steps": 8}
+    assert RequestOptions.from_sampling_params(SamplingParams(), defaults).max_steps == 8
+    own = SamplingParams(extra_args={"diffusion_max_steps": 3})
+    assert RequestOptions.from_sampling_params(own, defaults).max_steps == 3
 
 
 def test_settings_of_the_wrong_kind() -> None:
@@ -93,3 +129,24 @@ def test_a_default_of_null_is_none() -> None:
 def test_settings_of_the_sampler_are_checked(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ExtensionConfig.from_additional_config({"vllm_dllm": settings})
+
+
+@pytest.mark.parametrize("key", ["allowed_token_ids", "logprob_token_ids"])
+def test_a_request_that_leaves_no_token_to_choose(key: str) -> None:
+    def check(tokens: list[int], bad: list[list[int]] = [], **options: Any) -> None:  # noqa: B006
+        extra = {"diffusion_constrained": 1} if key == "logprob_token_ids" else None
+        params = SamplingParams(**{key: tokens}, extra_args=extra, **options)
+        params.update_from_generation_config({}, eos_token_id=1)
+        params._bad_words_token_ids = bad
+        check_choices(params)
+
+    check([1])
+    check([1, 2], min_tokens=5)
+    check([1, 2], [[2, 1]], min_tokens=5)
+    check([1, 2], [[2]])
+    with pytest.raises(VLLMValidationError, match=f"{key} must leave .* min_tokens = 5"):
+        check([1], min_tokens=5)
+    with pytest.raises(VLLMValidationError, match=f"{key} must leave a token that bad_words do"):
+        check([2], [[2]], bad_words=["x"])
+    with pytest.raises(VLLMValidationError, match="that bad_words and min_tokens do not exclude"):
+        check([1, 2], [[2]], bad_words=["x"], min_tokens=1)

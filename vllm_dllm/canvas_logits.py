@@ -37,6 +37,11 @@ def step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
     return budget_bytes + rows * model.config.vocab_size * per_logit
 
 
+def whole_rows(vocab_size: int, budget_bytes: int) -> int:
+    """Rows of which the logits, and what is made of them, fit the budget; at least one."""
+    return max(1, budget_bytes // (vocab_size * _BYTES_PER_WHOLE_LOGIT))
+
+
 ReadRows = tuple[RowStats, torch.Tensor]
 """Statistics [rows] and expected embeddings [rows, H] of rows' scaled logits."""
 
@@ -71,7 +76,7 @@ class WholeLogits:
         budget_bytes: int,  # of what a step takes beside the logits
     ) -> None:
         self.batch, self.soft, self.filters = batch, soft, filters
-        self.tile_rows = max(1, budget_bytes // (logits.shape[1] * _BYTES_PER_WHOLE_LOGIT))
+        self.tile_rows = whole_rows(logits.shape[1], budget_bytes)
         self._raw = self._processed = logits
         if ruled := filters.ruled(batch):
             self._processed = logits.clone()
@@ -112,7 +117,7 @@ class StreamedLogits:
         self.budget = budget_bytes
 
     def raw(self, i: int) -> Iterator[torch.Tensor]:
-        tile_rows = max(1, self.budget // (self.model.config.vocab_size * _BYTES_PER_WHOLE_LOGIT))
+        tile_rows = whole_rows(self.model.config.vocab_size, self.budget)
         for rows in _tiles(self.batch.rows_of(i), tile_rows):
             yield self.model.compute_logits(self.hidden[rows])
 
@@ -192,11 +197,12 @@ class StreamedLogits:
         guess: torch.Tensor | None,
     ) -> ReadRows:
         first_token, weight = self.model.vocabulary_shard()
+        head = self.model.output_shard()
         found: list[VocabBlocks] = []
         soft = self.soft.start(hidden, temperature, guess)
         for first in range(0, len(weight), TILE_TOKENS):
             embeddings = weight[first : first + TILE_TOKENS]
-            logits = F.linear(hidden, embeddings)
+            logits = F.linear(hidden, head[first : first + TILE_TOKENS])
             weights = None
             if hidden.is_cuda:
                 blocks = _fused_read_blocks()(

@@ -95,18 +95,19 @@ class ExtensionConfig:
     """File to which every step's canvases are appended as JSON lines, for watching a canvas
     denoise. Costs a device-to-host copy a step."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of `diffusion_*` keys (`options.OPTIONS`) for requests that leave them out."""
+    """Values of `options.OPTIONS`' keys for requests that leave them out."""
     sampling_memory_mib: int = 256
     """Bounds what the sampler takes beside its results, whatever the number of requests."""
     self_conditioning_tolerance: float = 0.0
-    """Share of a position's probability that its expected embedding may leave out, in blocks of
-    1024 tokens. 0 leaves out nothing."""
+    """Share of a position's probability that its expected embedding may leave out in a step, in
+    blocks of 1024 tokens. 0 leaves out nothing."""
     self_conditioning_top_k: int | None = None
     """Make the expected embedding of the k most probable tokens alone; the log says how much
     probability the others had. None: of all tokens."""
     fit_canvas: bool = True
-    """Denoise a canvas no wider than the most tokens a request may get (rounded up to 16). The
-    reference always denoises a whole canvas and drops the rest; so does this with false."""
+    """Denoise no canvas, first or last, wider than the tokens that its request may still get
+    (rounded up to 16). The reference always denoises a whole canvas and drops the rest; so does
+    this with false."""
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     """How a DFlash drafter of `--speculative-config` is used; from an object of its settings."""
     commit_last_block: bool = False

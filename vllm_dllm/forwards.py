@@ -1,5 +1,5 @@
 """Which forwards a request is spared. The scheduler decides; requests carry what the worker must
-know (`request.mark_joined_commits`), whose copy of the configuration may have changed."""
+know (`request.mark`), whose copy of the configuration may have changed."""
 
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode

@@ -47,14 +47,32 @@ def choose(
     one: LogprobsTensors,
     other: LogprobsTensors,
 ) -> LogprobsTensors:
-    """`one` where the condition holds, else `other`, without waiting for the device. Scores of
-    another number of tokens belong to an earlier block: then it is `one`."""
-    if one.logprobs.shape != other.logprobs.shape:
-        return one
+    """`one` where the condition holds, else `other`, of as many rows, without waiting for the
+    device."""
     return LogprobsTensors(
         torch.where(condition, one.logprob_token_ids, other.logprob_token_ids),
         torch.where(condition, one.logprobs, other.logprobs),
         torch.where(condition, one.selected_token_ranks, other.selected_token_ranks),
+    )
+
+
+def padded(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
+    """`num_rows` rows, those behind the scores of no meaning."""
+    missing = num_rows - len(scores.logprobs)
+    if missing == 0:
+        return scores
+    return LogprobsTensors(
+        F.pad(scores.logprob_token_ids, (0, 0, 0, missing)),
+        F.pad(scores.logprobs, (0, 0, 0, missing)),
+        F.pad(scores.selected_token_ranks, (0, missing)),
+    )
+
+
+def first_rows_of(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
+    return LogprobsTensors(
+        scores.logprob_token_ids[:num_rows],
+        scores.logprobs[:num_rows],
+        scores.selected_token_ranks[:num_rows],
     )
 
 

@@ -1,7 +1,7 @@
-"""The `diffusion_*` keys of a request (`vllm_xargs`, offline `SamplingParams.extra_args`) that vLLM
-does not know itself: what each takes, and what it means.
+"""The `diffusion_*` keys of a request (`vllm_xargs`, offline `SamplingParams.extra_args`) that may
+have a server's default: what each takes. vLLM checks others (`STOCK_OPTIONS`).
 
-A server's defaults for them are `--additional-config '{"vllm_dllm": {"defaults": {...}}}'`.
+A server's own defaults are `--additional-config '{"vllm_dllm": {"defaults": {...}}}'`.
 """
 
 import math
@@ -22,7 +22,7 @@ STOCK_OPTIONS = frozenset(
         "diffusion_seed_canvas",
     }
 )
-"""Keys that stock vLLM checks."""
+"""Keys that stock vLLM checks in requests."""
 
 
 _MOST = 1 << 20  # of a number of steps or tokens
@@ -67,6 +67,7 @@ def _one_of(names: tuple[str, ...]) -> Option:
 _BOOLEAN = Option("a boolean (or 0/1)", lambda value: isinstance(value, int) and value in (0, 1))
 
 OPTIONS: Mapping[str, Option] = {
+    "diffusion_max_steps": _integer(1),
     "diffusion_acceptance": _one_of(ACCEPTANCE_RULES),
     "diffusion_entropy_bound": _number(above=0, at_most=1e6),  # nats
     "diffusion_accept_probability": _number(above=0, at_most=1),

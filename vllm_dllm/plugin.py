@@ -39,6 +39,7 @@ def register() -> None:
         },
     )
     compat.set_request_check(request.check_request)
+    compat.set_choices_check(request.check_choices)
     compat.accept_all_sampling_params(DIFFUSION_GEMMA)
     compat.register_custom_attention_backend(attention.GPU_BACKEND)
     drafting.set_draft_schedulers(

@@ -26,7 +26,7 @@ class Settings(NamedTuple):
     judges_answer_only: float  # 1 = what follows the first stop token is not waited for
     reveals: float  # 1 = revealed for good, by the next two
     reveal_threshold: float  # probability
-    reveal_per_step: float  # positions
+    reveal_per_step: float  # positions; < 0: as many as reveal a canvas in minus so many steps
 
 
 class StepPolicy(NamedTuple):
@@ -91,8 +91,7 @@ class Policies:
         if options.acceptance == "confidence":
             threshold, per_step = options.accept_probability, 1
         elif options.acceptance == "top_k":
-            width = options.canvas_length or self.canvas_length
-            per_step = options.accept_tokens or -(-width // num_steps)
+            per_step = options.accept_tokens or -num_steps
 
         def own(value: float | None, otherwise: float) -> float:
             return otherwise if value is None else value
@@ -135,10 +134,18 @@ class Policies:
                 reveal=(
                     columns["reveals"] > 0,
                     columns["reveal_threshold"],
-                    columns["reveal_per_step"].long(),
+                    _positions(columns["reveal_per_step"].long(), batch.lengths),
                 )
             )
         return policy
+
+
+def _positions(
+    per_step: torch.Tensor,  # [n] int64, see `Settings.reveal_per_step`
+    lengths: torch.Tensor,  # [n] int64, of the canvases
+) -> torch.Tensor:
+    num_steps = (-per_step).clamp(min=1)
+    return torch.where(per_step < 0, (lengths + num_steps - 1) // num_steps, per_step)
 
 
 def revealing(

@@ -16,6 +16,7 @@ from vllm_dllm.options import check_options
 
 DEFAULT_ACCEPT_PROBABILITY = 0.9
 JOINS_COMMITS = "vllm_dllm_joins_commits"
+FITS_CANVASES = "vllm_dllm_fits_canvases"
 _WIDTH_STEP = 16  # tokens; few widths, and a little room behind the last token asked for
 
 
@@ -40,6 +41,7 @@ class RequestOptions:
     t_max: float | None
     judge_answer_only: bool
     joins_commits: bool
+    fits_canvases: bool
 
     @classmethod
     def from_sampling_params(
@@ -72,6 +74,7 @@ class RequestOptions:
             t_max=get("t_max"),
             judge_answer_only=bool(get("judge_answer_only")),
             joins_commits=bool(own.get(JOINS_COMMITS)),
+            fits_canvases=bool(own.get(FITS_CANVASES)),
         )
 
 
@@ -80,24 +83,36 @@ def is_read_only(params: SamplingParams | None) -> bool:
     return bool(params is not None and (params.extra_args or {}).get("diffusion_read_only"))
 
 
-def fit_canvas(params: SamplingParams | None, canvas_length: int) -> None:
-    """Narrows the canvas of a request that may get fewer tokens than it holds, unless the request
-    says how wide or what it is."""
+def fitted_width(num_tokens: Any) -> Any:
+    """Tokens of a canvas for so many that may still come: a number, or a tensor of them."""
+    return (num_tokens + _WIDTH_STEP - 1) // _WIDTH_STEP * _WIDTH_STEP
+
+
+def fit_canvas(params: SamplingParams | None, canvas_length: int) -> bool:
+    """Narrows the canvas of a request that may get fewer tokens than it holds. Whether its later
+    ones may be narrowed too: not if the request says how wide or what its canvas is."""
     if params is None or params.max_tokens is None or is_read_only(params):
-        return
+        return False
     extra = params.extra_args or {}
     if extra.get("diffusion_canvas_length") or extra.get("diffusion_seed_canvas"):
-        return
-    width = -(-params.max_tokens // _WIDTH_STEP) * _WIDTH_STEP
+        return False
+    width = fitted_width(params.max_tokens)
     if width < canvas_length:
         params.extra_args = {**extra, "diffusion_canvas_length": width}
+    return True
 
 
-def mark_joined_commits(params: SamplingParams | None, joins_commits: bool) -> None:
-    """Tells the worker whether the scheduler commits this request's blocks beside their successors,
-    whatever the request itself says under this key."""
+def mark(params: SamplingParams | None, *, joins_commits: bool, fits_canvases: bool) -> None:
+    """Tells the worker whether the scheduler commits this request's blocks beside their successors
+    and whether it fits its canvases to the tokens that may still come, whatever the request itself
+    says under these keys."""
     if params is not None:
-        params.extra_args = {**(params.extra_args or {}), JOINS_COMMITS: joins_commits}
+        marks = {JOINS_COMMITS: joins_commits, FITS_CANVASES: fits_canvases}
+        params.extra_args = {**(params.extra_args or {}), **marks}
+
+
+def fits_canvases(params: SamplingParams | None) -> bool:
+    return bool(params is not None and (params.extra_args or {}).get(FITS_CANVASES))
 
 
 def _culprits(key: str, value: Any, canvas_length: int | None, vocab_size: int) -> str:
@@ -136,3 +151,31 @@ def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_si
         check_options({k: v for k, v in extra.items() if k.startswith("diffusion_")})
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="extra_args") from error
+
+
+def check_choices(params: SamplingParams) -> None:
+    """Admission check of the tokens that a request leaves to choose among.
+
+    Raises:
+        VLLMValidationError: answered with HTTP 400; `bad_words` or `min_tokens` exclude them all.
+    """
+    key, allowed = "allowed_token_ids", set(params.allowed_token_ids or ())
+    if (params.extra_args or {}).get("diffusion_constrained"):
+        key, allowed = "logprob_token_ids", set(params.logprob_token_ids or ())
+    if not allowed:
+        return
+    culprits = []
+    left = allowed - {word[0] for word in params.bad_words_token_ids or [] if len(word) == 1}
+    if left != allowed:
+        culprits.append("bad_words")
+    if params.min_tokens > 0 and not left.isdisjoint(params.all_stop_token_ids):
+        left -= params.all_stop_token_ids
+        culprits.append("min_tokens")
+    if not left:
+        raise VLLMValidationError(
+            f"{key} must leave a token that {' and '.join(culprits)} do not exclude, got "
+            f"{reprlib.repr(sorted(allowed))} with "
+            + " and ".join(f"{name} = {getattr(params, name)!r}" for name in culprits)
+            + ". Allow another token, or leave one of them out.",
+            parameter=key,
+        )

@@ -21,7 +21,13 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_dllm import compat
 from vllm_dllm.canvas_batch import CanvasBatch
-from vllm_dllm.canvas_logits import CanvasLogits, StreamedLogits, WholeLogits, step_bytes
+from vllm_dllm.canvas_logits import (
+    CanvasLogits,
+    StreamedLogits,
+    WholeLogits,
+    step_bytes,
+    whole_rows,
+)
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats
@@ -30,13 +36,14 @@ from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
 from vllm_dllm.forwards import spares_last_commit
 from vllm_dllm.logit_filters import LogitFilters
 from vllm_dllm.policies import Policies, revealing
-from vllm_dllm.request import RequestOptions
+from vllm_dllm.request import RequestOptions, fitted_width
 from vllm_dllm.soft_embedding import SoftEmbedding
 from vllm_dllm.step_logprobs import StepLogprobs
 from vllm_dllm.stopping import (
     EVERY_BLOCK,
     MAX_STOP_TOKENS,
     NEVER,
+    NO_END,
     is_last_block,
     stop_tokens,
 )
@@ -71,6 +78,8 @@ class DiffusionSampler:
             self.config, state.max_num_reqs, self.canvas_length, self.slots.canvas.device
         )
         extension = state.extension_config
+        self._budget_bytes = extension.sampling_memory_mib << 20
+        compat.score_prompts_by(whole_rows(self.vocab_size, self._budget_bytes))
         self.soft_embedding = SoftEmbedding(
             self.model, extension.self_conditioning_tolerance, extension.self_conditioning_top_k
         )
@@ -78,7 +87,9 @@ class DiffusionSampler:
         self.logprobs = StepLogprobs(
             sampler.logprobs_mode, self.vocab_size, self.slots.canvas.device
         )
-        self._widths = np.zeros(state.max_num_reqs, dtype=np.int64)  # host copy of slots.width
+        # Host copies of slots.width and slots.fitted_end.
+        self._widths = np.zeros(state.max_num_reqs, dtype=np.int64)
+        self._fitted_ends = np.zeros(state.max_num_reqs, dtype=np.int64)
         self._num_stops = np.zeros(state.max_num_reqs, dtype=np.int64)  # of slots.stop_tokens
         # By slot; only requests that ask for one of these are in here.
         self._first_canvases: dict[int, torch.Tensor] = {}  # [width] int64, the caller's
@@ -102,6 +113,7 @@ class DiffusionSampler:
         self._widths[req_idx] = width
         prompt_len = int(self.req_states.prompt_len.np[req_idx])
         end, stops = self._last_block(sampling_params, options, prompt_len)
+        self._fitted_ends[req_idx] = end if options.fits_canvases else NO_END
         self.slots.reset(
             req_idx,
             seed=int(self.sampling_states.seeds.np[req_idx]),
@@ -109,6 +121,7 @@ class DiffusionSampler:
             end=end,
             stop_tokens=stops + [NEVER] * (MAX_STOP_TOKENS - len(stops)),
             width=width,
+            fitted_end=int(self._fitted_ends[req_idx]),
         )
         self._num_stops[req_idx] = len(stops)
         rule = options.window_rule or self.state.extension_config.window_rule
@@ -156,8 +169,8 @@ class DiffusionSampler:
         num_reqs, device = input_batch.num_reqs, logits.device
         if input_batch.num_draft_tokens_per_req is None:  # vLLM's dummy, to see what a step takes
             rows = min(self.state.max_num_tokens, self.state.max_num_reqs * self.canvas_length)
-            budget = self.state.extension_config.sampling_memory_mib << 20
-            torch.empty(step_bytes(self.model, rows, budget), dtype=torch.uint8, device=device)
+            num_bytes = step_bytes(self.model, rows, self._budget_bytes)
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)
         if input_batch.num_draft_tokens == 0:
             none = torch.zeros(num_reqs, dtype=torch.int32, device=device)
             sampled = none[:, None].expand(-1, self.canvas_length)
@@ -177,16 +190,25 @@ class DiffusionSampler:
 
         return _output(spread(best_guess), spread(emitted), spread(rejected), logprobs)
 
-    def _cut_canvases(self, batch: CanvasBatch, starts: torch.Tensor) -> torch.Tensor | None:
-        """[n] bool: canvases of which the scheduler ran only a part, for lack of token budget.
+    def _cut_canvases(
+        self, batch: CanvasBatch, starts: torch.Tensor, input_batch: InputBatch
+    ) -> torch.Tensor | None:
+        """[n] bool: canvases of which the scheduler ran only a part, for lack of token budget, or
+        more than there is, because it did not know yet that a block had ended.
 
-        Such a step says nothing about the canvas: it is taken back, and the whole canvas is
-        scheduled again. A canvas that ends where the context ends is not cut. None: surely none.
+        Such a step says nothing about the canvas: it is taken back, and the canvas is scheduled
+        again. A canvas that ends where the context ends is not cut. None: surely none.
         """
-        if batch.cells is None or (batch.lengths_np == self._widths[batch.slots_np]).all():
+        slots = batch.slots_np
+        most_ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]
+        if (most_ends <= self._fitted_ends[slots]).all() and (
+            batch.cells is None or (batch.lengths_np == self._widths[slots]).all()
+        ):
             return None
         room = self.state.max_model_len - starts
-        return batch.lengths < torch.minimum(self.slots.width[batch.slots], room)
+        wanted = fitted_width(self.slots.fitted_end[batch.slots] - starts)
+        width = torch.minimum(self.slots.width[batch.slots], wanted)
+        return batch.lengths != torch.minimum(width, room)
 
     def _start_canvases(self, slots_np: np.ndarray) -> None:
         """Gives the requests that have just come to the slots [n] their first canvas, which begins
@@ -215,7 +237,7 @@ class DiffusionSampler:
         block_ends = input_batch.seq_lens[batch.request_index]
         starts = block_ends - batch.lengths
         committing = numbers.is_committing == 1
-        cut = self._cut_canvases(batch, starts)
+        cut = self._cut_canvases(batch, starts, input_batch)
         earlier = None if cut is None else slots.progress(idx)
 
         policy = self.policies.of(batch)
@@ -227,7 +249,7 @@ class DiffusionSampler:
             tokens.best_guess,
             self.soft_embedding,
             self.filters,
-            self.state.extension_config.sampling_memory_mib << 20,
+            self._budget_bytes,
         )
         step_temperature = temperature(
             numbers.steps_done, numbers.num_steps, policy.t_min, policy.t_span

@@ -3,7 +3,8 @@
 A prompt's last rows and the first denoising step share a forward: their query rows lie side by
 side, the prompt's causal, the canvas' seeing everything. A finished block is emitted by the step
 that finishes it, and its tokens are then prefilled like a prompt's, beside the next canvas: that is
-its commit. The last block's commit would only write keys and values that nobody reads.
+its commit. The last block's commit would only write keys and values that nobody reads. And no
+canvas is wider than the tokens that its request may still get (`canvas_width`).
 """
 
 from typing import Any
@@ -16,8 +17,19 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_dllm import compat
 from vllm_dllm.config import ExtensionConfig
 from vllm_dllm.forwards import joins_canvases, joins_commits, spares_last_commit
-from vllm_dllm.request import fit_canvas, is_read_only, mark_joined_commits
+from vllm_dllm.request import fit_canvas, fits_canvases, fitted_width, is_read_only, mark
 from vllm_dllm.stopping import was_foreseen
+
+
+def canvas_width(request: Request, canvas_length: int) -> int:
+    """Tokens of the canvas that follows what `request` has got, or of the one it is at."""
+    width = compat.stock_canvas_width(request, canvas_length)
+    if fits_canvases(request.sampling_params):
+        width = min(width, fitted_width(request.max_tokens - request.num_output_tokens))
+    return width
+
+
+compat.set_canvas_width(canvas_width)
 
 
 class CanvasScheduling(compat.SchedulerHooks):
@@ -36,9 +48,9 @@ class CanvasScheduling(compat.SchedulerHooks):
         self._prompt_scores: dict[str, tuple[Any, Any]] = {}
 
     def add_request(self, request: Request) -> None:
-        if self.fits_canvas:
-            fit_canvas(request.sampling_params, self.num_spec_tokens)
-        mark_joined_commits(request.sampling_params, self.joins_commits)
+        params = request.sampling_params
+        fits = self.fits_canvas and fit_canvas(params, self.num_spec_tokens)
+        mark(params, joins_commits=self.joins_commits, fits_canvases=fits)
         super().add_request(request)
 
     # --- a prompt and its first canvas ------------------------------------------------------
@@ -67,7 +79,7 @@ class CanvasScheduling(compat.SchedulerHooks):
             if num_tokens == 1 and request.num_computed_tokens > 0:
                 continue
             width = min(
-                compat.diffusion_canvas_width(request, self.num_spec_tokens),
+                canvas_width(request, self.num_spec_tokens),
                 self.max_model_len - computed,
             )
             if not 0 < width <= budget:
@@ -90,7 +102,7 @@ class CanvasScheduling(compat.SchedulerHooks):
         num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         num_tokens = output.num_scheduled_tokens[request_id]
         room = self.max_model_len - request.num_computed_tokens - num_tokens
-        width = compat.diffusion_canvas_width(request, self.num_spec_tokens)
+        width = canvas_width(request, self.num_spec_tokens)
         if not 0 < num_drafts < min(num_tokens, width) or room <= 0:
             return 0
         del output.scheduled_spec_decode_tokens[request_id]
@@ -124,6 +136,9 @@ class CanvasScheduling(compat.SchedulerHooks):
             # vLLM took the canvas for accepted drafts. The next step computes its tokens.
             request.num_computed_tokens -= block_length
             self._spared_commits.append(block_length)
+        # Drafts for the block before.
+        width = canvas_width(request, self.num_spec_tokens)
+        request.spec_token_ids = request.spec_token_ids[:width]
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
         if request.num_computed_tokens == 0:
@@ -166,7 +181,7 @@ class CanvasScheduler(compat.StockDiffusionScheduler, CanvasScheduling):
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             if not request.is_prefill_chunk:
-                width = compat.diffusion_canvas_width(request, self.num_spec_tokens)
+                width = canvas_width(request, self.num_spec_tokens)
                 request.spec_token_ids = [-1] * width
 
 

@@ -14,6 +14,7 @@ from vllm_dllm.attention import gpu_backend
 from vllm_dllm.checkpoint.quantize_source import INDEX_FILE, WEIGHTS_FILE, read_shards
 from vllm_dllm.config import DenoiseConfig, ExtensionConfig
 from vllm_dllm.cpu import compilation
+from vllm_dllm.models.vocabulary import shards_begin_at_blocks
 from vllm_dllm.options import check_options
 
 logger = init_logger(__name__)
@@ -106,7 +107,8 @@ def default_max_num_seqs(vllm_config: VllmConfig) -> int:
     quantization = vllm_config.quant_config
     # compressed-tensors never quantises the embeddings here, see `quantization/config.py`.
     plain = quantization is None or quantization.get_name() == "compressed-tensors"
-    if not (config.tie_word_embeddings and plain):
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if not (plain and shards_begin_at_blocks(config.vocab_size, ranks)):
         most = min(most, LOGITS_MEMORY_BYTES // (canvas_length * config.vocab_size * 8))
     return max(_FEWEST_REQUESTS, most)
 

@@ -62,6 +62,7 @@ class CanvasSlots:
     stop_tokens: torch.Tensor  # [R, MAX_STOP_TOKENS] int64
     symmetric_window: torch.Tensor  # [R] int32, 1 = symmetric window rule, 0 = reference
     width: torch.Tensor  # [R] int64, canvas length the request asked for, 1..C
+    fitted_end: torch.Tensor  # [R] int64, absolute position: no canvas reaches far behind it
 
     @classmethod
     def allocate(
@@ -85,6 +86,7 @@ class CanvasSlots:
             stop_tokens=zeros(R, MAX_STOP_TOKENS, dtype=torch.int64),
             symmetric_window=zeros(R, dtype=torch.int32),
             width=zeros(R, dtype=torch.int64),
+            fitted_end=zeros(R, dtype=torch.int64),
         )
 
     def reset(
@@ -96,6 +98,7 @@ class CanvasSlots:
         end: int,
         stop_tokens: list[int],  # [MAX_STOP_TOKENS]
         width: int,
+        fitted_end: int,
     ) -> None:
         """Prepares a slot for a new or resumed request, with nothing denoised yet."""
         numbers = SlotNumbers(
@@ -112,6 +115,7 @@ class CanvasSlots:
         self.pinned[slot].fill_(False)
         self.revealed[slot].fill_(False)
         self.width[slot].fill_(width)
+        self.fitted_end[slot].fill_(fitted_end)
         self.stop_tokens[slot] = async_tensor_h2d(np.array(stop_tokens), device=self.canvas.device)
 
     def read_numbers(self, idx: Index) -> SlotNumbers:

@@ -8,7 +8,15 @@ from vllm.v1.outputs import LogprobsTensors
 
 from vllm_dllm.canvas_batch import CanvasBatch
 from vllm_dllm.canvas_logits import CanvasLogits
-from vllm_dllm.logprobs import LogprobRequest, choose, concat, joined, token_logprobs
+from vllm_dllm.logprobs import (
+    LogprobRequest,
+    choose,
+    concat,
+    first_rows_of,
+    joined,
+    padded,
+    token_logprobs,
+)
 from vllm_dllm.request import RequestOptions
 
 
@@ -21,7 +29,8 @@ class StepLogprobs:
         self.vocab_size = vocab_size
         self.device = device
         self._requests: dict[int, LogprobRequest] = {}
-        self._latest: dict[int, LogprobsTensors] = {}  # of the slot's latest denoising step
+        # Of the slot's latest step that was not taken back, as many rows as a canvas may have.
+        self._latest: dict[int, LogprobsTensors] = {}
         self._read_only: set[int] = set()
         self._constrained: set[int] = set()
 
@@ -57,7 +66,6 @@ class StepLogprobs:
         before, which are kept for it."""
         if self._requests.keys().isdisjoint(batch.slots_np.tolist()):
             return None
-        taken_back = [False] * batch.num_canvases if cut is None else cut.tolist()
         parts: list[LogprobsTensors] = []
         first_rows = [0] * num_reqs
         num_rows, end = 0, 0
@@ -71,7 +79,7 @@ class StepLogprobs:
         ):
             end += length
             wanted = self._requests.get(slot)
-            if wanted is None or taken_back[i]:
+            if wanted is None:
                 continue
             read_only = slot in self._read_only
             # A constrained request asks for probabilities among its choices.
@@ -83,11 +91,14 @@ class StepLogprobs:
                 scale = None if read_only else row_temperature[first : first + len(rows)]
                 tiles.append(token_logprobs(rows, scale, chosen, wanted, self.reports_logits))
                 first += len(rows)
-            current = joined(tiles)
-            reported = current
-            if not read_only and slot in self._latest:
-                reported = choose(at_once[i], current, self._latest[slot])
-            self._latest[slot] = current
+            current = reported = joined(tiles)
+            if not read_only:
+                latest = padded(current, batch.canvas_length)
+                if (before := self._latest.get(slot)) is not None:
+                    reported = choose(at_once[i], current, first_rows_of(before, length))
+                    # The host does not know whether the step was taken back.
+                    latest = latest if cut is None else choose(cut[i], before, latest)
+                self._latest[slot] = latest
             first_rows[request] = num_rows
             num_rows += len(reported.logprobs)
             parts.append(reported)

@@ -11,6 +11,8 @@ committed like any other."""
 NEVER = -1
 """Fills the unused places of a stop token list."""
 
+NO_END = 1 << 40
+"""Of requests whose canvases are not fitted to the tokens before their end."""
 
 EVERY_BLOCK = 0
 """End of requests of which every block counts as the last one."""

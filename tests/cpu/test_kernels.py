@@ -24,6 +24,7 @@ from tests.cpu.kernel_inputs import (
     tokens,
 )
 from vllm_dllm.cpu.kernels import NATIVE_KERNELS
+from vllm_dllm.cpu.kernels_logprobs import prompt_logprobs_token_ids
 from vllm_dllm.cpu.launch import CpuKernel, replace_kernels
 
 
@@ -355,6 +356,16 @@ def test_native_kernel_agrees_with_triton(case: str, seed: int) -> None:
             torch.testing.assert_close(
                 mine, triton_s, rtol=0.0, atol=atol, msg=lambda m, i=index: f"tensor {i}: {m}"
             )
+
+
+def test_the_token_behind_the_last_slot_is_one_of_the_vocabulary() -> None:
+    """Its request ends where the context ends; vLLM scores whatever stands in the buffer."""
+    targets = torch.full((8,), 1 << 40)
+    tokens = torch.arange(4 * 32, dtype=torch.int32).view(4, 32)
+    prompt_logprobs_token_ids(
+        (1,), targets, int32([0, 8]), torch.tensor([3]), int32([0, 0, 0, 24]), tokens, 32
+    )
+    assert targets.tolist() == [*range(3 * 32 + 25, 4 * 32), 0]
 
 
 def test_every_native_kernel_has_a_case() -> None:

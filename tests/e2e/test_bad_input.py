@@ -8,6 +8,7 @@ from openai import BadRequestError
 
 from tests.e2e.conftest import CANVAS, MAX_MODEL_LEN, Server
 
+EOS = 1
 PIXEL = base64.b64encode(
     bytes.fromhex(
         "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
@@ -77,6 +78,10 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "min_p": ({"extra_body": {"min_p": 1.1}}, r"min_p must be in \[0, 1\], got 1.1"),
     "min_tokens": ({"extra_body": {"min_tokens": 400}}, "min_tokens must be less than or equal"),
     "allowed": ({"extra_body": {"allowed_token_ids": [5000]}}, "allowed_token_ids"),
+    "only the end of the answer, and not yet": (
+        {"extra_body": {"allowed_token_ids": [EOS], "min_tokens": 5}},
+        rf"allowed_token_ids must leave .* got \[{EOS}\] with min_tokens = 5",
+    ),
     "response_format": ({"response_format": {"type": "json_object"}}, "tructured output"),
 }
 

@@ -79,6 +79,10 @@ def cached_tokens(engine: Engine, prompt: list[int]) -> int:
     return output[0].num_cached_tokens
 
 
+def preemptions(engine: Engine) -> float:
+    return sum(m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
     """Starts engines of the given checkpoint and options; one at a time, the last one is kept."""

@@ -1,6 +1,8 @@
 """A vocabulary that is read tile by tile: the answers do not depend on the tiles, nor on how many
 processes share it."""
 
+import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,22 @@ import torch
 from vllm import SamplingParams
 
 from tests.serving import reference
-from tests.serving.conftest import Engine
+from tests.serving.conftest import Engine, preemptions
+from tests.serving.exchanges import EXCHANGES
 from tests.serving.one_step import random_ids
+from tests.serving.waits import WATCHED, waits_during
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
+from vllm_dllm.denoise.vocab_stream import BLOCK
 
 V, C = 40_960, 32
-OPTIONS = {"kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.3, "max_model_len": 256}
+OPTIONS = {
+    "kv_cache_memory_bytes": 64 << 20,
+    "gpu_memory_utilization": 0.3,
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+}
+# Room for a block of each request of `decode`, not for three.
+FEW_BLOCKS = {"num_gpu_blocks_override": 53, "block_size": 32, "disable_log_stats": False}
 # Of each kind: streamed, and such as take whole rows of logits, side by side.
 KINDS: list[dict[str, Any]] = [
     {},
@@ -33,15 +45,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(path, vocab_size=V, canvas_length=C)
 
 
-def decode(engine: Engine) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """Tokens and canvases of requests of all kinds, in one batch."""
-    params = []
-    for seed, kind in enumerate(KINDS):
-        # Random weights are chaotic: a last bit of difference shows after a few steps.
-        extra = {"diffusion_max_steps": 2, **kind.get("extra_args", {})}
-        options = {**kind, "extra_args": extra}
-        params.append(SamplingParams(max_tokens=C, seed=seed, ignore_eos=True, **options))
-    prompts = [{"prompt_token_ids": random_ids(9 + i, V, i)} for i in range(len(KINDS))]
+def params_of(kind: dict[str, Any], seed: int, max_tokens: int) -> SamplingParams:
+    # Random weights are chaotic: a last bit of difference shows after a few steps.
+    extra = {"diffusion_max_steps": 2, **kind.get("extra_args", {})}
+    options = {**kind, "extra_args": extra}
+    return SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, **options)
+
+
+def decode(
+    engine: Engine, kinds: list[dict[str, Any]] = KINDS, max_tokens: int = C
+) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Tokens and canvases of requests of these kinds, in one batch."""
+    params = [params_of(kind, seed, max_tokens) for seed, kind in enumerate(kinds)]
+    prompts = [{"prompt_token_ids": random_ids(9 + i, V, i)} for i in range(len(kinds))]
     outputs = engine.llm.generate(prompts, params, use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in outputs], engine.canvases(outputs)
 
@@ -49,6 +65,12 @@ def decode(engine: Engine) -> tuple[list[list[int]], list[list[list[int]]]]:
 @pytest.fixture(scope="module")
 def usual(checkpoint: Path, engine: Callable[..., Engine]) -> Any:
     return decode(engine(checkpoint, **OPTIONS))
+
+
+@pytest.fixture(scope="module")
+def long(checkpoint: Path, engine: Callable[..., Engine], usual: Any) -> list[list[int]]:
+    """Tokens of three blocks."""
+    return decode(engine(checkpoint, **OPTIONS), max_tokens=3 * C)[0]
 
 
 def test_best_guesses_are_the_references(checkpoint: Path, engine: Callable[..., Engine]) -> None:
@@ -75,11 +97,48 @@ def test_best_guesses_are_the_references(checkpoint: Path, engine: Callable[...,
         assert step["entropy"] == pytest.approx(entropy.item(), abs=1e-3)
 
 
-def test_small_tiles(checkpoint: Path, engine: Callable[..., Engine], usual: Any) -> None:
-    """Nor on a tolerance that is next to nothing."""
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_a_seed_gives_the_same_canvases_in_any_batch(
+    checkpoint: Path, engine: Callable[..., Engine], batch_size: int
+) -> None:
+    served = engine(checkpoint, **OPTIONS)
+    generator = random.Random(batch_size)
+    own = [params_of(KINDS[seed % len(KINDS)], seed, 2 * C) for seed in range(12)]
+    prompt = {"prompt_token_ids": random_ids(11, V, 1)}
+    alone = [served.llm.generate(prompt, params, use_tqdm=False)[0] for params in own]
+    together = []
+    for params in own:
+        prompts, batch = [prompt], [params]
+        for i in range(batch_size - 1):
+            length = generator.randrange(1, 60)
+            prompts.append({"prompt_token_ids": random_ids(length, V, generator.randrange(99))})
+            batch.append(params_of(generator.choice(KINDS), i, generator.choice([5, C, 2 * C])))
+        where = generator.randrange(batch_size)
+        for column in (prompts, batch):
+            column[0], column[where] = column[where], column[0]
+        together.append(served.llm.generate(prompts, batch, use_tqdm=False)[where])
+    canvases = [served.canvases(outputs) for outputs in (alone, together)]
+    assert canvases[0] == canvases[1]
+    assert len(set(map(str, canvases[0]))) == len(own)
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+def test_small_tiles(
+    checkpoint: Path, engine: Callable[..., Engine], usual: Any, long: list[list[int]]
+) -> None:
+    """Nor on a tolerance that is next to nothing, nor on preemptions."""
     settings = {"sampling_memory_mib": 1, "self_conditioning_tolerance": 1e-7}
-    small = engine(checkpoint, settings=settings, **OPTIONS)
-    assert decode(small) == usual
+    small = engine(checkpoint, settings=settings, **OPTIONS, **FEW_BLOCKS)
+    assert decode(small) == usual and preemptions(small) == 0
+    assert decode(small, max_tokens=3 * C)[0] == long
+    assert preemptions(small) > 0
+
+
+def test_no_step_waits_for_the_device(checkpoint: Path, engine: Callable[..., Engine]) -> None:
+    """Of one token budget less than a canvas for each: some are cut short and taken back."""
+    served = engine(checkpoint, max_num_batched_tokens=100, **WATCHED, **OPTIONS)
+    assert waits_during(served, lambda: decode(served)) == []
 
 
 def test_two_processes_share_the_vocabulary(
@@ -89,6 +148,12 @@ def test_two_processes_share_the_vocabulary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    tokens, _ = decode(engine(checkpoint, tensor_parallel_size=2, **OPTIONS))
+    served = engine(checkpoint, tensor_parallel_size=2, **EXCHANGES, **OPTIONS)
+    tokens, _ = decode(served)
     # Sums over processes round differently, which a noisy draw on the way may show.
     assert tokens == usual[0]
+    served.llm.collective_rpc("watch_exchanges")
+    decode(served, kinds=[{}, {}])
+    # Of each of the 2 C rows no more than five numbers of each block of the vocabulary.
+    for shapes in served.llm.collective_rpc("exchanges"):
+        assert shapes and max(map(math.prod, shapes)) <= 2 * C * 5 * V // 2 // BLOCK

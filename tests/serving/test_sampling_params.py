@@ -1,6 +1,7 @@
 """Each sampling parameter and denoising setting has its effect on the served model's output."""
 
 import json
+import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,6 +17,9 @@ from tests.serving.conftest import HELD_OUT, TRAINED, Engine
 ROWS = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
 PROMPT = ROWS[0]["messages"]
 EOS = 1
+# Unlike anything it was trained on: what comes out depends on the noise.
+ODD = [{"role": "user", "content": "kq 7 {w: 3 zx"}]
+SEEDS = range(1, 5)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +42,9 @@ def tokens(served: Engine, **options: Any) -> list[int]:
 
 def xargs(**options: Any) -> dict[str, Any]:
     return {"extra_args": {f"diffusion_{name}": value for name, value in options.items()}}
+
+
+NOISY = {"max_tokens": 64, **xargs(max_steps=3, t_min=1.0, t_max=2.0)}
 
 
 def steps_of(served: Engine, output: RequestOutput) -> list[dict[str, Any]]:
@@ -88,8 +95,9 @@ def test_penalties_make_an_answer_repeat_itself_less(
 
 
 def test_greedy_candidates(served: Engine) -> None:
-    """With temperature 0 what is kept of a step is its best guess; so it is with min_p 1."""
-    for options in ({"temperature": 0.0}, {"min_p": 1.0}):
+    """With temperature 0 what is kept of a step is its best guess; so it is where others are left
+    out."""
+    for options in ({"temperature": 0.0}, {"min_p": 1.0}, {"top_p": 1e-3}, {"top_k": 1}):
         output = ask(served, **options)
         steps = steps_of(served, output)
         assert steps
@@ -178,16 +186,52 @@ def test_few_tokens_take_a_narrow_canvas(served: Engine) -> None:
 
 
 def test_several_answers(served: Engine) -> None:
-    output = ask(served, n=3, temperature=1.0)
-    assert len(output.outputs) == 3
-    assert {completion.text for completion in output.outputs} == {ROWS[0]["answer"]}
+    """Each is that of its own seed."""
+    params = [
+        SamplingParams(n=4, seed=1, **NOISY),
+        *(SamplingParams(seed=i, **NOISY) for i in SEEDS),
+    ]
+    several, *each = answers(served, [ODD] * len(params), params)
+    texts = [completion.text for completion in several.outputs]
+    assert texts == [output.outputs[0].text for output in each]
+    assert len(set(texts)) > 1
+
+
+def test_truncation_comes_after_the_temperature(served: Engine) -> None:
+    """At a high one the tokens are nearly alike. What the model is sure of at 1 would be all that
+    is left if that were judged before."""
+    hot = xargs(t_min=100.0, t_max=100.0, max_steps=1)
+
+    def tokens_left(**options: Any) -> float:
+        return math.exp(steps_of(served, ask(served, **hot, **options))[0]["entropy"])
+
+    everything = tokens_left()
+    assert everything > 450
+    assert tokens_left(top_p=0.5) == pytest.approx(everything / 2, rel=0.1)
+    assert tokens_left(top_p=0.1) == pytest.approx(everything / 10, rel=0.25)
+    assert tokens_left(top_k=5) == pytest.approx(5, rel=0.05)
+    assert tokens_left(top_p=0.5, top_k=6) == pytest.approx(3, rel=0.2)
+
+
+def first_step(served: Engine, **options: Any) -> tuple[list[int], list[dict[int, float]]]:
+    """Tokens and logprobs of the answer to an odd question after one step at temperature 2."""
+    settings = xargs(t_min=1.0, t_max=2.0, max_steps=1)
+    params = SamplingParams(max_tokens=64, seed=1, logprobs=20, ignore_eos=True, **settings)
+    for name, value in options.items():
+        setattr(params, name, value)
+    output = answers(served, [ODD], [params])[0].outputs[0]
+    scores = [{t: entry.logprob for t, entry in at.items()} for at in output.logprobs]
+    return list(output.token_ids), scores
 
 
 def test_logprobs_are_the_models_own_unless_asked_otherwise(served: Engine) -> None:
-    plain, biased = ask(served, logprobs=1), ask(served, logprobs=1, logit_bias={33: -0.5})
-    for ours, theirs in zip(plain.outputs[0].logprobs, biased.outputs[0].logprobs, strict=True):
-        for token in ours.keys() & theirs.keys():
-            assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=0.05)
+    """A bias on the tokens of the answer does not show in them."""
+    plain, scores = first_step(served)
+    biased, biased_scores = first_step(served, logit_bias=dict.fromkeys(plain, -3.0))
+    assert biased != plain
+    for before, after in zip(scores, biased_scores, strict=True):
+        for token in before.keys() & after.keys():
+            assert after[token] == pytest.approx(before[token], abs=1e-3)
 
 
 def test_prompt_logprobs(served: Engine) -> None:
@@ -228,18 +272,16 @@ def random_params(generator: random.Random) -> SamplingParams:
 @pytest.mark.parametrize("batch_size", [4, 16])
 def test_a_seed_gives_the_same_canvases_in_any_batch(served: Engine, batch_size: int) -> None:
     generator = random.Random(batch_size)
-    # Unlike anything it was trained on: what comes out depends on the noise.
-    odd = [{"role": "user", "content": "kq 7 {w: 3 zx"}]
     own = [
         SamplingParams(
             seed=seed, max_tokens=64, ignore_eos=True, **xargs(max_steps=3, t_min=1.0, t_max=2.0)
         )
         for seed in range(50)
     ]
-    alone = [answers(served, [odd], [params])[0] for params in own]
+    alone = [answers(served, [ODD], [params])[0] for params in own]
     together = []
     for params in own:
-        prompts, batch = [odd], [params]
+        prompts, batch = [ODD], [params]
         for _ in range(batch_size - 1):
             prompts.append(generator.choice(ROWS)["messages"])
             batch.append(random_params(generator))
@@ -252,3 +294,21 @@ def test_a_seed_gives_the_same_canvases_in_any_batch(served: Engine, batch_size:
     assert len(set(map(str, canvases[0]))) == len(own)
     for one, other in zip(alone, together, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+def test_processed_logprobs(engine: Callable[..., Engine]) -> None:
+    """Of what is left of the vocabulary, biases included; the model's own were another share. The
+    last test here: its engine takes the other one's place."""
+    processed = engine(TRAINED, logprobs_mode="processed_logprobs")
+    left = {"allowed_token_ids": list(range(80, 100))}
+    plain, scores = first_step(processed, **left)
+    bias = dict.fromkeys(plain, -3.0)
+    biased, biased_scores = first_step(processed, **left, logit_bias=bias)
+    assert biased != plain
+    for before, after in zip(scores, biased_scores, strict=True):
+        assert sum(map(math.exp, before.values())) == pytest.approx(1, abs=1e-4)
+        # At temperature 2.
+        moved = {token: score + bias.get(token, 0.0) / 2 for token, score in before.items()}
+        total = math.log(sum(map(math.exp, moved.values())))
+        for token in moved.keys() & after.keys():
+            assert after[token] == pytest.approx(moved[token] - total, abs=1e-3)

@@ -96,3 +96,29 @@ def test_a_prompt_that_fills_the_token_budget_is_prefilled_alone(
     assert forwards_of(served, 96 - CANVAS, 1) == steps
     assert forwards_of(served, 96 - CANVAS + 1, 1) == 1 + steps
     assert forwards_of(served, 2 * 96 - CANVAS, 1) == 1 + steps
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "asynchronous"])
+def test_the_last_canvas_is_as_wide_as_what_may_still_come(
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    asynchronous: None,
+    is_ahead: bool,
+) -> None:
+    """Also where the step after a block was scheduled before its end was known."""
+    ahead = {"async_scheduling": True} if is_ahead else {}
+    served = engine(tiny(64), settings={"fit_canvas": True}, **ahead, **COUNTED)
+
+    def widths(max_tokens: int, **extra: int) -> list[int]:
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, extra_args={**FEW_STEPS, **extra}
+        )
+        prompt = {"prompt_token_ids": random_ids(40, 512, seed=1)}
+        output = served.llm.generate(prompt, params, use_tqdm=False)[0]
+        assert len(output.outputs[0].token_ids) == max_tokens
+        return [len(step["canvas"]) for step in served.steps(output.request_id)]
+
+    steps = FEW_STEPS["diffusion_max_steps"]
+    assert widths(CANVAS + 1) == [CANVAS] * steps + [16] * steps
+    assert widths(2 * CANVAS - 1) == [CANVAS] * 2 * steps
+    assert widths(CANVAS + 1, diffusion_canvas_length=CANVAS) == [CANVAS] * 2 * steps

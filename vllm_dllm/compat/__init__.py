@@ -68,6 +68,30 @@ def set_request_check(check: Callable[..., Any]) -> None:
     input_processor.validate_diffusion_sampling_params = check
 
 
+def set_choices_check(check: Callable[[SamplingParams], None]) -> None:
+    """`check` sees, at their admission, the sampling parameters of diffusion requests that name the
+    tokens to choose among, with the stop tokens and bad words that the engine will see."""
+    if input_processor.InputProcessor._validate_params.__module__ == __name__:
+        return
+    stock_validate_params = input_processor.InputProcessor._validate_params
+
+    def validate_params(self: input_processor.InputProcessor, params: Any, *args: Any) -> Any:
+        found = stock_validate_params(self, params, *args)
+        names_tokens = isinstance(params, SamplingParams) and (
+            params.allowed_token_ids or params.logprob_token_ids
+        )
+        if self.model_config.is_diffusion and names_tokens:
+            own = params.clone()
+            eos = self.renderer.get_eos_token_id()
+            own.update_from_generation_config(self.generation_config_fields, eos)
+            if self.tokenizer is not None:
+                own.update_from_tokenizer(self.tokenizer)
+            check(own)
+        return found
+
+    input_processor.InputProcessor._validate_params = validate_params
+
+
 def set_serving_config(architecture: str, serving_config: type) -> None:
     """Makes `serving_config`, a VerifyAndUpdateConfig, adjust vLLM's configuration for models of
     `architecture`."""
@@ -173,6 +197,18 @@ def prefill_emitted_tokens() -> None:
     GPUModelRunner.update_requests = update_requests
 
 
+def score_prompts_by(num_rows: int) -> None:
+    """A worker's prompt log-probabilities are made of the logits of so many rows at a time, or of
+    vLLM's 1024 if that is less. Repeatable."""
+    from vllm.v1.worker.gpu.sample import prompt_logprob  # made this process' worker
+
+    prompt_logprob.CHUNK_SIZE = min(num_rows, PROMPT_ROWS)
+
+
+PROMPT_ROWS = 1024
+"""vLLM's own."""
+
+
 def replace_rejection_sample(replacement: Callable[..., Any]) -> None:
     """Makes this process verify drafts with `replacement`. Repeatable."""
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler  # made this process' worker
@@ -188,7 +224,7 @@ def stock_rejection_sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tor
 
 StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler
 StockDiffusionAsyncScheduler = diffusion_scheduler.DiffusionAsyncScheduler
-diffusion_canvas_width = diffusion_scheduler.diffusion_canvas_width
+stock_canvas_width = diffusion_scheduler.diffusion_canvas_width
 _stock_schedulers = {
     "DiffusionScheduler": StockDiffusionScheduler,
     "DiffusionAsyncScheduler": StockDiffusionAsyncScheduler,
@@ -213,6 +249,12 @@ def set_schedulers(architecture: str, schedulers: Mapping[str, str]) -> None:
 
     for name, path in schedulers.items():
         setattr(diffusion_scheduler, name, choose(name, path))
+
+
+def set_canvas_width(canvas_width: Callable[[Request, int], int]) -> None:
+    """Makes vLLM's diffusion schedulers ask `canvas_width`, of the signature of
+    `stock_canvas_width`, how wide the next canvas of a request is."""
+    diffusion_scheduler.diffusion_canvas_width = canvas_width
 
 
 _stock_validate_diffusion = SamplingParams._validate_diffusion

@@ -9,16 +9,28 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
 from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
 from vllm_dllm.denoise.vocab_stream import BLOCK, STREAMED_FROM
 
+logger = init_logger(__name__)
+
+
+def shards_begin_at_blocks(vocab_size: int, num_ranks: int) -> bool:
+    """Whether the shards that vLLM gives tensor-parallel ranks begin at multiples of `BLOCK`, so
+    that draws do not depend on their number. The last block may be a part of one."""
+    return num_ranks == 1 or pad_vocab_size(vocab_size) // num_ranks % BLOCK == 0
+
 
 class Vocabulary:
-    """Of a model with Gemma's names: `model.embed_tokens`, `model.normalizer`, `config`."""
+    """Of a model with Gemma's names: `model.embed_tokens`, `model.normalizer`, `lm_head`,
+    `config`."""
 
     config: Any
     model: Any
+    lm_head: Any
 
     @property
     def softcap(self) -> float | None:
@@ -31,22 +43,45 @@ class Vocabulary:
 
     @cached_property
     def streams_vocabulary(self) -> bool:
-        """Whether the sampler may read the vocabulary tile by tile: a large one, whose output
-        weights are the embeddings, and whose shards begin at blocks."""
-        _, weight = self.vocabulary_shard()
-        return (
-            self.config.vocab_size >= STREAMED_FROM
-            and self.config.tie_word_embeddings
-            and weight.is_floating_point()
-            and weight.dtype != torch.float8_e4m3fn
-            and self.model.embed_tokens.num_embeddings_per_partition % BLOCK == 0
-        )
+        """Whether the sampler may read the vocabulary tile by tile; of a large one that it may not
+        the log says why."""
+        if self.config.vocab_size < STREAMED_FROM:
+            return False
+        obstacle = self._obstacle_to_streaming()
+        if obstacle is not None:
+            logger.warning(
+                "A step holds the logits of all its rows at once, which `sampling_memory_mib` does "
+                "not bound: %s.",
+                obstacle,
+            )
+        return obstacle is None
+
+    def _obstacle_to_streaming(self) -> str | None:
+        for layer in (self.model.embed_tokens, self.lm_head):
+            weight = getattr(layer, "weight", None)  # packed ones have other names
+            # The types that products with the embeddings are made in.
+            if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                return "the embeddings or the LM head are quantised"
+        ranks = get_tp_group().world_size
+        if not shards_begin_at_blocks(self.config.vocab_size, ranks):
+            return (
+                f"{ranks} tensor-parallel ranks share {self.config.vocab_size} tokens in shards "
+                f"that are no multiple of {BLOCK}"
+            )
+        return None
 
     def vocabulary_shard(self) -> tuple[int, torch.Tensor]:
         """This rank's first token, and the embeddings [n, H] from there on."""
         shard = self.model.embed_tokens.shard_indices
         first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
         return first, self.model.embed_tokens.weight[: end - first]
+
+    def output_shard(self) -> torch.Tensor:
+        """The LM head's weights [n, H] of the tokens of `vocabulary_shard`."""
+        _, embeddings = self.vocabulary_shard()
+        if getattr(self.config, "tie_word_embeddings", True):  # as transformers has it
+            return embeddings
+        return self.lm_head.weight[: len(embeddings)]
 
     def gather_shards(self, columns: Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Each [rows, B] of this rank's vocabulary -> [rows, B of all], in the tokens' order."""
@@ -79,11 +114,11 @@ class Vocabulary:
         tokens: torch.Tensor,  # [rows] int64
     ) -> torch.Tensor:
         """Each row's soft-capped logit [rows] fp32 of its own token; far down where that is < 0."""
-        first, weight = self.vocabulary_shard()
-        place = tokens - first
+        first, _ = self.vocabulary_shard()
+        weight, place = self.output_shard(), tokens - first
         is_here = (place >= 0) & (place < len(weight))
-        embeddings = weight[place.clamp(0, len(weight) - 1)]
-        logits = self.cap((hidden.float() * embeddings.float()).sum(dim=-1))
+        of_tokens = weight[place.clamp(0, len(weight) - 1)]
+        logits = self.cap((hidden.float() * of_tokens.float()).sum(dim=-1))
         logits.masked_fill_(~is_here, MASKED_LOGIT)
         group = get_tp_group()
         return logits if group.world_size == 1 else group.all_gather(logits[:, None]).amax(dim=1)
