@@ -91,7 +91,9 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
         def __init__(self) -> None:
             nn.Module.__init__(self)
             self.config = SimpleNamespace(
-                final_logit_softcapping=SOFTCAP, vocab_size=inputs.vocab_size
+                final_logit_softcapping=SOFTCAP,
+                vocab_size=inputs.vocab_size,
+                tie_word_embeddings=True,
             )
             self.model = nn.Module()
             self.model.normalizer = inputs.hidden_size**0.5
