@@ -131,8 +131,15 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
     return lambda weights: weights | {name: change(weights[name])}
 
 
-def added(name: str) -> Callable[[Weights], Weights]:
-    return lambda weights: weights | {name: torch.zeros(1, dtype=torch.int32)}
+def added(name: str, tensor: torch.Tensor) -> Callable[[Weights], Weights]:
+    return lambda weights: weights | {name: tensor}
+
+
+def one_byte(scales: torch.Tensor, byte: int) -> torch.Tensor:
+    """With another e4m3 number in the middle."""
+    changed = scales.clone()
+    changed.view(torch.uint8)[len(scales) // 2, 1] = byte
+    return changed
 
 
 # name: (scheme, what is done to the weights, what the error says)
@@ -179,23 +186,49 @@ DAMAGE: dict[str, tuple[str, Callable[[Weights], Weights], str]] = {
     ),
     "zero-points": (
         "NVFP4",
-        added(f"{MLP}.up_proj.weight_zero_point"),
+        added(f"{MLP}.up_proj.weight_zero_point", torch.zeros(1, dtype=torch.int32)),
         r"at .*up_proj\.weight_zero_point.*the layer has no weight_zero_point, only \[",
     ),
     "scale-is-nan": (
         "FP8_DYNAMIC",
         changed(f"{MLP}.up_proj.weight_scale", lambda w: w * torch.nan),
-        r"layers\.1\.mlp\.gate_up_proj\.weight_scale must hold positive numbers only",
+        rf"at {re.escape(MLP)}\.up_proj\.weight_scale of .*positive numbers only, got nan",
     ),
     "scale-is-zero": (
         "NVFP4",
         changed(f"{EXPERT}.down_proj.input_global_scale", torch.zeros_like),
-        r"layers\.2\..*w2_input_global_scale must hold positive numbers only",
+        rf"at {re.escape(EXPERT)}\.down_proj\.input_global_scale of .* numbers only, got 0\.0",
     ),
-    "global-scales-differ": (
+    "scale-of-a-group-is-nan": (
+        "NVFP4",
+        changed(f"{EXPERT}.gate_proj.weight_scale", lambda w: one_byte(w, 0x7F)),
+        rf"at {re.escape(EXPERT)}\.gate_proj\.weight_scale of .*numbers only, got nan",
+    ),
+    "scale-of-a-group-is-zero": (
+        "NVFP4",
+        changed(f"{MLP}.down_proj.weight_scale", lambda w: one_byte(w, 0)),
+        rf"at {re.escape(MLP)}\.down_proj\.weight_scale of .*numbers only, got 0\.0",
+    ),
+    "scale-of-a-group-is-negative": (
+        "NVFP4",
+        changed(f"{MLP}.down_proj.weight_scale", lambda w: one_byte(w, 0x80 + 0x38)),
+        rf"at {re.escape(MLP)}\.down_proj\.weight_scale of .*numbers only, got -1\.0",
+    ),
+    "scale-of-the-kv-cache-is-nan": (
+        "FP8_DYNAMIC",
+        added("model.decoder.layers.1.self_attn.k_scale", torch.tensor([torch.nan])),
+        r"at model\.decoder\.layers\.1\.self_attn\.k_scale of .*numbers only, got nan",
+    ),
+    "global-scales-of-gate-and-up-differ": (
         "NVFP4",
         changed(f"{EXPERT}.up_proj.weight_global_scale", lambda w: 2 * w),
-        r"layers\.2\..*w13_weight_global_scale is made of must share one weight_global_scale",
+        rf"at {re.escape(EXPERT)}\.(up|gate)_proj\.weight_global_scale of .*must be that of "
+        rf"{re.escape(EXPERT)}\.(gate|up)_proj\.weight_global_scale, .* runs the two linears",
+    ),
+    "global-scales-of-q-and-k-differ": (
+        "NVFP4",
+        changed("model.decoder.layers.3.self_attn.k_proj.weight_global_scale", lambda w: 2 * w),
+        r"at model\.decoder\.layers\.3\.self_attn\..*must be that of model\.decoder\.layers\.3\.",
     ),
 }
 
