@@ -27,6 +27,10 @@ def exit_status(command: str, work: Callable[[], object]) -> int:
     except InputError as error:
         print(f"vllm-dllm {command}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # no such folder, no right to write, no room left
+        then = "once that is mended, the same command goes on from here"
+        print(f"vllm-dllm {command}: {error}; {then}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"vllm-dllm {command}: stopped; the same command goes on from here", file=sys.stderr)
         return 130

@@ -17,6 +17,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import DiffusionGemmaConfig
 
@@ -241,7 +242,10 @@ def _write_shard(
                 shard[name] = weight
             advance()
     unfinished = partial / f"{file_name}.tmp"
-    save_file(shard, unfinished, metadata={"format": "pt"})
+    try:
+        save_file(shard, unfinished, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{unfinished}: {error}") from error
     shutil.copymode(partial / RUN_FILE, unfinished)  # save_file lets nobody else read
     unfinished.replace(partial / file_name)
 

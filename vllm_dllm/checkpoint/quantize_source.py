@@ -118,6 +118,12 @@ def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
         if "weight_map" not in index:
             raise InputError(f"{path / INDEX_FILE} has no weight_map: copy or download it again")
         for name, file in index["weight_map"].items():
+            # vLLM finds no file below the folder, and "../" would lead out of OUT.
+            if Path(file).name != file:
+                raise InputError(
+                    f"{path / INDEX_FILE}: {name} is said to be in '{file}', expected the name of "
+                    f"a file in {path}: put all weight files there and name them so in the index"
+                )
             wanted.setdefault(file, set()).add(name)
     elif (path / WEIGHTS_FILE).exists():
         wanted = {WEIGHTS_FILE: set()}

@@ -92,7 +92,6 @@ def run(checkpoints: Sequence[Path], settings: Settings) -> None:
     table = report.with_recovery(rows)
     asked = report.asked(table, settings.concurrency)
     console.print(report.as_table(table, asked))
-    settings.out.mkdir(parents=True, exist_ok=True)
     machine = report.machine()
     report.save(table, settings, machine, settings.out / "eval.json")
     plot(table, f"{asked}; {machine['device']}", settings.out / "eval.png")
@@ -109,8 +108,10 @@ def _check(checkpoints: Sequence[Path], settings: Settings) -> None:
             raise EvaluateError(f"--{name} must be at least 1, got {number}")
     if not settings.data.is_dir():
         raise EvaluateError(f"--data: there is no folder '{settings.data}'")
-    if settings.out.exists() and not settings.out.is_dir():
-        raise EvaluateError(f"-o must name a folder, got the file '{settings.out}'")
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # now, not when all is measured
+        raise EvaluateError(f"-o must name a folder that can be written: {error}") from error
 
 
 def _evaluate_checkpoint(
