@@ -1,5 +1,6 @@
 """The command against a stub of a server: what it computes, what it says when things go wrong."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -96,6 +97,9 @@ def test_two_checkpoints(
     assert re.search(r"worse +50\.0 ± 28\.9 +66\.7% ", out), out
     found = json.loads(Path("out/eval.json").read_text())
     assert found["machine"]["versions"].keys() >= {"vllm-dllm", "lm-eval", "torch"}
+    digest = hashlib.sha256(bytes(3000)).hexdigest()
+    assert found["weights"] == {path: {"model.safetensors": digest} for path in checkpoints}
+    assert re.fullmatch("[0-9a-f]{40}", found["machine"]["commit"])
     (good, worse) = found["rows"]
     assert (good["task"], good["score"], good["prompts"]) == ("held_out", "exact_match", 4)
     assert (good["accuracy"], worse["accuracy"], worse["recovery"]) == (0.75, 0.5, 0.5 / 0.75)
