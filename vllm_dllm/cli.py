@@ -154,8 +154,9 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         type=Path,
         default=Path("."),
         metavar="FOLDER",
-        help="folder of the data sets of tasks given by name, OWNER/NAME each (default: "
-        "%(default)s); then Hugging Face's cache is searched, and nothing is downloaded",
+        help="folder of the tasks' data sets, OWNER/NAME each (default: %(default)s). Task files "
+        "look in their own folder first; for tasks given by name Hugging Face's cache is searched, "
+        "too. Nothing is downloaded",
     )
     parser.add_argument(
         "--api",
@@ -176,7 +177,8 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         type=shlex.split,
         metavar="OPTIONS",
         help="of `vllm serve`, all in one: --serve-options='--dtype float32' (default: none; on a "
-        "machine without a GPU --max-model-len 1024 --kv-cache-memory-bytes 1G)",
+        "machine without a GPU --kv-cache-memory-bytes 1G and a --max-model-len that fits the "
+        "tasks)",
     )
     parser.add_argument(
         "-o",
@@ -213,7 +215,7 @@ def _eval(options: argparse.Namespace) -> int:
                 api=options.api,
                 limit=options.limit,
                 concurrency=options.concurrency,
-                serve_options=options.serve_options or evaluate.default_serve_options(),
+                serve_options=options.serve_options,
                 out=options.out,
             ),
         )

@@ -1,11 +1,14 @@
 """Commands that write a folder: the whole of it or none, and a stopped one goes on when repeated.
 
-Everything is written to OUT.partial and renamed to OUT at the end. Until then a file in it says
-what makes two runs the same run; whatever else lies there was made by that run and is made once.
+Everything is written to OUT.partial and renamed to OUT at the end. A file in it says what makes two
+runs the same run; whatever else lies there was made by that run and is made once. What OUT is not
+to keep is removed after the renaming, that file last: as long as OUT has it, the run that made OUT
+may be repeated to the end.
 """
 
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +16,8 @@ from typing import Any
 
 from vllm_dllm.errors import InputError
 
-RUN_FILE = "run.json"  # in OUT.partial only
+RUN_FILE = "run.json"
+_UNFINISHED = ".tmp"
 
 
 def exit_status(command: str, work: Callable[[], object]) -> int:
@@ -23,6 +27,10 @@ def exit_status(command: str, work: Callable[[], object]) -> int:
     except InputError as error:
         print(f"vllm-dllm {command}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # no such folder, no right to write, no room left
+        then = "once that is mended, the same command goes on from here"
+        print(f"vllm-dllm {command}: {error}; {then}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"vllm-dllm {command}: stopped; the same command goes on from here", file=sys.stderr)
         return 130
@@ -30,10 +38,14 @@ def exit_status(command: str, work: Callable[[], object]) -> int:
 
 
 def partial_folder(out: Path) -> Path:
-    """OUT.partial. Raises InputError where OUT is there already."""
-    if out.exists():
-        raise InputError(f"{out} exists already: remove it or name another folder")
+    """OUT.partial. Raises InputError where OUT is there already, and finished."""
+    if out.exists() and not (out / RUN_FILE).exists():
+        raise _exists(out)
     return out.with_name(out.name + ".partial")
+
+
+def _exists(out: Path) -> InputError:
+    return InputError(f"{out} exists already: remove it or name another folder")
 
 
 def file_marks(files: Iterable[Path]) -> list[list[Any]]:
@@ -51,16 +63,20 @@ def is_resumed(partial: Path, run: dict[str, Any], what: str) -> bool:
     run: what makes two runs the same run, as JSON has it. Raises InputError where `partial` is left
     from another one, which had another of `what`.
     """
-    if not partial.exists() or not any(partial.iterdir()):
+    if not partial.exists() or {f.name for f in partial.iterdir()} <= {RUN_FILE + _UNFINISHED}:
         return False
-    run_file = partial / RUN_FILE
-    # Through JSON and back, or tuples would differ from what was read.
-    if not run_file.exists() or json.loads(run_file.read_text()) != json.loads(json.dumps(run)):
+    if not _is_of(run, partial):
         raise InputError(
             f"{partial} is left from a run with another {what}: remove it, or repeat that run to "
             f"finish it"
         )
     return True
+
+
+def _is_of(run: dict[str, Any], folder: Path) -> bool:
+    file = folder / RUN_FILE
+    # Through JSON and back, or tuples would differ from what was read.
+    return file.exists() and json.loads(file.read_text()) == json.loads(json.dumps(run))
 
 
 def start(partial: Path, run: dict[str, Any]) -> None:
@@ -69,15 +85,34 @@ def start(partial: Path, run: dict[str, Any]) -> None:
     write_json(partial / RUN_FILE, run)
 
 
-def finish(partial: Path, out: Path, working_files: Iterable[str] = ()) -> None:
-    """Removes what only an unfinished run needs; `out` comes to exist."""
-    for name in (RUN_FILE, *working_files):
-        (partial / name).unlink(missing_ok=True)
+def finish(partial: Path, out: Path, working: Iterable[str] = ()) -> None:
+    """`out` comes to exist; `working`, files and folders that only an unfinished run needs, are
+    removed."""
     partial.rename(out)
+    _clear(out, working)
+
+
+def is_finished(out: Path, run: dict[str, Any], working: Iterable[str] = ()) -> bool:
+    """Whether the same run made `out` and was stopped in `finish`, which then is done. Raises
+    InputError where `out` is of another one."""
+    if not out.exists():
+        return False
+    if not _is_of(run, out):
+        raise _exists(out)
+    _clear(out, working)
+    return True
+
+
+def _clear(out: Path, working: Iterable[str]) -> None:
+    for name in (*working, RUN_FILE):
+        if (out / name).is_dir():
+            shutil.rmtree(out / name)
+        else:
+            (out / name).unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: object) -> None:
     """Replaces `path` in one step, so that an interruption leaves the old or the new file."""
-    unfinished = path.with_name(path.name + ".tmp")
+    unfinished = path.with_name(path.name + _UNFINISHED)
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
     unfinished.replace(path)

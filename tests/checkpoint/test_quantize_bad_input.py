@@ -1,6 +1,7 @@
 """`vllm-dllm quantize` names what it cannot use, and writes nothing then."""
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.quantized_files import INDEX, LAYER, read
+from tests.checkpoint.quantized_files import INDEX, LAYER, files, read
 from vllm_dllm import cli
 from vllm_dllm.checkpoint.quantize import quantize
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
@@ -79,6 +80,18 @@ def rename_in_index_too(path: Path) -> None:
     )
 
 
+def move_shard(file: str) -> Callable[[Path], None]:
+    """To `file`, as seen from the folder; the index says so."""
+
+    def move(path: Path) -> None:
+        (path / file).parent.mkdir(exist_ok=True)
+        (path / "model-00002-of-00003.safetensors").rename(path / file)
+        text = (path / INDEX).read_text()
+        (path / INDEX).write_text(text.replace("model-00002-of-00003.safetensors", file))
+
+    return move
+
+
 DAMAGES = {
     "another architecture": (
         edit_json("config.json", architectures=["Gemma4ForCausalLM"]),
@@ -105,6 +118,14 @@ DAMAGES = {
     "index of another checkpoint": (
         lambda path: change_weights(path, rename),
         r"safetensors lacks model\.decoder\.layers\.0\.mlp\.up_proj\.weight",
+    ),
+    "shard in a folder": (
+        move_shard("sub/model.safetensors"),
+        r"is said to be in 'sub/model\.safetensors', expected the name of a file in .*damaged: put",
+    ),
+    "shard elsewhere": (
+        move_shard("../damaged/second.safetensors"),
+        r"is said to be in '\.\./damaged/second\.safetensors', expected the name of a file",
     ),
     "missing tensor": (
         without_tensor,
@@ -176,3 +197,24 @@ def test_options_that_do_not_fit(checkpoint, prompts, tmp_path, capsys):
     options = ["--scheme", "nvfp4", "-o", tmp_path / "out", "--calibration"]
     assert "absent.jsonl" in run(*options, tmp_path / "absent.jsonl")
     assert list(tmp_path.iterdir()) == [tmp_path / "there"]
+
+
+def test_files_that_cannot_be_written(checkpoint, fp8, tmp_path, capsys):
+    def run(out: Path) -> str:
+        command = ["quantize", str(checkpoint), "--scheme", "fp8-dynamic", "-o", str(out)]
+        return capsys.readouterr().err if cli.main(command) else ""
+
+    end = "; once that is mended, the same command goes on from here\n"
+    error = run(Path("/proc/nope/out")).splitlines(keepends=True)[-1]
+    assert error == (f"vllm-dllm quantize: [Errno 2] No such file or directory: '/proc/nope'{end}")
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # as if the disk were full
+    try:
+        error = run(tmp_path / "out").splitlines(keepends=True)[-1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.startswith(f"vllm-dllm quantize: {tmp_path / 'out.partial'}/model-00001-of-00003")
+    assert "File too large" in error and error.endswith(end)
+    assert not run(tmp_path / "out")
+    assert files(tmp_path / "out") == files(fp8)

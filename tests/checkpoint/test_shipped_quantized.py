@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.quantized_files import files
 from vllm_dllm.checkpoint.quantize import quantize
 from vllm_dllm.checkpoint.tasks import Example, calibration_examples
+from vllm_dllm.evaluate.report import sha256_sums
 
 ROOT = Path(__file__).parents[2] / "checkpoints"
 PLAIN = ROOT / "diffusiongemma-tiny"
@@ -64,8 +65,11 @@ def test_nvfp4_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("path", "least"), [(FP8, 0.99), (NVFP4, 0.97)], ids=["fp8", "nvfp4"])
 def test_recorded_evaluation(path: Path, least: float) -> None:
     """It is of these files, and they are as good as they must be."""
-    results = ROOT.parent / "bench" / "results" / "cpu-2core" / "eval.json"
-    rows = {Path(row["checkpoint"]).name: row for row in json.loads(results.read_text())["rows"]}
+    results = json.loads((ROOT.parent / "bench/results/cpu-2core/eval.json").read_text())
+    for folder in (PLAIN, path):
+        assert results["weights"][f"checkpoints/{folder.name}"] == sha256_sums(folder)
+    assert results["machine"]["commit"] and not results["machine"]["changed_files"]
+    rows = {Path(row["checkpoint"]).name: row for row in results["rows"]}
     plain, own = rows[PLAIN.name], rows[path.name]
     assert own["prompts"] == plain["prompts"] >= 500
     assert own["disk_bytes"] == (path / "model.safetensors").stat().st_size

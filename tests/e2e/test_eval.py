@@ -1,6 +1,7 @@
-"""`vllm-dllm eval` of a shipped quantised checkpoint, and an OpenAI client beside it."""
+"""`vllm-dllm eval` of the shipped quantised checkpoints, and an OpenAI client beside it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from vllm_dllm.evaluate.harness import Outcome
 
 CHECKPOINTS = CHECKPOINT.parent
 FP8 = CHECKPOINTS / "diffusiongemma-tiny-FP8-dynamic"
+NVFP4 = CHECKPOINTS / "diffusiongemma-tiny-NVFP4"
 OPTIONS = "--max-model-len 1024 --kv-cache-memory-bytes 1G --enforce-eager"
 NUM_PROMPTS = 12
 
 
-def test_fp8_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Through the harness, and in the same server chat and a stream of a client."""
+def test_quantised_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the harness, and in the same servers chat and a stream of a client."""
     asked: list[str] = []
 
     def ask_first(task: Any, model: str, port: int, **options: Any) -> Outcome:
@@ -37,17 +41,24 @@ def test_fp8_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
     original = evaluate.evaluate
     monkeypatch.setattr(evaluate, "evaluate", ask_first)
-    arguments = [str(FP8), "--task", str(CHECKPOINTS / "held_out.yaml"), "-o", str(tmp_path)]
+    task = ["--task", str(CHECKPOINTS / "held_out.yaml"), "-o", str(tmp_path)]
     limits = ["--limit", str(NUM_PROMPTS), f"--serve-options={OPTIONS}"]
-    assert cli.main(["eval", *arguments, *limits]) == 0
-    assert asked == ["lamp chair rose", "lamp chair rose"]
+    assert cli.main(["eval", str(FP8), str(NVFP4), *task, *limits]) == 0
+    assert asked == 4 * ["lamp chair rose"]
 
-    (row,) = json.loads((tmp_path / "eval.json").read_text())["rows"]
-    assert (row["prompts"], row["recovery"]) == (NUM_PROMPTS, 1.0)
-    assert row["accuracy"] >= 0.9
-    assert 1 < row["steps_per_block"] < 4
-    assert 0 < row["tokens"] <= NUM_PROMPTS * 256
-    # More than half of the bf16 one: what is not quantised is there, too.
+    rows = json.loads((tmp_path / "eval.json").read_text())["rows"]
+    assert [row["checkpoint"] for row in rows] == [str(FP8), str(NVFP4)]
+    # What is not quantised is there, too: more than 0.5 and 0.28 of the bf16 one.
     plain_bytes = (CHECKPOINT / "model.safetensors").stat().st_size
-    assert 0.5 * plain_bytes < row["weight_bytes"] < 0.67 * plain_bytes
+    for row, (least, most) in zip(rows, ((0.5, 0.67), (0.28, 0.45)), strict=True):
+        assert row["prompts"] == NUM_PROMPTS
+        assert row["accuracy"] >= 0.9
+        assert 1 < row["steps_per_block"] < 4
+        assert 0 < row["tokens"] <= NUM_PROMPTS * 256
+        assert least * plain_bytes < row["weight_bytes"] < most * plain_bytes
+    assert rows[0]["recovery"] == 1.0
     assert (tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
+
+    logs = [Path(p).read_text() for p in re.findall(r"log: (\S+)", capsys.readouterr().out)]
+    for log, kind in zip(logs, ("experts in FP8_DYNAMIC", "NVFP4"), strict=True):
+        assert log.count(f"vLLM has no CPU kernel for {kind}: ") == log.count("emulation") == 1

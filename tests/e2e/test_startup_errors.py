@@ -86,12 +86,16 @@ CASES = {
     "missing-weight": (missing_weight, [], "layers.1.mlp.down_proj.weight"),
     "missing-layer-scalar": (missing_layer_scalar, [], "model.decoder.layers.1.layer_scalar"),
     "misshapen-weight": (misshapen_weight, [], "at model.decoder.layers.1.mlp.down_proj.weight"),
-    "truncated-file": (truncated_file, [], "model.safetensors is not a whole safetensors file"),
+    "truncated-file": (
+        truncated_file,
+        [],
+        "; model.decoder.layers.2.experts.down_proj would end at byte ",
+    ),
     "missing-shard": (missing_shard, [], "model-00002-of-00002.safetensors is missing: "),
     "int-zero-points": (
         int_zero_points,
         [],
-        "layers.0.self_attn.q_proj: weights must be symmetric, got some with zero-points. Served",
+        "got zero-points, model.decoder.layers.0.self_attn.q_proj.weight_zero_point. Served are",
     ),
     "diffusion-config-key": (
         lambda _: None,

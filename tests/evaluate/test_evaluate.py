@@ -1,5 +1,7 @@
 """The command against a stub of a server: what it computes, what it says when things go wrong."""
 
+import hashlib
+import inspect
 import json
 import re
 import subprocess
@@ -7,11 +9,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import lm_eval.tasks
+import pandas as pd
 import pytest
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from vllm_dllm import cli, evaluate
+from vllm_dllm.evaluate.tasks import load_tasks
 
-# Acts as a vLLM server of a diffusion model. Its answers, in answers.json by prompt, take 2
+# Acts as a vLLM server of a diffusion model. Its answers, in answers.json by a prompt's end, take 2
 # canvases of 32 each, of 3 steps each; its weights are 1000 bytes on each of 2 workers.
 STUB = r"""
 import http.server, json, os, pathlib, sys, threading
@@ -38,7 +44,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.reply(json.dumps({"results": 2 * [{"bytes": 1000}]}))
         chat = self.path.startswith("/v1/chat")
         prompt = body["messages"][-1]["content"] if chat else body["prompt"]
-        answer = answers.get(prompt, "what?")
+        answer = next((a for q, a in answers.items() if prompt.endswith(q)), "what?")
         if answer == "DIE":
             print("RuntimeError: out of memory", flush=True)
             os._exit(9)
@@ -52,7 +58,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
-TASK = (Path(__file__).parents[2] / "checkpoints" / "held_out.yaml").read_text()
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+TASK, TASKS = (CHECKPOINTS / "held_out.yaml").read_text(), CHECKPOINTS / "tasks"
 ROWS = {"Sort: b a": "a b", "Add 1 and 2.": "1+2=3, =3", "Hi!": "Hello!", "Reverse: x y": "y x"}
 Make = Callable[[str, dict[str, str]], str]
 
@@ -96,6 +103,9 @@ def test_two_checkpoints(
     assert re.search(r"worse +50\.0 ± 28\.9 +66\.7% ", out), out
     found = json.loads(Path("out/eval.json").read_text())
     assert found["machine"]["versions"].keys() >= {"vllm-dllm", "lm-eval", "torch"}
+    digest = hashlib.sha256(bytes(3000)).hexdigest()
+    assert found["weights"] == {path: {"model.safetensors": digest} for path in checkpoints}
+    assert re.fullmatch("[0-9a-f]{40}", found["machine"]["commit"])
     (good, worse) = found["rows"]
     assert (good["task"], good["score"], good["prompts"]) == ("held_out", "exact_match", 4)
     assert (good["accuracy"], worse["accuracy"], worse["recovery"]) == (0.75, 0.5, 0.5 / 0.75)
@@ -122,7 +132,7 @@ def test_a_server_that_dies(make: Make, capsys: pytest.CaptureFixture[str]) -> N
     error = run(capsys, dying, "--task", "task.yaml", "-o", "out")
     assert re.match(r"vllm-dllm eval: the server ended \(9\)\. From its log, .*dying.*\.log", error)
     assert "RuntimeError: out of memory" in error
-    assert not Path("out").exists()
+    assert not list(Path("out").iterdir())
 
 
 def test_a_server_that_refuses(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,9 +152,97 @@ def test_bad_input(make: Make, capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "--concurrency must be at least 1, got -2" in run(capsys, good, "--concurrency", "-2")
     assert "a checkpoint is named twice" in run(capsys, good, good)
     assert "--data: there is no folder 'gone'" in run(capsys, good, "--data", "gone")
-    assert "-o must name a folder, got the file" in run(capsys, good, "-o", "task.yaml")
+    for out in ("task.yaml", "/proc/nope/out"):
+        assert "-o must name a folder that can be written: [Errno" in run(capsys, good, "-o", out)
     (Path(good) / "config.json").unlink()
     assert "has no config.json" in run(capsys, good, "--task", "task.yaml")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two made-up rows of each public data set, as its own files hold them."""
+
+    def path(name: str) -> Path:
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        return tmp_path / "data" / name
+
+    numbers = (2, 5)
+    rows: list[dict[str, str]]
+    rows = [
+        {"question": f"1 + {n}?", "answer": f"1 + {n} = {1 + n}\n#### {1 + n}"} for n in numbers
+    ]
+    for split, count in (("train", 3), ("test", 1)):  # five examples stand before each question
+        file = path(f"openai/gsm8k/main/{split}-00000-of-00001.parquet")
+        pd.DataFrame(count * rows).to_parquet(file)
+    rows = [{"problem": f"2 + {n}?", "answer": f"{2 + n}"} for n in numbers]
+    pd.DataFrame(rows).to_json(path("math-ai/aime25/test.jsonl"), orient="records", lines=True)
+    wrong = {f"Incorrect Answer {i}": f"9{i} cats" for i in (1, 2, 3)}
+    rows = [{"Question": f"3 + {n}?", "Correct Answer": f"{3 + n} cats"} | wrong for n in numbers]
+    pd.DataFrame(rows).to_csv(path("Idavidrein/gpqa/gpqa_diamond.csv"), index=False)
+    return tmp_path / "data"
+
+
+def test_public_tasks(
+    make: Make, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shipped task files: of each one's two rows the first is answered rightly."""
+    specs = [str(TASKS / f"{name}.yaml") for name in ("gsm8k", "aime25", "gpqa_diamond")]
+    tasks = load_tasks(specs, data)
+    monkeypatch.setattr(evaluate, "load_tasks", lambda *_: tasks)  # choices are shuffled but once
+    answers = {}
+    for name, answer in (
+        ("gsm8k", "#### 3"),
+        ("aime25", r"It is $\boxed{4}$, as"),
+        ("gpqa_diamond", "The answer is {}."),
+    ):
+        first = next(iter(tasks[name].eval_docs))
+        right = answer.replace("{}", str(tasks[name].doc_to_target(first)))
+        answers[str(tasks[name].doc_to_text(first))] = right
+    options = [f"--task={spec}" for spec in specs]
+    command = ["eval", make("good", answers), *options, "--data", str(data), "-o", "out"]
+    assert cli.main(command) == 0, capsys.readouterr().err
+    found = json.loads(Path("out/eval.json").read_text())
+    assert {(row["task"], row["score"]): row["accuracy"] for row in found["rows"]} == {
+        ("gsm8k", "exact_match, strict-match"): 0.5,
+        ("gsm8k", "exact_match, flexible-extract"): 0.5,
+        ("aime25", "exact_match"): 0.5,
+        ("gpqa_diamond", "exact_match, strict-match"): 0.5,
+        ("gpqa_diamond", "exact_match, flexible-extract"): 0.5,
+    }
+    assert {row["prompts"] for row in found["rows"]} == {2}
+    # Room for AIME's answers, and for prompts.
+    assert found["serve_options"][:2] == ["--max-model-len", str(32768 + 1024)]
+
+
+def test_public_tasks_are_the_harness_own() -> None:
+    """But for where data lies and how long answers may be."""
+    ours = {"task", "tag", "dataset_path", "dataset_name", "dataset_kwargs", "include"}
+    for name, own in (
+        ("gsm8k", "gsm8k/gsm8k.yaml"),
+        ("aime25", "aime/aime25.yaml"),
+        ("gpqa_diamond", "gpqa/cot_zeroshot/gpqa_diamond_cot_zeroshot.yaml"),
+    ):
+        shipped = load_yaml(TASKS / f"{name}.yaml")
+        original = load_yaml(Path(lm_eval.tasks.__file__).parent / own)
+        original["generation_kwargs"] = {"max_gen_toks": 0} | original["generation_kwargs"]
+        if original["generation_kwargs"]["max_gen_toks"] == 0:
+            shipped["generation_kwargs"]["max_gen_toks"] = 0
+        for config in (shipped, original):
+            for key in ("process_results", "process_docs"):
+                if key in config:
+                    config[key] = inspect.getsource(config[key])
+        assert {k: v for k, v in shipped.items() if k not in ours} == {
+            k: v for k, v in original.items() if k not in ours
+        }
+
+
+def test_a_context_that_holds_no_answer(
+    make: Make, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [f"--task={TASKS / 'aime25'}.yaml", "--data", str(data)]
+    error = run(capsys, make("good", {}), *options, "--serve-options=--max-model-len 1024")
+    assert "task 'aime25' asks for answers of up to 32768 tokens (max_gen_toks): " in error
+    assert "got 1024" in error
 
 
 def test_without_the_extra() -> None:

@@ -2,18 +2,27 @@
 
 import importlib
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from safetensors.torch import load_file
 from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig, Gemma4VisionConfig
 from vllm.config import set_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.model_loader.utils import (
     process_weights_after_loading,
 )
@@ -24,6 +33,7 @@ from tests.serving import quantized
 from vllm_dllm.checkpoint.architecture import build_generation_config
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
+from vllm_dllm.quantization import config as quantization_config
 from vllm_dllm.quantization import nvfp4
 
 LINEAR = re.compile(r"model\.decoder\.layers\.\d+\.(?!router).*\.[a-z]+_proj$")
@@ -131,8 +141,15 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
     return lambda weights: weights | {name: change(weights[name])}
 
 
-def added(name: str) -> Callable[[Weights], Weights]:
-    return lambda weights: weights | {name: torch.zeros(1, dtype=torch.int32)}
+def added(name: str, tensor: torch.Tensor) -> Callable[[Weights], Weights]:
+    return lambda weights: weights | {name: tensor}
+
+
+def one_byte(scales: torch.Tensor, byte: int) -> torch.Tensor:
+    """With another e4m3 number in the middle."""
+    changed = scales.clone()
+    changed.view(torch.uint8)[len(scales) // 2, 1] = byte
+    return changed
 
 
 # name: (scheme, what is done to the weights, what the error says)
@@ -179,23 +196,49 @@ DAMAGE: dict[str, tuple[str, Callable[[Weights], Weights], str]] = {
     ),
     "zero-points": (
         "NVFP4",
-        added(f"{MLP}.up_proj.weight_zero_point"),
+        added(f"{MLP}.up_proj.weight_zero_point", torch.zeros(1, dtype=torch.int32)),
         r"at .*up_proj\.weight_zero_point.*the layer has no weight_zero_point, only \[",
     ),
     "scale-is-nan": (
         "FP8_DYNAMIC",
         changed(f"{MLP}.up_proj.weight_scale", lambda w: w * torch.nan),
-        r"layers\.1\.mlp\.gate_up_proj\.weight_scale must hold positive numbers only",
+        rf"at {re.escape(MLP)}\.up_proj\.weight_scale of .*positive numbers only, got nan",
     ),
     "scale-is-zero": (
         "NVFP4",
         changed(f"{EXPERT}.down_proj.input_global_scale", torch.zeros_like),
-        r"layers\.2\..*w2_input_global_scale must hold positive numbers only",
+        rf"at {re.escape(EXPERT)}\.down_proj\.input_global_scale of .* numbers only, got 0\.0",
     ),
-    "global-scales-differ": (
+    "scale-of-a-group-is-nan": (
+        "NVFP4",
+        changed(f"{EXPERT}.gate_proj.weight_scale", lambda w: one_byte(w, 0x7F)),
+        rf"at {re.escape(EXPERT)}\.gate_proj\.weight_scale of .*numbers only, got nan",
+    ),
+    "scale-of-a-group-is-zero": (
+        "NVFP4",
+        changed(f"{MLP}.down_proj.weight_scale", lambda w: one_byte(w, 0)),
+        rf"at {re.escape(MLP)}\.down_proj\.weight_scale of .*numbers only, got 0\.0",
+    ),
+    "scale-of-a-group-is-negative": (
+        "NVFP4",
+        changed(f"{MLP}.down_proj.weight_scale", lambda w: one_byte(w, 0x80 + 0x38)),
+        rf"at {re.escape(MLP)}\.down_proj\.weight_scale of .*numbers only, got -1\.0",
+    ),
+    "scale-of-the-kv-cache-is-nan": (
+        "FP8_DYNAMIC",
+        added("model.decoder.layers.1.self_attn.k_scale", torch.tensor([torch.nan])),
+        r"at model\.decoder\.layers\.1\.self_attn\.k_scale of .*numbers only, got nan",
+    ),
+    "global-scales-of-gate-and-up-differ": (
         "NVFP4",
         changed(f"{EXPERT}.up_proj.weight_global_scale", lambda w: 2 * w),
-        r"layers\.2\..*w13_weight_global_scale is made of must share one weight_global_scale",
+        rf"at {re.escape(EXPERT)}\.(up|gate)_proj\.weight_global_scale of .*must be that of "
+        rf"{re.escape(EXPERT)}\.(gate|up)_proj\.weight_global_scale, .* runs the two linears",
+    ),
+    "global-scales-of-q-and-k-differ": (
+        "NVFP4",
+        changed("model.decoder.layers.3.self_attn.k_proj.weight_global_scale", lambda w: 2 * w),
+        r"at model\.decoder\.layers\.3\.self_attn\..*must be that of model\.decoder\.layers\.3\.",
     ),
 }
 
@@ -247,12 +290,14 @@ FOREIGN: dict[str, tuple[str, Callable[[dict], None], str]] = {
             or c.update(format="pack-quantized")
             or c["config_groups"]["group_0"].update(input_activations=None, format=None)
         ),
-        r"q_proj: weights must be symmetric, got some with zero-points\. Served are FP8_DYNAMIC",
+        r"layers\.0\.self_attn\.q_proj: weights must be symmetric, got zero-points, "
+        r"model\.decoder\.layers\.0\.self_attn\.q_proj\.weight_zero_point\. Served are FP8_DYNAMIC",
     ),
     "no-kernel-on-a-cpu": (
         "FP8_DYNAMIC",
         lambda c: set_group(c, strategy="tensor"),
-        r"q_proj: a CPU computes",
+        r"q_proj: no CPU computes float-quantized \(8-bit float weights, a scale a tensor; 8-bit "
+        r"float inputs, a scale a token\) here\. Served are FP8_DYNAMIC",
     ),
     "embeddings": (
         "FP8_DYNAMIC",
@@ -283,6 +328,78 @@ def test_foreign_schemes_are_refused(
     edit_config(checkpoints[scheme], tmp_path, change)
     with pytest.raises(ValueError, match=message):
         build(tmp_path, "cpu")
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the reading of a configuration logs; a new logger, as an old one says a thing once."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = init_logger(f"tests.{id(messages)}")
+    logger.setLevel("INFO")
+    logger.handlers = [handler]
+    monkeypatch.setattr(quantization_config, "logger", logger)
+    return messages
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+EMULATED = {
+    "FP8_DYNAMIC": "vLLM has no CPU kernel for experts in FP8_DYNAMIC: they run in an emulation",
+    "NVFP4": "vLLM has no CPU kernel for NVFP4: these layers run in an emulation",
+}
+
+
+@pytest.mark.parametrize("scheme", quantized.FORMATS)
+def test_an_emulation_is_logged_once(
+    checkpoints: dict[str, Path], logged: list[str], scheme: str
+) -> None:
+    build(checkpoints[scheme], "meta")
+    build(checkpoints[scheme], "meta")
+    (message,) = logged
+    assert message.startswith(EMULATED[scheme]) and message.endswith("It is exact, and slow.")
+
+
+@pytest.mark.parametrize(("scheme", "count"), [("FP8_DYNAMIC", 0), ("NVFP4", 1)])
+def test_an_emulation_without_experts_is_logged(
+    checkpoints: dict[str, Path], tmp_path: Path, logged: list[str], scheme: str, count: int
+) -> None:
+    """NVFP4 linears are emulated, too; FP8 ones have a kernel."""
+    edit_config(checkpoints[scheme], tmp_path, lambda c: c["ignore"].append("re:.*experts.*"))
+    build(tmp_path, "meta")
+    assert len(logged) == count
+
+
+def test_schemes_that_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
+    """On a GPU, with a warning that names them; but for zero-points."""
+    on_gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(quantization_config, "current_platform", on_gpu)
+    text_config = DiffusionGemmaTextConfig(**SHAPE_26B)
+    preset = preset_name_to_scheme("FP8", ["Linear"])  # static scales, a tensor each
+    described = QuantizationConfig(
+        config_groups={"group_0": preset}, format="float-quantized", ignore=["lm_head"]
+    )
+    config = CompressedTensorsConfig.from_config(described.model_dump(mode="json"))
+    assert quantization_config.adapt(config, text_config) is not None
+    other = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic")
+    assert quantization_config.adapt(other, text_config) is other
+    first, second = logged
+    assert re.search(
+        r"by float-quantized \(8-bit float weights, a scale a tensor; 8-bit float inputs, a "
+        r"scale a tensor\) is .* vLLM loads and computes model\.decoder\.layers\.0\.self_attn\."
+        r"q_proj and others of this scheme: whether a tensor is missing is not checked",
+        first,
+    )
+    assert second.startswith("Quantisation by fp8 is neither")
+    with pytest.raises(ValueError, match=r"got zero-points, .*q_proj\.qzeros"):
+        quantization_config.adapt(AutoAWQConfig.from_config(AWQ), text_config)
+
+
+def test_other_methods_are_refused_on_a_cpu() -> None:
+    text_config = DiffusionGemmaTextConfig(**SHAPE_26B)
+    method = Fp8Config(is_checkpoint_fp8_serialized=True)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: no CPU .* method 'fp8'"):
+        quantization_config.adapt(method, text_config)
 
 
 def test_kv_cache_scales(checkpoints: dict[str, Path], tmp_path: Path) -> None:

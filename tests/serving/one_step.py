@@ -20,6 +20,7 @@ def read_one_step(
     *,
     xargs: Mapping[str, Any] | None = None,
     from_cache: bool = False,
+    num_logprobs: int = 20,
 ) -> list[list[dict[int, float]]]:
     """{token: logprob} at temperature 1 of each canvas position after one denoising step.
 
@@ -35,7 +36,7 @@ def read_one_step(
     ]
     params = [
         SamplingParams(
-            logprobs=20,
+            logprobs=num_logprobs,
             max_tokens=len(canvas),
             extra_args={
                 "diffusion_seed_canvas": canvas,

@@ -17,6 +17,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import DiffusionGemmaConfig
 
@@ -36,9 +37,9 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.progress import progress_bars
 from vllm_dllm.resumable import RUN_FILE, write_json
 
-# In OUT.partial only.
 WEIGHT_RANGES_FILE = "weight_ranges.json"
 INPUT_RANGES_FILE = "input_ranges.json"
+WORKING_FILES = (WEIGHT_RANGES_FILE, INPUT_RANGES_FILE)  # which OUT does not keep
 
 COPIED = (
     "generation_config.json",
@@ -96,6 +97,8 @@ def quantize(
         )
     prompts = read_prompts(calibration, checkpoint, config) if calibration else []
     run = _fingerprint(source, scheme, prompts)
+    if resumable.is_finished(out, run, WORKING_FILES):
+        return
     resumed = resumable.is_resumed(partial, run, "checkpoint, scheme or prompts")
     with progress_bars() as progress:
         weight_ranges = partial / WEIGHT_RANGES_FILE
@@ -124,7 +127,7 @@ def quantize(
             else:
                 progress.advance(task, len(tensors))
     _write_rest(source, plan, partial)
-    resumable.finish(partial, out, (WEIGHT_RANGES_FILE, INPUT_RANGES_FILE))
+    resumable.finish(partial, out, WORKING_FILES)
 
 
 def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[str, Any]:
@@ -239,7 +242,10 @@ def _write_shard(
                 shard[name] = weight
             advance()
     unfinished = partial / f"{file_name}.tmp"
-    save_file(shard, unfinished, metadata={"format": "pt"})
+    try:
+        save_file(shard, unfinished, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{unfinished}: {error}") from error
     shutil.copymode(partial / RUN_FILE, unfinished)  # save_file lets nobody else read
     unfinished.replace(partial / file_name)
 

@@ -45,14 +45,41 @@ class Source:
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[Any]:
-    """safetensors' reader of one file; its errors name the file."""
+    """safetensors' reader of one file; its errors name the file, and of one that was cut short the
+    first tensor that it lacks."""
     try:
         with safe_open(path, "pt") as file:
             yield file
     except SafetensorError as error:
         raise InputError(
-            f"{path} is not a whole safetensors file ({error}): copy or download it again"
+            f"{path} is not a whole safetensors file ({_cut(path) or error}): copy or download it "
+            f"again"
         ) from error
+
+
+def _cut(path: Path) -> str | None:
+    """Where a file was cut short, from its header, which comes first and says where each tensor
+    lies; None if the header is not whole.
+
+    https://huggingface.co/docs/safetensors, "Format": 8 bytes for the header's length, the header,
+    and the tensors at `data_offsets` from its end.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        data = 8 + int.from_bytes(file.read(8), "little")
+        if data > size:
+            return None
+        try:
+            header = json.loads(file.read(data - 8))
+            ends = {n: t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+    lost = {name: data + end for name, end in ends.items() if data + end > size}
+    if not lost:
+        return None
+    first = min(lost, key=lost.__getitem__)
+    rest = f", and {len(lost) - 1} tensors behind it" if len(lost) > 1 else ""
+    return f"it ends at byte {size}; {first} would end at byte {lost[first]}{rest}"
 
 
 def read_source(path: Path) -> Source:
@@ -91,6 +118,12 @@ def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
         if "weight_map" not in index:
             raise InputError(f"{path / INDEX_FILE} has no weight_map: copy or download it again")
         for name, file in index["weight_map"].items():
+            # vLLM finds no file below the folder, and "../" would lead out of OUT.
+            if Path(file).name != file:
+                raise InputError(
+                    f"{path / INDEX_FILE}: {name} is said to be in '{file}', expected the name of "
+                    f"a file in {path}: put all weight files there and name them so in the index"
+                )
             wanted.setdefault(file, set()).add(name)
     elif (path / WEIGHTS_FILE).exists():
         wanted = {WEIGHTS_FILE: set()}

@@ -6,12 +6,13 @@ the tasks' prompts over HTTP as any client does.
 
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -33,7 +34,7 @@ from vllm_dllm.evaluate.server_numbers import (
     read_weight_bytes,
     warm_up,
 )
-from vllm_dllm.evaluate.tasks import load_tasks
+from vllm_dllm.evaluate.tasks import load_tasks, longest_answer
 from vllm_dllm.serving_process import (
     HOST,
     Server,
@@ -43,15 +44,19 @@ from vllm_dllm.serving_process import (
     wait_on_console,
 )
 
-__all__ = ["EvaluateError", "Settings", "default_serve_options", "run"]
+__all__ = ["EvaluateError", "Settings", "run"]
 
 
-def default_serve_options() -> list[str]:
-    """A small KV cache on a CPU, where vLLM's own takes most of the memory; none on a GPU."""
-    options = "" if torch.cuda.is_available() else "--max-model-len 1024 --kv-cache-memory-bytes 1G"
-    return options.split()
+def default_serve_options(longest_answer: int) -> list[str]:
+    """On a CPU a small KV cache, where vLLM's own takes most of the memory, and a context for
+    answers of so many tokens; none on a GPU."""
+    if torch.cuda.is_available():
+        return []
+    context = CONTEXT if longest_answer <= CONTEXT // 2 else longest_answer + CONTEXT
+    return ["--max-model-len", str(context), "--kv-cache-memory-bytes", "1G"]
 
 
+CONTEXT = 1024  # tokens; of held-out prompts and their answers
 ENDING_SECONDS = 3  # a server that fails ends within
 PIPE_COLUMNS = 110  # of the table, where no terminal says its width
 
@@ -68,8 +73,8 @@ class Settings:
     """Of each task, so many prompts."""
     concurrency: int
     """Prompts at once."""
-    serve_options: Sequence[str]
-    """More options for `vllm serve`."""
+    serve_options: Sequence[str] | None
+    """More options for `vllm serve`; None for `default_serve_options`."""
     out: Path
     """Folder for eval.json and eval.png."""
 
@@ -86,13 +91,13 @@ def run(checkpoints: Sequence[Path], settings: Settings) -> None:
     os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
     with _quiet(logs / "lm_eval.log"):
         tasks = load_tasks(settings.tasks, settings.data)
+        settings = replace(settings, serve_options=_serve_options(tasks, settings.serve_options))
         rows: list[Row] = []
         for checkpoint in checkpoints:
             rows += _evaluate_checkpoint(checkpoint, tasks, settings, console, logs)
     table = report.with_recovery(rows)
     asked = report.asked(table, settings.concurrency)
     console.print(report.as_table(table, asked))
-    settings.out.mkdir(parents=True, exist_ok=True)
     machine = report.machine()
     report.save(table, settings, machine, settings.out / "eval.json")
     plot(table, f"{asked}; {machine['device']}", settings.out / "eval.png")
@@ -109,8 +114,27 @@ def _check(checkpoints: Sequence[Path], settings: Settings) -> None:
             raise EvaluateError(f"--{name} must be at least 1, got {number}")
     if not settings.data.is_dir():
         raise EvaluateError(f"--data: there is no folder '{settings.data}'")
-    if settings.out.exists() and not settings.out.is_dir():
-        raise EvaluateError(f"-o must name a folder, got the file '{settings.out}'")
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # now, not when all is measured
+        raise EvaluateError(f"-o must name a folder that can be written: {error}") from error
+
+
+def _serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequence[str]:
+    """The options of all servers. Raises EvaluateError where a context leaves no room for an answer
+    that a task asks for."""
+    longest = max(tasks, key=lambda name: longest_answer(tasks[name]))
+    tokens = longest_answer(tasks[longest])
+    if given is None:
+        return default_serve_options(tokens)
+    text = " ".join(given)
+    if (found := re.search(r"--max-model-len[ =](\d+)(?!\S)", text)) and int(found[1]) <= tokens:
+        raise EvaluateError(
+            f"task '{longest}' asks for answers of up to {tokens} tokens (max_gen_toks): "
+            f"--max-model-len must leave room for them behind the prompt, got {found[1]}. Raise "
+            f"it, or lower max_gen_toks in a task file."
+        )
+    return given
 
 
 def _evaluate_checkpoint(
@@ -119,7 +143,7 @@ def _evaluate_checkpoint(
     port = choose_port(None)
     log = logs / f"{checkpoint.resolve().name}-{port}.log"
     console.print(f"Serving {checkpoint}, log: {log}", soft_wrap=True)
-    command = serve_command(checkpoint, port, *OPTIONS, *settings.serve_options)
+    command = serve_command(checkpoint, port, *OPTIONS, *(settings.serve_options or ()))
     with _signals_stop(), Server(command, port, log, ENVIRONMENT) as server:
         seconds = wait_on_console(server, console)
         console.print(f"Ready after {seconds:.0f} s.")

@@ -1,10 +1,12 @@
 """The result: one row a checkpoint and score, as a table and as JSON."""
 
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -124,11 +126,21 @@ def save(rows: Sequence[Row], settings: "Settings", machine: dict[str, object], 
         "api": settings.api,
         "concurrency": settings.concurrency,
         "limit": settings.limit,
-        "serve_options": list(settings.serve_options),
+        "serve_options": list(settings.serve_options or ()),
         "machine": machine,
+        "weights": {row.checkpoint: sha256_sums(Path(row.checkpoint)) for row in rows},
         "rows": [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in rows],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def sha256_sums(checkpoint: Path) -> dict[str, str]:
+    """Weight file -> what tells it from any other."""
+    sums = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with path.open("rb") as file:
+            sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
 
 
 def machine() -> dict[str, object]:
@@ -137,9 +149,20 @@ def machine() -> dict[str, object]:
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
         "python": platform.python_version(),
+        "commit": _git("rev-parse", "HEAD"),
+        "changed_files": (_git("status", "--porcelain", "--", ":(top)*.py") or "").splitlines(),
         "load_average_at_end": os.getloadavg()[0],
         "versions": {name: installed[name] for name in PACKAGES if name in installed},
     }
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the repository that this code is in; None if it is in none."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _cpu() -> str:

@@ -20,6 +20,8 @@ from lm_eval.tasks import TaskManager
 
 from vllm_dllm.evaluate.errors import EvaluateError
 
+DEFAULT_TOKENS = 256
+"""An answer's, of tasks that say nothing; `max_gen_toks` of the harness's clients."""
 MALFORMED = (
     yaml.YAMLError,
     jinja2.TemplateError,
@@ -32,8 +34,9 @@ MALFORMED = (
 
 
 def load_tasks(specs: Sequence[str], data: Path) -> dict[str, Task]:
-    """Task name -> task. A spec is a task file (its name ends in .yaml) or a name of the harness,
-    whose data set OWNER/NAME is looked for in the folder of that name in `data` first."""
+    """Task name -> task. A spec is a task file (its name ends in .yaml), whose files of data are
+    looked for in its own folder and then in `data`, or a name of the harness, whose data set
+    OWNER/NAME is looked for in the folder of that name in `data` first."""
     names = [spec for spec in specs if not _is_file(spec)]
     manager = task_manager(bool(names))
     for name in names:
@@ -63,11 +66,12 @@ def _load(manager: TaskManager, spec: str, data: Path) -> dict[str, Task]:
     if _is_file(spec) and not path.is_file():
         raise EvaluateError(f"there is no task file '{spec}'")
     try:
-        # The harness takes paths of data as seen from where it runs.
-        with contextlib.chdir(path.parent if _is_file(spec) else data), _without_network():
-            loaded = manager.load([path.name if _is_file(spec) else spec])["tasks"]
-            for name, task in loaded.items():
-                _try_first_prompt(spec, name, task)
+        if not _is_file(spec):
+            return _load_beside(data, manager, spec)
+        try:
+            return _load_beside(path.parent, manager, str(path.resolve()))
+        except FileNotFoundError:
+            return _load_beside(data, manager, str(path.resolve()))
     except (DatasetGenerationError, StopIteration) as error:
         cause = _first_line(error.__cause__ or error) or "no rows"
         raise EvaluateError(f"the data of task '{spec}' cannot be read: {cause}") from error
@@ -83,7 +87,20 @@ def _load(manager: TaskManager, spec: str, data: Path) -> dict[str, Task]:
         raise EvaluateError(
             f"'{spec}' is not a task that can be used: {type(error).__name__}: {_first_line(error)}"
         ) from error
+
+
+def _load_beside(folder: Path, manager: TaskManager, spec: str) -> dict[str, Task]:
+    # The harness takes paths of data as seen from where it runs.
+    with contextlib.chdir(folder), _without_network():
+        loaded = manager.load([spec])["tasks"]
+        for name, task in loaded.items():
+            _try_first_prompt(spec, name, task)
     return loaded
+
+
+def longest_answer(task: Task) -> int:
+    """Tokens that the task asks for at most."""
+    return int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", DEFAULT_TOKENS))
 
 
 def _try_first_prompt(spec: str, name: str, task: Task) -> None:

@@ -23,7 +23,6 @@ from vllm_dllm.models.expected_weights import ExpectedWeights
 from vllm_dllm.models.self_conditioning import SelfConditioning
 from vllm_dllm.models.vocabulary import Vocabulary
 from vllm_dllm.quantization.config import adapt
-from vllm_dllm.quantization.scales import check_scales
 
 
 class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
@@ -121,7 +120,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
         one set of weights.
 
         Raises:
-            ValueError: a tensor is missing, unknown or of another shape or type; it is named.
+            ValueError: a tensor is missing, unknown, of another shape or type, or no possible
+                scale; it is named.
         """
         mapper = self.hf_to_vllm_mapper
         if self.config.tie_word_embeddings:
@@ -136,7 +136,6 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
         try:
             loaded = AutoWeightsLoader(self).load_weights(reader, mapper=mapper)
             expected.check_complete()
-            check_scales(self)
             return loaded
         except Exception as error:
             raise ValueError(

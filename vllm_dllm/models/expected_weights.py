@@ -1,4 +1,5 @@
-"""The tensors that a checkpoint must hold for a model as it was built: names, shapes, types.
+"""The tensors that a checkpoint must hold for a model as it was built: names, shapes, types, and
+what scales must not be.
 
 vLLM counts parameters. One is put together from many tensors (q, k and v; all experts), counts as
 loaded with the first of them, and takes smaller tensors and other types without a word. Here every
@@ -23,6 +24,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from vllm_dllm.checkpoint.nvfp4 import GROUP_SIZE
+from vllm_dllm.quantization import scales
 
 _MOST_NAMED = 8
 FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted into each other when loaded
@@ -34,6 +36,8 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     dtypes: set[torch.dtype]
     stands_for: tuple[str, ...] = ()
+    equal_in: str = ""
+    """The fused linear whose parts must have one value of it; vLLM takes one of them for all."""
 
     def complaint(self, tensor: torch.Tensor) -> str | None:
         if tensor.dtype not in self.dtypes:
@@ -64,10 +68,13 @@ class ExpectedWeights:
         }
         self._layers = {name.rpartition(".")[0] for name in self._expected}
         self._missing = {name for name, tensor in self._expected.items() if not tensor.stands_for}
+        self._first_of_fused: dict[str, tuple[str, float]] = {}
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises ValueError when a tensor does not fit, or belongs to a layer that has no use for
-        it."""
+        """Raises ValueError when a tensor does not fit, belongs to a layer that has no use for it,
+        or holds a scale that cannot be."""
+        if complaint := scales.complaint(name.rpartition(".")[2], tensor):
+            raise ValueError(complaint)
         expected = self._expected.get(name)
         if expected is None:
             layer, _, kind = name.rpartition(".")
@@ -80,6 +87,14 @@ class ExpectedWeights:
             return
         if complaint := expected.complaint(tensor):
             raise ValueError(complaint)
+        if expected.equal_in and not tensor.is_meta:
+            first, value = self._first_of_fused.setdefault(expected.equal_in, (name, tensor.item()))
+            if tensor.item() != value:
+                raise ValueError(
+                    f"its value must be that of {in_checkpoint(first)}, {value}, got "
+                    f"{tensor.item()}: vLLM runs the two linears as one. Quantise the bf16 "
+                    f"checkpoint with `vllm-dllm quantize --scheme nvfp4`"
+                )
         self._missing -= {name, *expected.stands_for}
 
     def check_complete(self) -> None:
@@ -107,7 +122,7 @@ def _tensors(
         if isinstance(module, LinearBase):
             if (scheme := _scheme(own)) is not None:
                 for linear, out_features in _linears(name, module, packed_modules):
-                    yield from _of_linear(linear, scheme, out_features, module.input_size)
+                    yield from _of_linear(linear, name, scheme, out_features, module.input_size)
                     if "bias" in own:
                         yield f"{linear}.bias", Tensor((out_features,), FLOATS)
         elif isinstance(module, RoutedExperts):
@@ -144,8 +159,8 @@ def _scheme(parameters: Mapping[str, torch.Tensor]) -> str | None:
     return None
 
 
-def _of_linear(name: str, scheme: str, n: int, k: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one linear with weights [n, k]."""
+def _of_linear(name: str, fused: str, scheme: str, n: int, k: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one linear with weights [n, k], which vLLM runs as part of `fused`."""
     e4m3 = {torch.float8_e4m3fn}
     match scheme:
         case "unquantised":
@@ -156,7 +171,7 @@ def _of_linear(name: str, scheme: str, n: int, k: int) -> Iterator[tuple[str, Te
             kinds = {
                 "weight_packed": Tensor((n, k // 2), {torch.uint8}),
                 "weight_scale": Tensor((n, k // GROUP_SIZE), e4m3),
-                "weight_global_scale": Tensor((1,), {torch.float32}),
+                "weight_global_scale": Tensor((1,), {torch.float32}, equal_in=fused),
                 "input_global_scale": Tensor((1,), {torch.float32}),
             }
     for kind, tensor in kinds.items():
@@ -194,7 +209,8 @@ def _of_experts(name: str, module: RoutedExperts, scheme: str) -> Iterator[tuple
     sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     for expert in local:
         for part, (n, k) in sizes.items():
-            yield from _of_linear(f"{name}.{expert}.{part}", scheme, n, k)
+            fused = f"{name}.{expert}.{'down' if part == 'down_proj' else 'gate_up'}"
+            yield from _of_linear(f"{name}.{expert}.{part}", fused, scheme, n, k)
     if scheme == "unquantised":
         for fused, parts, n, k in (
             ("gate_up_proj", ("gate_proj", "up_proj"), 2 * inner, hidden),

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from vllm_dllm.quantization import layer_names
 from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, IN_VLLM
-from vllm_dllm.quantization.schemes import Scheme, recognize
+from vllm_dllm.quantization.schemes import Scheme, check_method, describe, recognize
 
 logger = init_logger(__name__)
 
@@ -29,12 +29,19 @@ _LINEAR = torch.nn.Linear(1, 1, device="meta")  # what an expert's projection is
 def adapt(
     config: QuantizationConfig | None, text_config: PretrainedConfig
 ) -> QuantizationConfig | None:
-    """`config` as a DiffusionGemma needs it; those of other formats are returned as they are.
+    """`config` as a DiffusionGemma needs it. Methods other than compressed-tensors are returned as
+    they are on GPUs, with a warning.
 
     Raises:
         ValueError: a layer's scheme cannot be served.
     """
+    if config is None:
+        return None
     if not isinstance(config, CompressedTensorsConfig):
+        first = IN_CHECKPOINT + next(layer_names.linears(text_config))
+        has_zero_points = any(getattr(config, name, False) for name in ("zero_point", "has_zp"))
+        check_method(first, config.get_name(), has_zero_points, current_platform.is_cpu())
+        _leave_to_vllm(config.get_name(), "all layers that it quantises")
         return config
     kv_cache_scheme = config.kv_cache_scheme
     if kv_cache_scheme is not None and current_platform.is_cpu():
@@ -58,16 +65,43 @@ def adapt(
     return adapted
 
 
+def _leave_to_vllm(scheme: str, layers: str) -> None:
+    logger.warning_once(
+        "Quantisation by %s is neither compressed-tensors' FP8_DYNAMIC nor its NVFP4. vLLM loads "
+        "and computes %s: whether a tensor is missing is not checked, nor have answers been "
+        "compared with a reference.",
+        scheme,
+        layers,
+    )
+
+
 class ServedCompressedTensors(CompressedTensorsConfig):
     """vLLM's configuration, with experts that CPUs can run too."""
 
     def check(self, text_config: PretrainedConfig) -> None:
-        """Raises ValueError, naming a layer, for each scheme in use that cannot be served."""
+        """Raises ValueError, naming a layer, for each scheme in use that cannot be served; says of
+        the others how they are computed, where that is not by our choice of vLLM's kernels."""
+        on_cpu = current_platform.is_cpu()
         for scheme in {id(s): s for s in self.target_scheme_map.values()}.values():
-            for name in layer_names.linears(text_config):
-                if self.get_scheme_dict(_LINEAR, IN_VLLM + name) is scheme:
-                    recognize(IN_CHECKPOINT + name, scheme, current_platform.is_cpu())
-                    break
+            names = (
+                name
+                for name in layer_names.linears(text_config)
+                if self.get_scheme_dict(_LINEAR, IN_VLLM + name) is scheme
+            )
+            if (first := next(names, None)) is None:
+                continue
+            kind = recognize(IN_CHECKPOINT + first, scheme, on_cpu)
+            has_experts = ".experts." in first or any(".experts." in name for name in names)
+            if kind is Scheme.OTHER:
+                layers = f"{IN_CHECKPOINT}{first} and others of this scheme"
+                _leave_to_vllm(describe(scheme), layers)
+            elif on_cpu and (kind is Scheme.NVFP4 or has_experts):
+                logger.info_once(
+                    "vLLM has no CPU kernel for %s: %s run in an emulation of the GPUs' "
+                    "arithmetic, with weights unpacked at every use. It is exact, and slow.",
+                    kind.name if kind is Scheme.NVFP4 else f"experts in {kind.name}",
+                    "these layers" if kind is Scheme.NVFP4 else "they",
+                )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if current_platform.is_cpu():
@@ -96,12 +130,6 @@ class ServedCompressedTensors(CompressedTensorsConfig):
         if scheme is None:
             return UnquantizedFusedMoEMethod(layer.moe_config)
         kind = recognize(first, scheme, on_cpu=True)
-        logger.info_once(
-            "vLLM has no CPU kernel for %s: experts%s run in an emulation of the GPUs' arithmetic, "
-            "with weights unpacked at every use. It is exact, and slow.",
-            kind.name,
-            "" if kind is Scheme.FP8_DYNAMIC else " and linears",
-        )
         if kind is Scheme.NVFP4:
             return CompressedTensorsNvfp4MoEMethodOnCpu(layer.moe_config)
         return CompressedTensorsFp8MoEMethodOnCpu(

@@ -1,25 +1,25 @@
-"""Scales that a quantised model must not be served with, found as soon as they are loaded."""
+"""Scales that a quantised model must not be served with, found as they are read."""
 
 import torch
-from torch import nn
 
-_FP32_SCALES = ("weight_scale", "weight_global_scale", "input_global_scale")
+KINDS = {
+    "weight_scale",
+    "weight_global_scale",
+    "input_scale",
+    "input_global_scale",
+    "k_scale",
+    "v_scale",
+}
+"""Last parts of their names in checkpoints."""
 
 
-def check_scales(model: nn.Module) -> None:
-    """Raises ValueError where a scale is no positive number, and where linears that run as one have
-    different global scales of their weights: vLLM would take one of them for all."""
-    for name, parameter in model.named_parameters():
-        kind = name.rpartition(".")[2].removeprefix("w13_").removeprefix("w2_")
-        if kind not in _FP32_SCALES or parameter.dtype != torch.float32 or parameter.is_meta:
-            continue
-        if not (parameter.isfinite() & (parameter > 0)).all():
-            raise ValueError(f"{name} must hold positive numbers only")
-        # [linears that run as one], for gate and up of the experts [E, 2]
-        is_fused = kind == "weight_global_scale" and not name.endswith(".w2_weight_global_scale")
-        if is_fused and (parameter != parameter[..., :1]).any():
-            raise ValueError(
-                f"the linears that {name} is made of must share one weight_global_scale, got "
-                f"{parameter.unique().tolist()[:4]}: vLLM runs them as one. Quantise the bf16 "
-                f"checkpoint with `vllm-dllm quantize --scheme nvfp4`"
-            )
+def complaint(kind: str, tensor: torch.Tensor) -> str | None:
+    """What is wrong with the values of a tensor of this kind: scales are positive numbers, those of
+    groups (e4m3) too. None for tensors that are no scales, and on the meta device."""
+    if kind not in KINDS or tensor.is_meta or not tensor.is_floating_point():
+        return None
+    values = tensor.float()
+    fit = (values > 0) & values.isfinite()
+    if fit.all():
+        return None
+    return f"it must hold positive numbers only, got {values[~fit][0].item()}"

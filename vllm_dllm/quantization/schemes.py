@@ -30,7 +30,9 @@ def recognize(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
     if layout not in [known.value for known in CompressionFormat]:
         raise _refusal(layer, f"format must be one of compressed-tensors', got {layout!r}")
     if not weights.symmetric:
-        raise _refusal(layer, "weights must be symmetric, got some with zero-points")
+        raise _refusal(
+            layer, f"weights must be symmetric, got zero-points, {layer}.weight_zero_point"
+        )
     is_fp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP and weights.num_bits == 4
     if is_fp4 and weights.group_size != GROUP_SIZE:
         raise _refusal(layer, f"group_size must be {GROUP_SIZE}, got {weights.group_size}")
@@ -42,8 +44,30 @@ def recognize(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
     if layout == Scheme.NVFP4.value and _is_nvfp4(weights) and _is_nvfp4(inputs):
         return Scheme.NVFP4
     if on_cpu:
-        raise _refusal(layer, f"a CPU computes neither {weights} with inputs {inputs}")
+        raise _refusal(layer, f"no CPU computes {describe(scheme)} here")
     return Scheme.OTHER
+
+
+def check_method(layer: str, method: str, has_zero_points: bool, on_cpu: bool) -> None:
+    """Raises ValueError where vLLM's `method`, one that is not compressed-tensors, cannot be served
+    here."""
+    if has_zero_points:
+        raise _refusal(layer, f"weights must be symmetric, got zero-points, {layer}.qzeros")
+    if on_cpu:
+        raise _refusal(layer, f"no CPU computes the method '{method}' here")
+
+
+def describe(scheme: dict[str, Any]) -> str:
+    """A scheme in words, from vLLM's dictionary of it."""
+    parts = [
+        f"{args.num_bits}-bit {args.type} {name}, a scale a {args.strategy}"
+        for name, args in (
+            ("weights", scheme["weights"]),
+            ("inputs", scheme.get("input_activations")),
+        )
+        if args is not None
+    ]
+    return f"{scheme.get('format')} ({'; '.join(parts)})"
 
 
 def _is_fp8(args: QuantizationArgs | None, strategy: QuantizationStrategy, dynamic: bool) -> bool:

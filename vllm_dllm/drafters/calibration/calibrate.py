@@ -6,7 +6,6 @@ Measuring takes nearly all the time; a stopped run goes on behind the last part 
 
 import functools
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from vllm_dllm.progress import progress_bars
 
 REPORT_FILE = "report.json"
 PLOT_FILE = "report.png"
+MEASURED_FOLDERS = ("training", "held-out")  # which OUT does not keep
 HELD_OUT_SHARE = 0.25
 
 
@@ -78,6 +78,10 @@ def calibrate_width(
     sides = split_prompts(prompts, HELD_OUT_SHARE, options.seed)
 
     run = _fingerprint(target_path, drafter_path, sides, sizes, options)
+    if resumable.is_finished(out, run, MEASURED_FOLDERS):
+        report = json.loads((out / REPORT_FILE).read_text())
+        print(describe(report))
+        return report
     resumable.is_resumed(partial, run, "target, drafter, prompts or sizes")
     target, drafter = load_target(target_path, device), drafter.to(device)
 
@@ -87,7 +91,7 @@ def calibrate_width(
     resumable.start(partial, run)
     measured: list[Measured] = []
     with progress_bars() as progress:
-        for name, side in zip(("training", "held-out"), sides, strict=True):
+        for name, side in zip(MEASURED_FOLDERS, sides, strict=True):
             folder = partial / name
             folder.mkdir(exist_ok=True)
             task = progress.add_task(f"measuring {name} prompts", total=len(side))
@@ -117,9 +121,7 @@ def calibrate_width(
     save_predictor(found.predictor, partial, {"draft_width": options.draft_width})
     (partial / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
     save_plot(report, partial / PLOT_FILE)
-    for folder in (partial / "training", partial / "held-out"):
-        shutil.rmtree(folder)
-    resumable.finish(partial, out)
+    resumable.finish(partial, out, MEASURED_FOLDERS)
     print(describe(report))
     return report
 

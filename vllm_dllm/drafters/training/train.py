@@ -27,7 +27,8 @@ from vllm_dllm.drafters.training.reference import DFlashDrafter, load_drafter, s
 from vllm_dllm.drafters.training.target_states import check_fit, load_target, target_text_config
 from vllm_dllm.errors import InputError
 
-COMPLETIONS_FILE = "completions.jsonl"  # in OUT.partial only
+COMPLETIONS_FILE = "completions.jsonl"
+WORKING_FILES = (COMPLETIONS_FILE, STATE_FILE)  # which OUT does not keep
 LOG_FILE = "training_log.json"
 
 
@@ -65,6 +66,8 @@ def train(
         room = text_config.max_position_embeddings - options.max_tokens
         questions = read_prompts(prompts, target_path, room)
     run = _fingerprint(target_path, init_from, server, options, sequences or questions)
+    if resumable.is_finished(out, run, WORKING_FILES):
+        return
     resumable.is_resumed(partial, run, "target, other sequences or options")
     completer = server_completer(server, options.max_tokens, config.vocab_size) if server else None
     target = load_target(target_path, device)
@@ -94,7 +97,7 @@ def train(
     save_drafter(drafter, partial, torch.bfloat16)
     (partial / LOG_FILE).write_text(json.dumps(log) + "\n")
     save_plots(log, partial)
-    resumable.finish(partial, out, (COMPLETIONS_FILE, STATE_FILE))
+    resumable.finish(partial, out, WORKING_FILES)
 
 
 def _check_arguments(
