@@ -284,13 +284,12 @@ def main() -> None:
         del batch, runs
         torch.cuda.empty_cache()
     report = {
-        "machine": harness.machine() | {"gpu": gpu},
+        "machine": harness.machine(),
         "canvas": CANVAS,
         "left_out": reasons,
         "cells": cells,
     }
-    folder = gpu.replace("NVIDIA ", "").replace(" ", "-").lower()
-    harness.publish(report, harness.ROOT / "bench" / "results" / folder / "attention.json")
+    harness.publish(report, harness.results_folder() / "attention.json")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Same target, drafter and prompts, greedy, fp32. See bench/README.md.
 
 import argparse
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -81,10 +80,15 @@ def require_same_answers(outputs: dict[str, list[list[int]]]) -> None:
 
 
 def measure(
-    call: Call, names: list[str], given: Workload, concurrency: int, num_rounds: int
+    call: Call,
+    names: list[str],
+    given: Workload,
+    num_prompts: int,
+    concurrency: int,
+    num_rounds: int,
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Measures of each system, and the answers; refuses where one differs."""
-    prompts = given.prompts[: PROMPTS.get(concurrency, 2 * concurrency)]
+    prompts = given.prompts[:num_prompts]
     options = {"batch": concurrency, "max_tokens": given.max_tokens, "temperature": 0.0}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for index in range(num_rounds + 1):  # the first one warms up
@@ -108,8 +112,7 @@ def main() -> None:
     parser.add_argument("--load-rows", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(PROMPTS))
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--out", type=Path, default=Path(f"bench/results/cpu-{cores}core"))
+    parser.add_argument("--out", type=Path, default=harness.results_folder())
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
@@ -134,7 +137,10 @@ def main() -> None:
     with taking_turns(commands) as (_, call):
         for concurrency in args.concurrency:
             for kind, given in workloads.items():
-                found, said = measure(call, list(asked), given, concurrency, args.rounds)
+                num_prompts = PROMPTS.get(concurrency, 2 * concurrency)
+                found, said = measure(
+                    call, list(asked), given, num_prompts, concurrency, args.rounds
+                )
                 if kind == MIXED and len(said) > len(answers):
                     answers = said
                 for name, line in found.items():

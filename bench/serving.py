@@ -7,7 +7,6 @@ Same checkpoint, same prompts, same end of an answer, fp32. See bench/README.md.
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(PROMPTS))
     parser.add_argument("--check-rows", type=int, default=280, help="for the correctness check")
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--out", type=Path, default=Path(f"bench/results/cpu-{cores}core"))
+    parser.add_argument("--out", type=Path, default=harness.results_folder())
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")

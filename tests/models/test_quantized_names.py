@@ -27,8 +27,9 @@ from vllm.model_executor.model_loader.utils import (
     process_weights_after_loading,
 )
 
+from bench.dummy_checkpoint import SHAPE_26B
 from tests.models.building import build
-from tests.models.test_weights import SHAPE_26B, transformers_state_dict
+from tests.models.test_weights import transformers_state_dict
 from tests.serving import quantized
 from vllm_dllm.checkpoint.architecture import build_generation_config
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint

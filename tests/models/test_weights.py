@@ -12,26 +12,11 @@ from transformers import (
     Gemma4VisionConfig,
 )
 
+from bench.dummy_checkpoint import SHAPE_26B
 from tests.models.building import build
 from vllm_dllm.checkpoint.architecture import build_generation_config
 from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
-
-SHAPE_26B = {
-    "vocab_size": 262_144,
-    "hidden_size": 2816,
-    "intermediate_size": 2112,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": 2,
-    "sliding_window": 1024,
-    "num_experts": 128,
-    "top_k_experts": 8,
-    "moe_intermediate_size": 704,
-}
 
 
 @pytest.mark.parametrize("moe", [True, False], ids=["moe", "dense"])

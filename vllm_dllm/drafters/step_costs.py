@@ -37,8 +37,9 @@ class StepCosts:
         self._samples: dict[bool, deque[tuple[tuple[float, ...], float]]] = {
             drafts: deque(maxlen=self.MEMORY) for drafts in (False, True)
         }
-        self._factors: np.ndarray | None = None
+        self._factors: list[float] = []
         self._num_new = 0
+        self.num_fits = 0
 
     @property
     def lacks_steps_without_drafts(self) -> bool:
@@ -67,12 +68,16 @@ class StepCosts:
             factors, _ = nnls(np.vstack((rows, shared)), np.append(weights, nothing))
             errors = np.abs(relative @ (factors / scale) - 1)
             weights = 1 / np.sqrt(np.maximum(errors / max(np.median(errors), 1e-3), 1))
-        self._factors, self._num_new = factors / scale, 0
+        self._factors, self._num_new = (factors / scale).tolist(), 0
+        self.num_fits += 1
 
-    def seconds(self, num_rows: np.ndarray, num_drafted: np.ndarray) -> np.ndarray | None:
-        """Of steps without prefill [n] float64; None while there is too little to go by."""
-        if self._factors is None:
-            return None
+    @property
+    def known(self) -> bool:
+        """Whether there is enough to go by for `seconds`."""
+        return self.num_fits > 0
+
+    def seconds(self, num_rows: float, num_drafted: int) -> float:
+        """Of a step without prefill."""
         base, row, _, any_draft, draft = self._factors
         return base + row * num_rows + any_draft * (num_drafted > 0) + draft * num_drafted
 

@@ -1,0 +1,114 @@
+"""Checkpoint folders without weights, for engines that make them up (`--load-format dummy`).
+
+    python -m bench.dummy_checkpoint FOLDER --scheme nvfp4
+
+The tokenizer is the shipped checkpoint's; of a larger vocabulary, the rest has no text.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig
+
+from bench.harness import ROOT
+from vllm_dllm.checkpoint.architecture import VISION_CONFIG, build_generation_config
+from vllm_dllm.checkpoint.quantize_plan import quantization_scheme
+from vllm_dllm.checkpoint.tokenizer import BOI_ID, BOS_ID, EOI_ID, EOS_ID, IMAGE_ID, PAD_ID
+
+CANVAS = 256
+SHAPE_26B: dict[str, Any] = {  # of the text model of google/diffusiongemma-26B-A4B-it
+    "vocab_size": 262_144,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 2,
+    "sliding_window": 1024,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
+# An eighth of most widths: to try the bench on a CPU.
+SHAPE_SMALL: dict[str, Any] = {
+    "vocab_size": 32_768,
+    "hidden_size": 352,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 128,
+    "num_experts": 16,
+    "top_k_experts": 4,
+    "moe_intermediate_size": 96,
+}
+SHAPES = {"26B": SHAPE_26B, "small": SHAPE_SMALL}
+
+# As RedHatAI publishes them: NVFP4 leaves the attention in bf16.
+KEPT = ["lm_head", "re:.*(embed|vision|self_conditioning|router).*"]
+SCHEMES: dict[str, list[str] | None] = {  # what a scheme leaves as it is
+    "bf16": None,
+    "fp8-dynamic": KEPT,
+    "nvfp4": [*KEPT, "re:.*self_attn.*"],
+}
+
+
+def write(folder: Path, shape: str, scheme: str, num_steps: int) -> None:
+    """config.json and generation_config.json: a key of SHAPES, a key of SCHEMES, and how many
+    denoising steps a canvas takes at most. Canvases of random weights take all of them."""
+    tokens = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": BOS_ID}
+    config = DiffusionGemmaConfig(
+        text_config=DiffusionGemmaTextConfig(**SHAPES[shape], **tokens, dtype="bfloat16"),
+        vision_config=dict(VISION_CONFIG),
+        canvas_length=CANVAS,
+        boi_token_id=BOI_ID,
+        eoi_token_id=EOI_ID,
+        image_token_id=IMAGE_ID,
+        dtype="bfloat16",
+        **tokens,
+    )
+    config.architectures = ["DiffusionGemmaForBlockDiffusion"]
+    config.save_pretrained(folder)
+    if (kept := SCHEMES[scheme]) is not None:
+        path = folder / "config.json"
+        described = json.loads(path.read_text())
+        path.write_text(json.dumps(described | {"quantization_config": _quantized(scheme, kept)}))
+    generation = build_generation_config(CANVAS)
+    generation.max_denoising_steps = num_steps
+    generation.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "checkpoints" / "diffusiongemma-tiny" / name, folder)
+
+
+def _quantized(scheme: str, kept: list[str]) -> dict[str, Any]:
+    preset = quantization_scheme(scheme)
+    return QuantizationConfig(
+        config_groups={"group_0": preset},
+        format=preset.format,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=kept,
+    ).model_dump(mode="json")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="26B")
+    parser.add_argument("--scheme", choices=SCHEMES, default="bf16")
+    parser.add_argument("--steps", type=int, default=16, help="that a canvas takes")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    write(args.folder, args.shape, args.scheme, args.steps)
+
+
+if __name__ == "__main__":
+    main()
