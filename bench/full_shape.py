@@ -114,7 +114,7 @@ def print_table(results: dict[str, Any]) -> None:
                 f"{tokens['median']:.0f}",
                 f"{cell['peak_gib']:.1f}",
             )
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 def main() -> None:
