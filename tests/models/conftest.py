@@ -1,6 +1,7 @@
-"""vLLM's process group, of this process alone."""
+"""vLLM's process group, of this process alone, and small quantised checkpoints."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -9,6 +10,9 @@ from vllm.distributed import (
     init_distributed_environment,
     initialize_model_parallel,
 )
+
+from tests.serving import quantized
+from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,3 +24,13 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         initialize_model_parallel()
         yield
         cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of each scheme, large enough that scales are small beside the weights."""
+    folder = tmp_path_factory.mktemp("quantised")
+    plain = make_tiny_checkpoint(
+        folder / "plain", hidden_size=128, intermediate_size=128, moe_intermediate_size=64
+    )
+    return {s: quantized.quantize(plain, folder / s, s) for s in quantized.FORMATS}

@@ -1,28 +1,16 @@
-"""Quantised checkpoints: the names of the 26B ones, tensors that do not fit, memory, arithmetic."""
+"""Tensors of quantised checkpoints: names of the 26B ones, those that do not fit, memory."""
 
-import importlib
-import json
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from safetensors.torch import load_file
 from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig, Gemma4VisionConfig
 from vllm.config import set_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-    CompressedTensorsConfig,
-)
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.model_loader.utils import (
     process_weights_after_loading,
 )
@@ -32,10 +20,7 @@ from tests.models.building import build
 from tests.models.test_weights import transformers_state_dict
 from tests.serving import quantized
 from vllm_dllm.checkpoint.architecture import build_generation_config
-from vllm_dllm.checkpoint.tiny import make_tiny_checkpoint
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
-from vllm_dllm.quantization import config as quantization_config
-from vllm_dllm.quantization import nvfp4
 
 LINEAR = re.compile(r"model\.decoder\.layers\.\d+\.(?!router).*\.[a-z]+_proj$")
 # What model cards of RedHatAI's checkpoints leave out, beside the layers that are never quantised.
@@ -96,16 +81,6 @@ def stored(scheme: str, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torc
         "weight_global_scale": ((1,), torch.float32),
         "input_global_scale": ((1,), torch.float32),
     }
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One of each scheme, large enough that scales are small beside the weights."""
-    folder = tmp_path_factory.mktemp("quantised")
-    plain = make_tiny_checkpoint(
-        folder / "plain", hidden_size=128, intermediate_size=128, moe_intermediate_size=64
-    )
-    return {s: quantized.quantize(plain, folder / s, s) for s in quantized.FORMATS}
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("FP8_DYNAMIC", 0.55), ("NVFP4", 0.35)])
@@ -265,191 +240,3 @@ def models(checkpoints: dict[str, Path]) -> Callable[[str], ServedModel]:
         return built[scheme]
 
     return get
-
-
-def set_group(config: dict[str, Any], **changes: Any) -> None:
-    config["config_groups"]["group_0"]["weights"].update(changes)
-
-
-FOREIGN: dict[str, tuple[str, Callable[[dict], None], str]] = {
-    "unknown-format": (
-        "FP8_DYNAMIC",
-        lambda c: (
-            c.update(format="float-squeezed") or c["config_groups"]["group_0"].update(format=None)
-        ),
-        r"layers\.0\.self_attn\.q_proj: format must be one of .*, got 'float-squeezed'",
-    ),
-    "group-size": (
-        "NVFP4",
-        lambda c: set_group(c, group_size=32),
-        r"layers\.0\.self_attn\.q_proj: group_size must be 16, got 32",
-    ),
-    "zero-points": (
-        "FP8_DYNAMIC",
-        lambda c: (
-            set_group(c, type="int", num_bits=4, symmetric=False)
-            or c.update(format="pack-quantized")
-            or c["config_groups"]["group_0"].update(input_activations=None, format=None)
-        ),
-        r"layers\.0\.self_attn\.q_proj: weights must be symmetric, got zero-points, "
-        r"model\.decoder\.layers\.0\.self_attn\.q_proj\.weight_zero_point\. Served are FP8_DYNAMIC",
-    ),
-    "no-kernel-on-a-cpu": (
-        "FP8_DYNAMIC",
-        lambda c: set_group(c, strategy="tensor"),
-        r"q_proj: no CPU computes float-quantized \(8-bit float weights, a scale a tensor; 8-bit "
-        r"float inputs, a scale a token\) here\. Served are FP8_DYNAMIC",
-    ),
-    "embeddings": (
-        "FP8_DYNAMIC",
-        lambda c: (
-            c["config_groups"]["group_0"]["targets"].append("model.decoder.embed_tokens")
-            or c.update(ignore=["lm_head"])
-        ),
-        r"quantises model\.decoder\.embed_tokens: denoising reads the embeddings",
-    ),
-}
-
-
-def edit_config(source: Path, target: Path, change: Callable[[dict], None]) -> None:
-    """A copy of a checkpoint with another quantization_config."""
-    for file in source.iterdir():
-        (target / file.name).symlink_to(file)
-    config = json.loads((target / "config.json").read_text())
-    change(config["quantization_config"])
-    (target / "config.json").unlink()
-    (target / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_foreign_schemes_are_refused(
-    checkpoints: dict[str, Path], tmp_path: Path, name: str
-) -> None:
-    scheme, change, message = FOREIGN[name]
-    edit_config(checkpoints[scheme], tmp_path, change)
-    with pytest.raises(ValueError, match=message):
-        build(tmp_path, "cpu")
-
-
-@pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the reading of a configuration logs; a new logger, as an old one says a thing once."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = init_logger(f"tests.{id(messages)}")
-    logger.setLevel("INFO")
-    logger.handlers = [handler]
-    monkeypatch.setattr(quantization_config, "logger", logger)
-    return messages
-
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-EMULATED = {
-    "FP8_DYNAMIC": "vLLM has no CPU kernel for experts in FP8_DYNAMIC: they run in an emulation",
-    "NVFP4": "vLLM has no CPU kernel for NVFP4: these layers run in an emulation",
-}
-
-
-@pytest.mark.parametrize("scheme", quantized.FORMATS)
-def test_an_emulation_is_logged_once(
-    checkpoints: dict[str, Path], logged: list[str], scheme: str
-) -> None:
-    build(checkpoints[scheme], "meta")
-    build(checkpoints[scheme], "meta")
-    (message,) = logged
-    assert message.startswith(EMULATED[scheme]) and message.endswith("It is exact, and slow.")
-
-
-@pytest.mark.parametrize(("scheme", "count"), [("FP8_DYNAMIC", 0), ("NVFP4", 1)])
-def test_an_emulation_without_experts_is_logged(
-    checkpoints: dict[str, Path], tmp_path: Path, logged: list[str], scheme: str, count: int
-) -> None:
-    """NVFP4 linears are emulated, too; FP8 ones have a kernel."""
-    edit_config(checkpoints[scheme], tmp_path, lambda c: c["ignore"].append("re:.*experts.*"))
-    build(tmp_path, "meta")
-    assert len(logged) == count
-
-
-def test_schemes_that_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
-    """On a GPU, with a warning that names them; but for zero-points."""
-    on_gpu = SimpleNamespace(is_cpu=lambda: False)
-    monkeypatch.setattr(quantization_config, "current_platform", on_gpu)
-    text_config = DiffusionGemmaTextConfig(**SHAPE_26B)
-    preset = preset_name_to_scheme("FP8", ["Linear"])  # static scales, a tensor each
-    described = QuantizationConfig(
-        config_groups={"group_0": preset}, format="float-quantized", ignore=["lm_head"]
-    )
-    config = CompressedTensorsConfig.from_config(described.model_dump(mode="json"))
-    assert quantization_config.adapt(config, text_config) is not None
-    other = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic")
-    assert quantization_config.adapt(other, text_config) is other
-    first, second = logged
-    assert re.search(
-        r"by float-quantized \(8-bit float weights, a scale a tensor; 8-bit float inputs, a "
-        r"scale a tensor\) is .* vLLM loads and computes model\.decoder\.layers\.0\.self_attn\."
-        r"q_proj and others of this scheme: whether a tensor is missing is not checked",
-        first,
-    )
-    assert second.startswith("Quantisation by fp8 is neither")
-    with pytest.raises(ValueError, match=r"got zero-points, .*q_proj\.qzeros"):
-        quantization_config.adapt(AutoAWQConfig.from_config(AWQ), text_config)
-
-
-def test_other_methods_are_refused_on_a_cpu() -> None:
-    text_config = DiffusionGemmaTextConfig(**SHAPE_26B)
-    method = Fp8Config(is_checkpoint_fp8_serialized=True)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: no CPU .* method 'fp8'"):
-        quantization_config.adapt(method, text_config)
-
-
-def test_kv_cache_scales(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """They are loaded; a CPU's cache keeps the model's type."""
-    path = checkpoints["FP8_DYNAMIC"]
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    edit_config(path, tmp_path, lambda c: c.update(kv_cache_scheme=scheme))
-    model, _ = build(tmp_path, "cpu")
-    scales = {
-        f"model.decoder.layers.{i}.self_attn.{kv}_scale": torch.tensor([2.0 + i])
-        for i in range(4)
-        for kv in "kv"
-    }
-    model.load_weights(iter((load_file(path / "model.safetensors") | scales).items()))
-    attention = model.model.layers[3].self_attn.attn
-    assert attention.v_scale == 5.0
-    assert attention.kv_cache_dtype == "auto"
-
-
-def test_nvfp4_is_vllms_emulation() -> None:
-    """Values, block scales and ties, against vLLM's own functions, which are slower and round their
-    operands to the model's type."""
-    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
-
-    packed = torch.arange(256, dtype=torch.uint8).repeat(4, 1)
-    block_scale = torch.linspace(0.01, 448, 4 * 32).view(4, 32).to(FP8)
-    one = torch.tensor(1.0)
-    expected = emulation.dequantize_to_dtype(packed, block_scale, one, torch.float32, swizzle=False)
-    assert torch.equal(nvfp4.decode(packed, block_scale, one).values, expected)
-
-    # One of the 16 is 6, so that with a global scale of 1 the others are rounded as they are.
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(2)
-    x = torch.stack((ties, -ties, torch.zeros(16), 1000 * ties, torch.randn(16)))
-    for global_scale in (torch.tensor(1.0), torch.tensor(37.5)):
-        values, scale = nvfp4.quantize(x, global_scale)
-        expected = emulation.ref_nvfp4_quant_dequant(x.clone(), global_scale, 16)
-        torch.testing.assert_close(values * scale, expected, rtol=1e-6, atol=0)
-
-
-def test_import_while_a_model_is_built() -> None:
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            importlib.reload(nvfp4)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    block_scale = torch.ones(1, 1).to(FP8)
-    packed = torch.full((1, 8), 0x7F, dtype=torch.uint8)
-    assert nvfp4.decode(packed, block_scale, torch.tensor(1.0)).values[0, :2].tolist() == [
-        -6.0,
-        6.0,
-    ]
