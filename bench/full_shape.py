@@ -127,14 +127,16 @@ def main() -> None:
     parser.add_argument("--kv-cache-gib", type=int, default=16, help="64 requests need 10 at 26B")
     parser.add_argument("--eager", action="store_true", help="no compiler, no CUDA graphs")
     args = parser.parse_args()
+    asked = {name: [n for n in CONCURRENCY[name] if n in args.concurrency] for name in args.systems}
+    if not all(asked.values()):
+        parser.error(f"--concurrency must name some of each system's {CONCURRENCY}")
     machine = harness.machine()
     eager = ["--eager"] if args.eager else []
     right = check(args.scheme, eager)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         dummy_checkpoint.write(Path(folder), args.shape, args.scheme, STEPS)
-        for name in args.systems:
-            counts = [n for n in CONCURRENCY[name] if n in args.concurrency]
+        for name, counts in asked.items():
             arguments = [folder, "--canvas-length", str(CANVAS), "--system", name, "--dummy"]
             arguments += ["--max-num-seqs", str(max(counts))]
             arguments += ["--kv-cache-gib", str(args.kv_cache_gib), *eager]

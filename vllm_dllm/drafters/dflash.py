@@ -125,13 +125,13 @@ class WidthDFlashSpeculator(DFlashHooks):
             return super().propose(input_batch, *inputs, *args, dummy_run=dummy_run, **kwargs)
         if self._predictor is not None:
             self._predict_widths(input_batch, last_hidden_states)
-        if self._widths and not any(self._widths.values()):
-            self._keep_context(input_batch, last_hidden_states, aux_hidden_states, False)
-            return self.draft_tokens[: input_batch.num_reqs]
         # A scheduler of the user's own asks for no widths: all is drafted.
         widest = self.num_speculative_steps
         widths = np.array([self._widths.get(name, widest) for name in input_batch.req_ids])
-        (rows,) = np.nonzero((widths > 0) & ~self._ended(input_batch, num_sampled))
+        wanted = widths > 0
+        if wanted.any():
+            wanted &= ~self._ended(input_batch, num_sampled)
+        (rows,) = np.nonzero(wanted)
         if self._narrows:
             async_tensor_h2d(widths[rows], out=self._block_widths[: len(rows)], dtype=torch.int32)
         if len(rows) == input_batch.num_reqs:
