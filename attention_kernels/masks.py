@@ -15,7 +15,7 @@ counts the tokens a query sees back, not counting itself (a sliding window of W 
 W - 1 tokens of the prefix, and the canvas attends to all of that and all of itself.
 
 `reference.py`, the CPU adapter (`vllm_dllm/attention/cpu.py`) and the picture of the masks call
-what is here. Kernels cannot: they restate it, and tests in `tests/attention` hold them equal:
+what is here. Kernels cannot: they restate it, and `tests/unit/attention_kernels` holds them equal:
 
 - `triton_fwd._visible` is `visible`: `test_triton.py::test_visibility`.
 - `tiling.key_range` is `visible_range`: `test_triton.py::test_visits_all_keys_that_are_seen_...`.

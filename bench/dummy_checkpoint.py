@@ -15,9 +15,9 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationStat
 from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig
 
 from bench.harness import ROOT
-from vllm_dllm.checkpoint.architecture import VISION_CONFIG, build_generation_config
-from vllm_dllm.checkpoint.quantize_plan import quantization_scheme
-from vllm_dllm.checkpoint.tokenizer import BOI_ID, BOS_ID, EOI_ID, EOS_ID, IMAGE_ID, PAD_ID
+from vllm_dllm.tools.pretrain.architecture import VISION_CONFIG, build_generation_config
+from vllm_dllm.tools.pretrain.tokenizer import BOI_ID, BOS_ID, EOI_ID, EOS_ID, IMAGE_ID, PAD_ID
+from vllm_dllm.tools.quantize.plan import quantization_scheme
 
 CANVAS = 256
 SHAPE_26B: dict[str, Any] = {  # of the text model of google/diffusiongemma-26B-A4B-it

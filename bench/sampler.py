@@ -76,14 +76,14 @@ class Inputs:
 
 
 def ours(inputs: Inputs, **soft: Any) -> Step:
-    from vllm_dllm.canvas_logits import StreamedLogits
     from vllm_dllm.denoise import noise
     from vllm_dllm.denoise.row_stats import RowStats
-    from vllm_dllm.denoise.schedule import temperature
     from vllm_dllm.denoise.step import CanvasState, StepRules, denoise_step
+    from vllm_dllm.denoise.temperature import temperature
     from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
-    from vllm_dllm.slots import CanvasSlots
-    from vllm_dllm.soft_embedding import SoftEmbedding
+    from vllm_dllm.step.logits import StreamedLogits
+    from vllm_dllm.step.slots import CanvasSlots
+    from vllm_dllm.step.soft_embedding import SoftEmbedding
 
     class Head(DiffusionGemmaForBlockDiffusion):
         """The part of the model that the sampler calls."""

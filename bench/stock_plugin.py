@@ -6,13 +6,14 @@ from vllm.model_executor.models.config import (
     VerifyAndUpdateConfig,
 )
 
-from vllm_dllm import compat, cpu
+from vllm_dllm import cpu
+from vllm_dllm.compat import admission
 from vllm_dllm.plugin import DIFFUSION_GEMMA
 
 
 def register() -> None:
     cpu.install()
-    compat.set_serving_config(DIFFUSION_GEMMA, StockServingConfig)
+    admission.set_serving_config(DIFFUSION_GEMMA, StockServingConfig)
 
 
 class StockServingConfig(VerifyAndUpdateConfig):

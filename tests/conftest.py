@@ -18,7 +18,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 import pytest
 import torch
 
-SLOW = {"serving", "e2e"}  # folders whose tests start engines
+SLOW = {"engine", "server"}  # folders whose tests start engines
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

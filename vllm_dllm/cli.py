@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_dllm.drafters.calibration.cli import add_calibrate_width
-from vllm_dllm.drafters.training.cli import add_train
-from vllm_dllm.resumable import exit_status
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter.calibration.cli import add_calibrate_width
+from vllm_dllm.tools.drafter.training.cli import add_train
+from vllm_dllm.tools.resumable import exit_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,8 +64,8 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from vllm_dllm import demo  # late: it loads more than the other commands need
-    from vllm_dllm.serving_process import ServerError
+    from vllm_dllm.tools import demo  # late: it loads more than the other commands need
+    from vllm_dllm.tools.server_process import ServerError
 
     try:
         demo.run(
@@ -74,7 +75,7 @@ def _demo(options: argparse.Namespace) -> int:
             pace_s=options.pace,
             picture=options.save_picture,
         )
-    except (demo.DemoError, ServerError) as error:
+    except (InputError, ServerError) as error:
         print(f"vllm-dllm demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -110,7 +111,7 @@ def _add_quantize(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _quantize(options: argparse.Namespace) -> int:
-    from vllm_dllm.checkpoint import quantize  # late: it loads PyTorch
+    from vllm_dllm.tools.quantize import quantize  # late: it loads PyTorch
 
     return exit_status(
         "quantize",
@@ -192,10 +193,10 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from vllm_dllm.serving_process import ServerError
+    from vllm_dllm.tools.server_process import ServerError
 
     try:
-        from vllm_dllm import evaluate  # late: it loads PyTorch and lm-evaluation-harness
+        from vllm_dllm.tools import evaluate  # late: it loads PyTorch and lm-evaluation-harness
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package not in ("datasets", "lm_eval"):
@@ -219,7 +220,7 @@ def _eval(options: argparse.Namespace) -> int:
                 out=options.out,
             ),
         )
-    except (evaluate.EvaluateError, ServerError) as error:
+    except (InputError, ServerError) as error:
         print(f"vllm-dllm eval: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,5 +1,5 @@
-"""The error of a command's input."""
+"""The error of input that cannot be used: a command's, or a checkpoint's files."""
 
 
 class InputError(ValueError):
-    """What a command was given cannot be used; the message is one line for the user."""
+    """What was given cannot be used; the message is one line for the user."""

@@ -5,7 +5,7 @@ import logging
 from vllm import ModelRegistry
 from vllm.logger import init_logger
 
-from vllm_dllm import vllm_version
+from vllm_dllm.compat import version
 
 logger = init_logger(__name__)
 
@@ -15,14 +15,16 @@ DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
 def register() -> None:
     """Makes this process know our models. Repeatable, and cheap: models are named by string."""
     _log_like_vllm()
-    if not vllm_version.is_supported():
-        logger.error(vllm_version.complaint())
-        ModelRegistry.register_model(DIFFUSION_GEMMA, f"{vllm_version.__name__}:{DIFFUSION_GEMMA}")
+    if not version.is_supported():
+        logger.error(version.complaint())
+        ModelRegistry.register_model(DIFFUSION_GEMMA, f"{version.__name__}:{DIFFUSION_GEMMA}")
         return
 
     # Here, because these import things that another vLLM may not have.
-    from vllm_dllm import attention, compat, cpu, request
-    from vllm_dllm.compat import drafting
+    from vllm_dllm import attention, cpu
+    from vllm_dllm.compat import admission, drafting, scheduler
+    from vllm_dllm.compat.attention import register_custom_attention_backend
+    from vllm_dllm.requests.options import check_choices, check_request
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig
 
     ModelRegistry.register_model(
@@ -30,18 +32,18 @@ def register() -> None:
         "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
     )
     ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
-    compat.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
-    compat.set_schedulers(
+    admission.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
+    scheduler.set_schedulers(
         DIFFUSION_GEMMA,
         {
-            "DiffusionScheduler": "vllm_dllm.scheduler.CanvasScheduler",
-            "DiffusionAsyncScheduler": "vllm_dllm.scheduler.CanvasAsyncScheduler",
+            "DiffusionScheduler": "vllm_dllm.scheduling.scheduler.CanvasScheduler",
+            "DiffusionAsyncScheduler": "vllm_dllm.scheduling.scheduler.CanvasAsyncScheduler",
         },
     )
-    compat.set_request_check(request.check_request)
-    compat.set_choices_check(request.check_choices)
-    compat.accept_all_sampling_params(DIFFUSION_GEMMA)
-    compat.register_custom_attention_backend(attention.GPU_BACKEND)
+    admission.set_request_check(check_request)
+    admission.set_choices_check(check_choices)
+    admission.accept_all_sampling_params(DIFFUSION_GEMMA)
+    register_custom_attention_backend(attention.GPU_BACKEND)
     drafting.set_draft_schedulers(
         {
             drafting.StockScheduler: "vllm_dllm.drafters.scheduler.DraftWidthScheduler",

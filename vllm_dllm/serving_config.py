@@ -11,11 +11,12 @@ from vllm.model_executor.models.config import (
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import gpu_backend
-from vllm_dllm.checkpoint.quantize_source import INDEX_FILE, WEIGHTS_FILE, read_shards
-from vllm_dllm.config import DenoiseConfig, ExtensionConfig
+from vllm_dllm.config.denoise import DenoiseConfig
+from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.cpu import compilation
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
-from vllm_dllm.options import check_options
+from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
+from vllm_dllm.requests.keys import check_options
 
 logger = init_logger(__name__)
 

@@ -13,10 +13,11 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attention_kernels.support import FIRST_FP8_CAPABILITY
-from vllm_dllm import compat
+from vllm_dllm.compat import attention as vllm_attention
 
 logger = init_logger(__name__)
 
+CPU_BACKEND = "vllm_dllm.attention.cpu.CpuCanvasBackend"
 GPU_BACKEND = "vllm_dllm.attention.gpu.GpuCanvasBackend"
 
 
@@ -31,7 +32,7 @@ class WindowRules:
 def gpu_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
     """What our GPU attention is called in vLLM; None if it cannot serve this GPU or type of cache,
     or if another extension has taken the name."""
-    name = compat.custom_attention_backend(GPU_BACKEND)
+    name = vllm_attention.custom_attention_backend(GPU_BACKEND)
     if name is None:
         return None
     if not current_platform.is_cuda():
@@ -56,11 +57,11 @@ def use_window_rules(attention_config: AttentionConfig) -> Iterator[None]:
     Scoped to one model's construction: other models of the process keep vLLM's own backends.
     """
     if current_platform.is_cpu():
-        with compat.override_cpu_attention_backend("vllm_dllm.attention.cpu.CpuCanvasBackend"):
+        with vllm_attention.override_cpu_attention_backend(CPU_BACKEND):
             yield
         return
     backend = attention_config.backend
-    if backend is None or backend != compat.custom_attention_backend(GPU_BACKEND):
+    if backend is None or backend != vllm_attention.custom_attention_backend(GPU_BACKEND):
         logger.warning_once(
             "Sliding-window layers run attention backend %s, which knows the window rule "
             "'symmetric' only, whatever a request's diffusion_window_rule or the server's default: "

@@ -20,8 +20,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from attention_kernels.masks import visible_range
-from vllm_dllm import compat
 from vllm_dllm.attention import WindowRules
+from vllm_dllm.compat.cpu_ops import write_cpu_kv_cache
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def _check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block
         keys = torch.arange(block_size * Hkv * D).remainder(251).to(dtype)
         keys = keys.view(block_size, Hkv, D)
         slots = torch.arange(block_size)
-        compat.write_cpu_kv_cache(
+        write_cpu_kv_cache(
             keys, -keys, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
         )
         read_keys, read_values = _gather_blocks(

@@ -14,7 +14,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_dllm.slots import Index, index_of
+from vllm_dllm.step.slots import Index, index_of
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from vllm_dllm import compat
+from vllm_dllm.compat.cpu_ops import cpp_rms_norm
 from vllm_dllm.drafters.context_kv import FP8, ContextWeights, DrafterCaches
 
 
@@ -163,7 +163,7 @@ class DFlashModelHooks(DFlashQwen3Model):
             return super()._normalize_context_k(all_k)
         normed = torch.empty_like(all_k)
         for out, keys, weight in zip(normed, all_k, self._k_norm_weights, strict=True):
-            compat.cpp_rms_norm(out, keys, weight, self._rms_norm_eps)
+            cpp_rms_norm(out, keys, weight, self._rms_norm_eps)
         return normed
 
     def context_weights(self) -> ContextWeights | None:

@@ -14,10 +14,10 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu import spec_decode
 
-from vllm_dllm import compat
+from vllm_dllm.compat.scheduler import SchedulerHooks
 
 
-class DraftSchedulerHooks(compat.SchedulerHooks):
+class DraftSchedulerHooks(SchedulerHooks):
     """The hooks of a scheduler whose requests verify different numbers of drafts."""
 
     def verified_width(self, request: Request) -> int:

@@ -10,7 +10,7 @@ this code.
 import os
 from typing import TYPE_CHECKING
 
-from vllm_dllm import compat
+from vllm_dllm.compat import runner, triton
 from vllm_dllm.cpu import norm
 
 if TYPE_CHECKING:
@@ -21,19 +21,19 @@ def is_needed() -> bool:
     """Whether this vLLM is a CPU build that cannot launch Triton kernels."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cpu() and not compat.has_triton()
+    return current_platform.is_cpu() and not triton.has_triton()
 
 
 def install() -> None:
     """Lets configurations of this process choose model runner v2. Repeatable."""
     if is_needed():
         norm.register()
-        compat.allow_v2_runner_without_triton(prepare)
+        runner.allow_v2_runner_without_triton(prepare)
 
 
 def prepare(config: "VllmConfig") -> None:
     """Completes the configuration of a model that runner v2 will run on this CPU."""
-    if config.parallel_config.worker_cls == compat.STOCK_CPU_WORKER:
+    if config.parallel_config.worker_cls == runner.STOCK_CPU_WORKER:
         config.parallel_config.worker_cls = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"
     # For the worker process, which inherits it: OpenMP threads that spin while they wait hold the
     # cores that the other threads need. Where another process was busy on two cores, a denoise

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_dllm import compat
+from vllm_dllm.compat import triton
 from vllm_dllm.cpu.interpret import interpreted
 
 logger = init_logger(__name__)
@@ -61,11 +61,11 @@ def jit(fn: FunctionType | None = None, **options: Any) -> Any:
 
 def replace_kernels() -> None:
     """Replaces all kernels of vLLM's modules, loaded already or later. Repeatable."""
-    compat.set_triton_jit(jit)
+    triton.set_triton_jit(jit)
     modules = [
         module
         for name, module in list(sys.modules.items())
-        if name.startswith("vllm.") and compat.uses_triton_placeholder(module)
+        if name.startswith("vllm.") and triton.uses_triton_placeholder(module)
     ]
     kernels = {id(fn): jit(fn) for module in modules for fn in _jitted_functions(module)}
     # `from module import kernel` copies too.

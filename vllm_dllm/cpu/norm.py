@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm import ir
 from vllm.config import VllmConfig
 
-from vllm_dllm import compat
+from vllm_dllm.compat.cpu_ops import cpp_rms_norm
 
 PROVIDER = "vllm_dllm_cpu"
 
@@ -32,7 +32,7 @@ def register() -> None:
     ) -> Tensor:
         x = x.contiguous()  # the kernel takes rows to be adjacent
         output = torch.empty_like(x)
-        compat.cpp_rms_norm(output, x, weight, epsilon)
+        cpp_rms_norm(output, x, weight, epsilon)
         return output
 
 

@@ -6,15 +6,15 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_dllm import compat
+from vllm_dllm.compat.runner import replace_rejection_sample
 from vllm_dllm.cpu.launch import replace_kernels
-from vllm_dllm.cpu.verification import rejection_sample
+from vllm_dllm.cpu.rejection_sample import rejection_sample
 
 
 class TritonFreeCPUWorker(CPUWorker):
     def init_device(self) -> None:
         replace_kernels()
-        compat.replace_rejection_sample(rejection_sample)
+        replace_rejection_sample(rejection_sample)
         super().init_device()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

@@ -23,12 +23,12 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.compat.dflash import DFlashHooks
-from vllm_dllm.config import ExtensionConfig
+from vllm_dllm.config.drafter import context_limit
+from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, load_predictor
-from vllm_dllm.drafters.config import context_limit
+from vllm_dllm.drafters.passes import reveal, reveal_counts
 from vllm_dllm.drafters.pending_context import PendingContext
 from vllm_dllm.drafters.presets import DrafterLayout, DrafterMismatch, check_drafter
-from vllm_dllm.drafters.schedule import reveal, reveal_counts
 
 logger = init_logger(__name__)
 

@@ -14,9 +14,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_dllm.compat import drafting
-from vllm_dllm.config import ExtensionConfig
+from vllm_dllm.config.drafter import context_limit
+from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.buffer import BlockBuffer
-from vllm_dllm.drafters.config import context_limit
 from vllm_dllm.drafters.step_costs import Step, StepClock
 from vllm_dllm.drafters.width import make_policy
 

@@ -6,7 +6,7 @@ means that the request is served without them.
 
 from dataclasses import dataclass
 
-from vllm_dllm.drafters.config import DrafterConfig
+from vllm_dllm.config.drafter import DrafterConfig
 from vllm_dllm.drafters.step_costs import Step, StepCosts
 
 

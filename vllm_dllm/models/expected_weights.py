@@ -23,8 +23,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from vllm_dllm.checkpoint.nvfp4 import GROUP_SIZE
 from vllm_dllm.quantization import scales
+from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 
 _MOST_NAMED = 8
 FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted into each other when loaded

@@ -16,8 +16,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsW8A8Fp8MoEMethod,
 )
 
-from vllm_dllm.checkpoint.nvfp4 import GROUP_SIZE
 from vllm_dllm.quantization import experts as experts  # registers the operations
+from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 
 
 class _OnCpu(CompressedTensorsMoEMethod):

@@ -8,7 +8,7 @@ rounded in 99 instead of 248 ms (medians of ten, two cores).
 
 import torch
 
-from vllm_dllm.checkpoint.nvfp4 import E2M1, E2M1_MAX, E4M3_MAX, GROUP_SIZE
+from vllm_dllm.quantization.nvfp4_format import E2M1, E2M1_MAX, E4M3_MAX, GROUP_SIZE
 from vllm_dllm.quantization.scaled import Scaled
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from compressed_tensors import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 
-from vllm_dllm.checkpoint.nvfp4 import GROUP_SIZE
+from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 
 
 class Scheme(Enum):

@@ -1,0 +1,73 @@
+"""Runs Triton kernels on a machine without a GPU, in Triton's own interpreter.
+
+As under TRITON_INTERPRET=1, for kernels that were compiled lazily: the variable has to be set
+before Triton is imported, these functions may be called later. Never with bf16, which the
+interpreter multiplies wrongly.
+"""
+
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+
+def interpret_kernels(*modules: ModuleType) -> None:
+    """Replaces the kernels and Triton functions of `modules` by interpreted ones."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    interpret_language()
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                setattr(module, name, InterpretedFunction(value.fn))
+
+
+@cache
+def interpret_language() -> None:
+    """Makes the functions of `triton.language` that are written in Triton callable from an
+    interpreted kernel, as they would be had TRITON_INTERPRET been set when Triton was loaded."""
+    import triton
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    # For parts of Triton that are loaded from here on; processes started from here are their own.
+    propagates, triton.knobs.propagate_env = triton.knobs.propagate_env, False
+    triton.knobs.runtime.interpret = True
+    triton.knobs.propagate_env = propagates
+    # A barrier orders the threads of a block; the interpreter has one.
+    tl.debug_barrier = _no_barrier
+    stand_ins: dict[int, InterpretedFunction] = {}
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("triton.language"):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                stand_in = stand_ins.setdefault(id(value), InterpretedFunction(value.fn))
+                setattr(module, attribute, stand_in)
+    _accept_integer_masks()
+
+
+def _accept_integer_masks() -> None:
+    """Triton 3.9's interpreter keeps `(a < b) & (c < d)` as the integers of the comparison, and
+    then refuses it as a mask."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def as_bool(mask: Any) -> Any:
+        return TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        return load(self, ptrs, as_bool(mask), *rest)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return store(self, ptrs, value, as_bool(mask), *rest)
+
+    InterpreterBuilder.create_masked_load = masked_load
+    InterpreterBuilder.create_masked_store = masked_store
+
+
+def _no_barrier(*args: Any, **kwargs: Any) -> None:
+    pass

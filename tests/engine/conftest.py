@@ -1,0 +1,118 @@
+"""Offline engines and reference models, one a session for each checkpoint and setting."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, RequestOutput, SamplingParams
+
+from tests.engines import asynchronous_scheduling, in_this_process
+from tests.paths import CHECKPOINTS
+from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
+
+TRAINED = CHECKPOINTS / "diffusiongemma-tiny"
+HELD_OUT = CHECKPOINTS / "held_out.jsonl"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Random checkpoint with canvas 32 and the given sliding window."""
+    made: dict[int, Path] = {}
+
+    def get(sliding_window: int) -> Path:
+        if sliding_window not in made:
+            path = tmp_path_factory.mktemp(f"tiny-w{sliding_window}")
+            made[sliding_window] = make_tiny_checkpoint(
+                path, sliding_window=sliding_window, canvas_length=32
+            )
+        return made[sliding_window]
+
+    return get
+
+
+class Engine:
+    """An offline fp32 engine and the file its canvases are traced to."""
+
+    def __init__(
+        self, checkpoint: Path, trace: Path, settings: Mapping[str, Any] | None, **options: Any
+    ) -> None:
+        self.trace = trace
+        # The reference denoises whole canvases.
+        settings = {"trace_path": str(trace), "fit_canvas": False, **(settings or {})}
+        self.llm = LLM(
+            str(checkpoint),
+            dtype="float32",
+            additional_config={"vllm_dllm": settings},
+            **{
+                "max_model_len": 2048,
+                "max_num_seqs": 8,
+                "kv_cache_memory_bytes": 256 << 20,
+                "enforce_eager": True,
+                **options,
+            },
+        )
+
+    def steps(self, request_id: str) -> list[dict[str, Any]]:
+        """The traced denoising steps of one request, in order."""
+        lines = map(json.loads, self.trace.read_text().splitlines())
+        # Inside the engine a request's id carries a random suffix.
+        return [line for line in lines if line["request_id"].rpartition("-")[0] == request_id]
+
+    def canvases(self, outputs: list[RequestOutput]) -> list[list[list[int]]]:
+        """Of each request, what every forward but the first reads: [steps][C]."""
+        found: dict[str, list[list[int]]] = {output.request_id: [] for output in outputs}
+        for line in map(json.loads, self.trace.read_text().splitlines()):
+            own = found.get(line["request_id"].rpartition("-")[0])
+            if own is not None:
+                own.append(line["canvas"])
+        return list(found.values())
+
+
+def cached_tokens(engine: Engine, prompt: list[int]) -> int:
+    params = SamplingParams(
+        max_tokens=1, extra_args={"diffusion_max_steps": 1, "diffusion_read_only": True}
+    )
+    output = engine.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    return output[0].num_cached_tokens
+
+
+def preemptions(engine: Engine) -> float:
+    return sum(m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
+    """Starts engines of the given checkpoint and options; one at a time, the last one is kept."""
+    running: dict[str, Engine] = {}
+    process = ExitStack()
+
+    def start(
+        checkpoint: Path, settings: Mapping[str, Any] | None = None, **options: Any
+    ) -> Engine:
+        """`settings` of the extension, `options` of vLLM."""
+        key = f"{checkpoint} {settings} {sorted(options.items())}"
+        if key not in running:
+            stop()
+            process.enter_context(in_this_process())
+            trace = tmp_path_factory.mktemp("trace") / "canvases.jsonl"
+            running[key] = Engine(checkpoint, trace, settings, **options)
+        return running[key]
+
+    def stop() -> None:
+        for engine in running.values():
+            engine.llm.llm_engine.engine_core.shutdown()
+            del engine.llm
+        running.clear()
+        process.close()
+
+    yield start
+    stop()
+
+
+@pytest.fixture
+def asynchronous() -> Iterator[None]:
+    with asynchronous_scheduling():
+        yield

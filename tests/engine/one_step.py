@@ -1,0 +1,73 @@
+"""Reads a single denoising step out of an engine, and compares it with transformers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+
+from tests.engine import reference
+from tests.engine.conftest import Engine
+
+FEW_STEPS = {"diffusion_max_steps": 3}
+
+
+def read_one_step(
+    engine: Engine,
+    prompts: list[list[int]],
+    canvases: list[list[int]],
+    neighbours: Sequence[list[int]] = (),
+    *,
+    xargs: Mapping[str, Any] | None = None,
+    from_cache: bool = False,
+    num_logprobs: int = 20,
+) -> list[list[dict[int, float]]]:
+    """{token: logprob} at temperature 1 of each canvas position after one denoising step.
+
+    `neighbours` are prompts that generate four blocks in the same batch, of one and two steps in
+    turn, so that some commit while others denoise. `from_cache`: the prompts must be found in the
+    prefix cache, in part.
+    """
+    generate = [
+        SamplingParams(
+            max_tokens=128, ignore_eos=True, extra_args={"diffusion_max_steps": 1 + i % 2}
+        )
+        for i in range(len(neighbours))
+    ]
+    params = [
+        SamplingParams(
+            logprobs=num_logprobs,
+            max_tokens=len(canvas),
+            extra_args={
+                "diffusion_seed_canvas": canvas,
+                "diffusion_max_steps": 1,
+                "diffusion_read_only": True,
+                **(xargs or {}),
+            },
+        )
+        for canvas in canvases
+    ]
+    inputs = [{"prompt_token_ids": prompt} for prompt in (*neighbours, *prompts)]
+    outputs = engine.llm.generate(inputs, generate + params, use_tqdm=False)[len(neighbours) :]
+    assert not from_cache or any(output.num_cached_tokens for output in outputs)
+    return [
+        [{t: entry.logprob for t, entry in at.items()} for at in output.outputs[0].logprobs]
+        for output in outputs
+    ]
+
+
+def assert_equal_to_reference(
+    model, prompts: list[list[int]], canvases: list[list[int]], read: list[list[dict[int, float]]]
+) -> None:
+    for prompt, canvas, positions in zip(prompts, canvases, read, strict=True):
+        expected = reference.first_step_logprobs(model, prompt, canvas)
+        assert len(positions) == len(canvas)
+        for row, scores in zip(expected, positions, strict=True):
+            assert max(scores, key=scores.__getitem__) == row.argmax(), f"prompt of {len(prompt)}"
+            for token, logprob in scores.items():
+                assert abs(row[token] - logprob) < 1e-3, f"prompt of {len(prompt)}"
+
+
+def random_ids(length: int, vocab_size: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (length,), generator=generator).tolist()

@@ -1,0 +1,212 @@
+"""FP8 and NVFP4 checkpoints of any DiffusionGemma, and transformers computing them.
+
+All arithmetic of quantisation here is compressed-tensors': its scales, its roundings, its packing.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize
+from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+from compressed_tensors.quantization.utils import (
+    calculate_qparams,
+    compute_dynamic_scales_and_zp,
+    generate_gparam,
+)
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from tests.engine import reference
+
+FORMATS = {"FP8_DYNAMIC": "float-quantized", "NVFP4": "nvfp4-pack-quantized"}
+LEFT_OUT = ["lm_head", "re:.*router", "re:.*vision_tower", "re:.*embed", "re:.*self_conditioning"]
+# Linears that vLLM runs as one, which share NVFP4's global scales, and the largest input that
+# these make room for; another one for each, so that no two can be mixed up.
+TOGETHER = {
+    ("q_proj", "k_proj", "v_proj"): 24.0,
+    ("o_proj",): 12.0,
+    ("gate_proj", "up_proj"): 30.0,
+    ("down_proj",): 50.0,
+}
+
+
+def quantize(source: Path, target: Path, scheme: str, ignore: Sequence[str] = ()) -> Path:
+    """Writes the checkpoint `source` to `target` with all linears of its layers quantised but those
+    of `ignore`: names, or patterns after `re:`."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    state_dict = split_experts(load_file(source / "model.safetensors"))
+    compressed = {}
+    for name, weight in state_dict.items():
+        layer, _, kind = name.rpartition(".")
+        parent, _, linear = layer.rpartition(".")
+        group = next((g for g in TOGETHER if linear in g), None)
+        is_ignored = any(
+            re.match(i[3:], layer) if i.startswith("re:") else i == layer for i in ignore
+        )
+        if ".decoder.layers." not in name or group is None or is_ignored:
+            compressed[name] = weight
+            continue
+        siblings = [f"{parent}.{sibling}.{kind}" for sibling in group]
+        largest = max(state_dict[s].abs().max().float() for s in siblings if s in state_dict)
+        for key, value in compress(weight, scheme, largest, TOGETHER[group]).items():
+            compressed[f"{layer}.{key}"] = value
+    save_file(compressed, target / "model.safetensors", metadata={"format": "pt"})
+    describe(target, scheme, [*LEFT_OUT, *ignore])
+    return target
+
+
+def describe(path: Path, scheme: str, ignore: list[str]) -> None:
+    """Completes config.json in `path`."""
+    config = json.loads((path / "config.json").read_text())
+    quantization = QuantizationConfig(
+        config_groups={"group_0": preset_name_to_scheme(scheme, ["Linear"])},
+        format=FORMATS[scheme],
+        quantization_status="compressed",
+        ignore=ignore,
+    )
+    config["quantization_config"] = json.loads(quantization.model_dump_json())
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def add_kv_cache_scales(path: Path) -> None:
+    """As of a checkpoint whose KV cache was calibrated for FP8."""
+    weights = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    for layer in range(config["text_config"]["num_hidden_layers"]):
+        for name, scale in (("k_scale", 3.0), ("v_scale", 0.2)):
+            weights[f"model.decoder.layers.{layer}.self_attn.{name}"] = torch.tensor([scale])
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def split_experts(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts one linear each, as llm-compressor saves them."""
+    split = {}
+    for name, weight in state_dict.items():
+        layer, _, kind = name.rpartition(".")
+        if not layer.endswith(".experts"):
+            split[name] = weight
+            continue
+        for expert, own in enumerate(weight):
+            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for linear, part in zip(names, own.chunk(len(names)), strict=True):
+                split[f"{layer}.{expert}.{linear}.weight"] = part.contiguous()
+    return split
+
+
+def compress(
+    weight: torch.Tensor, scheme: str, largest: torch.Tensor, largest_input: float
+) -> dict[str, torch.Tensor]:
+    """The tensors of one linear."""
+    quantization = preset_name_to_scheme(scheme, ["Linear"])
+    weight = weight.float()
+    tensors = {"weight": weight}
+    if scheme == "FP8_DYNAMIC":
+        blocks, global_scale = weight[:, None], None
+    else:
+        blocks, global_scale = weight.unflatten(1, (-1, 16)), generate_gparam(-largest, largest)
+        tensors["weight_global_scale"] = global_scale
+        room = torch.tensor(largest_input)
+        tensors["input_global_scale"] = generate_gparam(-room, room)
+    tensors["weight_scale"], _ = calculate_qparams(
+        blocks.amin(-1), blocks.amax(-1), quantization.weights, global_scale
+    )
+    compressor = BaseCompressor.get_value_from_registry(FORMATS[scheme])
+    return {k: v.contiguous() for k, v in compressor.compress(tensors, quantization).items()}
+
+
+_noise = {"relative": 0.0}
+
+
+@contextmanager
+def noisy_inputs(relative: float) -> Iterator[None]:
+    """Models of `load` get inputs that are off by about this much, before each is rounded."""
+    _noise["relative"] = relative
+    try:
+        yield
+    finally:
+        _noise["relative"] = 0.0
+
+
+@torch.no_grad()
+def load(path: Path, original: Path) -> DiffusionGemmaForBlockDiffusion:
+    """transformers' model of the quantised checkpoint `path` in fp32: dequantised weights, and
+    inputs rounded in front of every quantised linear. `original` is what it was made from."""
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    scheme = next(name for name, form in FORMATS.items() if form == config["format"])
+    stored = load_file(path / "model.safetensors")
+    model = reference.load(original)
+    for stack in (model.model.decoder, model.model.encoder.language_model):
+        for name, module in stack.named_modules():
+            if not name.startswith("layers."):
+                continue
+            name = f"model.decoder.{name}"
+            if isinstance(module, nn.Linear) and f"{name}.weight_scale" in stored:
+                weight, inputs = decompress(stored, name, scheme)
+                module.weight.copy_(weight)
+                module.register_forward_pre_hook(lambda _, args, q=inputs: q(args[0]))
+            elif name.endswith(".experts") and f"{name}.0.down_proj.weight_scale" in stored:
+                module.forward = Experts(stored, name, scheme, module).forward
+    return model
+
+
+def decompress(stored: dict[str, torch.Tensor], name: str, scheme: str):
+    """The weight of a linear, and how its input is rounded."""
+    quantization = preset_name_to_scheme(scheme, ["Linear"])
+    tensors = {k.removeprefix(f"{name}."): v for k, v in stored.items() if k.startswith(f"{name}.")}
+    if scheme == "NVFP4":  # compressed-tensors' decompress would round to bf16
+        packed = tensors["weight_packed"]
+        values = unpack_fp4_from_uint8(packed, len(packed), 2 * packed.shape[1], torch.float32)
+    else:
+        values = tensors["weight"].float()
+    weight = dequantize(
+        values, tensors["weight_scale"].float(), global_scale=tensors.get("weight_global_scale")
+    )
+    arguments, global_scale = quantization.input_activations, tensors.get("input_global_scale")
+
+    def round_input(x: torch.Tensor) -> torch.Tensor:  # [B, T, K]
+        x = x * (1 + _noise["relative"] * torch.randn_like(x))
+        scale, zero_point = compute_dynamic_scales_and_zp(x, arguments, None, global_scale)
+        return fake_quantize(x, scale, zero_point, arguments, global_scale=global_scale)
+
+    return weight, round_input
+
+
+class Experts:
+    """transformers' `DiffusionGemmaTextExperts`, one expert and one token at a time."""
+
+    def __init__(self, stored, name: str, scheme: str, module: nn.Module) -> None:
+        self.act_fn = module.act_fn
+        self.linears = [
+            {
+                linear: decompress(stored, f"{name}.{expert}.{linear}", scheme)
+                for linear in ("gate_proj", "up_proj", "down_proj")
+            }
+            for expert in range(module.num_experts)
+        ]
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        output = torch.zeros_like(hidden_states)
+        for token, experts in enumerate(top_k_index.tolist()):
+            for choice, expert in enumerate(experts):
+                x = hidden_states[None, token, None]
+
+                def linear(x, name, expert=expert):
+                    weight, round_input = self.linears[expert][name]
+                    return F.linear(round_input(x), weight)
+
+                hidden = self.act_fn(linear(x, "gate_proj")) * linear(x, "up_proj")
+                output[token] += linear(hidden, "down_proj")[0, 0] * top_k_weights[token, choice]
+        return output

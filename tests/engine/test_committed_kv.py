@@ -1,0 +1,76 @@
+"""KV of committed blocks is the KV a prefill of the same tokens writes.
+
+A commit that self-conditions its embeddings, even with a zero signal, writes other keys and values:
+stock vLLM agreed on 0.41 of the tokens when a next turn reused them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine import reference
+from tests.engine.conftest import Engine, cached_tokens
+from tests.engine.one_step import FEW_STEPS, assert_equal_to_reference, random_ids, read_one_step
+
+BLOCK, PROMPT, ANSWER = 32, 32, 128  # tokens; a canvas fills a cache block
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("commit_last_block", [False, True])
+def test_next_turn_reuses_generated_blocks(
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    asynchronous: None,
+    commit_last_block: bool,
+    is_async: bool,
+) -> None:
+    """The last block's too where the server commits it, else not: the cache holds a denoising
+    step's keys and values of it."""
+    window = 64 if is_async else 16
+    served = engine(
+        tiny(window),
+        enable_prefix_caching=True,
+        prefix_cache_retention_interval=None,
+        block_size=BLOCK,
+        async_scheduling=is_async,
+        settings={"commit_last_block": commit_last_block},
+    )
+    model = reference.load(tiny(window))
+    vocab_size = model.config.text_config.vocab_size
+    prompts = [random_ids(length, vocab_size, seed=length) for length in (PROMPT, 3)]
+    params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, extra_args=FEW_STEPS)
+    outputs = served.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
+    turns = [
+        prompt + list(output.outputs[0].token_ids) + random_ids(5, vocab_size, seed=9)
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+    read_only = random_ids(PROMPT, vocab_size, seed=10)
+    params = SamplingParams(
+        max_tokens=BLOCK, ignore_eos=True, extra_args=FEW_STEPS | {"diffusion_read_only": True}
+    )
+    output = served.llm.generate({"prompt_token_ids": read_only}, params, use_tqdm=False)[0]
+    block = list(output.outputs[0].token_ids)
+    assert len(block) == BLOCK
+    assert cached_tokens(served, [*read_only, *block, 1]) == PROMPT, "it is never committed"
+    canvases = [random_ids(model.config.canvas_length, vocab_size, seed=8)] * len(turns)
+
+    for prompt, turn in zip(prompts, turns, strict=True):
+        known = len(prompt) + ANSWER - (0 if commit_last_block else BLOCK)
+        assert cached_tokens(served, turn) == known // BLOCK * BLOCK
+    reused = read_one_step(served, turns, canvases)
+    assert served.llm.reset_prefix_cache()
+    prefilled = read_one_step(served, turns, canvases)
+
+    for one, other in zip(reused, prefilled, strict=True):
+        for at_one, at_other in zip(one, other, strict=True):
+            assert torch.allclose(
+                torch.tensor(sorted(at_one.values())),
+                torch.tensor(sorted(at_other.values())),
+                atol=1e-3,
+            )
+    assert_equal_to_reference(model, turns, canvases, reused)

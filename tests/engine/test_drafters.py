@@ -1,0 +1,249 @@
+"""A drafter changes no output, whatever the width policy, and drafts what its reference drafts."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from transformers import AutoTokenizer
+
+from tests.engine.drafters import serve
+from tests.paths import CHECKPOINTS
+from vllm_dllm.drafters.blockpilot import BlockPilot, PredictorConfig, save_predictor
+from vllm_dllm.tools.drafter.training.offline import replay
+from vllm_dllm.tools.drafter.training.reference import load_drafter
+from vllm_dllm.tools.drafter.training.target_states import load_target
+
+pytestmark = pytest.mark.slow
+
+TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
+WIDTH = 15
+BLOCK_SIZE = 128  # tokens of vLLM's cache blocks on CPUs
+GREEDY = {"temperature": 0.0, "max_tokens": 128}
+
+
+def chat_prompts() -> list[list[int]]:
+    """The held-out prompts, all 506 of them."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    rows = map(json.loads, (CHECKPOINTS / "held_out.jsonl").read_text().splitlines())
+    return [
+        tokenizer.apply_chat_template(
+            row["messages"], add_generation_prompt=True, return_dict=False
+        )
+        for row in rows
+    ]
+
+
+def engine(drafter: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Options of an engine; `drafter` are our settings."""
+    speculative = {"method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": WIDTH}
+    speculative |= options.pop("speculative", {})
+    found = {"model": str(TARGET), "max_model_len": 1024, "speculative_config": speculative}
+    if drafter is not None:
+        found["additional_config"] = {"vllm_dllm": {"drafter": drafter}}
+    return found | options
+
+
+ALONE = {"model": str(TARGET), "max_model_len": 1024}
+
+
+@pytest.fixture(scope="module")
+def everything() -> dict[str, Any]:
+    """All held-out prompts: the target alone, and drafted for."""
+    prompts = chat_prompts()
+    given = {"prompts": prompts, "sampling": GREEDY}
+    alone, drafted = serve({"engine": ALONE, **given}), serve({"engine": engine(), **given})
+    return {"prompts": prompts, "alone": alone, "drafted": drafted}
+
+
+def test_same_answers_as_the_target_alone(everything: dict[str, Any]) -> None:
+    assert len(everything["prompts"]) >= 500
+    assert everything["drafted"]["tokens"] == everything["alone"]["tokens"]
+
+
+def test_acceptance_length(everything: dict[str, Any]) -> None:
+    """tau of the shipped drafter, which each verification's length has a share in."""
+    emitted = [n for lengths in everything["drafted"]["emitted"] for n in lengths]
+    assert sum(emitted) / len(emitted) >= 4
+
+
+def test_each_verification_emits_what_the_reference_says(everything: dict[str, Any]) -> None:
+    """Lengths follow from where each block starts: behind what was accepted, not drafted."""
+    some = slice(0, None, 7)
+    prompts, answers = everything["prompts"][some], everything["drafted"]["tokens"][some]
+    replayed = replay(load_target(TARGET, "cpu"), load_drafter(DRAFTER), prompts, answers, WIDTH)
+    for emitted, expected in zip(everything["drafted"]["emitted"][some], replayed, strict=True):
+        lengths = expected.lengths(WIDTH)
+        # Of the last one the reference counts no tokens past the end of the answer.
+        assert emitted[:-1] == lengths[:-1] and len(emitted) == len(lengths)
+
+
+@pytest.fixture(scope="module")
+def predictor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that has learnt nothing: any choice of width must do."""
+    torch.manual_seed(0)
+    vocab_size = json.loads((TARGET / "config.json").read_text())["vocab_size"]
+    path = tmp_path_factory.mktemp("predictor")
+    config = PredictorConfig("small", vocab_size, (4, 9, 16), 16, 64)
+    save_predictor(BlockPilot(config), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def by_setting(predictor: Path) -> dict[str, Any]:
+    settings: dict[str, dict[str, Any]] = {
+        "fixed": engine({"width": 5}),
+        "asynchronous": engine({"width_policy": "acceptance"}, async_scheduling=True),
+        "acceptance": engine({"width_policy": "acceptance", "narrow_draft": True}),
+        "load": engine({"width_policy": "load", "load_rows": 40}),
+        "no room for drafts": engine({"width_policy": "load", "load_rows": 1}),
+        "blockpilot": engine({"width_policy": "blockpilot", "predictor": str(predictor)}),
+        "short contexts": engine({"max_context": 60}),
+        "window": engine({"draft_window": 32}),
+        "steps": engine({"draft_steps": 3, "schedule": "linear"}),
+        "probabilistic": engine(speculative={"draft_sample_method": "probabilistic"}),
+        "prefix caching off": engine(enable_prefix_caching=False),
+    }
+    given = {"prompts": chat_prompts()[::21], "sampling": GREEDY}
+    settings["alone"] = ALONE
+    return {name: serve({"engine": options, **given}) for name, options in settings.items()}
+
+
+SETTINGS = [
+    "fixed",
+    "asynchronous",
+    "acceptance",
+    "load",
+    "no room for drafts",
+    "blockpilot",
+    "short contexts",
+    "window",
+    "steps",
+    "probabilistic",
+    "prefix caching off",
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_setting_changes_an_answer(by_setting: dict[str, Any], setting: str) -> None:
+    assert by_setting[setting]["tokens"] == by_setting["alone"]["tokens"]
+
+
+def require_reference_lengths(served: dict[str, Any], prompts: list[list[int]]) -> None:
+    """Each verification emits what the reference says of a draft behind that token, whatever the
+    requests have been through."""
+    target, drafter = load_target(TARGET, "cpu"), load_drafter(DRAFTER)
+    replayed = replay(target, drafter, prompts, served["tokens"], WIDTH)
+    for one, emitted, verified in zip(replayed, served["emitted"], served["verified"], strict=True):
+        for length, (anchor, num_drafts) in zip(emitted, verified, strict=True):
+            left = len(one.answer) - 1 - anchor  # what follows the answer is dropped
+            if left > 0:
+                expected = min(one.matches[anchor], num_drafts) + 1
+                assert min(length, left) == min(expected, left)
+
+
+@pytest.mark.parametrize("setting", ["asynchronous", "load", "short contexts"])
+def test_each_verification_with_a_setting_emits_what_the_reference_says(
+    by_setting: dict[str, Any], setting: str
+) -> None:
+    require_reference_lengths(by_setting[setting], chat_prompts()[::21])
+
+
+def test_asynchronous_is_asynchronous(by_setting: dict[str, Any]) -> None:
+    assert by_setting["asynchronous"]["asynchronous"]
+    assert not by_setting["fixed"]["asynchronous"]
+
+
+def test_vllm_keeps_no_more_than_the_drafters_window(by_setting: dict[str, Any]) -> None:
+    """Its cache manager frees the blocks behind a sliding window, of the drafter's group alone."""
+    assert set(by_setting["fixed"]["windows"]) == {None}
+    windows = by_setting["window"]["windows"]  # vLLM splits the target's layers into groups, too
+    assert windows.count(32) == 1 and set(windows) == {None, 32}
+
+
+def test_no_more_is_accepted_than_the_width(by_setting: dict[str, Any]) -> None:
+    lengths = {
+        setting: [n for emitted in by_setting[setting]["emitted"] for n in emitted]
+        for setting in SETTINGS
+    }
+    assert max(lengths["fixed"]) == 6
+    assert max(lengths["prefix caching off"]) > 6
+    assert lengths["no room for drafts"] == []
+    # The predictor chooses blocks of 4, 9 and 16; the widest holds until it has spoken.
+    assert lengths["blockpilot"] and max(lengths["blockpilot"]) <= 16
+
+
+def test_long_contexts_are_not_drafted_for(by_setting: dict[str, Any]) -> None:
+    prompts = chat_prompts()[::21]
+    emitted = by_setting["short contexts"]["emitted"]
+    long = [lengths for prompt, lengths in zip(prompts, emitted, strict=True) if len(prompt) > 60]
+    short = [lengths for prompt, lengths in zip(prompts, emitted, strict=True) if len(prompt) < 30]
+    assert long and not any(long)
+    assert short and all(short)
+
+
+def test_drafting_is_taken_up_again_as_if_it_had_never_stopped() -> None:
+    """Nothing is drafted while the batch is full. What the drafter then sees of the requests that
+    are left has been stored meanwhile, much of it later than it was computed."""
+    prompts = sorted(chat_prompts(), key=len)[:480:15]
+    options = engine({"width_policy": "load", "load_rows": 40}, max_num_seqs=len(prompts))
+    sampling = [
+        GREEDY | {"ignore_eos": True, "max_tokens": 80 if i % 4 == 0 else 40}
+        for i in range(len(prompts))
+    ]
+    given = {"prompts": prompts, "sampling": sampling}
+    served = serve({"engine": options, **given})
+    breaks = [
+        after - before
+        for verified in served["verified"]
+        for (before, _), (after, _) in pairwise([(0, 0), *verified])
+    ]
+    assert sum(tokens > WIDTH + 1 for tokens in breaks) >= 5
+    require_reference_lengths(served, prompts)
+
+
+def test_what_is_too_long_leaves_a_cache_that_others_can_draft_from() -> None:
+    """The longer prompt is not drafted for and not stored for the drafter to its end; the other
+    finds its own beginning in the prefix cache."""
+    blocks = 2 * BLOCK_SIZE  # of those found the last one is computed again, for the drafter
+    short = next(prompt for prompt in chat_prompts() if blocks < len(prompt) < blocks + 40)
+    long = short[:-8] + short[:80]
+    options = engine({"max_context": blocks + 70}, max_num_seqs=1)
+    given = {"prompts": [long, short], "sampling": GREEDY | {"max_tokens": 24}}
+    served = serve({"engine": options, **given})
+    assert not served["emitted"][0] and served["cached"] == [0, BLOCK_SIZE]
+    assert max(served["emitted"][1]) > 3
+    require_reference_lengths(served, [long, short])
+
+
+def test_tokens_are_drawn_from_the_targets_distribution() -> None:
+    """20,000 sampled tokens, each placed in the target's distribution at its context: the places
+    of right ones are uniform."""
+    prompts = chat_prompts()[::2] * 3
+    sampling = {"temperature": 1.5, "max_tokens": 28, "ignore_eos": True}
+    given = {"prompts": prompts, "sampling": sampling}
+    options = engine(speculative={"draft_sample_method": "probabilistic"})
+    served = serve({"engine": options, **given})
+    emitted = [n for lengths in served["emitted"] for n in lengths]
+    assert 1.2 < sum(emitted) / len(emitted) < 10, "some drafts are accepted, and some refused"
+
+    target = load_target(TARGET, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    places = []
+    for prompt, answer in zip(prompts, served["tokens"], strict=True):
+        tokens = torch.tensor([prompt + answer])
+        with torch.no_grad():
+            logits = target.model(tokens).logits[0, len(prompt) - 1 : -1].double()
+        probs = (logits / sampling["temperature"]).softmax(dim=-1)
+        drawn = torch.tensor(answer)[:, None]
+        own = probs.gather(1, drawn)
+        # The more probable tokens come first; of its own share a token has a random place.
+        before = torch.where(probs > own, probs, 0.0).sum(dim=1, keepdim=True)
+        places.append(before + own * torch.rand(own.shape, generator=generator).double())
+    placed = torch.cat(places).flatten()[:20_000]
+    assert len(placed) == 20_000
+    observed = torch.histc(placed, bins=40, min=0.0, max=1.0)
+    assert stats.chisquare(observed.numpy()).pvalue > 1e-3

@@ -1,0 +1,27 @@
+"""End to end on the shipped checkpoint: what GPUs attend with gives the answers that CPUs give."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.engine.conftest import TRAINED
+from tests.paths import ROOT
+
+SCRIPT = Path(__file__).parent / "gpu_attention.py"
+
+
+def test_answers_are_those_of_the_cpu() -> None:
+    process = subprocess.run(
+        [sys.executable, SCRIPT, TRAINED, "8"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    result = json.loads(process.stdout.rpartition("RESULT")[2])
+    assert result["cpu"]["attention"] == ["CpuCanvasImpl"]
+    assert result["gpu"]["attention"] == ["GpuCanvasImpl"]
+    assert result["gpu"]["tokens"] == result["cpu"]["tokens"]
+    texts = result["gpu"]["texts"]
+    assert sum(text == right for text, right in zip(texts, result["right"], strict=True)) >= 7

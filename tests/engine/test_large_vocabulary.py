@@ -1,0 +1,159 @@
+"""A vocabulary that is read tile by tile: the answers do not depend on the tiles, nor on how many
+processes share it."""
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine import reference
+from tests.engine.conftest import Engine, preemptions
+from tests.engine.exchanges import EXCHANGES
+from tests.engine.one_step import random_ids
+from tests.engine.waits import WATCHED, waits_during
+from vllm_dllm.denoise.vocab_stream import BLOCK
+from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
+
+V, C = 40_960, 32
+OPTIONS = {
+    "kv_cache_memory_bytes": 64 << 20,
+    "gpu_memory_utilization": 0.3,
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+}
+# Room for a block of each request of `decode`, not for three.
+FEW_BLOCKS = {"num_gpu_blocks_override": 53, "block_size": 32, "disable_log_stats": False}
+# Of each kind: streamed, and such as take whole rows of logits, side by side.
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 2},
+    {"top_k": 5, "min_p": 0.01},
+    {"temperature": 0.0},
+    {"presence_penalty": 1.5, "logit_bias": {77: 20.0}},
+    {"extra_args": {"diffusion_canvas_length": 20}},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("large-vocabulary")
+    return make_tiny_checkpoint(path, vocab_size=V, canvas_length=C)
+
+
+def params_of(kind: dict[str, Any], seed: int, max_tokens: int) -> SamplingParams:
+    # Random weights are chaotic: a last bit of difference shows after a few steps.
+    extra = {"diffusion_max_steps": 2, **kind.get("extra_args", {})}
+    options = {**kind, "extra_args": extra}
+    return SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, **options)
+
+
+def decode(
+    engine: Engine, kinds: list[dict[str, Any]] = KINDS, max_tokens: int = C
+) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Tokens and canvases of requests of these kinds, in one batch."""
+    params = [params_of(kind, seed, max_tokens) for seed, kind in enumerate(kinds)]
+    prompts = [{"prompt_token_ids": random_ids(9 + i, V, i)} for i in range(len(kinds))]
+    outputs = engine.llm.generate(prompts, params, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs], engine.canvases(outputs)
+
+
+@pytest.fixture(scope="module")
+def usual(checkpoint: Path, engine: Callable[..., Engine]) -> Any:
+    return decode(engine(checkpoint, **OPTIONS))
+
+
+@pytest.fixture(scope="module")
+def long(checkpoint: Path, engine: Callable[..., Engine], usual: Any) -> list[list[int]]:
+    """Tokens of three blocks."""
+    return decode(engine(checkpoint, **OPTIONS), max_tokens=3 * C)[0]
+
+
+def test_best_guesses_are_the_references(checkpoint: Path, engine: Callable[..., Engine]) -> None:
+    served = engine(checkpoint, **OPTIONS)
+    prompts = [random_ids(length, V, length) for length in (5, 40)]
+    canvases = [random_ids(C, V, 100 + i) for i in range(2)]
+    params = [
+        SamplingParams(
+            max_tokens=C,
+            extra_args={"diffusion_seed_canvas": canvas, "diffusion_max_steps": 1},
+            ignore_eos=True,
+        )
+        for canvas in canvases
+    ]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = served.llm.generate(inputs, params, use_tqdm=False)
+    model = reference.load(checkpoint)
+    for prompt, canvas, output in zip(prompts, canvases, outputs, strict=True):
+        expected = reference.first_step_logprobs(model, prompt, canvas)
+        assert list(output.outputs[0].token_ids) == expected.argmax(-1).tolist()
+        (step,) = served.steps(output.request_id)
+        # The last of one step is at t_min + (t_max - t_min) / 1, the schedule's start.
+        entropy = torch.distributions.Categorical(logits=expected / 0.8).entropy().mean()
+        assert step["entropy"] == pytest.approx(entropy.item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_a_seed_gives_the_same_canvases_in_any_batch(
+    checkpoint: Path, engine: Callable[..., Engine], batch_size: int
+) -> None:
+    served = engine(checkpoint, **OPTIONS)
+    generator = random.Random(batch_size)
+    own = [params_of(KINDS[seed % len(KINDS)], seed, 2 * C) for seed in range(12)]
+    prompt = {"prompt_token_ids": random_ids(11, V, 1)}
+    alone = [served.llm.generate(prompt, params, use_tqdm=False)[0] for params in own]
+    together = []
+    for params in own:
+        prompts, batch = [prompt], [params]
+        for i in range(batch_size - 1):
+            length = generator.randrange(1, 60)
+            prompts.append({"prompt_token_ids": random_ids(length, V, generator.randrange(99))})
+            batch.append(params_of(generator.choice(KINDS), i, generator.choice([5, C, 2 * C])))
+        where = generator.randrange(batch_size)
+        for column in (prompts, batch):
+            column[0], column[where] = column[where], column[0]
+        together.append(served.llm.generate(prompts, batch, use_tqdm=False)[where])
+    canvases = [served.canvases(outputs) for outputs in (alone, together)]
+    assert canvases[0] == canvases[1]
+    assert len(set(map(str, canvases[0]))) == len(own)
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+def test_small_tiles(
+    checkpoint: Path, engine: Callable[..., Engine], usual: Any, long: list[list[int]]
+) -> None:
+    """Nor on a tolerance that is next to nothing, nor on preemptions."""
+    settings = {"sampling_memory_mib": 1, "self_conditioning_tolerance": 1e-7}
+    small = engine(checkpoint, settings=settings, **OPTIONS, **FEW_BLOCKS)
+    assert decode(small) == usual and preemptions(small) == 0
+    assert decode(small, max_tokens=3 * C)[0] == long
+    assert preemptions(small) > 0
+
+
+def test_no_step_waits_for_the_device(checkpoint: Path, engine: Callable[..., Engine]) -> None:
+    """Of one token budget less than a canvas for each: some are cut short and taken back."""
+    served = engine(checkpoint, max_num_batched_tokens=100, **WATCHED, **OPTIONS)
+    assert waits_during(served, lambda: decode(served)) == []
+
+
+def test_two_processes_share_the_vocabulary(
+    checkpoint: Path,
+    engine: Callable[..., Engine],
+    usual: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    served = engine(checkpoint, tensor_parallel_size=2, **EXCHANGES, **OPTIONS)
+    tokens, _ = decode(served)
+    # Sums over processes round differently, which a noisy draw on the way may show.
+    assert tokens == usual[0]
+    served.llm.collective_rpc("watch_exchanges")
+    decode(served, kinds=[{}, {}])
+    # Of each of the 2 C rows no more than five numbers of each block of the vocabulary.
+    for shapes in served.llm.collective_rpc("exchanges"):
+        assert shapes and max(map(math.prod, shapes)) <= 2 * C * 5 * V // 2 // BLOCK

@@ -1,0 +1,150 @@
+"""One denoising step equals transformers' eager model, whatever the batch and the caches do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine import reference
+from tests.engine.conftest import TRAINED, Engine
+from tests.engine.one_step import assert_equal_to_reference, random_ids, read_one_step
+
+CANVAS = 32
+CACHED = {
+    "enable_prefix_caching": True,
+    "prefix_cache_retention_interval": None,
+    "block_size": 32,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"enable_prefix_caching": False, "enable_chunked_prefill": False},
+    "prefix-caching": CACHED | {"enable_chunked_prefill": False},
+    "chunked-prefill": {"enable_prefix_caching": False, "max_num_batched_tokens": 96},
+    "both": CACHED | {"max_num_batched_tokens": 96},
+}
+
+
+@pytest.mark.parametrize("window", [16, 64])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_prompts_around_the_window(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], window: int, setting: str
+) -> None:
+    served = engine(tiny(window), **SETTINGS[setting])
+    model = reference.load(tiny(window))
+    vocab_size = model.config.text_config.vocab_size
+    lengths = [1, window - 1, window, window + 1, 3 * window, 10 * window]
+    shared = random_ids(max(lengths), vocab_size, seed=1)  # prefixes of each other: cache hits
+    prompts = [shared[:length] for length in lengths]
+    canvases = [random_ids(CANVAS, vocab_size, seed=length) for length in lengths]
+
+    for prompt, canvas in zip(prompts, canvases, strict=True):  # each alone
+        read = read_one_step(served, [prompt], [canvas])
+        assert_equal_to_reference(model, [prompt], [canvas], read)
+    # All together, between requests that are in their prefill, denoising and committing. There are
+    # ten for eight slots: the last start while others are further.
+    neighbours = [random_ids(40 + 100 * i, vocab_size, seed=100 + i) for i in range(4)]
+    is_cached = served.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    read = read_one_step(served, prompts, canvases, neighbours, from_cache=is_cached)
+    assert_equal_to_reference(model, prompts, canvases, read)
+
+
+@pytest.mark.parametrize("width", [1, 10, 31])
+def test_narrow_canvas(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], width: int
+) -> None:
+    served = engine(tiny(64), **SETTINGS["plain"])
+    model = reference.load(tiny(64))
+    prompt, canvas = random_ids(100, 512, seed=1), random_ids(width, 512, seed=2)
+    read = read_one_step(served, [prompt], [canvas], xargs={"diffusion_canvas_length": width})
+    assert_equal_to_reference(model, [prompt], [canvas], read)
+
+
+def test_canvas_cut_short_by_the_end_of_the_context(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path]
+) -> None:
+    """It has fewer rows, and none of stock vLLM's phantom ones."""
+    served = engine(tiny(64), **SETTINGS["plain"])
+    model = reference.load(tiny(64))
+    room = 12
+    prompt = random_ids(served.llm.llm_engine.model_config.max_model_len - room, 512, seed=1)
+    canvas = random_ids(CANVAS, 512, seed=2)
+    read = read_one_step(served, [prompt], [canvas])
+    assert_equal_to_reference(model, [prompt], [canvas[:room]], read)
+
+
+def test_trained_checkpoint(engine: Callable[..., Engine]) -> None:
+    served = engine(TRAINED)
+    model = reference.load(TRAINED)
+    vocab_size, window = (
+        model.config.text_config.vocab_size,
+        model.config.text_config.sliding_window,
+    )
+    lengths = [1, window - 1, window, window + 1, 3 * window, 10 * window]
+    prompts = [random_ids(length, vocab_size, seed=length) for length in lengths]
+    canvases = [random_ids(model.config.canvas_length, vocab_size, seed=7) for _ in lengths]
+    for prompt, canvas in zip(prompts, canvases, strict=True):  # each alone
+        read = read_one_step(served, [prompt], [canvas])
+        assert_equal_to_reference(model, [prompt], [canvas], read)
+    read = read_one_step(served, prompts, canvases, neighbours=[prompts[-1][:100], prompts[4]])
+    assert_equal_to_reference(model, prompts, canvases, read)
+
+
+def test_symmetric_rule_is_selectable_and_differs_past_the_window(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path]
+) -> None:
+    """Per request; it is what stock vLLM computes, far from the reference on a long prompt."""
+    served = engine(tiny(64), **SETTINGS["plain"])
+    model = reference.load(tiny(64))
+    prompts = [random_ids(length, 512, seed=3) for length in (4, 160, 160)]
+    canvas = random_ids(CANVAS, 512, seed=4)
+    rules = ["symmetric", "symmetric", "reference"]
+    params = [
+        SamplingParams(
+            max_tokens=CANVAS,
+            extra_args={
+                "diffusion_seed_canvas": canvas,
+                "diffusion_max_steps": 1,
+                "diffusion_read_only": True,
+                "diffusion_window_rule": rule,
+            },
+        )
+        for rule in rules
+    ]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = served.llm.generate(inputs, params, use_tqdm=False)  # in one batch
+    agreement = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = torch.tensor(output.outputs[0].token_ids)
+        expected = reference.first_step_logprobs(model, prompt, canvas).argmax(-1)
+        agreement.append((tokens == expected).float().mean().item())
+    short_symmetric, long_symmetric, long_reference = agreement
+    assert short_symmetric == long_reference == 1.0  # all keys are within the window of 64
+    assert long_symmetric < 0.9
+
+
+def test_filters_apply_to_every_step(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path]
+) -> None:
+    """With `top_k=1` a candidate is the best guess, so every kept token of a canvas is."""
+    served = engine(tiny(64), **SETTINGS["plain"])
+    params = SamplingParams(
+        max_tokens=CANVAS,
+        ignore_eos=True,
+        top_k=1,
+        seed=1,
+        extra_args={"diffusion_max_steps": 6},
+    )
+    output = served.llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)[0]
+    steps = served.steps(output.request_id)
+    kept = [
+        (token, guess)
+        for step in steps[:-1]
+        for token, guess, accepted in zip(
+            step["canvas"], step["tokens"], step["accepted"], strict=True
+        )
+        if accepted
+    ]
+    assert len(steps) == 6 and kept
+    assert all(token == guess for token, guess in kept)

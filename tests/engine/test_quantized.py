@@ -1,0 +1,141 @@
+"""FP8 and NVFP4 checkpoints are served as transformers computes them with the same roundings."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+
+from tests.engine import quantized, reference
+from tests.engine.conftest import CHECKPOINTS, HELD_OUT, TRAINED, Engine
+from tests.engine.one_step import random_ids, read_one_step
+
+VOCAB = 512
+OPTIONS: dict[str, Any] = {
+    "kv_cache_memory_bytes": 64 << 20,
+    "gpu_memory_utilization": 0.3,
+    "max_logprobs": VOCAB,
+}
+# Also left unquantised: of a layer of full attention, which has no v_proj, the attention; of
+# another the experts, by patterns that name the checkpoint's modules, not vLLM's.
+IGNORE = {
+    "FP8_DYNAMIC": [r"re:model\.decoder\.layers\.1\.experts"],
+    "NVFP4": [
+        r"re:.*\.decoder\.layers\.1\.experts",
+        *(f"model.decoder.layers.3.self_attn.{name}_proj" for name in "qko"),
+    ],
+}
+# (prompt length, canvas width, how many): the longer, the more roundings.
+CASES = [(1, 1, 6), (3, 2, 10), (3, 8, 6), (40, 32, 2), (150, 32, 1)]
+
+
+@pytest.mark.parametrize("scheme", quantized.FORMATS)
+def test_one_step(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], tmp_path: Path, scheme: str
+) -> None:
+    """Where every rounding is decided. A number halfway between two of e4m3's goes either way,
+    with the last bit of a sum; random weights then amplify that to anything. Long canvases of FP8
+    have such a number more often than not, so short ones are here too."""
+    path = quantized.quantize(tiny(64), tmp_path / scheme, scheme, IGNORE[scheme])
+    if scheme == "FP8_DYNAMIC":
+        quantized.add_kv_cache_scales(path)  # must not matter: the cache is fp32
+    served = engine(path, **OPTIONS)
+    model, plain = quantized.load(path, tiny(64)), reference.load(tiny(64))
+    compared, shift = 0, []
+    for prompt_length, width, count in CASES:
+        for seed in range(count):
+            prompt = random_ids(prompt_length, VOCAB, seed)
+            canvas = random_ids(width, VOCAB, 1000 + seed)
+            expected = reference.first_step_logprobs(model, prompt, canvas)
+            if not is_decided(model, prompt, canvas, expected):
+                continue
+            options = {"diffusion_canvas_length": width}
+            read = read_all(served, prompt, canvas, options)
+            assert (read - expected).abs().max() < 1e-2, f"{prompt_length=} {width=} {seed=}"
+            compared += 1
+            unquantised = reference.first_step_logprobs(plain, prompt, canvas)
+            shift.append((expected - unquantised).abs().max().item())
+    assert compared >= 12
+    assert min(shift) > 0.1  # quantisation can be seen
+
+
+def read_all(
+    served: Engine, prompt: list[int], canvas: list[int], xargs: dict[str, Any]
+) -> torch.Tensor:
+    """Log-probabilities of all tokens, [C, V]."""
+    (positions,) = read_one_step(served, [prompt], [canvas], xargs=xargs, num_logprobs=VOCAB)
+    return torch.tensor([[scores[token] for token in range(VOCAB)] for scores in positions])
+
+
+def is_decided(
+    model: Any, prompt: list[int], canvas: list[int], expected: torch.Tensor, noises: int = 3
+) -> bool:
+    """Whether noise of the size of fp32's errors leaves the answer alone."""
+    for seed in range(noises):
+        torch.manual_seed(seed)
+        with quantized.noisy_inputs(3e-7):
+            noisy = reference.first_step_logprobs(model, prompt, canvas)
+        if (noisy - expected).abs().max() > 1e-3:
+            return False
+    return True
+
+
+SHIPPED = {
+    "FP8_DYNAMIC": CHECKPOINTS / "diffusiongemma-tiny-FP8-dynamic",
+    "NVFP4": CHECKPOINTS / "diffusiongemma-tiny-NVFP4",
+}
+
+
+@pytest.fixture(scope="module", params=SHIPPED)
+def shipped(request: pytest.FixtureRequest) -> Path:
+    return SHIPPED[request.param]
+
+
+NUM_PROMPTS, NOISES, NEAR_BOUNDARY = 20, 30, 0.4
+
+
+def test_one_step_of_the_shipped(engine: Callable[..., Engine], shipped: Path) -> None:
+    """Held-out prompts, none left out. Where a number lies on the boundary between two of e4m3's
+    fp32's last bit decides: the reference itself then moves with inputs that are off by as much.
+    Only such answers may differ, and few do."""
+    served = engine(shipped, **OPTIONS)
+    model, plain = quantized.load(shipped, TRAINED), reference.load(TRAINED)
+    tokenizer = AutoTokenizer.from_pretrained(TRAINED)
+    rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+    near_boundary, shift = 0, []
+    for seed, row in enumerate(rows[:: len(rows) // NUM_PROMPTS][:NUM_PROMPTS]):
+        prompt = tokenizer.apply_chat_template(
+            row["messages"], add_generation_prompt=True, return_dict=False
+        )
+        canvas = random_ids(1, VOCAB, seed)
+        read = read_all(served, prompt, canvas, {"diffusion_canvas_length": 1})
+        expected = reference.first_step_logprobs(model, prompt, canvas)
+        if (read - expected).abs().max() >= 1e-2:
+            near_boundary += 1
+            assert not is_decided(model, prompt, canvas, expected, NOISES), f"{seed=}"
+        unquantised = reference.first_step_logprobs(plain, prompt, canvas)
+        shift.append((expected - unquantised).abs().max().item())
+    assert near_boundary <= NEAR_BOUNDARY * NUM_PROMPTS
+    assert min(shift) > 0.1
+
+
+def answers(served: Engine) -> list[list[int]]:
+    rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()[::40]]
+    params = [SamplingParams(max_tokens=64, seed=seed) for seed in range(len(rows))]
+    outputs = served.llm.chat([row["messages"] for row in rows], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_two_processes_answer_as_one(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, shipped: Path
+) -> None:
+    """They share the linears, with the scales of their rows or columns, and part the experts among
+    them."""
+    alone = answers(engine(shipped, **OPTIONS))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    assert answers(engine(shipped, **OPTIONS, **parallel)) == alone

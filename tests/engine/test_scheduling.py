@@ -1,0 +1,126 @@
+"""What the scheduler does to a request never shows in its tokens, nor in which process it runs."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import RequestOutput, SamplingParams
+
+from tests.engine.conftest import Engine, preemptions
+from tests.engine.one_step import FEW_STEPS, random_ids
+
+VOCABULARY = 512
+FITTED = {"fit_canvas": True}
+LENGTHS = (100, 3, 70, 33, 150, 64)
+PROMPTS = [random_ids(LENGTHS[seed % len(LENGTHS)], VOCABULARY, seed) for seed in range(50)]
+# What a request carries from block to block, or that reaches back into what it has got.
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
+    {"bad_words": ["lamp", "a", "ab", "9 1"]},
+    {"logprobs": 2},
+    {"min_tokens": 40, "stop_token_ids": list(range(0, 512, 9))},
+    {"top_k": 9, "top_p": 0.9, "logit_bias": {7: 2.0}},
+    {"temperature": 1.5, "logprobs": 0},
+]
+# Every second one with a first canvas of its own, some of it pinned.
+PARAMS = [
+    SamplingParams(
+        max_tokens=70 + seed % 27,  # the last of three canvases is narrow, in part
+        ignore_eos=True,
+        seed=seed,
+        **KINDS[seed % len(KINDS)],
+        extra_args=FEW_STEPS
+        | (
+            {"diffusion_seed_canvas": random_ids(32, VOCABULARY, seed), "diffusion_pinned": [3, 9]}
+            if seed % 2
+            else {}
+        ),
+    )
+    for seed in range(len(PROMPTS))
+]
+
+
+Answer = tuple[list[int], list[float]]
+"""Tokens, and their log-probabilities if they were asked for."""
+
+
+def answer_of(output: RequestOutput) -> Answer:
+    answer = output.outputs[0]
+    tokens, scores = list(answer.token_ids), answer.logprobs or []
+    return tokens, [
+        scores_at[token].logprob for token, scores_at in zip(tokens, scores, strict=False)
+    ]
+
+
+def answers_of(engine: Engine) -> list[Answer]:
+    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    return list(map(answer_of, engine.llm.generate(inputs, PARAMS, use_tqdm=False)))
+
+
+def answers_of_late_ones(engine: Engine) -> list[Answer]:
+    """Each request comes a step, or a few, after the one before."""
+    core, waiting, done = engine.llm.llm_engine, list(range(len(PROMPTS))), {}
+    pace, step = random.Random(0), 0
+    while waiting or core.has_unfinished_requests():
+        if waiting and (step == 0 or pace.random() < 0.5):
+            seed = waiting.pop(0)
+            prompt = {"prompt_token_ids": PROMPTS[seed]}
+            core.add_request(f"late-{seed}", prompt, PARAMS[seed])
+        step += 1
+        for output in core.step():
+            if output.finished:
+                done[output.request_id] = answer_of(output)
+    return [done[f"late-{seed}"] for seed in range(len(PROMPTS))]
+
+
+def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
+    for (tokens, scores), (other_tokens, other_scores) in zip(answers, expected, strict=True):
+        assert tokens == other_tokens
+        # Sums in another order, through nine steps of random weights; seen: 0.003.
+        assert scores == pytest.approx(other_scores, abs=0.01)
+    assert sum(len(scores) > 0 for _, scores in answers) > 10
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> list[Answer]:
+    """Each request alone, without async scheduling."""
+    served = engine(tiny(64), settings=FITTED, max_num_seqs=1)
+    return answers_of(served)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # Less than a block and its successor's canvas.
+        pytest.param({"max_num_batched_tokens": 56}, id="chunked"),
+        pytest.param(
+            {"num_gpu_blocks_override": 40, "block_size": 32, "max_model_len": 288}, id="preempted"
+        ),
+    ],
+)
+def test_tokens_are_those_of_an_undisturbed_run(
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    undisturbed: list[Answer],
+    options: dict[str, Any],
+) -> None:
+    served = engine(tiny(64), settings=FITTED, disable_log_stats=False, **options)
+    assert_same(answers_of(served), undisturbed)
+    if "num_gpu_blocks_override" in options:
+        assert preemptions(served) > 0
+    assert_same(answers_of_late_ones(served), undisturbed)
+
+
+def test_asynchronous_scheduling(
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    undisturbed: list[Answer],
+    asynchronous: None,
+) -> None:
+    served = engine(tiny(64), settings=FITTED, async_scheduling=True)
+    scheduler = served.llm.llm_engine.vllm_config.scheduler_config.scheduler_cls
+    assert scheduler.endswith(".DiffusionAsyncScheduler")
+    assert_same(answers_of(served), undisturbed)

@@ -1,0 +1,124 @@
+"""A prompt shares its first canvas' forward, a commit the next canvas', and the last canvas is not
+committed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.conftest import Engine, cached_tokens
+from tests.engine.one_step import FEW_STEPS, random_ids
+
+CANVAS = 32
+COUNTED = {"worker_extension_cls": "bench.step_split.StepSplit", "enable_prefix_caching": False}
+
+
+def tokens_of(served: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
+    outputs = served.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    return list(outputs[0].outputs[0].token_ids)
+
+
+def forwards_of(
+    served: Engine, prompt_length: int, blocks: int, steps_on_their_way: int = 0
+) -> int:
+    params = SamplingParams(max_tokens=CANVAS * blocks, ignore_eos=True, extra_args=FEW_STEPS)
+    prompt = {"prompt_token_ids": random_ids(prompt_length, 512, seed=1)}
+    before = served.llm.collective_rpc("num_forwards")[0]
+    output = served.llm.generate(prompt, params, use_tqdm=False)[0]
+    assert len(output.outputs[0].token_ids) == params.max_tokens
+    steps = blocks * FEW_STEPS["diffusion_max_steps"] + steps_on_their_way
+    assert len(served.steps(output.request_id)) == steps
+    return served.llm.collective_rpc("num_forwards")[0] - before
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_forwards_of_an_answer(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], blocks: int
+) -> None:
+    """Its denoising steps and nothing else."""
+    served = engine(tiny(64), **COUNTED)
+    steps = FEW_STEPS["diffusion_max_steps"]
+    assert forwards_of(served, 40, blocks) == blocks * steps
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_forwards_with_asynchronous_scheduling(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], asynchronous: None, blocks: int
+) -> None:
+    """A commit between two blocks, and at the end a step that was on its way."""
+    served = engine(tiny(64), async_scheduling=True, **COUNTED)
+    steps = FEW_STEPS["diffusion_max_steps"]
+    assert forwards_of(served, 40, blocks, steps_on_their_way=1) == blocks * steps + blocks
+
+
+@pytest.mark.parametrize("commits_last", [False, True])
+def test_a_stop_that_cannot_be_foreseen_is_not_committed(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], commits_last: bool
+) -> None:
+    """Nor is its block found in the prefix cache, which has a denoising step's keys and values."""
+    options = {
+        **COUNTED,
+        "enable_prefix_caching": True,
+        "prefix_cache_retention_interval": None,
+        "block_size": CANVAS,
+    }
+    served = engine(tiny(64), settings={"commit_last_block": commits_last}, **options)
+    steps = FEW_STEPS["diffusion_max_steps"]
+    forwards = 2 * steps + commits_last
+    assert forwards_of(served, 96, 2) == forwards
+
+    prompt = random_ids(64, 512, seed=1)
+    assert served.llm.reset_prefix_cache()
+    text = SamplingParams(max_tokens=2 * CANVAS, ignore_eos=True, seed=0, extra_args=FEW_STEPS)
+    token_ids = tokens_of(served, prompt, text)
+    assert served.llm.reset_prefix_cache()
+    token = next(t for t in token_ids[CANVAS:] if t not in token_ids[:CANVAS])
+    unused = [t for t in range(512) if t not in token_ids]
+    many = SamplingParams(
+        max_tokens=3 * CANVAS,
+        seed=0,
+        stop_token_ids=[token, *unused][:20],
+        extra_args=FEW_STEPS,
+    )
+    before = served.llm.collective_rpc("num_forwards")[0]
+    stopped = tokens_of(served, prompt, many)
+    assert stopped == token_ids[: token_ids.index(token) + 1]
+    assert served.llm.collective_rpc("num_forwards")[0] - before == 2 * steps
+    assert cached_tokens(served, [*prompt, *token_ids, 1]) == len(prompt) + CANVAS
+
+
+def test_a_prompt_that_fills_the_token_budget_is_prefilled_alone(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path]
+) -> None:
+    served = engine(tiny(64), max_num_batched_tokens=96, **COUNTED)
+    steps = FEW_STEPS["diffusion_max_steps"]
+    assert forwards_of(served, 96 - CANVAS, 1) == steps
+    assert forwards_of(served, 96 - CANVAS + 1, 1) == 1 + steps
+    assert forwards_of(served, 2 * 96 - CANVAS, 1) == 1 + steps
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "asynchronous"])
+def test_the_last_canvas_is_as_wide_as_what_may_still_come(
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    asynchronous: None,
+    is_ahead: bool,
+) -> None:
+    """Also where the step after a block was scheduled before its end was known."""
+    ahead = {"async_scheduling": True} if is_ahead else {}
+    served = engine(tiny(64), settings={"fit_canvas": True}, **ahead, **COUNTED)
+
+    def widths(max_tokens: int, **extra: int) -> list[int]:
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, extra_args={**FEW_STEPS, **extra}
+        )
+        prompt = {"prompt_token_ids": random_ids(40, 512, seed=1)}
+        output = served.llm.generate(prompt, params, use_tqdm=False)[0]
+        assert len(output.outputs[0].token_ids) == max_tokens
+        return [len(step["canvas"]) for step in served.steps(output.request_id)]
+
+    steps = FEW_STEPS["diffusion_max_steps"]
+    assert widths(CANVAS + 1) == [CANVAS] * steps + [16] * steps
+    assert widths(2 * CANVAS - 1) == [CANVAS] * 2 * steps
+    assert widths(CANVAS + 1, diffusion_canvas_length=CANVAS) == [CANVAS] * 2 * steps

@@ -1,0 +1,112 @@
+"""Whole generations equal transformers' own `generate` fed with the same noise.
+
+Best guess, accepted positions, next canvas, the step a block stops at and the committed tokens are
+compared at every step, for prompts that are decoded together in one batch by a compiled engine.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine import reference
+from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+
+NUM_BLOCKS = 200
+
+# What a machine without a C++ compiler gets.
+TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+
+
+def served_trajectories(
+    engine: Engine, prompts: list[list[int]], max_new_tokens: list[int], **xargs: int
+) -> list[reference.Trajectory]:
+    """Decodes all prompts in one go, the i-th with seed i; reads the steps from the trace."""
+    engine.trace.write_text("")
+    params = [
+        SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, seed=seed, logprobs=0, extra_args=xargs
+        )
+        for seed, max_tokens in enumerate(max_new_tokens)
+    ]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = engine.llm.generate(inputs, params, use_tqdm=False)
+    trajectories = []
+    for output in outputs:
+        completion = output.outputs[0]
+        trajectory = reference.Trajectory(tokens=list(completion.token_ids))
+        trajectory.logprobs = [
+            scores[token].logprob
+            for token, scores in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+        for line in engine.steps(output.request_id):
+            if line["step"] == 1:
+                trajectory.block_lengths.append(0)
+            trajectory.block_lengths[-1] += 1
+            trajectory.steps.append((line["tokens"], line["accepted"], line["canvas"]))
+        trajectories.append(trajectory)
+    return trajectories
+
+
+def assert_same(ours: reference.Trajectory, expected: reference.Trajectory) -> None:
+    assert ours.block_lengths == expected.block_lengths
+    # A finished block's canvas is the next forward's input: we commit the best guess, the
+    # reference's loop ends without reading it.
+    last_steps = set()
+    end = 0
+    for length in expected.block_lengths:
+        end += length
+        last_steps.add(end - 1)
+    for i, (our_step, their_step) in enumerate(zip(ours.steps, expected.steps, strict=True)):
+        assert our_step[:2] == their_step[:2], f"step {i}"
+        if i in last_steps:
+            assert our_step[2] == our_step[0]
+        else:
+            assert our_step[2] == their_step[2], f"step {i}"
+    assert ours.tokens == expected.tokens
+    assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+def test_random_model_with_a_step_cap(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path]
+) -> None:
+    """The schedule spans the request's cap. A random model is chaotic, a rounding error grows
+    tenfold a step: 2 steps."""
+    served = engine(tiny(16), **TRACED)
+    model = reference.load(tiny(16))
+    model.generation_config.max_denoising_steps = 2
+    prompts = [list(range(10, 10 + length)) for length in (1, 20, 100)]
+    ours = served_trajectories(served, prompts, [64] * 3, diffusion_max_steps=2)
+    for seed, (prompt, trajectory) in enumerate(zip(prompts, ours, strict=True)):
+        expected = reference.generate_with_noise(model, prompt, seed, max_new_tokens=64)
+        assert expected.block_lengths == [2, 2]
+        assert_same(trajectory, expected)
+
+
+def test_trained_checkpoint(engine: Callable[..., Engine]) -> None:
+    """At least 200 blocks that converge on their own, some of them the second of their answer."""
+    served = engine(TRAINED, enforce_eager=False)
+    model = reference.load(TRAINED)
+    tokenizer = served.llm.get_tokenizer()
+    canvas_length = model.config.canvas_length
+    rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()][::2]
+    prompts = [
+        tokenizer.apply_chat_template(
+            row["messages"], add_generation_prompt=True, return_dict=False
+        )
+        for row in rows
+    ]
+    # Whole canvases, up to the one that ends the answer.
+    lengths = [
+        canvas_length * (1 + len(tokenizer.encode(row["answer"])) // canvas_length) for row in rows
+    ]
+    assert max(lengths) > canvas_length and sum(lengths) >= NUM_BLOCKS * canvas_length
+    trajectories = served_trajectories(served, prompts, lengths)
+    for seed, (prompt, length, trajectory) in enumerate(
+        zip(prompts, lengths, trajectories, strict=True)
+    ):
+        expected = reference.generate_with_noise(model, prompt, seed, length)
+        assert_same(trajectory, expected)
+        assert expected.block_lengths[0] < 48

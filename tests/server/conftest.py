@@ -1,0 +1,131 @@
+"""One `vllm serve` of the shipped checkpoint, started as a user starts it, for all tests here."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+from vllm import EngineArgs, LLMEngine
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.engines import in_this_process
+from tests.paths import CHECKPOINTS
+
+CHECKPOINT = CHECKPOINTS / "diffusiongemma-tiny"
+CANVAS = 64
+MAX_MODEL_LEN = 1024
+OPTIONS = (
+    *("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)),
+    *("--kv-cache-memory-bytes", "1G"),
+)
+
+Complaint = Callable[..., str]
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+    log: Path
+    trace: Path
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", timeout=120, max_retries=0
+        )
+
+    @property
+    def model(self) -> str:
+        return str(CHECKPOINT)
+
+
+def start(checkpoint: Path, log: Path, *options: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts a server on a free port of 127.0.0.1; returns its process (group leader) and port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        *(str(Path(sys.executable).parent / "vllm"), "serve", str(checkpoint)),
+        *("--host", "127.0.0.1", "--port", str(port), *OPTIONS, *options),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return process, port
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[Server]:
+    log, trace = folder / "vllm.log", folder / "trace.jsonl"
+    tracing = ("--additional-config", json.dumps({"vllm_dllm": {"trace_path": str(trace)}}))
+    process, port = start(checkpoint, log, *tracing, *options)
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            assert process.poll() is None, log.read_text()[-5000:]
+            assert time.monotonic() < deadline, log.read_text()[-5000:]
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                    break
+            except OSError:
+                time.sleep(0.5)
+        yield Server(port, log, trace)
+    finally:
+        stop(process)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = (
+        *("--diffusion-config", json.dumps({"canvas_length": CANVAS})),
+        *("--max-num-seqs", "32", "--enable-prompt-tokens-details"),
+    )
+    with serving(CHECKPOINT, tmp_path_factory.mktemp("server"), *options) as it:
+        yield it
+
+
+@pytest.fixture
+def complaint() -> Iterator[Complaint]:
+    """Of a checkpoint and options of `vllm serve` that cannot be served: what the start of their
+    engine ends with. A server, `last_words`, takes half a minute to get there."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+
+    def start(checkpoint: Path, *options: str) -> str:
+        arguments = parser.parse_args(["--model", str(checkpoint), *OPTIONS, *options])
+        with pytest.raises(ValueError) as refusal:
+            LLMEngine.from_engine_args(EngineArgs.from_cli_args(arguments))
+        return str(refusal.value)
+
+    with in_this_process():
+        yield start
+
+
+def last_words(checkpoint: Path, log: Path, *options: str) -> str:
+    """What a server logs that must end by itself, and not well."""
+    process, _ = start(checkpoint, log, *options)
+    try:
+        assert process.wait(timeout=240) != 0
+    finally:
+        stop(process)
+    return log.read_text()

@@ -1,0 +1,134 @@
+"""A bad request is answered with 400, says what is wrong, and the server lives on."""
+
+import base64
+from typing import Any
+
+import pytest
+from openai import BadRequestError
+
+from tests.server.conftest import CANVAS, MAX_MODEL_LEN, Server
+
+EOS = 1
+PIXEL = base64.b64encode(
+    bytes.fromhex(
+        "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
+        "1f15c4890000000d49444154789c6360606060000000050001a5f64540"
+        "0000000049454e44ae426082"
+    )
+).decode()
+
+XARGS: dict[str, tuple[dict[str, Any], str]] = {
+    "canvas seed too short": ({"diffusion_seed_canvas": [1, 2]}, f"exactly {CANVAS} ids, got 2"),
+    "canvas seed out of vocabulary": (
+        {"diffusion_seed_canvas": [10**6] * CANVAS},
+        "ids must be in [0, 512). Got diffusion_seed_canvas = [..., 1000000, ",
+    ),
+    "pin outside the canvas": (
+        {"diffusion_seed_canvas": [1] * CANVAS, "diffusion_pinned": [CANVAS]},
+        f"inside the canvas. Got diffusion_pinned = [..., {CANVAS}, ...]; the served canvas has",
+    ),
+    "pins without a canvas": ({"diffusion_pinned": [0]}, "needs a diffusion_seed_canvas"),
+    "negative steps": (
+        {"diffusion_max_steps": -1},
+        "positive integer. Got diffusion_max_steps = -1",
+    ),
+    "canvas wider than served": (
+        {"diffusion_canvas_length": CANVAS + 1},
+        f"= {CANVAS + 1}; the served canvas has {CANVAS}",
+    ),
+    "constrained to nothing": ({"diffusion_constrained": 1}, "logprob_token_ids"),
+    "unknown window rule": (
+        {"diffusion_window_rule": "sideways"},
+        "'reference', 'symmetric'], got 'sideways'",
+    ),
+    "unknown acceptance": (
+        {"diffusion_acceptance": "luck"},
+        "diffusion_acceptance must be one of ['entropy_bound', 'confidence', 'top_k'], got 'luck'",
+    ),
+    "entropy bound of nothing": (
+        {"diffusion_entropy_bound": 0},
+        "diffusion_entropy_bound must be a number > 0 and <= 1e+06, got 0",
+    ),
+    "probability above 1": (
+        {"diffusion_accept_probability": 1.5},
+        "diffusion_accept_probability must be a number > 0 and <= 1, got 1.5",
+    ),
+    "no token a step": (
+        {"diffusion_accept_tokens": 0},
+        "diffusion_accept_tokens must be an integer from 1 to 1048576, got 0",
+    ),
+    "half a stability": (
+        {"diffusion_stability_threshold": 0.5},
+        "diffusion_stability_threshold must be an integer from 0 to 1048576, got 0.5",
+    ),
+    "half a schedule": ({"diffusion_t_min": 0.5}, "come together, got 0.5 and None"),
+    "schedule upside down": (
+        {"diffusion_t_min": 0.9, "diffusion_t_max": 0.5},
+        "diffusion_t_min must be at most diffusion_t_max, got 0.9 and 0.5",
+    ),
+    "unknown key": (
+        {"diffusion_entropy_bond": 0.2},
+        "diffusion_entropy_bond is not known. Known are: diffusion_accept_probability, ",
+    ),
+}
+
+PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature": ({"temperature": -0.5}, "temperature must be non-negative, got -0.5"),
+    "logit_bias": ({"logit_bias": {"5000": 1.0}}, "5000"),
+    "min_p": ({"extra_body": {"min_p": 1.1}}, r"min_p must be in \[0, 1\], got 1.1"),
+    "min_tokens": ({"extra_body": {"min_tokens": 400}}, "min_tokens must be less than or equal"),
+    "allowed": ({"extra_body": {"allowed_token_ids": [5000]}}, "allowed_token_ids"),
+    "only the end of the answer, and not yet": (
+        {"extra_body": {"allowed_token_ids": [EOS], "min_tokens": 5}},
+        rf"allowed_token_ids must leave .* got \[{EOS}\] with min_tokens = 5",
+    ),
+    "response_format": ({"response_format": {"type": "json_object"}}, "tructured output"),
+}
+
+
+def ask(server: Server, **options: Any) -> str:
+    answer = server.client.chat.completions.create(
+        model=server.model,
+        messages=[{"role": "user", "content": "Sort: b a"}],
+        max_tokens=CANVAS,
+        **options,
+    )
+    return answer.choices[0].message.content
+
+
+@pytest.fixture(autouse=True)
+def server_lives_on(server: Server):
+    yield
+    assert ask(server)
+
+
+@pytest.mark.parametrize("name", XARGS)
+def test_option(server: Server, name: str) -> None:
+    xargs, message = XARGS[name]
+    with pytest.raises(BadRequestError) as refusal:
+        ask(server, extra_body={"vllm_xargs": xargs})
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_out_of_range(server: Server, name: str) -> None:
+    options, message = PARAMETERS[name]
+    with pytest.raises(BadRequestError, match=message):
+        ask(server, **options)
+
+
+def test_prompt_longer_than_the_context(server: Server) -> None:
+    with pytest.raises(BadRequestError, match=str(MAX_MODEL_LEN)):
+        server.client.completions.create(
+            model=server.model, prompt=[9] * (MAX_MODEL_LEN + 1), max_tokens=1
+        )
+
+
+def test_image(server: Server) -> None:
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
+    with pytest.raises(BadRequestError, match=r"(?i)image|multi.?modal"):
+        server.client.chat.completions.create(
+            model=server.model,
+            messages=[{"role": "user", "content": [image, {"type": "text", "text": "What?"}]}],
+            max_tokens=CANVAS,
+        )

@@ -1,0 +1,65 @@
+"""`vllm-dllm eval` of the shipped quantised checkpoints, and an OpenAI client beside it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.server.conftest import CANVAS, CHECKPOINT
+from vllm_dllm import cli
+from vllm_dllm.tools import evaluate
+from vllm_dllm.tools.evaluate.harness import Outcome
+
+CHECKPOINTS = CHECKPOINT.parent
+FP8 = CHECKPOINTS / "diffusiongemma-tiny-FP8-dynamic"
+NVFP4 = CHECKPOINTS / "diffusiongemma-tiny-NVFP4"
+OPTIONS = "--max-model-len 1024 --kv-cache-memory-bytes 1G --enforce-eager"
+NUM_PROMPTS = 12
+
+
+def test_quantised_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the harness, and in the same servers chat and a stream of a client."""
+    asked: list[str] = []
+
+    def ask_first(task: Any, model: str, port: int, **options: Any) -> Outcome:
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        request: dict[str, Any] = {
+            "model": model,
+            "messages": [{"role": "user", "content": "Reverse: rose chair lamp"}],
+            "seed": 1,
+            "max_tokens": CANVAS,
+        }
+        answer = client.chat.completions.create(**request)
+        stream = client.chat.completions.create(**request, stream=True)
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        asked.extend((answer.choices[0].message.content or "", streamed))
+        return original(task, model, port, **options)
+
+    original = evaluate.evaluate
+    monkeypatch.setattr(evaluate, "evaluate", ask_first)
+    task = ["--task", str(CHECKPOINTS / "held_out.yaml"), "-o", str(tmp_path)]
+    limits = ["--limit", str(NUM_PROMPTS), f"--serve-options={OPTIONS}"]
+    assert cli.main(["eval", str(FP8), str(NVFP4), *task, *limits]) == 0
+    assert asked == 4 * ["lamp chair rose"]
+
+    rows = json.loads((tmp_path / "eval.json").read_text())["rows"]
+    assert [row["checkpoint"] for row in rows] == [str(FP8), str(NVFP4)]
+    # What is not quantised is there, too: more than 0.5 and 0.28 of the bf16 one.
+    plain_bytes = (CHECKPOINT / "model.safetensors").stat().st_size
+    for row, (least, most) in zip(rows, ((0.5, 0.67), (0.28, 0.45)), strict=True):
+        assert row["prompts"] == NUM_PROMPTS
+        assert row["accuracy"] >= 0.9
+        assert 1 < row["steps_per_block"] < 4
+        assert 0 < row["tokens"] <= NUM_PROMPTS * 256
+        assert least * plain_bytes < row["weight_bytes"] < most * plain_bytes
+    assert rows[0]["recovery"] == 1.0
+    assert (tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
+
+    logs = [Path(p).read_text() for p in re.findall(r"log: (\S+)", capsys.readouterr().out)]
+    for log, kind in zip(logs, ("experts in FP8_DYNAMIC", "NVFP4"), strict=True):
+        assert log.count(f"vLLM has no CPU kernel for {kind}: ") == log.count("emulation") == 1

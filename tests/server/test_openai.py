@@ -1,0 +1,183 @@
+"""What a client sees: completions, chat, streaming, stopping, log-probabilities, dLLM options."""
+
+import math
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+
+from tests.server.conftest import CANVAS, Server
+
+QUESTION = "Reverse: rose chair lamp"
+
+
+def chat(server: Server, content: str = QUESTION, **options: Any) -> ChatCompletion:
+    return server.client.chat.completions.create(
+        model=server.model, messages=[{"role": "user", "content": content}], **options
+    )
+
+
+def read_canvas(server: Server, **options: Any) -> list[int]:
+    """Token ids of one completion of a short prompt."""
+    extra = {"return_token_ids": True} | options.pop("extra_body", {})
+    completion = server.client.completions.create(
+        model=server.model, prompt=[5, 6, 7], extra_body=extra, **options
+    )
+    return completion.choices[0].token_ids
+
+
+def test_chat(server: Server) -> None:
+    answer = chat(server, max_tokens=128)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content.strip()
+    assert 0 < answer.usage.completion_tokens <= 128
+
+
+def test_streaming_gives_a_delta_per_committed_block(server: Server) -> None:
+    stream = server.client.completions.create(
+        model=server.model,
+        prompt="Count from 10 to 80.",
+        max_tokens=3 * CANVAS,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    blocks = [chunk.choices[0].token_ids for chunk in stream if chunk.choices[0].token_ids]
+    assert [len(block) for block in blocks] == [CANVAS] * 3
+
+
+def test_stream_and_whole_answer_agree(server: Server) -> None:
+    whole = chat(server, seed=3, max_tokens=128).choices[0].message.content
+    stream = chat(server, seed=3, max_tokens=128, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+
+
+def test_max_tokens_and_ignore_eos(server: Server) -> None:
+    answer = chat(server, max_tokens=5, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 5
+    assert answer.choices[0].finish_reason == "length"
+    answer = chat(server, max_tokens=100, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 100
+
+
+def test_stop_string(server: Server) -> None:
+    full = chat(server, "Count from 10 to 30.", seed=1, max_tokens=128).choices[0].message.content
+    stop = full[len(full) // 2 :][:3]
+    answer = chat(server, "Count from 10 to 30.", seed=1, max_tokens=128, stop=[stop])
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content == full[: full.index(stop)]
+
+
+def test_logprobs(server: Server) -> None:
+    answer = chat(server, logprobs=True, top_logprobs=3, max_tokens=2 * CANVAS)
+    entries = answer.choices[0].logprobs.content
+    assert len(entries) == answer.usage.completion_tokens
+    for entry in entries:
+        assert len(entry.top_logprobs) == 3
+        # A committed token is the model's best guess.
+        assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
+        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + 1e-5
+
+
+def test_logprobs_of_neighbours_with_different_widths(server: Server) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        widths = [0, 5, 1, 20]
+        answers = list(
+            pool.map(
+                lambda k: chat(server, logprobs=True, top_logprobs=k, max_tokens=CANVAS), widths
+            )
+        )
+    for width, answer in zip(widths, answers, strict=True):
+        assert all(len(e.top_logprobs) == width for e in answer.choices[0].logprobs.content)
+
+
+def test_read_only_emits_exactly_the_canvas(server: Server) -> None:
+    xargs = {"diffusion_read_only": 1, "diffusion_max_steps": 2}
+    tokens = read_canvas(server, max_tokens=500, extra_body={"vllm_xargs": xargs})
+    assert len(tokens) == CANVAS
+    xargs["diffusion_canvas_length"] = 10
+    tokens = read_canvas(server, max_tokens=500, extra_body={"vllm_xargs": xargs})
+    assert len(tokens) == 10
+
+
+def test_narrow_canvas_generates_past_its_first_block(server: Server) -> None:
+    extra = {"vllm_xargs": {"diffusion_canvas_length": 7}, "ignore_eos": True}
+    assert len(read_canvas(server, max_tokens=20, extra_body=extra)) == 20
+
+
+def test_pinned_positions_take_no_noise(server: Server) -> None:
+    canvas = [(7 * i) % 300 + 10 for i in range(CANVAS)]
+    pinned = {
+        "diffusion_read_only": 1,
+        "diffusion_max_steps": 3,
+        "diffusion_seed_canvas": canvas,
+        "diffusion_pinned": list(range(CANVAS)),
+    }
+    held = read_canvas(server, max_tokens=CANVAS, seed=1, extra_body={"vllm_xargs": pinned})
+    held_again = read_canvas(server, max_tokens=CANVAS, seed=2, extra_body={"vllm_xargs": pinned})
+    assert held == held_again, "with every position pinned no noise is left"
+
+
+def test_constrained_reading_stays_in_the_allowed_set(server: Server) -> None:
+    allowed = [11, 12, 13, 14]
+    extra = {
+        "vllm_xargs": {"diffusion_constrained": 1, "diffusion_read_only": 1},
+        "logprob_token_ids": allowed,
+        "return_token_ids": True,
+    }
+    answer = chat(server, logprobs=True, max_tokens=CANVAS, extra_body=extra)
+    tokens = answer.choices[0].token_ids
+    assert len(tokens) == CANVAS
+    assert set(tokens) <= set(allowed)
+
+
+def test_step_cap_is_kept(server: Server) -> None:
+    """With one step the canvas is the model's first guess, the same whatever the noise's step."""
+    canvas = [20] * CANVAS
+    xargs = {"diffusion_seed_canvas": canvas, "diffusion_max_steps": 1, "diffusion_read_only": 1}
+    one = read_canvas(server, max_tokens=CANVAS, seed=1, extra_body={"vllm_xargs": xargs})
+    other = read_canvas(server, max_tokens=CANVAS, seed=2, extra_body={"vllm_xargs": xargs})
+    assert one == other
+
+
+def metric(server: Server, name: str) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
+def test_abandoned_streams_end_and_leave_the_server_well(server: Server) -> None:
+    before = chat(server, seed=5, max_tokens=CANVAS).choices[0].message.content
+    generated = metric(server, "generation_tokens_total")
+    for _ in range(4):
+        stream = chat(server, max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        stream.close()
+    deadline = time.monotonic() + 60
+    while metric(server, "num_requests_running") > 0:
+        assert time.monotonic() < deadline, "requests that nobody reads are still running"
+        time.sleep(0.1)
+    generated = metric(server, "generation_tokens_total") - generated
+    assert 4 * CANVAS <= generated < 4 * 900
+    assert chat(server, seed=5, max_tokens=CANVAS).choices[0].message.content == before
+
+
+@pytest.mark.parametrize("length", [0, 1, 64, 65, 200])
+def test_answers_up_to_the_end_of_the_context(server: Server, length: int) -> None:
+    """The last canvas is cut short where the context ends; its tokens still arrive."""
+    prompt = [9] * (1024 - length - 1)
+    completion = server.client.completions.create(
+        model=server.model,
+        prompt=prompt,
+        max_tokens=length + 1,
+        extra_body={"ignore_eos": True, "vllm_xargs": {"diffusion_max_steps": 2}},
+    )
+    assert completion.usage.completion_tokens == length + 1
+
+
+def test_every_kernel_of_a_step_is_native(server: Server) -> None:
+    chat(server, max_tokens=2 * CANVAS, logprobs=True, top_logprobs=2)
+    chat(server, max_tokens=CANVAS, extra_body={"top_k": 5, "top_p": 0.9})
+    assert "runs in Triton's interpreter" not in server.log.read_text()

@@ -1,0 +1,147 @@
+"""A server that cannot serve ends its start and says what was expected, what came, what to do."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from safetensors.torch import load_file, save_file
+
+from tests.server import conftest
+from tests.server.conftest import Complaint
+from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("good"))
+
+
+def edit_generation_config(checkpoint: Path, change: Callable[[dict], None]) -> None:
+    path = checkpoint / "generation_config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def no_entropy_bound(checkpoint: Path) -> None:
+    edit_generation_config(checkpoint, lambda c: c["sampler_config"].update(entropy_bound=0.0))
+
+
+def no_t_min(checkpoint: Path) -> None:
+    edit_generation_config(checkpoint, lambda c: c.pop("t_min"))
+
+
+def missing_weight(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.decoder.layers.1.mlp.down_proj.weight"]
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+def missing_layer_scalar(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    kept = {k: w for k, w in weights.items() if not k.endswith("layers.1.layer_scalar")}
+    assert len(kept) < len(weights)
+    save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+def misshapen_weight(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    name = "model.decoder.layers.1.mlp.down_proj.weight"
+    weights[name] = weights[name][:, :8].contiguous()
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncated_file(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def int_zero_points(checkpoint: Path) -> None:
+    """Another scheme of compressed-tensors': 4-bit integers, asymmetric."""
+    scheme = preset_name_to_scheme("W4A16_ASYM", ["Linear"])
+    quantization = QuantizationConfig(config_groups={"group_0": scheme}, format="pack-quantized")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = quantization.model_dump(mode="json")
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+
+def missing_shard(checkpoint: Path) -> None:
+    """Of two, one is there."""
+    weights = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    weight_map = {name: files[i % 2] for i, name in enumerate(sorted(weights))}
+    held = {name: weight for name, weight in weights.items() if weight_map[name] == files[0]}
+    save_file(held, checkpoint / files[0], metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": weight_map}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+CASES = {
+    "entropy-bound-0": (no_entropy_bound, [], "entropy_bound must be a number > 0, got 0.0"),
+    "generation-config-key": (no_t_min, [], "generation_config has no 't_min'"),
+    "missing-weight": (missing_weight, [], "layers.1.mlp.down_proj.weight"),
+    "missing-layer-scalar": (missing_layer_scalar, [], "model.decoder.layers.1.layer_scalar"),
+    "misshapen-weight": (misshapen_weight, [], "at model.decoder.layers.1.mlp.down_proj.weight"),
+    "truncated-file": (
+        truncated_file,
+        [],
+        "; model.decoder.layers.2.experts.down_proj would end at byte ",
+    ),
+    "missing-shard": (missing_shard, [], "model-00002-of-00002.safetensors is missing: "),
+    "int-zero-points": (
+        int_zero_points,
+        [],
+        "got zero-points, model.decoder.layers.0.self_attn.q_proj.weight_zero_point. Served are",
+    ),
+    "diffusion-config-key": (
+        lambda _: None,
+        ["--diffusion-config", '{"canvas_length": 32, "stride": 2}'],
+        "stride\n  Unexpected keyword argument [type=unexpected_keyword_argument, input_value=2",
+    ),
+    "token-budget": (
+        lambda _: None,
+        ["--max-num-batched-tokens", "16"],
+        "max_num_batched_tokens must be at least the canvas length, 32 tokens, got 16",
+    ),
+    "extension-config-key": (
+        lambda _: None,
+        ["--additional-config", '{"vllm_dllm": {"window": "symmetric"}}'],
+        "takes an object with the keys ['commit_last_block', 'defaults', 'drafter', 'fit_canvas', ",
+    ),
+    "extension-config-value": (
+        lambda _: None,
+        ["--additional-config", '{"vllm_dllm": {"commit_last_block": "yes"}}'],
+        "commit_last_block must be true or false, got 'yes'",
+    ),
+    "pipeline-parallel": (
+        lambda _: None,
+        ["--pipeline-parallel-size", "2"],
+        "pipeline_parallel_size must be 1 for a diffusion model, got 2",
+    ),
+}
+
+
+@pytest.fixture
+def broken(request: pytest.FixtureRequest, good: Path, tmp_path: Path) -> Path:
+    """The checkpoint of the case that the test is called with."""
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(good, checkpoint)
+    CASES[request.getfixturevalue("name")][0](checkpoint)
+    return checkpoint
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_start_ends_with_a_clear_error(complaint: Complaint, broken: Path, name: str) -> None:
+    _, options, message = CASES[name]
+    assert message in complaint(broken, *options)
+
+
+@pytest.mark.parametrize("name", ["extension-config-key", "missing-weight"])
+def test_a_server_says_it_too(broken: Path, tmp_path: Path, name: str) -> None:
+    """What was found in the process that the user started, and in that of the model."""
+    _, options, message = CASES[name]
+    assert message in conftest.last_words(broken, tmp_path / "vllm.log", *options)

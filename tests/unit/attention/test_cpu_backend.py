@@ -1,0 +1,146 @@
+"""The CPU backend as a whole, vLLM's kernel and our canvas path in one batch: who sees whom,
+exactly; numbers, against float64."""
+
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import cpu_attn
+
+from attention_kernels.testing import PagedBatch, Request, rms_ratio
+from tests.unit.attention_kernels.test_triton import WINDOWS, seen_by_definition
+from vllm_dllm.attention import WindowRules
+from vllm_dllm.attention.cpu import CpuCanvasBackend
+
+current_platform.import_kernels()
+
+HQ, HKV, D = 4, 2, 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MIXES = {
+    "causal": [
+        Request(5, 0, causal=True),
+        Request(1, 40, causal=True),
+        Request(9, 17, causal=True),
+    ],
+    "canvases": [Request(8, 33), Request(8, 2), Request(1, 150), Request(3, 0)],
+    "equal canvases": [Request(8, 33), Request(8, 33)],
+    "mixed": [
+        Request(8, 37),
+        Request(8, 137, symmetric=True),
+        Request(8, 37, causal=True),
+        Request(21, 5, symmetric=True),
+        Request(21, 130),
+        Request(1, 0, causal=True),
+    ],
+}
+# Every mix with every window, every page size with both.
+VISIBILITY = [
+    pytest.param(mix, window_left, page, id=f"{mix}-window{window_left}-page{page}")
+    for (m, mix), (w, window_left) in product(enumerate(MIXES), enumerate(WINDOWS))
+    for page in [(32, 64, 128)[(m + w) % 3]]
+]
+Attend = Callable[..., torch.Tensor]
+
+
+@pytest.fixture
+def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
+    """Output [T, Hq, D] of a layer that has the backend to itself."""
+
+    def run(
+        batch: PagedBatch, window_left: int, scale: float = 0.3, softcap: float | None = None
+    ) -> torch.Tensor:
+        dtype, block_size = batch.query.dtype, batch.key_cache.shape[1]
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(dtype=dtype),
+            parallel_config=None,
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+        )
+        monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
+        window = window_left + 1 if window_left >= 0 else None
+        impl = CpuCanvasBackend.get_impl_cls()(HQ, D, scale, HKV, None, window, "auto", softcap)
+        layer: Any = SimpleNamespace(impl=impl, _k_scale_float=1.0, _v_scale_float=1.0)
+        monkeypatch.setattr(
+            cpu_attn, "get_layers_from_vllm_config", lambda *_: {"the layer": layer}
+        )
+        monkeypatch.setattr(cpu_attn, "get_num_attention_heads_from_layers", lambda *_: HQ)
+        monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "vec")  # as without AMX
+        spec = SimpleNamespace(num_kv_heads=HKV, head_size=D, block_size=block_size)
+        builder = CpuCanvasBackend.get_builder_cls()(
+            spec, ["the layer"], config, torch.device("cpu")
+        )
+        common = CommonAttentionMetadata(
+            query_start_loc=batch.query_start_loc,
+            query_start_loc_cpu=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            num_reqs=len(batch.seq_lens),
+            num_actual_tokens=len(batch.query),
+            max_query_len=int(batch.query_start_loc.diff().max()),
+            max_seq_len=int(batch.seq_lens.max()),
+            block_table_tensor=batch.block_table,
+            slot_mapping=torch.zeros(len(batch.query), dtype=torch.int64),
+            causal=batch.causal,
+        )
+        metadata = builder.build(0, common, window_rules=WindowRules(batch.symmetric))
+        output = torch.full_like(batch.query, torch.nan)
+        kv_cache = engine_layout(batch)
+        return impl.forward(layer, batch.query, None, None, kv_cache, metadata, output)
+
+    return run
+
+
+def engine_layout(batch: PagedBatch) -> torch.Tensor:
+    """[num_blocks, Hkv, block_size, 2 * D]: of a block and head the keys, transposed, then the
+    values. vLLM zeroes new blocks."""
+    keys = batch.key_cache.permute(0, 2, 3, 1).flatten(2)
+    values = batch.value_cache.permute(0, 2, 1, 3).flatten(2)
+    num_blocks, block_size = batch.key_cache.shape[:2]
+    cache = torch.stack((keys, values), dim=2).nan_to_num(0.0)
+    return cache.view(num_blocks, HKV, block_size, 2 * D)
+
+
+def random_batch(mix: str, block_size: int, dtype: torch.dtype) -> PagedBatch:
+    return PagedBatch.random(
+        MIXES[mix],
+        num_heads=HQ,
+        num_kv_heads=HKV,
+        head_size=D,
+        block_size=block_size,
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("mix", "window_left", "block_size"), VISIBILITY)
+def test_visibility(
+    attend: Attend, mix: str, window_left: int, block_size: int, dtype: str
+) -> None:
+    batch = random_batch(mix, block_size, DTYPES[dtype])
+    for first_key in range(0, int(batch.seq_lens.max()), D):
+        output = attend(batch.probe(first_key), window_left, scale=1.0)
+        expected = seen_by_definition(batch, window_left, first_key)
+        assert torch.equal(output > 0, expected[:, None].expand_as(output))
+
+
+# Of the worst row. In bf16, rounding the output alone makes 0.002, rounding the weights as much
+# again.
+RMS_LIMITS = {"fp32": 1e-5, "bf16": 0.005}
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["no cap", "cap"])
+@pytest.mark.parametrize("window_left", [-1, 0, 11, 200])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers(
+    attend: Attend, dtype: str, mix: str, window_left: int, softcap: float | None
+) -> None:
+    batch = random_batch(mix, 32, DTYPES[dtype])
+    output = attend(batch, window_left, softcap=softcap)
+    expected = batch.reference(
+        torch.float64, scale=0.3, window_left=window_left, softcap=softcap or 0.0
+    )
+    assert rms_ratio(output, expected).max() < RMS_LIMITS[dtype]

@@ -1,0 +1,136 @@
+"""FlashAttention-4 where there is no GPU: its mask function, run on the CPU, and what it compiles
+to. Its numbers are in `test_kernels_gpu.py`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_kernels import chunks as chunks_module
+from attention_kernels.api import attention
+from attention_kernels.chunks import Chunks
+from attention_kernels.masks import visible
+from attention_kernels.testing import PagedBatch, with_gaps
+from tests.paths import ROOT
+from tests.unit.attention_kernels.test_chunks import MIXED
+
+SCRIPT = Path(__file__).parent / "compile_fa4.py"
+TENSOR_CORES = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
+
+
+def truth_table(chunks: Chunks, num_queries: int, num_keys: int) -> torch.Tensor:
+    """[C, Q, K] bool: `band_mask` as FlashAttention-4 would call it, run by CuTe on the CPU."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import from_dlpack
+    from flash_attn.cute.utils import scalar_to_ssa, ssa_to_scalar
+
+    from attention_kernels.fa4_fwd import band_mask
+
+    @cute.jit
+    def fill(bands: cute.Tensor, table: cute.Tensor):
+        for chunk in range(table.shape[0]):
+            for q in range(table.shape[1]):
+                for k in range(table.shape[2]):
+                    where = [scalar_to_ssa(i, cutlass.Int32) for i in (chunk, 0, q, k)]
+                    seen = ssa_to_scalar(band_mask(*where, None, [bands]))
+                    table[chunk, q, k] = cutlass.Int32(seen)
+
+    table = torch.full((len(chunks.seq_lens), num_queries, num_keys), -1, dtype=torch.int32)
+    fill(from_dlpack(chunks.bands), from_dlpack(table))
+    assert ((table == 0) | (table == 1)).all()
+    return table == 1
+
+
+@pytest.mark.fa4
+@pytest.mark.usefixtures("triton_version")
+@pytest.mark.parametrize("window_left", [-1, 0, 11, 200])
+def test_mask_function(monkeypatch: pytest.MonkeyPatch, window_left: int) -> None:
+    monkeypatch.setattr(chunks_module, "CHUNK", 16)
+    batch = PagedBatch.random(MIXED, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
+    starts, lengths = batch.query_start_loc, batch.seq_lens
+    chunks = Chunks.cut(
+        batch.block_table,
+        starts,
+        lengths,
+        batch.causal,
+        batch.symmetric,
+        num_tokens=len(batch.query),
+        block_size=16,
+        window_left=window_left,
+    )
+    table = truth_table(chunks, 16, int(chunks.seq_lens.max()))
+    checked = 0
+    for chunk, row in enumerate(chunks.query_start_loc[:-1].tolist()):
+        num_rows = int(chunks.query_start_loc[chunk + 1]) - row
+        if num_rows == 0:
+            continue
+        r = int(torch.searchsorted(starts, row, right=True)) - 1
+        query_len = int(starts[r + 1] - starts[r])
+        context_len = int(lengths[r]) - query_len
+        num_keys = int(chunks.seq_lens[chunk])
+        # The chunk's keys end where its last query's do, or at the request's end.
+        first_page = int(chunks.block_table[chunk, 0])
+        shift = 16 * batch.block_table[r].tolist().index(first_page)
+        expected = visible(
+            torch.arange(num_rows)[:, None] + context_len + row - int(starts[r]),
+            torch.arange(num_keys) + shift,
+            context_len,
+            bool(batch.causal[r]),
+            window_left,
+            bool(batch.symmetric[r]),
+        )
+        assert torch.equal(table[chunk, :num_rows, :num_keys], expected)
+        checked += num_rows
+    assert checked == len(batch.query)
+
+
+@pytest.mark.fa4
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "head_size", "group", "page"),
+    [(90, 256, 2, 16), (100, 256, 2, 16), (100, 256, 2, 128)],  # sliding layers of 26B
+)
+def test_compiles(capability: int, head_size: int, group: int, page: int) -> None:
+    process = subprocess.run(
+        [sys.executable, SCRIPT, *map(str, (capability, head_size, group, page))],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert process.returncode == 0, process.stderr
+    ours, another, ours_again = json.loads(process.stdout)
+    assert ours[TENSOR_CORES[capability]] > 0 and ours["ld.local"] == 0, ours
+    # Stock vLLM's causal tensor is not part of FlashAttention-4's key: what was compiled for a
+    # fixed flag is taken for it. A mask function is.
+    assert another[".entry"] == 1, "another mask was taken from the cache"
+    assert ours_again[".entry"] == 0, "the same mask was compiled again"
+
+
+@pytest.mark.fa4
+@pytest.mark.parametrize(
+    "name",
+    ["query", "output", "block_table", "query_start_loc", "seq_lens", "causal", "window_rule"],
+)
+def test_gaps_along_a_last_dimension_are_refused(name: str) -> None:
+    from attention_kernels import fa4_fwd
+
+    batch = PagedBatch.random(
+        MIXED, num_heads=2, num_kv_heads=1, head_size=32, block_size=16, dtype=torch.float16
+    )
+    arguments = {**batch.arguments(), "output": torch.zeros_like(batch.query)}
+    arguments[name] = with_gaps(arguments[name])
+    arguments["symmetric"] = arguments.pop("window_rule")
+    with pytest.raises(ValueError, match=f"a {name} that is contiguous along its last dimension"):
+        fa4_fwd.attention(**arguments, scale=0.3, window_left=-1, softcap=0.0)
+
+
+def test_no_silent_fallback() -> None:
+    batch = PagedBatch.random(MIXED, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
+    with pytest.raises(ValueError, match="impl 'fa4' takes tensors on a GPU, got query on cpu"):
+        attention(**batch.arguments(), scale=1.0, impl="fa4")

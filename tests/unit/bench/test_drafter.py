@@ -1,0 +1,36 @@
+"""`bench.drafter` refuses where answers differ, and its oracle is one."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from bench import harness, workload
+from bench.drafter import ALONE, require_same_answers
+from bench.drafter_oracle import best_widths
+from bench.drafter_report import bars
+from tests.paths import CHECKPOINTS
+from vllm_dllm.tools.drafter.training.collect import complete
+from vllm_dllm.tools.drafter.training.target_states import load_target
+
+
+def test_refuses_other_answers() -> None:
+    require_same_answers({ALONE: [[1], [2]], "ours": [[1], [2]]})
+    with pytest.raises(harness.Refused, match="ours answers 1 of 2 prompts otherwise"):
+        require_same_answers({ALONE: [[1], [2]], "ours": [[1], [3]]})
+
+
+def test_bars() -> None:
+    def rate(value: float) -> dict[str, dict[str, dict[str, float]]]:
+        return {"1": {"answer_tokens_per_second": {"median": value}}}
+
+    rates = {ALONE: rate(100), "stock vLLM's DFlash": rate(120), "fixed": rate(96)}
+    assert [bar["met"] for bar in bars({"mixed": rates})] == [False, True]
+
+
+def test_no_fixed_width_is_better_than_the_best_of_each_prompt() -> None:
+    target, drafter = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompts = workload.every_task(tokenizer, CHECKPOINTS / "held_out.jsonl").prompts[:12]
+    answers = complete(load_target(target, "cpu"), prompts, 24)
+    found = best_widths(target, drafter, prompts, answers, 15)
+    assert len(found["tau_of_fixed"]) == 15
+    assert found["tau"] >= max(found["tau_of_fixed"].values()) > 1

@@ -1,0 +1,277 @@
+"""Every private name of vLLM that `compat/` takes hold of is where it was, and is still used.
+
+A failure here means that vLLM moved something: read the new source, then change `compat/`.
+"""
+
+import ast
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import vllm
+from vllm.utils.diffusion import validate_diffusion_sampling_params
+
+from vllm_dllm.compat import version
+from vllm_dllm.compat.runner import PROMPT_ROWS
+from vllm_dllm.cpu.kernels import NATIVE_KERNELS
+from vllm_dllm.cpu.launch import CpuKernel
+from vllm_dllm.requests.options import check_request
+
+VLLM = Path(vllm.__file__).parent
+
+
+def source(module: str) -> str:
+    return (VLLM / f"{module.replace('.', '/')}.py").read_text()
+
+
+def body_of(module: str, *names: str) -> str:
+    """The source of a function or class, looked up in the file: loaded ones may be patched."""
+    text = source(module)
+    nodes = ast.parse(text).body
+    for name in names:
+        node = next((n for n in nodes if getattr(n, "name", None) == name), None)
+        assert node is not None, f"vllm/{module} has no {'.'.join(names)}"
+        nodes = getattr(node, "body", [])
+    return ast.get_source_segment(text, node)
+
+
+def test_version() -> None:
+    assert version.is_supported(), version.complaint()
+
+
+# What we replace or call, and a line of the place in vLLM that makes it matter.
+SEAMS = {
+    "the CPU kernel that writes keys and values": (
+        ("_custom_ops", "cpu_attn_reshape_and_cache"),
+        "torch.ops._C.cpu_attn_reshape_and_cache(",
+    ),
+    "the C++ RMS norm": (("_custom_ops", "rms_norm"), "torch.ops._C.rms_norm(out, input,"),
+    "the cached choice of attention backend": (
+        ("v1.attention.selector", "get_attn_backend"),
+        "_cached_get_attn_backend(",
+    ),
+    "the cache can be cleared": (
+        ("v1.attention.selector",),
+        "@cache\ndef _cached_get_attn_backend",
+    ),
+    "extensions have one backend name that every process knows": (
+        ("v1.attention.backends.registry", "AttentionBackendEnum"),
+        "CUSTOM = None",
+    ),
+    "the GPU platform asks the chosen backend's class": (
+        ("platforms.cuda", "_get_attn_backend_class"),
+        ".get_class()",
+    ),
+    "the CPU platform names its backend by the registry": (
+        ("platforms.cpu", "CpuPlatform", "get_attn_backend_cls"),
+        "return AttentionBackendEnum.CPU_ATTN.get_path()",
+    ),
+    "the admission check of diffusion requests": (
+        ("v1.engine.input_processor", "InputProcessor"),
+        "validate_diffusion_sampling_params(",
+    ),
+    "all of a request's parameters are checked at once": (
+        ("v1.engine.input_processor", "InputProcessor", "process_inputs"),
+        "watermarking = self._validate_params(params, supported_tasks)",
+    ),
+    "stop tokens and bad words are known after the check": (
+        ("v1.engine.input_processor", "InputProcessor", "process_inputs"),
+        """sampling_params.update_from_generation_config(
+                self.generation_config_fields,
+                self.renderer.get_eos_token_id(),
+            )
+            if self.tokenizer is not None:
+                sampling_params.update_from_tokenizer(self.tokenizer)""",
+    ),
+    "the check of diffusion sampling parameters": (
+        ("sampling_params", "SamplingParams", "verify"),
+        "self._validate_diffusion(model_config)",
+    ),
+    "configurations by architecture": (
+        ("config.vllm", "VllmConfig", "try_verify_and_update_config"),
+        "MODELS_CONFIG_MAP.get(architecture, None)",
+    ),
+    "diffusion schedulers are found by name": (
+        ("config.vllm", "VllmConfig", "__post_init__"),
+        'f"vllm.v1.core.sched.diffusion_scheduler.{scheduler_name}"',
+    ),
+    "a scheduler that runs ahead asks for the width of a canvas in each step": (
+        ("v1.core.sched.diffusion_scheduler", "DiffusionAsyncScheduler", "schedule"),
+        "width = diffusion_canvas_width(request, self.num_spec_tokens)",
+    ),
+    "the scheduler counts a step after building it": (
+        ("v1.core.sched.scheduler", "Scheduler", "schedule"),
+        "self._update_after_schedule(scheduler_output)",
+    ),
+    "the scheduler takes a request's tokens": (
+        ("v1.core.sched.scheduler", "Scheduler", "update_from_output"),
+        "new_token_ids, stopped = self._update_request_with_output(",
+    ),
+    "the cache blocks to be zeroed": (
+        ("v1.core.sched.scheduler", "Scheduler", "schedule"),
+        "new_block_ids_to_zero=self._get_new_block_ids_to_zero(),",
+    ),
+    "after a step the engine only asks for draft tokens": (
+        ("v1.engine.core", "EngineCore", "post_step"),
+        """if self.check_for_draft_tokens and not self.async_scheduling and model_executed:
+            draft_token_ids = self.model_executor.take_draft_token_ids()
+            if draft_token_ids is not None:
+                self.scheduler.update_draft_token_ids(draft_token_ids)""",
+    ),
+    "the worker learns of a step's requests, then adjusts those it knows, then gathers them": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model"),
+        """self.add_requests(scheduler_output)
+            self.update_requests(scheduler_output)""",
+    ),
+    "a prefill lasts to prefill_len": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "gather_batch_req_state"),
+        "is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np",
+    ),
+    "prefill_len is what kernels read after a copy": (
+        ("v1.worker.gpu.states", "RequestState", "apply_staged_writes"),
+        "self.prefill_len.copy_to_uva()",
+    ),
+    "the scheduler says how many tokens a request has got": (
+        ("v1.core.sched.scheduler", "Scheduler", "_make_cached_request_data"),
+        "req.num_output_tokens + req.num_output_placeholders",
+    ),
+    "the engine asks the configuration for its scheduler": (
+        ("v1.engine.core", "EngineCore", "__init__"),
+        "Scheduler = vllm_config.scheduler_config.get_scheduler_cls()",
+    ),
+    "the scheduler takes drafts": (
+        ("v1.core.sched.scheduler", "Scheduler", "update_draft_token_ids"),
+        "request.spec_token_ids = self.structured_output_manager.validate_tokens(",
+    ),
+    "a scheduler that runs ahead shares one list of drafts": (
+        ("v1.core.sched.async_scheduler", "AsyncScheduler", "_update_after_schedule"),
+        "request.spec_token_ids = self._spec_token_placeholders",
+    ),
+    "the scheduler counts verified drafts": (
+        ("v1.core.sched.scheduler", "Scheduler", "update_from_output"),
+        "spec_decoding_stats = self.make_spec_decoding_stats(",
+    ),
+    "the scheduler frees a request": (
+        ("v1.core.sched.scheduler", "Scheduler", "finish_requests"),
+        "self._free_request(request",
+    ),
+    "the runner makes its speculator": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "__init__"),
+        "self.speculator = init_speculator(",
+    ),
+    "the runner knows how many tokens to draft before it drafts": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "sample_tokens"),
+        "num_spec_tokens = self.execute_model_state.num_spec_tokens_to_schedule",
+    ),
+    "the speculator stores the context before it drafts": (
+        ("v1.worker.gpu.spec_decode.dflash.speculator", "DFlashSpeculator", "propose"),
+        "self._precompute_context_kv(0, num_target_tokens, dummy_run)",
+    ),
+    "a captured draft stores it too": (
+        (
+            "v1.worker.gpu.spec_decode.dflash.speculator",
+            "DFlashSpeculator",
+            "_prepare_graph_forward",
+        ),
+        "self._precompute_context_kv(0, self._num_graph_context_tokens(num_reqs))",
+    ),
+    "a step has slots for the drafter's cache, too": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn"),
+        "self.block_tables.compute_slot_mappings(",
+    ),
+    "the sampler of drafts verifies them": (
+        ("v1.worker.gpu.spec_decode.rejection_sampler", "RejectionSampler", "_verify"),
+        "sampled, num_sampled = rejection_sample(",
+    ),
+    "prompts are scored in chunks": (
+        ("v1.worker.gpu.sample.prompt_logprob", "compute_prompt_logprobs_with_chunking"),
+        """for start_idx in range(0, prompt_token_ids.shape[0], CHUNK_SIZE):
+        end_idx = start_idx + CHUNK_SIZE""",
+    ),
+    "chosen tokens, too": (
+        ("v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker"),
+        "b = min(a + CHUNK_SIZE, hi)",
+    ),
+    "in chunks of so many rows": (
+        ("v1.worker.gpu.sample.prompt_logprob",),
+        f"\nCHUNK_SIZE = {PROMPT_ROWS}\n",
+    ),
+    "the choice of model runner": (
+        ("v1.worker.gpu_worker", "Worker", "__init__"),
+        "self.use_v2_model_runner = vllm_config.use_v2_model_runner",
+    ),
+    "the check of the choice": (
+        ("config.vllm", "VllmConfig", "__post_init__"),
+        "self._validate_v2_model_runner()",
+    ),
+    "what that check wants": (
+        ("config.vllm", "VllmConfig", "_validate_v2_model_runner"),
+        "if not HAS_TRITON:",
+    ),
+    "the worker class is final when the check comes": (
+        ("platforms.cpu", "CpuPlatform", "check_and_update_config"),
+        'parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"',
+    ),
+    "the CPU worker makes its runner in init_device": (
+        ("v1.worker.cpu_worker", "CPUWorker", "init_device"),
+        "if self.use_v2_model_runner:",
+    ),
+    "the stand-ins for Triton": (("triton_utils",), "triton = TritonPlaceholder()"),
+    "the stand-in for its language": (("triton_utils",), "tl = TritonLanguagePlaceholder()"),
+    "their constexpr": (
+        ("triton_utils.importing", "TritonLanguagePlaceholder", "__init__"),
+        "self.constexpr =",
+    ),
+}
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+def test_vllm_still_uses(seam: str) -> None:
+    (module, *names), line = SEAMS[seam]
+    if (VLLM / module.replace(".", "/") / "__init__.py").exists():
+        module += ".__init__"
+    text = body_of(module, *names) if names else source(module)
+    assert line in text, f"vllm.{module} {'.'.join(names)} no longer says: {line}"
+
+
+def parameters(function: Callable) -> list[str]:
+    every = inspect.signature(function).parameters.values()
+    return [p.name for p in every if p.kind is not p.VAR_KEYWORD]
+
+
+# Of no use to native code.
+BLOCK_SIZES = ("BLOCK_SIZE", "LOOKAHEAD_BLOCK", "TOPK_BLOCK_SIZE", "TRITON_BLOCK_SIZE")
+
+
+@pytest.mark.parametrize("name", NATIVE_KERNELS)
+def test_kernel_still_takes_what_its_native_version_takes(name: str) -> None:
+    """`tests/unit/cpu` compares what they do."""
+    module_name, kernel_name = name.rsplit(".", 1)
+    kernel = getattr(import_module(module_name), kernel_name)
+    theirs = parameters(kernel.fn if isinstance(kernel, CpuKernel) else kernel)
+    expected = [p.removesuffix("_ptr") for p in theirs if p not in BLOCK_SIZES]
+    assert parameters(NATIVE_KERNELS[name]) == ["grid", *expected]
+
+
+def test_runner_calls_only_these_functions_of_triton() -> None:
+    """`set_triton_jit` fills in what vLLM's stand-in lacks."""
+    known = {"jit", "cdiv", "next_power_of_2", "heuristics"}
+    spec = find_spec("vllm.v1.worker.gpu")
+    assert spec is not None and spec.submodule_search_locations is not None
+    used = set()
+    for path in Path(spec.submodule_search_locations[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "triton"
+            ):
+                used.add(node.attr)
+    assert used <= known, f"runner v2 calls more of Triton: {used - known}"
+
+
+def test_our_admission_check_is_called_as_vllms() -> None:
+    assert parameters(check_request) == parameters(validate_diffusion_sampling_params)

@@ -1,0 +1,92 @@
+"""When this machine's runner is ours, and what is set for it."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import vllm.platforms
+from vllm.engine.arg_utils import EngineArgs
+
+from attention_kernels.interpreter import interpret_language
+from vllm_dllm import cpu, plugin
+from vllm_dllm.compat import runner, triton
+from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
+
+OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+OURS = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"
+
+
+@pytest.fixture
+def no_openmp_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OPENMP:
+        monkeypatch.setenv(name, "")  # so that the test's end restores it
+        monkeypatch.delenv(name)
+
+
+def refuse(*args: object) -> None:
+    raise AssertionError("must not be called")
+
+
+def test_a_machine_whose_vllm_has_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "has_triton", lambda: True)
+    monkeypatch.setattr(runner, "allow_v2_runner_without_triton", refuse)
+    cpu.install()
+
+
+def test_a_gpu_machine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(vllm.platforms, "_current_platform", gpu)
+    monkeypatch.setattr(triton, "has_triton", lambda: False)
+    monkeypatch.setattr(runner, "allow_v2_runner_without_triton", refuse)
+    cpu.install()
+
+
+def config_with_worker(worker_cls: str) -> SimpleNamespace:
+    return SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker_cls))
+
+
+def test_prepare_replaces_only_vllms_own_worker(no_openmp_settings: None) -> None:
+    stock, custom = map(config_with_worker, (runner.STOCK_CPU_WORKER, "my.Worker"))
+    cpu.prepare(stock)
+    cpu.prepare(custom)
+    assert stock.parallel_config.worker_cls == OURS
+    assert custom.parallel_config.worker_cls == "my.Worker"
+
+
+@pytest.mark.parametrize("setting", OPENMP)
+def test_prepare_keeps_the_users_openmp_settings(
+    setting: str, no_openmp_settings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(setting, "active")
+    cpu.prepare(config_with_worker("any"))
+    assert [name for name in OPENMP if name in cpu.os.environ] == [setting]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), vision=False)
+
+
+def test_a_diffusion_model_gets_runner_v2(
+    checkpoint: Path, no_openmp_settings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.register()
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    config = EngineArgs(str(checkpoint), enforce_eager=True).create_engine_config()
+    assert config.use_v2_model_runner
+    assert config.parallel_config.worker_cls == OURS
+
+
+def test_a_user_who_asks_for_runner_v1_is_told(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.register()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="Model Runner V1 does not support: diffusion models"):
+        EngineArgs(str(checkpoint), enforce_eager=True).create_engine_config()
+
+
+def test_interpreting_a_kernel_is_this_processs_own_affair() -> None:
+    interpret_language()
+    assert "TRITON_INTERPRET" not in os.environ

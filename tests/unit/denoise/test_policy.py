@@ -1,0 +1,266 @@
+"""The denoising policy against transformers' own sampler, schedule and stopping rule."""
+
+import pytest
+import torch
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    EntropyBoundSampler,
+    EntropyBoundSamplerConfig,
+    LinearTemperatureScheduleLogitsProcessor,
+    StableAndConfidentStoppingCriteria,
+)
+
+from vllm_dllm.denoise.acceptance import Reveal, accept_by_entropy_bound, reveal
+from vllm_dllm.denoise.convergence import (
+    NO_TOKEN,
+    is_confident,
+    times_repeated,
+    up_to_first_stop,
+)
+from vllm_dllm.denoise.row_stats import RowStats, row_stats
+from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepRules, denoise_step
+from vllm_dllm.denoise.temperature import temperature
+
+N, C, V = 5, 16, 40
+
+
+EXCLUDED = -1e20
+
+
+def random_logits(seed: int, sharpness: float = 4.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return sharpness * torch.randn(N, C, V, generator=generator)
+
+
+def stats_of(logits: torch.Tensor, uniform: torch.Tensor) -> RowStats:
+    return row_stats(logits, uniform)[0]
+
+
+@pytest.mark.parametrize("num_steps", [1, 16, 48])
+def test_temperature_is_the_reference_schedule(num_steps: int) -> None:
+    reference = LinearTemperatureScheduleLogitsProcessor(0.4, 0.8, num_steps)
+    logits = random_logits(0)
+    for steps_done in range(num_steps):
+        remaining = torch.tensor(num_steps - steps_done, dtype=torch.int32)
+        ours = temperature(torch.tensor([steps_done]), torch.tensor([num_steps]), 0.4, 0.8 - 0.4)
+        assert torch.equal(logits / ours, reference(None, logits, cur_step=remaining))
+
+
+def test_capped_schedule_ends_where_the_reference_with_that_many_steps_ends() -> None:
+    # Stock vLLM keeps the schedule of 48 steps, and ends a cap of 16 at 0.675.
+    last = temperature(torch.tensor([15]), torch.tensor([16]), 0.4, 0.8 - 0.4)
+    assert last.item() == pytest.approx(0.425)
+
+
+@pytest.mark.parametrize("bound", [1e-6, 0.1, 1.0, 50.0])
+@pytest.mark.parametrize("sharpness", [0.5, 4.0, 30.0])
+def test_acceptance_is_the_reference(bound: float, sharpness: float) -> None:
+    reference = EntropyBoundSampler(EntropyBoundSamplerConfig(bound), C, V, 48)
+    logits = random_logits(1, sharpness)
+    canvas = torch.zeros(N, C, dtype=torch.long)
+    reference.accept_canvas(canvas, canvas, logits, 1)
+    stats = stats_of(logits.view(-1, V), torch.full((N * C,), 0.5))
+    accepted = accept_by_entropy_bound(stats.entropy_nats.view(N, C), bound)
+    assert torch.equal(accepted, reference.accepted_token_mask)
+    assert accepted.any(dim=-1).all(), "at least one position is always accepted"
+
+
+def test_absent_positions_are_never_accepted_and_do_not_use_up_the_bound() -> None:
+    entropy = torch.tensor([[0.05, torch.inf, 0.02, torch.inf, 0.04, 0.3]])
+    present = torch.tensor([0, 2, 4, 5])
+    accepted = accept_by_entropy_bound(entropy, 0.1)
+    assert accepted.tolist() == [[True, False, True, False, True, False]]
+    assert torch.equal(accepted[:, present], accept_by_entropy_bound(entropy[:, present], 0.1))
+
+
+@pytest.mark.parametrize("stability", [0, 1, 2, 3])
+def test_convergence_is_the_reference(stability: int) -> None:
+    confidence = 0.05
+    reference = StableAndConfidentStoppingCriteria(stability, confidence)
+    earlier, times = torch.full((N, C), NO_TOKEN), torch.zeros(N, dtype=torch.long)
+    valid = torch.ones(N, C, dtype=torch.bool)
+    base = random_logits(2)
+    outcomes = []
+    for step in range(6):
+        logits = base * (1.0 + 2.0 * step)
+        logits[step % N, 0, step] += 1e4 * (step < 3)  # one canvas a step changes its mind
+        stats = stats_of(logits.view(-1, V), torch.zeros(N * C))
+        best_guess, entropy = stats.best_guess.view(N, C), stats.entropy_nats.view(N, C)
+        times = times_repeated(best_guess, earlier, times, valid)
+        ours = (times >= stability) & is_confident(entropy, valid, confidence)
+        earlier = best_guess
+        assert torch.equal(ours, reference(best_guess, logits))
+        outcomes.append(ours)
+    assert torch.stack(outcomes).any(), "the case must contain a convergence"
+    assert not torch.stack(outcomes).all()
+
+
+def test_phantom_positions_do_not_keep_a_canvas_from_converging() -> None:
+    entropy = torch.tensor([[0.001, 0.002, 5.0, 5.0]])
+    valid = torch.tensor([[True, True, False, False]])
+    guess = torch.tensor([[3, 4, 0, 0]])
+    earlier, times = torch.tensor([[3, 4, 7, 7]]), torch.tensor([2])
+    assert is_confident(entropy, valid, 0.005).item()
+    assert times_repeated(guess, earlier, times, valid).item() == 3
+    assert times_repeated(guess, earlier, times, torch.ones_like(valid)).item() == 0
+    assert not is_confident(entropy, torch.ones_like(valid), 0.005).item()
+
+
+def test_candidates_follow_the_distribution() -> None:
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.0, 0.125])
+    draws = 40_000
+    uniform = (torch.arange(draws) + 0.5) / draws
+    stats = stats_of(probs.log().clamp(min=EXCLUDED).expand(draws, -1), uniform)
+    counts = torch.bincount(stats.candidate, minlength=5) / draws
+    assert torch.allclose(counts, probs, atol=1e-4)
+    entropy = torch.distributions.Categorical(probs).entropy()
+    assert torch.allclose(stats.entropy_nats[0], entropy)
+
+
+@pytest.mark.parametrize("edge", [0.0, 1.0 - 2**-53])
+def test_excluded_tokens_are_never_candidates(edge: float) -> None:
+    logits = torch.full((1, 7), EXCLUDED)
+    logits[0, [2, 4]] = torch.tensor([1.0, 3.0])
+    uniform = torch.tensor([edge], dtype=torch.float64)
+    assert stats_of(logits, uniform).candidate.item() in (2, 4)
+    assert torch.isfinite(stats_of(logits, uniform).entropy_nats).all()
+
+
+def test_step_replaces_what_it_does_not_accept_and_stops_at_the_cap() -> None:
+    rules = StepRules(entropy_bound=0.1, confidence_threshold=0.005, stability_threshold=1)
+    stats = RowStats(
+        best_guess=torch.tensor([[1, 2, 3]] * 2),
+        candidate=torch.tensor([[1, 9, 3]] * 2),
+        entropy_nats=torch.tensor([[0.0, 2.0, 0.09]] * 2),
+        best_logprob=torch.zeros(2, 3),
+    )
+    state = CanvasState(
+        best_guess=torch.full((2, 3), NO_TOKEN),
+        times_repeated=torch.zeros(2, dtype=torch.long),
+        steps_done=torch.tensor([0, 3]),
+        num_steps=torch.tensor([4, 4]),
+    )
+    noise = torch.full((2, 3), 77)
+    outcome = denoise_step(stats, torch.ones(2, 3, dtype=torch.bool), state, noise, rules)
+    # The exclusive sum: position 1 (2.0 nats) comes after 0.09 nats and is accepted, too.
+    assert outcome.accepted.tolist() == [[True, True, True]] * 2
+    assert outcome.finished.tolist() == [False, True]
+    sharper = stats._replace(entropy_nats=torch.tensor([[0.0, 2.0, 0.11]] * 2))
+    outcome = denoise_step(sharper, torch.ones(2, 3, dtype=torch.bool), state, noise, rules)
+    assert outcome.canvas.tolist() == [[1, 77, 3]] * 2
+    assert outcome.state.best_guess.tolist() == [[1, 2, 3]] * 2
+    assert outcome.state.times_repeated.tolist() == [0, 0]
+
+
+def test_rules_of_each_canvas_are_those_it_would_have_alone() -> None:
+    logits = random_logits(3, 6.0)
+    stats = RowStats(*(t.view(N, C) for t in stats_of(logits.view(-1, V), torch.rand(N * C))))
+    noise = torch.full((N, C), 77)
+    state = CanvasState(
+        stats.best_guess.clone(), torch.arange(N), torch.zeros(N).long(), torch.full((N,), 9)
+    )
+    bounds, confidences = (torch.linspace(low, high, N) for low, high in ((0.05, 9.0), (0.5, 1.5)))
+    stability = torch.tensor([1, 5, 0, 2, 9])
+    together = denoise_step(
+        stats, None, state, noise, StepRules(bounds, confidences, stability.float())
+    )
+    for i in range(N):
+        row = slice(i, i + 1)
+        alone = denoise_step(
+            RowStats(*(t[row] for t in stats)),
+            None,
+            CanvasState(*(t[row] for t in state)),
+            noise[row],
+            StepRules(bounds[i].item(), confidences[i].item(), stability[i].item()),
+        )
+        assert torch.equal(alone.canvas[0], together.canvas[i])
+        assert alone.finished.item() == together.finished[i].item()
+    assert 0 < together.finished.sum() < N
+
+
+def reveal_rule(threshold: float, per_step: int, revealed: torch.Tensor, n: int = 1) -> Reveal:
+    return Reveal(
+        is_chosen=torch.ones(n, dtype=torch.bool),
+        threshold=torch.full((n,), threshold),
+        per_step=torch.full((n,), per_step),
+        revealed=revealed,
+        tokens=torch.full_like(revealed, 50, dtype=torch.long),
+    )
+
+
+def test_reveal_by_probability_and_by_number() -> None:
+    probability = torch.tensor([[0.95, 0.2, 0.91, 0.5, 0.99]])
+    hidden = torch.zeros(1, 5, dtype=torch.bool)
+    by_threshold = reveal(probability, None, reveal_rule(0.9, 1, hidden))
+    assert by_threshold.tolist() == [[True, False, True, False, True]]
+    at_least_one = reveal(probability * 0.5, None, reveal_rule(0.9, 1, hidden))
+    assert at_least_one.tolist() == [[False, False, False, False, True]]
+    two = reveal(probability, None, reveal_rule(2.0, 2, hidden))
+    assert two.tolist() == [[True, False, False, False, True]]
+    already, valid = torch.tensor([[True, False, False, False, True]]), torch.arange(5) < 4
+    next_two = reveal(probability, valid[None], reveal_rule(2.0, 2, already))
+    assert next_two.tolist() == [[False, False, True, True, False]]
+
+
+def test_a_revealed_position_keeps_its_token_and_the_last_one_finishes_the_canvas() -> None:
+    stats = RowStats(
+        best_guess=torch.tensor([[1, 2, 3]]),
+        candidate=torch.tensor([[4, 5, 6]]),
+        entropy_nats=torch.ones(1, 3),
+        best_logprob=torch.tensor([[0.5, 0.9, 0.7]]).log(),
+    )
+    revealed = torch.tensor([[True, False, False]])
+    state = CanvasState(
+        torch.full((1, 3), NO_TOKEN), torch.tensor([0]), torch.tensor([0]), torch.tensor([9])
+    )
+    rules = StepRules(0.1, 0.005, 1)
+    noise = torch.full((1, 3), 77)
+    outcome = denoise_step(stats, None, state, noise, rules, reveal_rule(2.0, 1, revealed))
+    assert outcome.canvas.tolist() == [[50, 2, 77]]
+    assert outcome.state.best_guess.tolist() == [[50, 2, 3]] and not outcome.finished
+    outcome = denoise_step(stats, None, state, noise, rules, reveal_rule(2.0, 2, revealed))
+    assert outcome.canvas.tolist() == [[50, 2, 3]] and outcome.finished
+    # A neighbour that goes by the entropy bound is not touched.
+    both = RowStats(*(t.expand(2, 3) for t in stats))
+    states = CanvasState(*(t.expand(2, *t.shape[1:]) for t in state))
+    rule = reveal_rule(2.0, 2, revealed.expand(2, 3), n=2)
+    rule = rule._replace(is_chosen=torch.tensor([True, False]))
+    mixed = denoise_step(both, None, states, noise.expand(2, 3), rules, rule)
+    alone = denoise_step(stats, None, state, noise, rules)
+    assert torch.equal(mixed.canvas[1:], alone.canvas)
+    assert torch.equal(mixed.state.best_guess[1:], alone.state.best_guess)
+
+
+def test_judging_the_answer_only() -> None:
+    guess = torch.tensor([[5, 9, 7, 9], [5, 6, 7, 8], [9, 6, 7, 8]])
+    stops = torch.tensor([[9, -1]] * 3)
+    answer = up_to_first_stop(guess, None, stops)
+    assert answer.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
+    valid = torch.tensor([[True, False, True, True], [True, True, True, False], [True] * 4])
+    answer = up_to_first_stop(guess, valid, stops)
+    assert answer.int().tolist() == [[1, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]
+
+
+def test_waiting_for_the_answer_only() -> None:
+    """What follows the first stop token may change, and be unsure, without holding a canvas up."""
+    stats = RowStats(
+        best_guess=torch.tensor([[5, 9, 7, 8]] * 2),
+        candidate=torch.tensor([[5, 9, 7, 8]] * 2),
+        entropy_nats=torch.tensor([[0.0, 0.0, 3.0, 3.0]] * 2),
+        best_logprob=torch.zeros(2, 4),
+    )
+    state = CanvasState(
+        torch.tensor([[5, 9, 1, 2]] * 2), torch.zeros(2).long(), torch.ones(2).long(),
+        torch.full((2,), 48),
+    )  # fmt: skip
+    rules = StepRules(0.1, 0.005, 1)
+    chosen = AnswerOnly(torch.tensor([True, False]), torch.tensor([[9], [9]]))
+    outcome = denoise_step(stats, None, state, torch.zeros(2, 4).long(), rules, None, chosen)
+    assert outcome.finished.tolist() == [True, False]
+
+
+def test_a_row_of_nan_points_into_the_vocabulary() -> None:
+    logits = torch.full((2, V), torch.nan)
+    logits[1] = torch.inf
+    stats = stats_of(logits, torch.tensor([0.5, 0.5]))
+    for tokens in (stats.best_guess, stats.candidate):
+        assert ((tokens >= 0) & (tokens < V)).all()

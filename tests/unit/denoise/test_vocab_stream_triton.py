@@ -1,0 +1,113 @@
+"""The fused pass over the LM head's output against the plain one, in Triton's interpreter where
+there is no GPU."""
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from attention_kernels.interpreter import interpret_kernels
+from vllm_dllm.denoise import expected_embedding_triton, vocab_stream_triton
+from vllm_dllm.denoise.expected_embedding import add_needed_
+from vllm_dllm.denoise.vocab_stream import _STAGE_BITS, BLOCK, read_blocks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def fused() -> ModuleType:
+    if not torch.cuda.is_available():
+        interpret_kernels(vocab_stream_triton, expected_embedding_triton)
+    return vocab_stream_triton
+
+
+def inputs(dtype: torch.dtype, width: int, rows: int = 12):
+    generator = torch.Generator().manual_seed(0)
+    output = (20 * torch.randn(rows, width, generator=generator)).to(dtype)
+    output[0] = 1.0  # all alike
+    temperature = torch.linspace(0.4, 0.8, rows)
+    uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
+    uniform[1:3] = torch.tensor([0.0, 1 - 2.0**-53])
+    return output, temperature, uniform
+
+
+def scaled(output: torch.Tensor, temperature: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    logits = output.float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits / temperature[:, None]
+
+
+def assert_same_draws(
+    ours: torch.Tensor,  # [rows, B] tokens of the vocabulary
+    expected: torch.Tensor,
+    logits: torch.Tensor,  # [rows, Vt]
+    uniform: torch.Tensor,  # [rows]
+) -> None:
+    """A draw next to a boundary of its block's cumulative distribution may fall to its other side,
+    and only such a one."""
+    draw = (uniform * 2.0**_STAGE_BITS).frac()
+    for row, block in (ours != expected).nonzero().tolist():
+        probs = logits[row].split(BLOCK)[block].double().softmax(0).cumsum(0)
+        first, last = sorted(int(t[row, block]) % BLOCK for t in (ours, expected))
+        # Every boundary between the two tokens is where the draw is.
+        assert (probs[first:last] - draw[row]).abs().max() < NEXT_TO, f"row {row}, block {block}"
+
+
+NEXT_TO = 1e-4  # of a cumulative sum of 1024 fp32 shares
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("width", [2 * BLOCK, BLOCK + 77])
+def test_blocks(fused: ModuleType, width: int, dtype: torch.dtype, softcap: float | None) -> None:
+    output, temperature, uniform = inputs(dtype, width)
+    logits = scaled(output, temperature, softcap)
+    expected, _ = read_blocks(logits, uniform, first_token=3 * BLOCK)
+    on_device = [tensor.to(DEVICE) for tensor in (output, temperature, uniform)]
+    ours = fused.read_blocks_(*on_device, 3 * BLOCK, softcap)
+    assert torch.equal(ours.best.cpu(), expected.best)
+    torch.testing.assert_close(ours.maximum.cpu(), expected.maximum)
+    torch.testing.assert_close(ours.total.cpu(), expected.total, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.weighted.cpu(), expected.weighted, rtol=1e-4, atol=1e-3)
+    assert_same_draws(ours.candidate.cpu(), expected.candidate, logits, uniform)
+    torch.testing.assert_close(on_device[0].cpu(), logits.to(dtype), rtol=2e-3, atol=1e-4)
+
+
+def test_excluded_tokens_are_never_drawn(fused: ModuleType) -> None:
+    output = torch.full((64, BLOCK), -1e20)
+    output[:, [5, 600]] = torch.tensor([0.0, 1.0])
+    uniform = torch.linspace(0, 1 - 2.0**-53, 64, dtype=torch.float64) / 2**26 % 1
+    found = fused.read_blocks_(
+        output.to(DEVICE), torch.ones(64, device=DEVICE), uniform.to(DEVICE), 0, None
+    )
+    assert set(found.candidate.flatten().tolist()) == {5, 600}
+
+
+def test_a_row_of_nan_points_into_the_vocabulary(fused: ModuleType) -> None:
+    output = torch.full((1, BLOCK + 7), torch.nan, device=DEVICE)
+    one = torch.ones(1, device=DEVICE)
+    found = fused.read_blocks_(output, one, one.double() / 2, 0, None)
+    for tokens in (found.best, found.candidate):
+        assert (tokens < BLOCK + 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_add_needed(fused: ModuleType, dtype: torch.dtype) -> None:
+    """Rows, columns and tokens that fill no tile; blocks that all, some and none of them need."""
+    rows, hidden_size, width = 70, 136, 2 * BLOCK + 77
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, width, generator=generator).to(dtype)
+    embeddings = torch.randn(width, hidden_size, generator=generator).to(dtype)
+    maximum = logits.float().amax(-1)
+    needed = torch.rand(rows, 3, generator=generator) < 0.5
+    needed[:64, 0], needed[:64, 1], needed[64:, 2] = True, False, False
+    sums, totals = torch.randn(rows, hidden_size), torch.rand(rows)
+    expected = sums.clone(), totals.clone()
+    add_needed_(*expected, logits, maximum, needed, embeddings)
+    ours = sums.to(DEVICE), totals.to(DEVICE)
+    rest = (t.to(DEVICE) for t in (logits, maximum, needed, embeddings))
+    expected_embedding_triton.add_needed_(*ours, *rest)
+    tolerance = 0.1 if dtype == torch.float16 else 1e-4
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=2e-3, atol=tolerance)

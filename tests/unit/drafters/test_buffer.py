@@ -1,0 +1,187 @@
+"""The buffer of drafted blocks: bounded, whole lines only, and never in the way."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_dllm.drafters.buffer import NUM_SHARDS, QUEUE_LENGTH, BlockBuffer
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter.training.blocks import KnownSequence
+from vllm_dllm.tools.drafter.training.read_buffer import read_buffer
+
+VOCAB_SIZE = 512
+
+
+def shards(path: Path) -> list[Path]:
+    return sorted(path.glob("*.jsonl"))
+
+
+def test_reads_back_what_was_added(tmp_path: Path) -> None:
+    buffer = BlockBuffer(tmp_path, max_bytes=100_000)
+    tokens = [5, 6, 7, 8, 9, 10, 11]
+    buffer.add(tokens, start=2, accepted=3)
+    buffer.add(tokens, start=2, accepted=0)
+    tokens[0] = 99  # the caller's list is the caller's
+    buffer.close()
+    assert read_buffer(tmp_path, VOCAB_SIZE) == [
+        KnownSequence([5, 6, 7, 8, 9, 10, 11], 2),
+        KnownSequence([5, 6, 7, 8], 2),
+    ], "tokens behind the bonus token are not kept"
+    assert buffer.dropped == 0
+
+
+def test_keeps_one_block_in_so_many(tmp_path: Path) -> None:
+    buffer = BlockBuffer(tmp_path, max_bytes=100_000, every=3)
+    for n in range(9):
+        buffer.add([n, n, n], start=1, accepted=0)
+    buffer.close()
+    assert [s.tokens[0] for s in read_buffer(tmp_path, VOCAB_SIZE)] == [2, 5, 8]
+
+
+def test_oldest_shards_go_first_and_the_bound_holds(tmp_path: Path) -> None:
+    max_bytes = 4000
+    buffer = BlockBuffer(tmp_path, max_bytes)
+    for n in range(300):
+        buffer.add([n] * 20, start=1, accepted=0)
+    buffer.close()
+    assert sum(shard.stat().st_size for shard in shards(tmp_path)) <= max_bytes
+    kept = [s.tokens[0] for s in read_buffer(tmp_path, VOCAB_SIZE)]
+    assert kept == list(range(300 - len(kept), 300)), "the newest are kept, in order"
+    assert len(kept) > 30
+
+
+def test_processes_share_a_folder(tmp_path: Path) -> None:
+    buffers = [BlockBuffer(tmp_path, 100_000) for _ in range(2)]
+    for n, buffer in enumerate(buffers):
+        buffer.add([n, n, n], start=1, accepted=0)
+        buffer.close()
+    assert len(shards(tmp_path)) == 2
+    assert [s.tokens[0] for s in read_buffer(tmp_path, VOCAB_SIZE)] == [0, 1]
+
+
+def test_a_block_longer_than_a_shard_is_dropped(tmp_path: Path) -> None:
+    buffer = BlockBuffer(tmp_path, max_bytes=100 * NUM_SHARDS)
+    buffer.add([1] * 200, start=1, accepted=198)
+    buffer.add([1, 2, 3], start=1, accepted=0)
+    buffer.close()
+    assert buffer.dropped == 1
+    assert len(read_buffer(tmp_path, VOCAB_SIZE)) == 1
+
+
+class FullDisk:
+    """A file that takes `room` bytes of a line, then fails as a full disk does."""
+
+    def __init__(self, file: Any, room: int):
+        self.file, self.room = file, room
+
+    def __enter__(self) -> "FullDisk":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.file.close()
+
+    def truncate(self, size: int) -> None:
+        self.file.truncate(size)
+
+    def write(self, line: bytes) -> int:
+        self.file.write(line[: self.room])
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("room", [0, 10], ids=["nothing fits", "half a line fits"])
+def test_full_disk_loses_blocks_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    buffer = BlockBuffer(tmp_path, max_bytes=100_000)
+    buffer.add([1, 1, 1], start=1, accepted=0)
+    buffer.close()
+    open_path = Path.open
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(Path, "open", lambda self, *a, **k: FullDisk(open_path(self, *a, **k), room))
+        full = BlockBuffer(tmp_path, max_bytes=100_000)
+        for _ in range(5):
+            full.add([2, 2, 2], start=1, accepted=0)
+        full.close()
+    assert full.dropped == 5
+    assert len(caplog.records) == 1, "said once"
+    assert "No space left on device" in caplog.text
+    assert read_buffer(tmp_path, VOCAB_SIZE) == [KnownSequence([1, 1, 1], 1)]
+    assert all(s.read_bytes().endswith(b"\n") or not s.stat().st_size for s in shards(tmp_path))
+
+
+def test_room_again_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = BlockBuffer(tmp_path, max_bytes=100_000)
+    append = buffer._append
+    failing = iter([True, True, False])
+
+    def append_sometimes(line: bytes) -> None:
+        if next(failing):
+            raise OSError(28, "No space left on device")
+        append(line)
+
+    monkeypatch.setattr(buffer, "_append", append_sometimes)
+    for n in range(3):
+        buffer.add([n, n, n], start=1, accepted=0)
+    buffer.close()
+    assert buffer.dropped == 2
+    assert [s.tokens[0] for s in read_buffer(tmp_path, VOCAB_SIZE)] == [2]
+
+
+def test_a_slow_disk_does_not_hold_up_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = BlockBuffer(tmp_path, max_bytes=100_000)
+    reached, released = threading.Event(), threading.Event()
+
+    def wait(line: bytes) -> None:
+        reached.set()
+        released.wait()
+
+    monkeypatch.setattr(buffer, "_append", wait)
+    buffer.add([1, 2, 3], start=1, accepted=0)
+    assert reached.wait(10)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(QUEUE_LENGTH + 7):  # returns although nothing is written
+            buffer.add([1, 2, 3], start=1, accepted=0)
+    assert buffer.dropped == 7
+    assert len(caplog.records) == 1
+    assert "queue is full" in caplog.text
+    released.set()
+    buffer.close()
+
+
+def test_a_torn_last_line_is_not_read(tmp_path: Path) -> None:
+    whole = json.dumps({"tokens": [1, 2, 3], "anchor": 1, "accepted": 0})
+    (tmp_path / "blocks-000000001-1.jsonl").write_text(f"{whole}\n{whole[:12]}")
+    (tmp_path / "blocks-000000002-1.jsonl").write_text(f"{whole}\n")
+    assert len(read_buffer(tmp_path, VOCAB_SIZE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(None, "holds no buffer: expected files blocks", id="no shards"),
+        pytest.param("", "no block with a known token", id="nothing in them"),
+        pytest.param("{}\n", 'line 1: expected {"tokens"', id="another file"),
+        pytest.param("half\n", 'line 1: expected {"tokens"', id="not JSON"),
+        pytest.param(
+            '{"tokens": [1, 600], "anchor": 0}\n',
+            "has token 600, the drafter's vocabulary has 512",
+            id="another vocabulary",
+        ),
+    ],
+)
+def test_refuses_what_is_no_buffer(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "blocks-000000001-1.jsonl").write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_buffer(tmp_path, VOCAB_SIZE)
+
+
+def test_refuses_sizes_that_hold_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="got 3 bytes and one in 1"):
+        BlockBuffer(tmp_path, max_bytes=3)

@@ -1,0 +1,84 @@
+"""Multi-step unmasking: what each step reveals."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_dllm.drafters.passes import SCHEDULES, reveal, reveal_counts
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[int, int, str]:
+    num_masked = draw(st.integers(1, 128))
+    return num_masked, draw(st.integers(1, num_masked)), draw(st.sampled_from(list(SCHEDULES)))
+
+
+@given(blocks())
+def test_counts_are_a_partition_of_the_block(case: tuple[int, int, str]) -> None:
+    num_masked, num_steps, _ = case
+    counts = reveal_counts(*case)
+    assert len(counts) == num_steps and sum(counts) == num_masked and min(counts) >= 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("cosine", [1, 4, 5, 6]), ("linear", [4, 4, 4, 4]), ("sqrt", [2, 3, 3, 8])],
+)
+def test_counts_of_16_positions_in_4_steps(schedule: str, expected: list[int]) -> None:
+    assert reveal_counts(16, 4, schedule) == expected
+
+
+def test_one_step_is_the_default() -> None:
+    assert reveal_counts(15) == [15]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_go_from_all_to_nothing(schedule: str) -> None:
+    shares = [SCHEDULES[schedule](t / 20) for t in range(21)]
+    assert shares[0] == 1 and shares[-1] == pytest.approx(0, abs=1e-12)
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="cosine, linear, sqrt, got 'quadratic'"):
+        reveal_counts(16, 4, "quadratic")
+    for num_steps in (0, 17):
+        with pytest.raises(ValueError, match=f"1 to 16 steps.*got {num_steps}"):
+            reveal_counts(16, num_steps)
+
+
+def by_loops(confidence: list[float], masked: list[bool], count: int) -> list[bool]:
+    places = sorted((-c, i) for i, c in enumerate(confidence) if masked[i])
+    chosen = {i for _, i in places[:count]}
+    return [i in chosen for i in range(len(masked))]
+
+
+@pytest.mark.parametrize("per_request", [False, True], ids=["one count", "a count a request"])
+def test_reveals_the_most_confident(per_request: bool) -> None:
+    confidence = torch.randint(5, (50, 16)).float().log()  # ties, and minus infinity
+    masked = torch.rand(50, 16) < 0.6
+    counts = torch.randint(0, 17, (50,)) if per_request else torch.full((50,), 6)
+    ours = reveal(confidence, masked, counts if per_request else 6)
+    expected = [
+        by_loops(*row)
+        for row in zip(confidence.tolist(), masked.tolist(), counts.tolist(), strict=True)
+    ]
+    assert ours.tolist() == expected
+
+
+def test_steps_reveal_the_block_once() -> None:
+    masked, steps = torch.ones(3, 15, dtype=torch.bool), []
+    for count in reveal_counts(15, 4):
+        steps.append(reveal(torch.randn(3, 15), masked, count))
+        masked &= ~steps[-1]
+    assert not masked.any() and torch.stack(steps).sum(0).eq(1).all()
+
+
+def test_a_confidence_of_minus_infinity_is_revealed_last_but_revealed() -> None:
+    confidence = torch.tensor([[-math.inf, 0.0, -math.inf]])
+    masked = torch.tensor([[True, False, True]])
+    assert reveal(confidence, masked, 1).tolist() == [[True, False, False]]
+    assert reveal(confidence, masked, 2).tolist() == [[True, False, True]]

@@ -1,0 +1,205 @@
+"""How wide each policy drafts, and settings that make no sense."""
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_dllm.config.drafter import DrafterConfig, context_limit
+from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.drafters.step_costs import Step
+from vllm_dllm.drafters.width import ByAcceptance, ByLoad, Predicted, make_policy
+
+
+def test_fixed_is_all_that_is_drafted_unless_said_otherwise() -> None:
+    assert make_policy(DrafterConfig(), 15).width("a", 1) == 15
+    assert make_policy(DrafterConfig(width=7), 15).width("a", 64) == 7
+
+
+def run(
+    policy: ByAcceptance,
+    accepted: dict[str, int],  # of each request's drafts, as many tokens as are verified
+    steps: int = 1,
+    seconds: tuple[float, float, float] = (0.0, 0.005, 0.0),  # a step, a request, a row of a draft
+) -> list[dict[str, int]]:
+    """The widths of each step. A draft takes 6 ms a request."""
+    base, each, row = seconds
+    widths: list[dict[str, int]] = []
+    for _ in range(steps):
+        policy.step_scheduled(list(accepted), len(accepted))
+        widths.append({name: policy.width(name, len(accepted)) for name in accepted})
+        drafted = [name for name, width in widths[-1].items() if width]
+        rows = sum(widths[-1].values())
+        took = base + each * len(accepted) + row * rows + 0.006 * len(drafted)
+        policy.step_ended(Step(len(accepted) + rows, 0, len(drafted)), took)
+        for name in drafted:
+            policy.verified(name, widths[-1][name], min(accepted[name], widths[-1][name]))
+    return widths
+
+
+def test_acceptance_narrows_under_60_percent_and_widens_over_90() -> None:
+    policy = ByAcceptance(15)
+    assert run(policy, {"a": 2}) == [{"a": 15}]  # of this and the good start, 57% on average
+    assert run(policy, {"a": 3}) == [{"a": 11}]
+    # Between the two, nothing changes; the share follows with a delay.
+    assert run(policy, {"a": 8}, 2) == [{"a": 8}, {"a": 8}]
+    run(policy, {"a": 15}, 6)
+    assert policy.width("a", 1) > 8
+    run(policy, {"a": 15, "b": 15})
+    assert policy.width("b", 1) == 15, "requests are judged apart"
+
+
+def test_acceptance_stays_between_one_and_the_widest() -> None:
+    policy = ByAcceptance(4)
+    for _ in range(9):
+        run(policy, {"a": 0})
+        assert 1 <= policy._course("a").width <= 4
+    for _ in range(99):
+        run(policy, {"a": 4})
+        assert 1 <= policy._course("a").width <= 4
+
+
+def drafted(widths: list[dict[str, int]], name: str) -> list[int]:
+    return [step for step, by_name in enumerate(widths) if by_name[name]]
+
+
+def test_acceptance_pauses_where_drafts_do_not_pay() -> None:
+    """A draft takes 6 for a step's 5: two tokens of a draft pay for it, one does not."""
+    policy = ByAcceptance(15)
+    run(policy, {"a": 1}, 100)
+    tries = drafted(run(policy, {"a": 1}, 2000), "a")
+    assert 2 <= len(tries) <= 5, "ever less often"
+    assert tries[-1] - tries[-2] == policy.TRY_LEAST
+    # One good try, and it drafts again, all but every step.
+    run(policy, {"a": 2}, 2 * policy.TRY_LEAST)
+    assert len(drafted(run(policy, {"a": 2}, 500), "a")) >= 495
+
+
+def test_acceptance_goes_without_where_the_batch_is_too_full() -> None:
+    """A step of one request is nearly free for more of them, so that its rows have to be many to
+    count."""
+    policy = ByAcceptance(15)
+    seconds = (0.02, 0.0004, 0.0004)
+    alone, many = {"0": 2}, {str(i): 2 for i in range(32)}
+    for _ in range(8):
+        run(policy, alone, 10, seconds)
+        run(policy, many, 10, seconds)
+    alone_drafted = drafted(run(policy, alone, 50, seconds), "0")
+    many_drafted = sum(sum(map(bool, step.values())) for step in run(policy, many, 50, seconds))
+    assert len(alone_drafted) >= 48
+    assert many_drafted < 0.1 * 50 * len(many)
+
+
+def test_acceptance_leaves_out_the_requests_that_do_not_pay() -> None:
+    policy = ByAcceptance(15)
+    accepted = {"good": 12, "bad": 0}
+    run(policy, accepted, 100)
+    widths = run(policy, accepted, 10 * policy.TRY_EVERY)
+    assert len(drafted(widths, "good")) > 9.9 * policy.TRY_EVERY
+    assert len(drafted(widths, "bad")) == 10
+    assert {widths[step]["bad"] for step in drafted(widths, "bad")} == {15}, "a try is a full one"
+
+
+def test_acceptance_starts_new_requests_as_the_last_ones_fared() -> None:
+    policy = ByAcceptance(15)
+    run(policy, {"a": 0}, 200)
+    assert not run(policy, {"new": 0})[0]["new"]
+    run(policy, {"a": 9}, 2 * policy.TRY_LEAST)
+    assert run(policy, {"newer": 9})[0]["newer"]
+
+
+def test_acceptance_forgets_requests_that_ended() -> None:
+    policy = ByAcceptance(15)
+    run(policy, {"a": 2})
+    assert policy._course("a").width == 11
+    policy.ended("a")
+    assert policy._course("a").width == 15
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "width"), [(1, 15), (8, 15), (9, 13), (16, 7), (64, 1), (65, 0), (200, 0)]
+)
+def test_load_shares_the_rows(num_requests: int, width: int) -> None:
+    assert ByLoad(15, num_rows=128).width("a", num_requests) == width
+
+
+def test_the_predictor_speaks_once_a_request() -> None:
+    policy = Predicted(15)
+    assert policy.width("a", 1) == 15
+    policy.predicted("a", 9)
+    policy.predicted("a", 12)  # a preempted request's second prefill
+    assert policy.width("a", 1) == 9
+    policy.predicted("b", 99)
+    assert policy.width("b", 1) == 15
+    policy.ended("a")
+    assert policy.width("a", 1) == 15
+
+
+def read(section: Any) -> DrafterConfig:
+    return ExtensionConfig.from_additional_config({"vllm_dllm": {"drafter": section}}).drafter
+
+
+def test_settings_are_read() -> None:
+    assert read({"width_policy": "load", "load_rows": 32}) == DrafterConfig(
+        width_policy="load", load_rows=32
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"widths": 3}, r"drafter must be an object with the keys \[.*got \{'widths': 3\}"),
+        ("load", "drafter must be an object"),
+        ({"width_policy": "wide"}, r"width_policy must be one of \['fixed', .*got 'wide'"),
+        ({"schedule": "square"}, r"schedule must be one of \['cosine', 'linear', 'sqrt'\]"),
+        ({"width": 0}, "drafter.width must be an integer >= 1, got 0"),
+        ({"max_context": True}, "drafter.max_context must be an integer >= 1, got True"),
+        ({"draft_window": 1.5}, "drafter.draft_window must be an integer >= 1, got 1.5"),
+        ({"load_rows": None}, "drafter.load_rows must be an integer >= 1, got None"),
+        ({"narrow_draft": 1}, "drafter.narrow_draft must be true or false, got 1"),
+        ({"buffer_every": 0}, "drafter.buffer_every must be an integer >= 1, got 0"),
+        ({"width_policy": "blockpilot"}, "come together; got 'blockpilot' and None"),
+        ({"predictor": "here"}, "come together; got 'fixed' and 'here'"),
+    ],
+)
+def test_settings_that_make_no_sense(section: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(section)
+
+
+def limit(max_context: int | None = None, **dflash_config: Any) -> int:
+    drafter = SimpleNamespace(model="drafter", hf_config=SimpleNamespace())
+    if dflash_config:
+        drafter.hf_config.dflash_config = dflash_config
+    return context_limit(DrafterConfig(max_context=max_context), drafter, 4096)
+
+
+def test_the_longest_request_is_the_drafters_longest_unless_said_otherwise() -> None:
+    assert limit() == limit(mask_token_id=3) == limit(trained_context=9999) == 4096
+    assert limit(trained_context=435) == 435
+    assert limit(1000, trained_context=435) == 1000
+    with pytest.raises(ValueError, match=r"trained_context of the drafter drafter .* got '435'"):
+        limit(trained_context="435")
+
+
+def test_no_more_is_verified_than_drafted() -> None:
+    with pytest.raises(ValueError, match=r"width is 16, but num_speculative_tokens .* drafts 15"):
+        make_policy(DrafterConfig(width=16), 15)
+
+
+def test_narrow_blocks() -> None:
+    from vllm_dllm.drafters.dflash import narrow_blocks
+
+    lengths = torch.tensor([100, 100, 20, 0], dtype=torch.int32)
+    widths = torch.tensor([15, 4, 2, 7], dtype=torch.int32)
+    narrow_blocks(lengths, widths, num_drafted=15)
+    assert lengths.tolist() == [100, 89, 16, 0]
+
+
+def test_predicted_widths_arrive_in_another_process_as_numbers() -> None:
+    from vllm_dllm.drafters.dflash import PredictedWidths
+
+    sent = PredictedWidths(["a", "b"], torch.tensor([3, 15]))
+    assert pickle.loads(pickle.dumps(sent)) == dict(sent) == {"a": 3, "b": 15}

@@ -1,0 +1,65 @@
+"""Whether a model's vocabulary is read tile by tile."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.models.building import build
+from vllm_dllm.models import vocabulary
+from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(vocabulary.logger, "warning", lambda text, *a: lines.append(text % a))
+    return lines
+
+
+def model_of(checkpoint: Path, vocab_size: int, is_tied: bool = True):
+    """Without its weights' values."""
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    config["tie_word_embeddings"] = is_tied
+    config["text_config"] |= {"vocab_size": vocab_size, "tie_word_embeddings": is_tied}
+    path.write_text(json.dumps(config))
+    return build(checkpoint, "meta")[0]
+
+
+@pytest.mark.parametrize(
+    "vocab_size", [262_208, 262_144, 151_936, 128_256, 50_257, 32_000, 20_000, 16_384]
+)
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_every_large_vocabulary_is_streamed(
+    checkpoint: Path, said: list[str], vocab_size: int, is_tied: bool
+) -> None:
+    model = model_of(checkpoint, vocab_size, is_tied)
+    assert model.streams_vocabulary and not said
+    assert len(model.output_shard()) == vocab_size
+
+
+def test_a_small_one_is_not(checkpoint: Path, said: list[str]) -> None:
+    assert not model_of(checkpoint, 16_383).streams_vocabulary and not said
+
+
+@pytest.mark.parametrize(("vocab_size", "streams"), [(262_144, True), (262_208, False)])
+def test_shards_begin_at_blocks_or_the_log_says_so(
+    checkpoint: Path,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    vocab_size: int,
+    streams: bool,
+) -> None:
+    model = model_of(checkpoint, vocab_size)
+    monkeypatch.setattr(vocabulary, "get_tp_group", lambda: SimpleNamespace(world_size=2))
+    assert model.streams_vocabulary == streams
+    if not streams:
+        (line,) = said
+        assert "`sampling_memory_mib` does not bound: 2 tensor-parallel ranks share 262208" in line

@@ -1,0 +1,130 @@
+"""The weight map: every name of transformers' state dict, at the full 26B shape, and bad files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+    DiffusionGemmaTextConfig,
+    Gemma4VisionConfig,
+)
+
+from bench.dummy_checkpoint import SHAPE_26B
+from tests.unit.models.building import build
+from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
+from vllm_dllm.tools.pretrain.architecture import build_generation_config
+from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
+
+
+@pytest.mark.parametrize("moe", [True, False], ids=["moe", "dense"])
+@pytest.mark.parametrize("vision", [True, False], ids=["vision-tower", "text-only"])
+def test_every_name_of_the_26b_state_dict(tmp_path: Path, moe: bool, vision: bool) -> None:
+    shape = dict(SHAPE_26B)
+    if not moe:
+        shape |= {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
+    text_config = DiffusionGemmaTextConfig(**shape)
+    config = DiffusionGemmaConfig(text_config=text_config, vision_config=Gemma4VisionConfig())
+    with torch.device("meta"):
+        state_dict = transformers_state_dict(config)
+    if not vision:
+        config.vision_config = None
+        state_dict = {
+            name: weight
+            for name, weight in state_dict.items()
+            if ".vision_tower." not in name and ".embed_vision." not in name
+        }
+    config.architectures = ["DiffusionGemmaForBlockDiffusion"]
+    config.save_pretrained(tmp_path)
+    build_generation_config(256).save_pretrained(tmp_path)
+
+    model, _ = build(tmp_path, "meta", dtype="bfloat16")
+    # The two modes' scalars are compared, which takes values.
+    scalars = {name: torch.ones(1) for name in state_dict if name.endswith("layer_scalar")}
+    loaded = model.load_weights(iter((state_dict | scalars).items()))
+    buffers = {name for name, _ in model.named_buffers() if name.endswith("layer_scalar")}
+    assert {name for name, _ in model.named_parameters()} | buffers == loaded
+
+
+def transformers_state_dict(config: DiffusionGemmaConfig) -> dict[str, torch.Tensor]:
+    """All names of transformers' model on the meta device; tied weights under each of theirs.
+
+    transformers 5.19 has no dense layers, although its config allows them: the dense map is the
+    MoE map without the names of router, experts and the norms around them.
+    """
+    moe = config.text_config.num_experts is not None
+    if not moe:
+        config.text_config.num_experts, config.text_config.top_k_experts = 2, 1
+        config.text_config.moe_intermediate_size = 32
+    state_dict = DiffusionGemmaForBlockDiffusion(config).state_dict()
+    if moe:
+        return state_dict
+    config.text_config.num_experts = config.text_config.top_k_experts = None
+    config.text_config.moe_intermediate_size = None
+    of_moe = (".router.", ".experts.", "feedforward_layernorm_1.", "feedforward_layernorm_2.")
+    return {
+        name: weight
+        for name, weight in state_dict.items()
+        if not any(part in name for part in of_moe)
+    }
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ServedModel, dict[str, torch.Tensor]]:
+    path = make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    state_dict = DiffusionGemmaForBlockDiffusion.from_pretrained(
+        path, dtype=torch.float32
+    ).state_dict()
+    return build(path, "cpu")[0], state_dict
+
+
+def test_misshapen_weight_is_named(tiny: tuple[ServedModel, dict[str, torch.Tensor]]) -> None:
+    model, state_dict = tiny
+    name = "model.decoder.layers.1.mlp.down_proj.weight"
+    bad = state_dict | {name: state_dict[name][:, :-8]}
+    with pytest.raises(ValueError, match=rf"at {name} of shape \[64, 56\]"):
+        model.load_weights(iter(bad.items()))
+
+
+def test_unknown_weight_is_named(tiny: tuple[ServedModel, dict[str, torch.Tensor]]) -> None:
+    model, _ = tiny
+    unknown = ("model.decoder.layers.0.novel_proj.weight", torch.ones(1))
+    with pytest.raises(ValueError, match="novel_proj"):
+        model.load_weights(iter([unknown]))
+
+
+def test_unequal_layer_scalars_are_refused(
+    tiny: tuple[ServedModel, dict[str, torch.Tensor]],
+) -> None:
+    model, state_dict = tiny
+    name = "model.decoder.layers.2.layer_scalar"
+    bad = state_dict | {name: state_dict[name] + 1}
+    with pytest.raises(ValueError, match="encoder and decoder must share it"):
+        model.load_weights(iter(bad.items()))
+
+
+def test_unreadable_file_is_reported_with_its_place(
+    tiny: tuple[ServedModel, dict[str, torch.Tensor]],
+) -> None:
+    model, state_dict = tiny
+    first = next(iter(state_dict.items()))
+
+    def truncated() -> Iterator[tuple[str, torch.Tensor]]:
+        yield first
+        raise OSError("file not fully covered")
+
+    with pytest.raises(ValueError, match=f"after {first[0]}: file not fully covered"):
+        model.load_weights(truncated())
+
+
+def test_missing_weight_is_named(tiny: tuple[ServedModel, dict[str, torch.Tensor]]) -> None:
+    model, state_dict = tiny
+    part = {
+        name: weight
+        for name, weight in state_dict.items()
+        if not name.endswith("layers.1.mlp.down_proj.weight")
+    }
+    with pytest.raises(ValueError, match=r"model\.decoder\.layers\.1\.mlp\.down_proj\.weight"):
+        model.load_weights(iter(part.items()))

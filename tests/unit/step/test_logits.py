@@ -1,0 +1,189 @@
+"""Logits that are read tile by tile against the same logits, whole."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules
+from vllm_dllm.models import vocabulary
+from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
+from vllm_dllm.step import soft_embedding
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits import StreamedLogits, WholeLogits, step_bytes
+from vllm_dllm.step.soft_embedding import SoftEmbedding
+
+V, H, C, LENGTHS = 20_000, 16, 24, [24, 10, 17]
+ROWS = sum(LENGTHS)
+MIB = 1 << 20
+
+
+class Model(DiffusionGemmaForBlockDiffusion):
+    """The part that reads the vocabulary."""
+
+    def __init__(self, embeddings: torch.Tensor, head: torch.Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        vocab_size = len(embeddings)
+        self.config = SimpleNamespace(
+            final_logit_softcapping=30.0, vocab_size=vocab_size, tie_word_embeddings=head is None
+        )
+        self.lm_head = SimpleNamespace(weight=embeddings if head is None else head)
+        self.model = nn.Module()
+        self.model.normalizer = H**0.5
+        shard = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=vocab_size)
+        self.model.embed_tokens = SimpleNamespace(weight=embeddings, shard_indices=shard)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.cap(hidden @ self.lm_head.weight.T)
+
+
+class Filters:
+    """Rules for the second canvas."""
+
+    def __init__(self, rules: LogitRules | None) -> None:
+        self.rules = rules
+
+    def ruled(self, batch: CanvasBatch) -> list[int]:
+        return [] if self.rules is None else [1]
+
+    needs_whole_rows = ruled
+
+    def of_canvas(
+        self, i: int, batch: CanvasBatch, start: torch.Tensor, guess: torch.Tensor
+    ) -> CanvasRules:
+        before = torch.full((2,), NO_TOKEN)
+        return CanvasRules(self.rules or LogitRules(), start, guess, before)
+
+    def truncate(self, scaled: torch.Tensor, batch: CanvasBatch, rows: slice) -> torch.Tensor:
+        return scaled
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    generator = torch.Generator().manual_seed(0)
+    return Model(2 * torch.randn(V, H, generator=generator))
+
+
+@pytest.fixture(scope="module")
+def hidden() -> torch.Tensor:
+    return torch.randn(ROWS, H, generator=torch.Generator().manual_seed(1))
+
+
+def batch_of(lengths: list[int]) -> CanvasBatch:
+    ends = np.cumsum([0, *lengths])
+    input_batch = SimpleNamespace(
+        num_reqs=len(lengths),
+        cu_num_logits_np=ends,
+        query_start_loc_np=ends,
+        idx_mapping_np=np.arange(len(lengths)),
+    )
+    return CanvasBatch.build(input_batch, C, torch.device("cpu"))
+
+
+def make(
+    kind: type,
+    source: torch.Tensor,
+    model: Model,
+    rules: LogitRules | None = None,
+    budget: int = MIB,
+    guesses: torch.Tensor | None = None,
+    **soft: object,
+) -> WholeLogits | StreamedLogits:
+    if guesses is None:
+        guesses = torch.full((len(LENGTHS), C), NO_TOKEN)
+    starts = torch.tensor([5, 50, 500])
+    batch, embedding = batch_of(LENGTHS), SoftEmbedding(model, **soft)
+    return kind(source, batch, starts, guesses, embedding, Filters(rules), budget)
+
+
+def read(logits: WholeLogits | StreamedLogits):
+    generator = torch.Generator().manual_seed(2)
+    temperature = torch.rand(ROWS, 1, generator=generator) + 0.4
+    return logits.read(temperature, torch.rand(ROWS, dtype=torch.float64, generator=generator))
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("has_rules", [False, True])
+@pytest.mark.parametrize("soft", [{}, {"top_k": 8}], ids=["all", "top_k"])
+def test_streamed_is_whole(
+    model: Model, hidden: torch.Tensor, soft: dict[str, int], has_rules: bool, is_tied: bool
+) -> None:
+    if not is_tied:
+        model = Model(model.model.embed_tokens.weight, torch.randn(V, H))
+    rules = None
+    if has_rules:
+        rules = LogitRules(bias=torch.linspace(-5, 5, V))
+    whole = read(make(WholeLogits, model.compute_logits(hidden), model, rules, **soft))
+    streamed = read(make(StreamedLogits, hidden, model, rules, **soft))
+    for name in ("best_guess", "entropy_nats", "best_logprob"):
+        torch.testing.assert_close(
+            getattr(streamed[0], name), getattr(whole[0], name), atol=1e-4, rtol=1e-4
+        )
+    torch.testing.assert_close(streamed[1], whole[1], atol=1e-4, rtol=1e-3)
+
+
+def test_a_tolerance_is_kept(model: Model, hidden: torch.Tensor) -> None:
+    """With what the step before took for best, or something else."""
+    _, exact = read(make(StreamedLogits, hidden, model))
+    longest = model.model.embed_tokens.weight.norm(dim=-1).max() * model.model.normalizer
+    best = model.compute_logits(hidden).argmax(-1)
+    canvases = batch_of(LENGTHS).unflatten(best)
+    for guesses in (canvases, canvases.flip(-1), None):
+        _, soft = read(make(StreamedLogits, hidden, model, guesses=guesses, tolerance=0.05))
+        error = (soft - exact).norm(dim=-1).max()
+        assert 0 < error <= 0.05 * longest
+
+
+def test_rules_go_from_the_left_whatever_the_tiles(model: Model, hidden: torch.Tensor) -> None:
+    """A bad word of three tokens across tiles of rows, a penalty for the guesses before."""
+    plain = next(iter(make(WholeLogits, model.compute_logits(hidden), model).raw(1)))
+    word = plain.argmax(-1)[4:7].tolist()
+    rules = LogitRules(bad_words=[(torch.tensor(word[:2]), word[2])], stops_from=57)
+    rules.early_stops = torch.tensor([3, 9])
+    rows: list[torch.Tensor] = []
+    for budget in (1, 3 * V * 32, 100 * MIB):  # one row, three, all
+        tiles: Iterator[torch.Tensor] = make(
+            StreamedLogits, hidden, model, rules, budget
+        ).processed(1)
+        tiles = list(tiles)
+        assert len(tiles) == {1: 10, 3 * V * 32: 4, 100 * MIB: 1}[budget]
+        rows.append(torch.cat(tiles))
+    for other in rows[1:]:
+        torch.testing.assert_close(other, rows[0], atol=1e-4, rtol=1e-4)
+    assert rows[0][6, word[2]] == -1e20 and rows[0][5, word[1]] > -1e20
+    assert (rows[0][:7, [3, 9]] == -1e20).all() and (rows[0][7:, [3, 9]] > -1e20).all()
+
+
+def test_the_log_says_what_top_k_leaves_out(
+    model: Model, hidden: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(soft_embedding, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(
+        soft_embedding.logger, "info", lambda text, *values: lines.append(text % values)
+    )
+    logits = make(StreamedLogits, hidden, model, top_k=3, budget=100 * MIB)
+    read(logits)
+    probs = model.compute_logits(hidden)
+    generator = torch.Generator().manual_seed(2)
+    probs = (probs / (torch.rand(ROWS, 1, generator=generator) + 0.4)).softmax(-1)
+    left_out = 100 * (1 - probs.topk(3).values.sum(-1))
+    assert lines == [
+        f"Self-conditioning on the 3 most probable tokens left out {left_out.mean():.4f}% of the "
+        f"probability, {left_out.max():.2f}% where most ({ROWS} predictions)."
+    ]
+
+
+def test_memory_of_a_step(model: Model) -> None:
+    for streams, extra in ((True, 0), (False, 100 * V * 12)):
+        model.streams_vocabulary = streams
+        assert step_bytes(model, rows=100, budget_bytes=MIB) == MIB + extra

@@ -1,0 +1,88 @@
+"""What the model state hands to attention, and that a captured CUDA graph can go on reading it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_dllm.attention import takes_window_rules
+from vllm_dllm.step import model_state
+from vllm_dllm.step.model_state import DiffusionModelState
+from vllm_dllm.step.slots import CanvasSlots
+
+C, MAX_REQS = 4, 6
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch) -> DiffusionModelState:
+    """Without an engine; `prepare_attn` returns the arguments of vLLM's metadata builders."""
+
+    def built(**kwargs: Any) -> dict[str, Any]:
+        extras = kwargs["model_specific_attn_metadata"].get_extra_attn_kwargs(
+            SimpleNamespace(takes_window_rules=True), kwargs["num_reqs"]
+        )
+        return kwargs | extras
+
+    monkeypatch.setattr(model_state, "build_attn_metadata", built)
+    state = DiffusionModelState.__new__(DiffusionModelState)
+    state.device = torch.device("cpu")
+    state.model_config = SimpleNamespace(max_model_len=100)
+    state._latest_metadata = None
+    state._causal = torch.zeros(2 * MAX_REQS, dtype=torch.int32)
+    state._symmetric = torch.zeros(2 * MAX_REQS, dtype=torch.int32)
+    canvas = torch.zeros(MAX_REQS, C, dtype=torch.int64)
+    state.slots = CanvasSlots.allocate(canvas, 8, torch.float32)
+    return state
+
+
+def prepare(state: DiffusionModelState, mode: CUDAGraphMode, **options: Any) -> dict[str, Any]:
+    """A step of two canvases, in slots 3 and 1; a graph pads it to three requests."""
+    query_start_loc = np.array([0, C, 2 * C, 2 * C], dtype=np.int32)
+    batch = SimpleNamespace(
+        num_reqs=2,
+        num_reqs_after_padding=3,
+        num_tokens=2 * C,
+        num_tokens_after_padding=3 * C,
+        num_draft_tokens_per_req=np.array([C, C], dtype=np.int32),
+        num_scheduled_tokens=np.array([C, C], dtype=np.int32),
+        is_prefilling_np=np.zeros(2, dtype=bool),
+        has_prefill=False,
+        max_query_len=C,
+        query_start_loc_np=query_start_loc,
+        query_start_loc=torch.from_numpy(query_start_loc),
+        seq_lens=torch.tensor([20, 30, 0], dtype=torch.int32),
+        idx_mapping=torch.tensor([3, 1]),
+        idx_mapping_np=np.array([3, 1], dtype=np.int32),
+    )
+    tables = (torch.zeros(3, 2, dtype=torch.int32),)
+    mappings = torch.zeros(1, 3 * C, dtype=torch.int64)
+    return state.prepare_attn(batch, mode, tables, mappings, [], None, **options)
+
+
+def test_flags_of_the_batchs_slots(state: DiffusionModelState) -> None:
+    state.slots.numbers[3, 1] = 1  # commits
+    state.slots.symmetric_window[1] = 1
+    metadata = prepare(state, CUDAGraphMode.NONE)
+    assert metadata["causal"].tolist() == [1, 0]
+    assert metadata["window_rules"].symmetric.tolist() == [0, 1]
+    assert metadata["num_reqs"] == 2 and metadata["num_tokens"] == 2 * C
+
+
+@pytest.mark.parametrize("for_capture", [True, False])
+def test_a_full_graph_reads_buffers_that_stay(
+    state: DiffusionModelState, for_capture: bool
+) -> None:
+    metadata = prepare(state, CUDAGraphMode.FULL, for_capture=for_capture)
+    assert metadata["num_reqs"] == 3 and metadata["num_tokens"] == 3 * C
+    assert metadata["causal"].data_ptr() == state._causal.data_ptr()
+    assert metadata["window_rules"].symmetric.data_ptr() == state._symmetric.data_ptr()
+    assert len(metadata["causal"]) == len(metadata["window_rules"].symmetric) == 3
+    # vLLM builds metadata for a capture without what only our builders take.
+    assert not metadata.get("for_cudagraph_capture")
+
+
+def test_stock_builders_are_not_given_what_they_do_not_take() -> None:
+    assert not takes_window_rules(object())

@@ -1,0 +1,148 @@
+"""What a step of a large vocabulary takes stays within `sampling_memory_mib`, by the allocator's
+own account."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from vllm.v1.worker.gpu.sample import prompt_logprob
+
+from tests.unit.cpu.kernel_inputs import kernel_of
+from tests.unit.step.test_logits import Model, batch_of
+from vllm_dllm.compat import runner
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties
+from vllm_dllm.models import vocabulary
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits import StreamedLogits, whole_rows
+from vllm_dllm.step.logprob_tensors import LogprobRequest, token_logprobs
+from vllm_dllm.step.soft_embedding import SoftEmbedding
+
+V, H, C, NUM_CANVASES = 70_001, 8, 24, 8
+ROWS = C * NUM_CANVASES
+BUDGET = 16 << 20
+assert ROWS * V * 4 > 3 * BUDGET, "whole logits must not fit"
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "get_tp_group", lambda: Rank())
+
+
+class Rank:
+    world_size = 1
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(torch.randn(V, H, generator=torch.Generator().manual_seed(0)))
+
+
+class Filters:
+    """The same rules, or truncation, for every canvas."""
+
+    def __init__(self, rules: LogitRules | None = None, top_p: float | None = None) -> None:
+        self.rules, self.top_p = rules, top_p
+
+    def needs_whole_rows(self, batch: CanvasBatch) -> list[int]:
+        return [] if self.rules is None and self.top_p is None else list(range(NUM_CANVASES))
+
+    def of_canvas(
+        self, i: int, batch: CanvasBatch, start: torch.Tensor, guess: torch.Tensor
+    ) -> CanvasRules:
+        return CanvasRules(self.rules or LogitRules(), start, guess, torch.full((2,), NO_TOKEN))
+
+    def truncate(self, scaled: torch.Tensor, batch: CanvasBatch, rows: slice) -> torch.Tensor:
+        if self.top_p is None:
+            return scaled
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        num_rows = len(scaled)
+        top_k = torch.full((num_rows,), 50)
+        return apply_top_k_top_p(scaled, top_k, torch.full((num_rows,), self.top_p)).clamp(-1e20)
+
+
+def penalties() -> LogitRules:
+    seen = torch.zeros(V, dtype=torch.bool)
+    return LogitRules(penalties=Penalties(1.0, 0.5, 1.2, torch.zeros(V), seen))
+
+
+def bad_words() -> LogitRules:
+    return LogitRules(bad_words=[(torch.tensor([3, 4]), 5), (torch.tensor([6]), 7)])
+
+
+def logits_of(model: Model, filters: Filters, **soft: float) -> StreamedLogits:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(ROWS, H, generator=generator)
+    guesses = torch.randint(V, (NUM_CANVASES, C), generator=generator)
+    starts = torch.zeros(NUM_CANVASES, dtype=torch.int64)
+    batch, embedding = batch_of([C] * NUM_CANVASES), SoftEmbedding(model, **soft)
+    return StreamedLogits(hidden, batch, starts, guesses, embedding, filters, BUDGET)
+
+
+def read(logits: StreamedLogits) -> None:
+    logits.read(torch.full((ROWS, 1), 0.6), torch.rand(ROWS, dtype=torch.float64))
+
+
+def report(logits: StreamedLogits) -> None:
+    wanted = LogprobRequest(20, torch.tensor([], dtype=torch.int64))
+    for i in range(NUM_CANVASES):
+        for rows in logits.raw(i):
+            temperature, tokens = torch.ones(len(rows), 1), torch.zeros(len(rows)).long()
+            token_logprobs(rows, temperature, tokens, wanted, report_logits=False)
+
+
+STEPS: dict[str, tuple[Callable[[StreamedLogits], None], Filters, dict[str, float]]] = {
+    "exact": (read, Filters(), {}),
+    "tolerance": (read, Filters(), {"tolerance": 0.01}),
+    "top_k": (read, Filters(), {"top_k": 64}),
+    "penalties": (read, Filters(penalties()), {}),
+    "bad-words": (read, Filters(bad_words()), {}),
+    "bias": (read, Filters(LogitRules(bias=torch.zeros(V))), {}),
+    "top_p": (read, Filters(top_p=0.9), {}),
+    "logprobs": (report, Filters(), {}),
+}
+
+
+def peak_bytes(compute: Callable[[], object]) -> int:
+    """Most that torch held at once of what `compute` allocated."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compute()
+    held = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_keeps_to_its_budget(model: Model, name: str) -> None:
+    step, filters, soft = STEPS[name]
+    logits = logits_of(model, filters, **soft)
+    step(logits)  # what is made once
+    peak = peak_bytes(lambda: step(logits))
+    assert BUDGET / 8 < peak <= BUDGET, f"{peak / 2**20:.1f} MiB"
+
+
+@pytest.fixture
+def stock_chunks() -> Iterator[None]:
+    kernel_of("sample.logprob._ranks_kernel")  # the native ones
+    yield
+    runner.score_prompts_by(runner.PROMPT_ROWS)
+
+
+def test_prompt_logprobs_keep_to_it_too(model: Model, stock_chunks: None) -> None:
+    hidden = torch.randn(ROWS, H)
+
+    def score() -> torch.Tensor:
+        tokens = torch.arange(ROWS)
+        score_in_chunks = prompt_logprob.compute_prompt_logprobs_with_chunking
+        return score_in_chunks(tokens, hidden, model.compute_logits, 20)[1]
+
+    whole = score()
+    assert peak_bytes(score) > 3 * BUDGET
+    runner.score_prompts_by(whole_rows(V, BUDGET))
+    assert BUDGET / 8 < peak_bytes(score) <= BUDGET
+    torch.testing.assert_close(score(), whole)

@@ -1,0 +1,312 @@
+"""`vllm-dllm drafter calibrate-width`: what is measured, learnt and reported, and what stops it."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_dllm.cli import main
+from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, load_predictor
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter.calibration import calibrate, predictor
+from vllm_dllm.tools.drafter.calibration.data import (
+    Measured,
+    candidate_sizes,
+    measure,
+    measure_in_parts,
+    split_prompts,
+)
+from vllm_dllm.tools.drafter.calibration.predictor import Trained, train_predictor
+from vllm_dllm.tools.drafter.calibration.report import build_report, describe
+from vllm_dllm.tools.drafter.training.blocks import KnownSequence
+from vllm_dllm.tools.drafter.training.collect import complete
+from vllm_dllm.tools.drafter.training.fit import fit
+from vllm_dllm.tools.drafter.training.offline import accepted_lengths
+from vllm_dllm.tools.drafter.training.options import Options
+from vllm_dllm.tools.drafter.training.reference import load_drafter, save_drafter
+from vllm_dllm.tools.drafter.training.target_states import load_target
+from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
+
+V, BLOCK_SIZE, MAX_TOKENS = 40, 8, 16
+SIZES = (6, 7, 8)
+
+
+def measured(tau: list[list[float]], logits: torch.Tensor | None = None) -> Measured:
+    """100 verifications a prompt and size."""
+    emitted = torch.tensor([[round(100 * value) for value in row] for row in tau])
+    if logits is None:
+        logits = torch.zeros(len(tau), V)
+    return Measured(logits, emitted, torch.full_like(emitted, 100))
+
+
+def learnable(rows: int, *, by_chance: bool = False) -> Measured:
+    """Which size is best shows in the best token and in its lead, or in nothing."""
+    kinds = torch.arange(rows) % 3
+    logits = torch.randn(rows, V)
+    logits[torch.arange(rows), 3 * torch.randint(V // 3, (rows,)) + kinds] += 5.0 * (1 + kinds)
+    if by_chance:
+        kinds = torch.randint(3, (rows,))
+    tau = [[3.0 + (i == kind) for i in range(3)] for kind in kinds.tolist()]
+    return measured(tau, logits)
+
+
+def test_labels_keep_the_best_fixed_size_unless_another_is_better() -> None:
+    data = measured([[2.0, 3.0, 1.0], [3.0, 3.0, 3.0], [2.5, 2.5, 1.0], [1.0, 2.0, 4.0]])
+    assert data.best_fixed == 1
+    assert data.labels(data.best_fixed).tolist() == [1, 1, 1, 2]
+    assert data.labels(2).tolist() == [1, 2, 0, 2]
+    assert data.smallest_best.tolist() == [1, 0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("base", "radius", "expected"),
+    [(16, 2, (14, 15, 16)), (8, 2, (6, 7, 8, 9, 10)), (3, 5, tuple(range(2, 9)))],
+    ids=["none above the trained", "around a base", "none below two"],
+)
+def test_candidate_sizes(base: int, radius: int, expected: tuple[int, ...]) -> None:
+    assert candidate_sizes(16, base, radius) == expected
+
+
+@pytest.mark.parametrize(("base", "radius"), [(17, 2), (1, 2), (16, 0)])
+def test_candidates_that_cannot_be(base: int, radius: int) -> None:
+    with pytest.raises(InputError, match=f"2 to 16, .* got radius {radius} and base {base}"):
+        candidate_sizes(16, base, radius)
+
+
+def test_no_prompt_is_on_both_sides() -> None:
+    prompts = [[i % 50, 7] for i in range(80)]
+    training, held_out = split_prompts(prompts, 0.25, seed=3)
+    assert sorted(training + held_out) == [[i, 7] for i in range(50)]
+    assert len(held_out) == 12
+    assert split_prompts(prompts, 0.25, seed=3) == (training, held_out)
+    assert split_prompts(prompts, 0.25, seed=4) != (training, held_out)
+    with pytest.raises(InputError, match="got 5 different ones"):
+        split_prompts(prompts[:5] * 9, 0.25, seed=3)
+
+
+@pytest.mark.parametrize("variant", HIDDEN_SIZES)
+def test_learns_what_the_logits_tell(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor, "EPOCHS", 10)
+    config = PredictorConfig(variant, V, SIZES, BLOCK_SIZE, HIDDEN_SIZES[variant])
+    training, held_out = learnable(300), learnable(120)
+    report = build_report(train_predictor(training, config, 0), training, held_out, 0)
+    assert report["accuracy"] > 0.9 and report["better_than_best_fixed"]
+    assert report["gain_over_best_fixed"] > 0.15
+    assert report["oracle_over_best_fixed"] == pytest.approx(0.2, abs=0.01)
+
+
+def test_gains_nothing_where_there_is_nothing_to_learn() -> None:
+    config = PredictorConfig("small", V, SIZES, BLOCK_SIZE, HIDDEN_SIZES["small"])
+    training, held_out = learnable(300, by_chance=True), learnable(120, by_chance=True)
+    report = build_report(train_predictor(training, config, 0), training, held_out, 0)
+    assert not report["better_than_best_fixed"] and not report["looks_like_a_leak"]
+    assert "not better than the best fixed block size" in describe(report)
+
+
+def test_same_seed_same_weights() -> None:
+    config = PredictorConfig("small", V, SIZES, BLOCK_SIZE, HIDDEN_SIZES["small"])
+    data = learnable(100)
+    one, two, other = (train_predictor(data, config, seed).predictor for seed in (1, 1, 2))
+    assert torch.equal(one.scores.weight, two.scores.weight)
+    assert not torch.equal(one.scores.weight, other.scores.weight)
+
+
+class Fixed:
+    """A predictor whose choices are given."""
+
+    def __init__(self, chosen: list[int]):
+        self.config = PredictorConfig("small", V, SIZES, BLOCK_SIZE, 8)
+        self.chosen = chosen
+
+    def draft_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self.chosen) - 1
+
+
+def test_numbers_of_a_report() -> None:
+    training = measured([[2.0, 3.0, 2.5]] * 5)
+    held_out = Measured(
+        torch.zeros(2, V),
+        torch.tensor([[10, 12, 12], [30, 30, 30]]),
+        torch.tensor([[5, 4, 6], [10, 10, 6]]),
+    )  # τ: 2, 3, 2 and 3, 3, 5
+    report = build_report(Trained(Fixed([6, 8]), 0, []), training, held_out, 0)  # type: ignore[arg-type]
+    numbers = report["held_out"]
+    assert numbers["best_fixed"] == {
+        "tau": 3.0, "pooled_tau": 3.0, "verified_a_token": 6 * 14 / 42, "block_size": 7,
+    }  # fmt: skip
+    assert numbers["blockpilot"]["tau"] == 3.5 and numbers["oracle"]["tau"] == 4.0
+    assert numbers["blockpilot"]["pooled_tau"] == pytest.approx(40 / 11)
+    assert numbers["blockpilot"]["verified_a_token"] == pytest.approx((5 * 5 + 7 * 6) / 40)
+    assert report["gain_over_best_fixed"] == pytest.approx(1 / 6)
+    assert report["share_of_oracle"] == pytest.approx(0.5)
+    assert report["accuracy"] == 0.5 and report["prompts"] == [5, 2]
+
+
+def test_a_result_at_the_oracle_is_called_a_leak() -> None:
+    data = measured([[3.0, 2.0, 2.0], [2.0, 2.0, 3.0]] * 30)
+    report = build_report(Trained(Fixed([6, 8] * 30), 0, []), data, data, 0)  # type: ignore[arg-type]
+    assert report["looks_like_a_leak"] and "too good" in describe(report)
+    same = measured([[3.0, 3.0, 3.0]] * 60)  # the oracle gains nothing: there is nothing to leak
+    report = build_report(Trained(Fixed([6] * 60), 0, []), same, same, 0)  # type: ignore[arg-type]
+    assert not report["looks_like_a_leak"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and its drafter, half-trained: some guesses are right, some are not."""
+    folder = tmp_path_factory.mktemp("pair")
+    path = make_tiny_target(folder / "target")
+    target = load_target(path, "cpu")
+    drafter = load_drafter(make_tiny_drafter(folder / "untrained", path)).train()
+    prompts = random_prompts(12)
+    answers = complete(target, prompts, MAX_TOKENS)
+    sequences = [KnownSequence(p + a, len(p)) for p, a in zip(prompts, answers, strict=True)]
+    fit(target, drafter, sequences, Options(block_size=BLOCK_SIZE, steps=12), folder)
+    save_drafter(drafter, folder / "dflash", torch.float32)
+    return path, folder / "dflash"
+
+
+def random_prompts(count: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(7, 490) for _ in range(rng.randint(3, 12))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("draft_width", ["follow", "full"])
+def test_measures_what_decoding_would_do(pair: tuple[Path, Path], draft_width: str) -> None:
+    target, drafter = load_target(pair[0], "cpu"), load_drafter(pair[1])
+    prompts = random_prompts(6)
+    found = measure(target, drafter, prompts, SIZES, draft_width, MAX_TOKENS)
+    for i, size in enumerate(SIZES):
+        drafted = size - 1 if draft_width == "follow" else BLOCK_SIZE - 1
+        right = accepted_lengths(target, drafter, prompts, drafted, size - 1, MAX_TOKENS)
+        right = [course for course in right if len(course.answer) > 1]
+        assert found.emitted[:, i].tolist() == [sum(course.lengths) for course in right]
+        assert found.verifications[:, i].tolist() == [len(course.lengths) for course in right]
+        assert torch.equal(found.logits, torch.stack([course.first_logits for course in right]))
+    assert found.emitted.sum() > found.verifications.sum()  # something was accepted
+
+
+@pytest.fixture
+def command(pair: tuple[Path, Path], tmp_path: Path) -> Callable[..., tuple[int, Path]]:
+    """Runs the command; returns the exit status and OUT."""
+    prompts, words = tmp_path / "prompts.jsonl", ["river", "stone", "lamp", "bread", "cloud"]
+    rng = random.Random(1)
+    rows = [{"prompt": " ".join(rng.choices(words, k=5))} for _ in range(80)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "predictor"
+
+    def run(*options: object, **changes: object) -> tuple[int, Path]:
+        arguments = {"--target": pair[0], "--drafter": pair[1], "--prompts": prompts, "-o": out}
+        arguments |= {"--max-tokens": MAX_TOKENS}
+        arguments |= {f"--{name}": value for name, value in changes.items()}
+        named = [str(word) for item in arguments.items() for word in item]
+        return main(["drafter", "calibrate-width", *named, *map(str, options)]), out
+
+    return run
+
+
+def test_from_end_to_end(
+    command: Callable[..., tuple[int, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out = command("--draft-width", "full")
+    assert status == 0
+    assert sorted(file.name for file in out.iterdir()) == [
+        "config.json", "model.safetensors", "report.json", "report.png",
+    ]  # fmt: skip
+    assert not out.with_name("predictor.partial").exists()
+    report = json.loads((out / "report.json").read_text())
+    assert report["held_out"]["oracle"]["tau"] >= report["held_out"]["blockpilot"]["tau"] >= 1
+    assert list(report["held_out_fixed"]) == ["6", "7", "8"]
+    printed = capsys.readouterr().out
+    assert f"block size {report['held_out']['best_fixed']['block_size']} for all" in printed
+    vocab_size = json.loads((out / "config.json").read_text())["vocab_size"]
+    predictor = load_predictor(out, vocab_size=vocab_size, trained_block_size=BLOCK_SIZE)
+    assert set(predictor.draft_tokens(torch.randn(5, vocab_size)).tolist()) <= {5, 6, 7}
+
+
+class Interruption(Exception):
+    pass
+
+
+def test_goes_on_where_it_was_interrupted(
+    command: Callable[..., tuple[int, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def measure_twice(*args: Any) -> Measured:
+        calls.append(len(args[2]))
+        if len(calls) == 2:
+            raise Interruption
+        return measure(*args)
+
+    monkeypatch.setattr(calibrate, "measure", measure_twice)
+    with pytest.raises(Interruption):
+        command()
+    status, out = command()
+    first, interrupted, *rest = calls
+    assert status == 0 and interrupted == rest[0]
+    num_prompts = sum(json.loads((out / "report.json").read_text())["prompts"])
+    assert first + sum(rest) == num_prompts  # none twice
+    status, _ = command()
+    assert status == 1  # OUT is there
+
+
+def test_parts_are_read_back_whole(tmp_path: Path) -> None:
+    prompts, done = random_prompts(70), []
+
+    def fake(part: list[list[int]]) -> Measured:
+        return measured([[float(len(prompt))] * 3 for prompt in part], torch.randn(len(part), V))
+
+    def refuse(part: list[list[int]]) -> Measured:
+        raise AssertionError("this part was measured before")
+
+    one = measure_in_parts(fake, prompts, tmp_path, done.append)
+    (tmp_path / "part-00002.tmp").write_bytes(b"torn")
+    two = measure_in_parts(refuse, prompts, tmp_path, done.append)
+    assert done == [32, 32, 6] * 2 and len(one) == 70
+    for field, tensor in vars(one).items():
+        assert torch.equal(tensor, getattr(two, field))
+    assert one.tau[:, 0].tolist() == [len(prompt) for prompt in prompts]
+
+
+def test_a_run_of_other_options_is_not_gone_on_with(
+    command: Callable[..., tuple[int, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stop(*args: Any) -> Measured:
+        raise Interruption
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate, "measure", stop)
+        with pytest.raises(Interruption):
+            command()
+    status, out = command("--radius", 1)
+    assert status == 1 and not out.exists()
+    assert (
+        "left from a run with another target, drafter, prompts or sizes" in capsys.readouterr().err
+    )
+
+
+WRONG = {
+    "no target": ({"target": "nowhere"}, (), "nowhere holds no model"),
+    "no drafter": ({"drafter": "nowhere"}, (), "nowhere holds no drafter"),
+    "no prompts": ({"prompts": "nowhere"}, (), "cannot read the prompts"),
+    "base": ({}, ("--base", 9), "base block size of 2 to 8"),
+    "radius": ({}, ("--radius", 0), "a radius of at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_input(
+    command: Callable[..., tuple[int, Path]], case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, options, message = WRONG[case]
+    status, out = command(*options, **changes)
+    error = capsys.readouterr().err
+    assert status == 1 and not out.exists() and not out.with_name("predictor.partial").exists()
+    assert message in error and error.count("\n") == 1

@@ -1,0 +1,105 @@
+"""What a block sees when many share a forward: its context, itself, and nothing else."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_dllm.tools.drafter.training.blocks import Blocks, block_logits, make_blocks
+from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_drafter
+from vllm_dllm.tools.drafter.training.target_states import Target, load_target
+from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
+
+LENGTHS = (20, 13)
+ANCHORS = ((5, 11, 18), (3, 9, -1))  # unsorted ones occur too; -1: no block
+WIDTHS = ((8, 3, 8), (8, 8, 8))
+W = 8
+MASK = 497
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, DFlashDrafter]:
+    folder: Path = tmp_path_factory.mktemp("pair")
+    path = make_tiny_target(folder / "target")
+    drafter = load_drafter(make_tiny_drafter(folder / "dflash", path))
+    return load_target(path, "cpu"), drafter
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(7, 490, (2, max(LENGTHS)), generator=generator)
+    tokens[1, LENGTHS[1] :] = 0
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def blocks(tokens: Tensor) -> Blocks:
+    lengths, anchors, widths = map(torch.tensor, (LENGTHS, ANCHORS, WIDTHS))
+    return make_blocks(tokens, lengths, anchors, widths, W, MASK)
+
+
+def test_slots_are_anchor_and_masks_at_following_positions(tokens: Tensor, blocks: Blocks) -> None:
+    assert blocks.tokens[0].view(3, W)[1].tolist() == [int(tokens[0, 11])] + [MASK] * (W - 1)
+    assert blocks.positions[0].view(3, W)[1].tolist() == list(range(11, 11 + W))
+
+
+def test_wanted_are_the_tokens_behind_the_anchor(tokens: Tensor, blocks: Blocks) -> None:
+    wanted = blocks.wanted.view(2, 3, W)
+    assert wanted[0, 0].tolist() == [-1, *tokens[0, 6:13].tolist()]
+    assert wanted[0, 1].tolist() == [-1, *tokens[0, 12:14].tolist(), *[-1] * 5], "ends at its width"
+    assert wanted[0, 2].tolist() == [-1, int(tokens[0, 19]), *[-1] * 6], "ends with the sequence"
+    assert wanted[1, 2].tolist() == [-1] * W, "no block"
+
+
+@torch.no_grad()
+def test_a_block_among_others_is_a_block_alone(
+    pair: tuple[Target, DFlashDrafter], tokens: Tensor, blocks: Blocks
+) -> None:
+    """Alone means: no mask, and a context that ends before the anchor."""
+    target, drafter = pair
+    states, _ = target.states(tokens, drafter.target_layer_ids)
+    together = block_logits(drafter, target, states, blocks).view(2, 3, W, -1)
+    for row in range(2):
+        for n, (anchor, width) in enumerate(zip(ANCHORS[row], WIDTHS[row], strict=True)):
+            if anchor < 0:
+                continue
+            slots = torch.tensor([[int(tokens[row, anchor])] + [MASK] * (width - 1)])
+            context = drafter.context_kv(states[row : row + 1, :anchor], torch.arange(anchor)[None])
+            positions = anchor + torch.arange(width)[None]
+            alone = target.logits(drafter(target.embed(slots), positions, context))
+            torch.testing.assert_close(together[row, n, :width], alone[0], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_block_sees_neither_the_future_nor_other_blocks(
+    pair: tuple[Target, DFlashDrafter], tokens: Tensor, blocks: Blocks
+) -> None:
+    target, drafter = pair
+    states, _ = target.states(tokens, drafter.target_layer_ids)
+    expected = block_logits(drafter, target, states, blocks)[0].view(3, W, -1)[1, :3]
+    changed_states = states.clone()
+    changed_states[:, 11:] = torch.randn(states[:, 11:].shape)  # the anchor's own and later
+    changed_tokens = blocks.tokens.clone().view(2, 3, W)
+    changed_tokens[:, ::2] = 77  # the other blocks
+    changed_tokens[:, 1, 3:] = 78  # past the width
+    changed = replace(blocks, tokens=changed_tokens.view(2, -1))
+    got = block_logits(drafter, target, changed_states, changed)[0].view(3, W, -1)[1, :3]
+    torch.testing.assert_close(got, expected)
+
+
+@torch.no_grad()
+def test_states_are_the_outputs_of_the_layers(
+    pair: tuple[Target, DFlashDrafter], tokens: Tensor
+) -> None:
+    """The last layer's too, which transformers shows only behind the final norm."""
+    target, _ = pair
+    states, logits = target.states(tokens[:1], [1, 3])
+    hidden = target.model(tokens[:1], output_hidden_states=True).hidden_states
+    second, last = states.chunk(2, dim=-1)
+    torch.testing.assert_close(second, hidden[2])
+    torch.testing.assert_close(target.model.model.norm(last), hidden[4])
+    torch.testing.assert_close(target.logits(hidden[4]), logits)
+    assert not torch.allclose(last, hidden[4])

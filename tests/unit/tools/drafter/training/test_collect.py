@@ -1,0 +1,193 @@
+"""Prompts and the target's answers to them, from transformers and from a server."""
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter.training.blocks import KnownSequence
+from vllm_dllm.tools.drafter.training.collect import (
+    collect,
+    complete,
+    read_prompts,
+    server_completer,
+)
+from vllm_dllm.tools.drafter.training.target_states import Target, load_target
+from vllm_dllm.tools.drafter.training.tiny import make_tiny_target
+from vllm_dllm.tools.pretrain.tokenizer import EOS_ID
+
+MAX_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def target(model: Path) -> Target:
+    return load_target(model, "cpu")
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(7, 490) for _ in range(rng.randint(3, 20))] for _ in range(5)]
+
+
+def ignore(done: int, total: int) -> None:
+    pass
+
+
+def test_reads_messages_and_texts(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"messages": [{"role": "user", "content": "Sort: b a"}]}, {"prompt": "Sort: b a"}]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    with_template, plain = read_prompts(path, model, room=100)
+    start = "".join(map(str, with_template)).index("".join(map(str, plain)))
+    assert start > 0, "the text is inside of its turn"
+    assert len(with_template) > len(plain)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read the prompts"),
+        ("", "holds no prompts: expected one JSON object a line"),
+        ("Sort: b a\n", "line 1 is not JSON"),
+        ('{"text": "Sort: b a"}\n', r'line 1: expected \{"messages": \[...\]\} or \{"prompt"'),
+        ('{"prompt": ["Sort"]}\n', "line 1 cannot be encoded"),
+        ('{"prompt": "Sort: ' + "b " * 60 + '"}\n', "tokens, expected 1 to 50"),
+    ],
+    ids=["no file", "empty", "not JSON", "other keys", "not a text", "too long"],
+)
+def test_refuses_unusable_prompts(
+    model: Path, tmp_path: Path, content: str | None, message: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_prompts(path, model, room=50)
+
+
+@torch.no_grad()
+def test_answers_are_greedy_and_in_order(target: Target, prompts: list[list[int]]) -> None:
+    for prompt, answer in zip(prompts, complete(target, prompts, MAX_TOKENS, 2), strict=True):
+        tokens = list(prompt)
+        for token in answer:
+            assert token == int(target.model(torch.tensor([tokens])).logits[0, -1].argmax())
+            tokens.append(token)
+        assert len(answer) == MAX_TOKENS or answer[-1] == EOS_ID
+
+
+def test_answers_end_with_eos(
+    target: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the token that some answer holds in its middle as EOS."""
+    answers = complete(target, prompts, MAX_TOKENS)
+    stop = answers[0][2]
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", [EOS_ID, stop])
+    expected = [a[: a.index(stop) + 1] if stop in a else a for a in answers]
+    assert complete(target, prompts, MAX_TOKENS) == expected
+    assert expected != answers
+
+
+def test_goes_on_behind_the_last_whole_line(tmp_path: Path, prompts: list[list[int]]) -> None:
+    path = tmp_path / "completions.jsonl"
+    asked: list[list[int]] = []
+
+    def answer(batch: Any) -> list[list[int]]:
+        asked.extend(batch)
+        return [[prompt[0], EOS_ID] for prompt in batch]
+
+    expected = [KnownSequence([*p, p[0], EOS_ID], len(p)) for p in prompts]
+    assert collect(prompts, answer, path, ignore) == expected
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    asked.clear()
+    assert collect(prompts, answer, path, ignore) == expected
+    assert asked == prompts[3:]
+    assert path.read_bytes() == b"".join(lines)
+
+
+def test_leaves_out_answers_without_an_anchor(tmp_path: Path, prompts: list[list[int]]) -> None:
+    sequences = collect(
+        prompts, lambda batch: [[EOS_ID] for _ in batch], tmp_path / "completions.jsonl", ignore
+    )
+    assert sequences == []
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, dict[str, Any]]]:
+    """URL of a stand-in for vLLM's server, and what the test wants in its answers."""
+    extra: dict[str, Any] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert request["model"] == "tiny"
+            assert request["temperature"] == 0.0
+            assert request["max_tokens"] == MAX_TOKENS
+            assert request["return_token_ids"] is True
+            answer = [request["prompt"][0], EOS_ID]
+            choice = {"index": 0, "text": "", "finish_reason": "stop", "token_ids": answer}
+            self.send({"id": "1", "object": "text_completion", "choices": [choice | extra]})
+
+        def send(self, body: dict[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    http = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{http.server_port}", extra
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1"])
+def test_asks_a_server_for_token_ids(
+    server: tuple[str, dict[str, Any]], prompts: list[list[int]], suffix: str
+) -> None:
+    answers = server_completer(server[0] + suffix, MAX_TOKENS, 512)(prompts)
+    assert answers == [[prompt[0], EOS_ID] for prompt in prompts]
+
+
+def test_refuses_a_server_without_token_ids(
+    server: tuple[str, dict[str, Any]], prompts: list[list[int]]
+) -> None:
+    server[1]["token_ids"] = None
+    with pytest.raises(InputError, match=r"sent no token ids: expected vLLM 0\.32"):
+        server_completer(server[0], MAX_TOKENS, 512)(prompts)
+
+
+def test_refuses_a_server_with_another_vocabulary(
+    server: tuple[str, dict[str, Any]], prompts: list[list[int]]
+) -> None:
+    server[1]["token_ids"] = [700]
+    with pytest.raises(InputError, match="tiny wrote token 700, the target's vocabulary has 512"):
+        server_completer(server[0], MAX_TOKENS, 512)(prompts)
+
+
+def test_says_that_no_server_answers() -> None:
+    with pytest.raises(InputError, match="no vLLM server answers at http://127"):
+        server_completer("http://127.0.0.1:9", MAX_TOKENS, 512)

@@ -1,0 +1,182 @@
+"""Offline replay against speculative decoding done literally, one prompt and step at a time."""
+
+import random
+
+import pytest
+import torch
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter.training.blocks import KnownSequence
+from vllm_dllm.tools.drafter.training.collect import complete
+from vllm_dllm.tools.drafter.training.evaluate import summarize
+from vllm_dllm.tools.drafter.training.fit import fit
+from vllm_dllm.tools.drafter.training.offline import Replayed, accepted_lengths, mean_length, replay
+from vllm_dllm.tools.drafter.training.options import Options
+from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_drafter
+from vllm_dllm.tools.drafter.training.target_states import Target, load_target
+from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
+from vllm_dllm.tools.pretrain.tokenizer import EOS_ID
+
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(7, 490) for _ in range(rng.randint(3, 20))] for _ in range(6)]
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
+) -> tuple[Target, DFlashDrafter]:
+    folder = tmp_path_factory.mktemp("pair")
+    path = make_tiny_target(folder / "target")
+    target = load_target(path, "cpu")
+    drafter = load_drafter(make_tiny_drafter(folder / "dflash", path)).train()
+    answers = complete(target, prompts, MAX_TOKENS)
+    sequences = [KnownSequence(p + a, len(p)) for p, a in zip(prompts, answers, strict=True)]
+    # Half-trained: some guesses are right, some are not.
+    fit(target, drafter, sequences, Options(block_size=8, steps=12), folder)
+    return target, drafter.eval()
+
+
+@torch.no_grad()
+def literal(
+    target: Target,
+    drafter: DFlashDrafter,
+    prompt: list[int],
+    draft_width: int,
+    verify_width: int,
+    max_tokens: int,
+) -> tuple[list[int], list[int]]:
+    """(answer, tokens emitted by each verification) without any cache."""
+
+    def best_guesses(tokens: list[int]) -> list[int]:
+        return target.model(torch.tensor([tokens])).logits[0].argmax(-1).tolist()
+
+    tokens = [*prompt, best_guesses(prompt)[-1]]
+    lengths = []
+    while tokens[-1] != EOS_ID and len(tokens) < len(prompt) + max_tokens:
+        known = len(tokens) - 1  # the anchor, sampled last, has no state yet
+        states, _ = target.states(torch.tensor([tokens[:known]]), drafter.target_layer_ids)
+        context = drafter.context_kv(states, torch.arange(known)[None])
+        block = torch.tensor([[tokens[-1]] + [drafter.mask_token_id] * draft_width])
+        positions = known + torch.arange(draft_width + 1)[None]
+        hidden = drafter(target.embed(block), positions, context)
+        drafted = target.logits(hidden)[0, 1:].argmax(-1).tolist()[:verify_width]
+        verified = best_guesses(tokens + drafted)[known:]
+        emitted = []
+        for token, guess in zip(verified, [*drafted, None], strict=True):
+            emitted.append(token)
+            if token != guess or token == EOS_ID:
+                break
+        emitted = emitted[: len(prompt) + max_tokens - len(tokens)]
+        tokens += emitted
+        lengths.append(len(emitted))
+    return tokens[len(prompt) :], lengths
+
+
+@pytest.mark.parametrize(
+    ("draft_width", "verify_width"),
+    [(7, 7), (7, 3), (4, 4), (1, 1)],
+    ids=["whole block", "fewer verified", "narrow block", "one token"],
+)
+def test_equals_literal_speculative_decoding(
+    pair: tuple[Target, DFlashDrafter],
+    prompts: list[list[int]],
+    draft_width: int,
+    verify_width: int,
+) -> None:
+    got = accepted_lengths(*pair, prompts, draft_width, verify_width, MAX_TOKENS)
+    for prompt, accepted in zip(prompts, got, strict=True):
+        expected = literal(*pair, prompt, draft_width, verify_width, MAX_TOKENS)
+        assert (accepted.answer, accepted.lengths) == expected
+    emitted = [n for accepted in got for n in accepted.lengths]
+    assert min(emitted) == 1 or verify_width == 1, "some drafts fail"
+    assert max(emitted) == verify_width + 1, "some drafts are right to the end"
+
+
+def test_first_logits_are_those_of_the_last_prompt_position(
+    pair: tuple[Target, DFlashDrafter], prompts: list[list[int]]
+) -> None:
+    target, _ = pair
+    for prompt, accepted in zip(
+        prompts, accepted_lengths(*pair, prompts, 3, 3, MAX_TOKENS), strict=True
+    ):
+        expected = target.model(torch.tensor([prompt])).logits[0, -1]
+        torch.testing.assert_close(accepted.first_logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_answer_of_one_token_needs_no_verification(
+    pair: tuple[Target, DFlashDrafter], prompts: list[list[int]]
+) -> None:
+    one, other = replay(*pair, prompts[:2], [[EOS_ID], [9, 9, EOS_ID]], draft_width=3)
+    assert one.lengths(3) == []
+    assert sum(other.lengths(3)) == 2
+
+
+@pytest.mark.parametrize(
+    ("verify_width", "lengths"),
+    [(7, [4, 1, 2]), (2, [3, 3, 1]), (1, [2, 2, 1, 2]), (0, [1] * 7)],
+    ids=["all", "two", "one", "none"],
+)
+def test_walks_from_accepted_token_to_accepted_token(verify_width: int, lengths: list[int]) -> None:
+    replayed = Replayed(list(range(8)), torch.zeros(1), matches=[3, 0, 1, 3, 0, 7, 0])
+    assert replayed.lengths(verify_width) == lengths
+
+
+def test_tau_is_the_mean_over_verifications() -> None:
+    assert mean_length([[4, 2], [], [1, 1]]) == 2.0
+    assert mean_length([[], []]) == 1.0
+
+
+@pytest.mark.parametrize(("draft_width", "verify_width"), [(3, 4), (3, 0)])
+def test_refuses_widths_that_do_not_fit(
+    pair: tuple[Target, DFlashDrafter], draft_width: int, verify_width: int
+) -> None:
+    with pytest.raises(InputError, match=r"expected 1 <= verify width <= draft width"):
+        accepted_lengths(*pair, [[5, 6]], draft_width, verify_width, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(hidden_size=32), "hidden size is 32, the target's is 64"),
+        (dict(vocab_size=300), "vocabulary has 300 tokens, the target's 512"),
+        (dict(num_target_layers=9), "target of 9 layers, the target has 4"),
+        (
+            dict(dflash_config={"target_layer_ids": [1, 4], "mask_token_id": 497}),
+            r"reads target layers \[1, 4\], the target has layers 0 to 3",
+        ),
+        (
+            dict(dflash_config={"target_layer_ids": [1, 2], "mask_token_id": 512}),
+            "mask token is 512, the target's vocabulary ends at 511",
+        ),
+    ],
+    ids=["hidden size", "vocabulary", "number of layers", "layer ids", "mask id"],
+)
+def test_refuses_a_drafter_for_another_target(
+    pair: tuple[Target, DFlashDrafter],
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, object],
+    message: str,
+) -> None:
+    target, drafter = pair
+    for name, value in change.items():
+        monkeypatch.setattr(drafter.config, name, value)
+    with pytest.raises(InputError, match=message):
+        replay(target, drafter, [[5, 6]], [[7, 8]], 3)
+
+
+def test_summary_by_task() -> None:
+    replayed = [
+        Replayed([7, 8, 9, EOS_ID], torch.zeros(1), matches=[3, 0, 0]),
+        Replayed([7, 8, EOS_ID], torch.zeros(1), matches=[0, 0]),
+        Replayed([7, EOS_ID], torch.zeros(1), matches=[0]),
+    ]
+    assert summarize(["sort", "add", "add"], [True, False, True], replayed, verify_width=15) == {
+        "sort": {"rows": 1, "exact_match": 1.0, "tokens": 4.0, "tau": 3.0},
+        "add": {"rows": 2, "exact_match": 0.5, "tokens": 2.5, "tau": 1.0},
+        "all": {"rows": 3, "exact_match": 2 / 3, "tokens": 3.0, "tau": 1.5},
+    }

@@ -1,0 +1,145 @@
+"""The reference drafter against DFlash's formulas written out one row at a time in float64."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_drafter, save_drafter
+from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
+
+NUM_CONTEXT, NUM_SLOTS = 11, 5
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> DFlashDrafter:
+    folder = tmp_path_factory.mktemp("drafter")
+    target = make_tiny_target(folder / "target")
+    return load_drafter(make_tiny_drafter(folder / "dflash", target), torch.float64)
+
+
+@pytest.fixture
+def inputs(drafter: DFlashDrafter) -> tuple[Tensor, Tensor]:
+    """States [C, layers · H] and embeddings [W, H]."""
+    generator = torch.Generator().manual_seed(3)
+    states = torch.randn(NUM_CONTEXT, drafter.fc.in_features, generator=generator)
+    embeddings = torch.randn(NUM_SLOTS, drafter.config.hidden_size, generator=generator)
+    return states.double(), embeddings.double()
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean() + 1e-6).sqrt() * weight
+
+
+def rotate(x: Tensor, position: int) -> Tensor:
+    """Rotary embedding of one head x [D]: channel i turns with channel i + D/2."""
+    half = len(x) // 2
+    turned = x.clone()
+    for i in range(half):
+        angle = position * 10_000.0 ** (-i / half)
+        a, b = x[i], x[i + half]
+        turned[i] = a * math.cos(angle) - b * math.sin(angle)
+        turned[i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return turned
+
+
+def written_out(drafter: DFlashDrafter, states: Tensor, embeddings: Tensor) -> Tensor:
+    """One block behind `states`, row by row and head by head."""
+    w = drafter.state_dict()
+    D, heads = drafter.config.head_dim, drafter.config.num_attention_heads
+    per_kv = heads // drafter.config.num_key_value_heads
+    context = [norm(w["fc.weight"] @ row, w["hidden_norm.weight"]) for row in states]
+    hidden = list(embeddings)
+    for n in range(drafter.config.num_hidden_layers):
+
+        def weight(name: str, n: int = n) -> Tensor:
+            return w[f"layers.{n}.{name}.weight"]
+
+        normed = [norm(row, weight("input_layernorm")) for row in hidden]
+        keys, values = [], []
+        for position, row in enumerate(context + normed):
+            k = (weight("self_attn.k_proj") @ row).split(D)
+            keys.append([rotate(norm(x, weight("self_attn.k_norm")), position) for x in k])
+            values.append((weight("self_attn.v_proj") @ row).split(D))
+        for slot, row in enumerate(normed):
+            attended = []
+            for head, q in enumerate((weight("self_attn.q_proj") @ row).split(D)):
+                q = rotate(norm(q, weight("self_attn.q_norm")), len(context) + slot)
+                scores = torch.stack([q @ k[head // per_kv] for k in keys]) / D**0.5
+                shares = scores.softmax(0)
+                attended.append(
+                    sum(share * v[head // per_kv] for share, v in zip(shares, values, strict=True))
+                )
+            hidden[slot] = hidden[slot] + weight("self_attn.o_proj") @ torch.cat(attended)
+        for slot, row in enumerate(hidden):
+            x = norm(row, weight("post_attention_layernorm"))
+            gate, up = weight("mlp.gate_proj") @ x, weight("mlp.up_proj") @ x
+            hidden[slot] = row + weight("mlp.down_proj") @ (gate * gate.sigmoid() * up)
+    return torch.stack([norm(row, w["norm.weight"]) for row in hidden])
+
+
+@torch.no_grad()
+def test_equals_the_formulas(drafter: DFlashDrafter, inputs: tuple[Tensor, Tensor]) -> None:
+    states, embeddings = inputs
+    context = drafter.context_kv(states[None], torch.arange(NUM_CONTEXT)[None])
+    positions = NUM_CONTEXT + torch.arange(NUM_SLOTS)
+    got = drafter(embeddings[None], positions[None], context)[0]
+    # Rotation is computed in float32 as in vLLM.
+    torch.testing.assert_close(got, written_out(drafter, states, embeddings), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_context_may_come_in_parts(drafter: DFlashDrafter, inputs: tuple[Tensor, Tensor]) -> None:
+    states = inputs[0][None]
+    positions = torch.arange(NUM_CONTEXT)[None]
+    whole = drafter.context_kv(states, positions)
+    parts = [drafter.context_kv(states[:, p], positions[:, p]) for p in (slice(4), slice(4, None))]
+    for (keys, values), first, second in zip(whole, *parts, strict=True):
+        torch.testing.assert_close(torch.cat((first[0], second[0]), dim=2), keys)
+        torch.testing.assert_close(torch.cat((first[1], second[1]), dim=2), values)
+
+
+def test_layout_is_that_of_published_drafters(tmp_path: Path) -> None:
+    target = make_tiny_target(tmp_path / "target")
+    path = make_tiny_drafter(tmp_path / "dflash", target, dtype=torch.bfloat16)
+    config = json.loads((path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["model_type"] == "qwen3"
+    assert config["dtype"] == "bfloat16"
+    assert config["block_size"] == 8
+    assert config["num_target_layers"] == 4
+    assert config["layer_types"] == ["full_attention", "full_attention"]
+    assert config["dflash_config"] == {"mask_token_id": 497, "target_layer_ids": [0, 2]}
+    weights = load_file(path / "model.safetensors")
+    layer = {
+        *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *("self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"),
+        *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+    }
+    names = {f"layers.{n}.{name}.weight" for n in range(2) for name in layer}
+    assert set(weights) == names | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def test_saves_what_it_loads(tmp_path: Path) -> None:
+    target = make_tiny_target(tmp_path / "target")
+    path = make_tiny_drafter(tmp_path / "dflash", target)
+    save_drafter(load_drafter(path), tmp_path / "again", torch.float32)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (path / name).read_bytes()
+
+
+def test_refuses_a_folder_without_a_drafter(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds no drafter: expected config\.json"):
+        load_drafter(tmp_path)
+
+
+def test_refuses_another_architecture(tmp_path: Path) -> None:
+    target = make_tiny_target(tmp_path / "target")
+    with pytest.raises(InputError, match=r"expected .*DFlashDraftModel.*Qwen3ForCausalLM"):
+        load_drafter(target)

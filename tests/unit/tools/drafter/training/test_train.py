@@ -1,0 +1,252 @@
+"""Training a drafter: it learns, resumes exactly, writes all or nothing, and refuses clearly."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_dllm import cli
+from vllm_dllm.drafters.buffer import BlockBuffer
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter.training import feed, fit, train
+from vllm_dllm.tools.drafter.training.collect import complete, read_prompts
+from vllm_dllm.tools.drafter.training.new_drafter import spread_layers
+from vllm_dllm.tools.drafter.training.options import Options
+from vllm_dllm.tools.drafter.training.reference import load_drafter
+from vllm_dllm.tools.drafter.training.target_states import load_target, target_text_config
+from vllm_dllm.tools.drafter.training.tiny import MASK_TOKEN, make_tiny_drafter, make_tiny_target
+
+OPTIONS = Options(
+    block_size=8, num_layers=1, mask_token=MASK_TOKEN, steps=8, max_tokens=12, tokens_per_batch=512
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_target(tmp_path_factory.mktemp("target") / "target")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    texts = ["".join(rng.choices("abcdefgh", k=rng.randint(3, 9))) for _ in range(40)]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_log() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "LOG_EVERY", 2)
+        patch.setattr(fit, "SAVE_EVERY_S", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "dflash"
+    train.train(target, out, OPTIONS, prompts=prompts)
+    return out
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    return json.loads((path / "training_log.json").read_text())
+
+
+@contextmanager
+def stopped_at(step: int) -> Iterator[None]:
+    """The training in the block is stopped by Ctrl-C as it reaches the step."""
+
+    def draw_anchors(rows: Any, options: Options, now: int) -> Any:
+        if now == step:
+            raise KeyboardInterrupt
+        return feed.draw_anchors(rows, options, now)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(fit, "draw_anchors", draw_anchors)
+        yield
+
+
+def longest_answered(target: Path, prompts: Path) -> int:
+    """Tokens of a prompt and its answer."""
+    room = target_text_config(target).max_position_embeddings - OPTIONS.max_tokens
+    questions = read_prompts(prompts, target, room)
+    answers = complete(load_target(target, "cpu"), questions, OPTIONS.max_tokens)
+    return max(len(q) + len(a) for q, a in zip(questions, answers, strict=True))
+
+
+def test_writes_a_drafter_with_its_log_and_pictures(
+    trained: Path, target: Path, prompts: Path
+) -> None:
+    names = {"config.json", "model.safetensors", "training_log.json", "loss.png", "tau.png"}
+    assert {path.name for path in trained.iterdir()} == names
+    assert not trained.with_name("dflash.partial").exists()
+    drafter = load_drafter(trained)
+    assert drafter.config.block_size == 8
+    assert drafter.config.dflash_config == {
+        "mask_token_id": 497,
+        "target_layer_ids": [2],
+        "trained_context": longest_answered(target, prompts),
+    }
+    log = read_log(trained)
+    assert [entry["step"] for entry in log] == [2, 4, 6, 8]
+    assert log[-1]["loss"] < log[0]["loss"]
+    assert all(1 <= entry["tau_held_out"] <= 8 for entry in log)
+
+
+@pytest.mark.parametrize("step", [3, 6], ids=["between two logs", "just after a log"])
+def test_killed_and_resumed_gives_the_same_weights(
+    target: Path,
+    prompts: Path,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+) -> None:
+    out = tmp_path / "dflash"
+    with stopped_at(step):
+        train.train(target, out, OPTIONS, prompts=prompts)
+    assert not out.exists()
+    monkeypatch.setattr(train, "complete", None)  # the answers are there already
+    train.train(target, out, OPTIONS, prompts=prompts)
+    weights = "model.safetensors"
+    assert (out / weights).read_bytes() == (trained / weights).read_bytes()
+    logs = [read_log(path) for path in (out, trained)]
+    for entry in (*logs[0], *logs[1]):
+        del entry["minutes"]
+    assert logs[0] == logs[1]
+
+
+def test_another_run_is_not_resumed(target: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "dflash"
+    with stopped_at(0):
+        train.train(target, out, OPTIONS, prompts=prompts)
+    with pytest.raises(InputError, match=r"dflash\.partial is left from a run with another"):
+        train.train(target, out, replace(OPTIONS, seed=5), prompts=prompts)
+
+
+def test_goes_on_from_a_buffer(target: Path, trained: Path, tmp_path: Path) -> None:
+    buffer = BlockBuffer(tmp_path / "buffer", max_bytes=100_000)
+    rng = random.Random(1)
+    for _ in range(30):
+        buffer.add([rng.randrange(7, 490) for _ in range(14)], start=9, accepted=3)
+    buffer.close()
+    out = tmp_path / "dflash"
+    train.train(target, out, OPTIONS, from_buffer=tmp_path / "buffer", init_from=trained)
+    drafter, before = load_drafter(out), load_drafter(trained)
+    assert drafter.config.dflash_config == before.config.dflash_config
+    assert not drafter.fc.weight.equal(before.fc.weight)
+    log = read_log(out)
+    assert log[-1]["loss"] < log[0]["loss"]
+
+
+def test_what_a_published_drafter_was_trained_on_stays_unknown(
+    target: Path, prompts: Path, trained: Path, tmp_path: Path
+) -> None:
+    published = shutil.copytree(trained, tmp_path / "published")
+    config = json.loads((published / "config.json").read_text())
+    del config["dflash_config"]["trained_context"]
+    (published / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "dflash"
+    train.train(target, out, replace(OPTIONS, steps=1), prompts=prompts, init_from=published)
+    assert "trained_context" not in load_drafter(out).config.dflash_config
+
+
+@pytest.mark.parametrize(
+    ("num_target_layers", "count", "expected"),
+    [(36, 5, (1, 9, 17, 25, 33)), (8, 3, (1, 3, 5)), (4, 1, (2,))],
+    ids=["z-lab/Qwen3-4B-DFlash-b16", "the shipped target", "one"],
+)
+def test_layers_are_spread_as_in_published_drafters(
+    num_target_layers: int, count: int, expected: tuple[int, ...]
+) -> None:
+    assert spread_layers(num_target_layers, count) == expected
+
+
+@pytest.fixture
+def refusal(
+    target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs the command, which has to refuse; returns what it says, which has to be one line."""
+
+    def run(options: str, out: Path = tmp_path / "dflash") -> str:
+        places = {"here": tmp_path, "prompts": prompts}
+        given = [word.format(**places) for word in options.split()]
+        fixed = ["--target", str(target), "--mask-token", MASK_TOKEN, "-o", str(out)]
+        capsys.readouterr()  # what transformers says while it saves
+        assert cli.main(["drafter", "train", *fixed, *given]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("vllm-dllm drafter train: ")
+        assert error.count("\n") == 1
+        return error
+
+    return run
+
+
+# Options, and what is said of them.
+CASES = {
+    "no sequences": ("--steps 1", "expected either --prompts FILE.jsonl or --from-buffer DIR"),
+    "both": (
+        "--steps 1 --prompts {prompts} --from-buffer {here}",
+        "expected either --prompts FILE.jsonl or --from-buffer DIR",
+    ),
+    "server alone": (
+        "--steps 1 --server http://x --from-buffer {here}",
+        "--server answers prompts: expected --prompts",
+    ),
+    "buffer alone": ("--steps 1 --from-buffer {here}", "name it with --init-from DRAFTER"),
+    "no length": ("--prompts {prompts}", "expected either --minutes or --steps"),
+    "two lengths": (
+        "--steps 1 --minutes 1 --prompts {prompts}",
+        "expected either --minutes or --steps",
+    ),
+    "layer out of range": (
+        "--steps 1 --prompts {prompts} --target-layers 1,4",
+        "the drafter reads target layers [1, 4], the target has layers 0 to 3",
+    ),
+    "unknown mask": (
+        "--steps 1 --prompts {prompts} --mask-token <mask>",
+        "the target's vocabulary has no token '<mask>' for the mask",
+    ),
+    "block too small": (
+        "--steps 1 --prompts {prompts} --block-size 1",
+        "expected a block of at least 2 slots",
+    ),
+    "no target": (
+        "--steps 1 --prompts {prompts} --target {here}",
+        "holds no model: expected a folder with config.json",
+    ),
+    "answers too long": (
+        "--steps 1 --prompts {prompts} --max-tokens 1023",
+        "tokens, expected 1 to 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), CASES.values(), ids=CASES.keys())
+def test_bad_input_is_one_line(
+    refusal: Callable[..., str], tmp_path: Path, options: str, message: str
+) -> None:
+    assert message in refusal(options)
+    assert not (tmp_path / "dflash").exists()
+
+
+def test_drafter_of_another_target(refusal: Callable[..., str], tmp_path: Path) -> None:
+    other = make_tiny_target(tmp_path / "other", num_layers=6)
+    make_tiny_drafter(tmp_path / "its", other)
+    error = refusal("--steps 1 --prompts {prompts} --init-from {here}/its")
+    assert "the drafter is for a target of 6 layers, the target has 4" in error
+
+
+def test_does_not_overwrite(refusal: Callable[..., str], trained: Path) -> None:
+    before = (trained / "config.json").read_bytes()
+    error = refusal("--steps 1 --prompts {prompts}", out=trained)
+    assert "exists already: remove it or name another folder" in error
+    assert (trained / "config.json").read_bytes() == before

@@ -1,0 +1,258 @@
+"""The command against a stub of a server: what it computes, what it says when things go wrong."""
+
+import hashlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import lm_eval.tasks
+import pandas as pd
+import pytest
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from tests.paths import CHECKPOINTS
+from vllm_dllm import cli
+from vllm_dllm.tools import evaluate
+from vllm_dllm.tools.evaluate.tasks import load_tasks
+
+# Acts as a vLLM server of a diffusion model. Its answers, in answers.json by a prompt's end, take 2
+# canvases of 32 each, of 3 steps each; its weights are 1000 bytes on each of 2 workers.
+STUB = r"""
+import http.server, json, os, pathlib, sys, threading
+folder, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+answers = json.loads((folder / "answers.json").read_text())
+lock, done = threading.Lock(), 0
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, text, status=200):
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(text.encode())
+    def do_GET(self):
+        counts = {"generation_tokens": 50 * done, "diffusion_num_denoising_steps": 8 * done,
+            "diffusion_num_canvas_positions": 8 * 32 * done,
+            "diffusion_num_committed_tokens": 64 * done}
+        self.reply("".join(f'vllm:{k}_total{{engine="0"}} {v}\n' for k, v in counts.items()))
+    def do_POST(self):
+        global done
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/collective_rpc":
+            assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
+            return self.reply(json.dumps({"results": 2 * [{"bytes": 1000}]}))
+        chat = self.path.startswith("/v1/chat")
+        prompt = body["messages"][-1]["content"] if chat else body["prompt"]
+        answer = next((a for q, a in answers.items() if prompt.endswith(q)), "what?")
+        if answer == "DIE":
+            print("RuntimeError: out of memory", flush=True)
+            os._exit(9)
+        if answer == "REFUSE":
+            return self.reply("the prompt is too long", 400)
+        assert prompt == "Hello" or body["temperature"] == 1.0
+        with lock:
+            done += 1
+        choice = {"message": {"content": answer}} if chat else {"text": answer}
+        self.reply(json.dumps({"choices": [{"index": 0, "finish_reason": "stop"} | choice]}))
+
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+TASK, TASKS = (CHECKPOINTS / "held_out.yaml").read_text(), CHECKPOINTS / "tasks"
+ROWS = {"Sort: b a": "a b", "Add 1 and 2.": "1+2=3, =3", "Hi!": "Hello!", "Reverse: x y": "y x"}
+Make = Callable[[str, dict[str, str]], str]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes a checkpoint whose server is the stub, beside a task of `ROWS`."""
+    (tmp_path / "task.yaml").write_text(TASK)
+    rows = [{"messages": [{"content": q}], "answer": a} for q, a in ROWS.items()]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # must not be asked
+
+    def command(checkpoint: Path, port: int, *options: str) -> list[str]:
+        assert "vllm_dllm.tools.evaluate.weight_sizes.WeightSizes" in options
+        return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
+
+    monkeypatch.setattr(evaluate, "serve_command", command)
+
+    def checkpoint(name: str, answers: dict[str, str]) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in ("config.json", "tokenizer.json"):
+            (folder / file).write_text("{}")
+        (folder / "model.safetensors").write_bytes(bytes(3000))
+        (folder / "answers.json").write_text(json.dumps(ROWS | answers))
+        return str(folder)
+
+    return checkpoint
+
+
+@pytest.mark.parametrize(("api", "concurrency"), [("chat", "3"), ("completions", "1")])
+def test_two_checkpoints(
+    make: Make, capsys: pytest.CaptureFixture[str], api: str, concurrency: str
+) -> None:
+    checkpoints = [make("good", {"Hi!": "Hi?"}), make("worse", {"Hi!": "Hi?", "Sort: b a": "b a"})]
+    options = ["--task", "task.yaml", "--api", api, "--concurrency", concurrency, "-o", "out"]
+    assert cli.main(["eval", *checkpoints, *options]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"good +75\.0 ± 25\.0 +100\.0% +\d+ +3\.00 +0\.00 +0\.00", out), out
+    assert re.search(r"worse +50\.0 ± 28\.9 +66\.7% ", out), out
+    found = json.loads(Path("out/eval.json").read_text())
+    assert found["machine"]["versions"].keys() >= {"vllm-dllm", "lm-eval", "torch"}
+    digest = hashlib.sha256(bytes(3000)).hexdigest()
+    assert found["weights"] == {path: {"model.safetensors": digest} for path in checkpoints}
+    assert re.fullmatch("[0-9a-f]{40}", found["machine"]["commit"])
+    (good, worse) = found["rows"]
+    assert (good["task"], good["score"], good["prompts"]) == ("held_out", "exact_match", 4)
+    assert (good["accuracy"], worse["accuracy"], worse["recovery"]) == (0.75, 0.5, 0.5 / 0.75)
+    assert (good["tokens"], good["steps_per_block"]) == (200, 3.0)  # the first answer warms up
+    assert (good["disk_bytes"], good["weight_bytes"]) == (3000, 2000)
+    assert good["tokens_per_second"] == pytest.approx(200 / good["seconds"])
+    assert Path("out/eval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["eval", *arguments]) == 1
+    return capsys.readouterr().err
+
+
+def test_limit(make: Make) -> None:
+    options = ["--task", "task.yaml", "--limit", "1", "-o", "out"]
+    assert cli.main(["eval", make("good", {"Hi!": "DIE"}), *options]) == 0
+    (row,) = json.loads(Path("out/eval.json").read_text())["rows"]
+    assert (row["prompts"], row["accuracy"], row["stderr"]) == (1, 1.0, None)
+
+
+def test_a_server_that_dies(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    dying = make("dying", {"Hi!": "DIE"})
+    error = run(capsys, dying, "--task", "task.yaml", "-o", "out")
+    assert re.match(r"vllm-dllm eval: the server ended \(9\)\. From its log, .*dying.*\.log", error)
+    assert "RuntimeError: out of memory" in error
+    assert not list(Path("out").iterdir())
+
+
+def test_a_server_that_refuses(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    error = run(capsys, make("strict", {"Hi!": "REFUSE"}), "--task", "task.yaml")
+    found = re.search(r"did not answer task 'held_out' \(400,.*in (\S+lm_eval\.log)\n$", error)
+    assert found, error
+    assert "the prompt is too long" in Path(found.group(1)).read_text()
+
+
+def test_bad_input(make: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    good = make("good", {})
+    assert re.search(r"there is no folder 'gone'", run(capsys, "gone"))
+    assert "there is no folder 'gone'" in run(capsys, good, "gone", "--task", "task.yaml")
+    assert "there is no task file 'gone.yaml'" in run(capsys, good, "--task", "gone.yaml")
+    assert "there is no task file 'checkpoints/held_out.yaml'" in run(capsys, good)
+    assert "--limit must be at least 1, got 0" in run(capsys, good, "--limit", "0")
+    assert "--concurrency must be at least 1, got -2" in run(capsys, good, "--concurrency", "-2")
+    assert "a checkpoint is named twice" in run(capsys, good, good)
+    assert "--data: there is no folder 'gone'" in run(capsys, good, "--data", "gone")
+    for out in ("task.yaml", "/proc/nope/out"):
+        assert "-o must name a folder that can be written: [Errno" in run(capsys, good, "-o", out)
+    (Path(good) / "config.json").unlink()
+    assert "has no config.json" in run(capsys, good, "--task", "task.yaml")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two made-up rows of each public data set, as its own files hold them."""
+
+    def path(name: str) -> Path:
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        return tmp_path / "data" / name
+
+    numbers = (2, 5)
+    rows: list[dict[str, str]]
+    rows = [
+        {"question": f"1 + {n}?", "answer": f"1 + {n} = {1 + n}\n#### {1 + n}"} for n in numbers
+    ]
+    for split, count in (("train", 3), ("test", 1)):  # five examples stand before each question
+        file = path(f"openai/gsm8k/main/{split}-00000-of-00001.parquet")
+        pd.DataFrame(count * rows).to_parquet(file)
+    rows = [{"problem": f"2 + {n}?", "answer": f"{2 + n}"} for n in numbers]
+    pd.DataFrame(rows).to_json(path("math-ai/aime25/test.jsonl"), orient="records", lines=True)
+    wrong = {f"Incorrect Answer {i}": f"9{i} cats" for i in (1, 2, 3)}
+    rows = [{"Question": f"3 + {n}?", "Correct Answer": f"{3 + n} cats"} | wrong for n in numbers]
+    pd.DataFrame(rows).to_csv(path("Idavidrein/gpqa/gpqa_diamond.csv"), index=False)
+    return tmp_path / "data"
+
+
+def test_public_tasks(
+    make: Make, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shipped task files: of each one's two rows the first is answered rightly."""
+    specs = [str(TASKS / f"{name}.yaml") for name in ("gsm8k", "aime25", "gpqa_diamond")]
+    tasks = load_tasks(specs, data)
+    monkeypatch.setattr(evaluate, "load_tasks", lambda *_: tasks)  # choices are shuffled but once
+    answers = {}
+    for name, answer in (
+        ("gsm8k", "#### 3"),
+        ("aime25", r"It is $\boxed{4}$, as"),
+        ("gpqa_diamond", "The answer is {}."),
+    ):
+        first = next(iter(tasks[name].eval_docs))
+        right = answer.replace("{}", str(tasks[name].doc_to_target(first)))
+        answers[str(tasks[name].doc_to_text(first))] = right
+    options = [f"--task={spec}" for spec in specs]
+    command = ["eval", make("good", answers), *options, "--data", str(data), "-o", "out"]
+    assert cli.main(command) == 0, capsys.readouterr().err
+    found = json.loads(Path("out/eval.json").read_text())
+    assert {(row["task"], row["score"]): row["accuracy"] for row in found["rows"]} == {
+        ("gsm8k", "exact_match, strict-match"): 0.5,
+        ("gsm8k", "exact_match, flexible-extract"): 0.5,
+        ("aime25", "exact_match"): 0.5,
+        ("gpqa_diamond", "exact_match, strict-match"): 0.5,
+        ("gpqa_diamond", "exact_match, flexible-extract"): 0.5,
+    }
+    assert {row["prompts"] for row in found["rows"]} == {2}
+    # Room for AIME's answers, and for prompts.
+    assert found["serve_options"][:2] == ["--max-model-len", str(32768 + 1024)]
+
+
+def test_public_tasks_are_the_harness_own() -> None:
+    """But for where data lies and how long answers may be."""
+    ours = {"task", "tag", "dataset_path", "dataset_name", "dataset_kwargs", "include"}
+    for name, own in (
+        ("gsm8k", "gsm8k/gsm8k.yaml"),
+        ("aime25", "aime/aime25.yaml"),
+        ("gpqa_diamond", "gpqa/cot_zeroshot/gpqa_diamond_cot_zeroshot.yaml"),
+    ):
+        shipped = load_yaml(TASKS / f"{name}.yaml")
+        original = load_yaml(Path(lm_eval.tasks.__file__).parent / own)
+        original["generation_kwargs"] = {"max_gen_toks": 0} | original["generation_kwargs"]
+        if original["generation_kwargs"]["max_gen_toks"] == 0:
+            shipped["generation_kwargs"]["max_gen_toks"] = 0
+        for config in (shipped, original):
+            for key in ("process_results", "process_docs"):
+                if key in config:
+                    config[key] = inspect.getsource(config[key])
+        assert {k: v for k, v in shipped.items() if k not in ours} == {
+            k: v for k, v in original.items() if k not in ours
+        }
+
+
+def test_a_context_that_holds_no_answer(
+    make: Make, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [f"--task={TASKS / 'aime25'}.yaml", "--data", str(data)]
+    error = run(capsys, make("good", {}), *options, "--serve-options=--max-model-len 1024")
+    assert "task 'aime25' asks for answers of up to 32768 tokens (max_gen_toks): " in error
+    assert "got 1024" in error
+
+
+def test_without_the_extra() -> None:
+    script = (
+        "import sys; sys.modules['lm_eval'] = None; "
+        "from vllm_dllm import cli; sys.exit(cli.main(['eval', 'x']))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        "vllm-dllm eval: there is no lm_eval here: pip install 'vllm-dllm[eval]'"
+    ]

@@ -1,0 +1,117 @@
+"""Task files and names: found with their data, or refused with what to do."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.paths import CHECKPOINTS
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.evaluate.tasks import load_tasks
+
+HELD_OUT = (CHECKPOINTS / "held_out.yaml").read_text()
+
+
+def test_held_out_set_to_the_letter() -> None:
+    """Every prompt, and every answer, as the file has them."""
+    (task,) = load_tasks([str(CHECKPOINTS / "held_out.yaml")], Path()).values()
+    rows = [json.loads(line) for line in (CHECKPOINTS / "held_out.jsonl").read_text().splitlines()]
+    docs = list(task.eval_docs)
+    assert [task.doc_to_text(doc) for doc in docs] == [r["messages"][-1]["content"] for r in rows]
+    assert [task.doc_to_target(doc) for doc in docs] == [row["answer"] for row in rows]
+
+
+def without(line_start: str) -> Callable[[str], str]:
+    return lambda text: "\n".join(x for x in text.split("\n") if not x.startswith(line_start))
+
+
+def replaced(old: str, new: str) -> Callable[[str], str]:
+    return lambda text: text.replace(old, new)
+
+
+# name: (what is done to the task file, what the error says)
+MALFORMED: dict[str, tuple[Callable[[str], str], str]] = {
+    "no-yaml": (lambda _: "task: [", r"bad\.yaml' is not a task that can be used: ParserError"),
+    "empty": (lambda _: "", r"bad\.yaml' is not a task .* Expected YAML dict"),
+    "no-name": (without("task:"), r"bad\.yaml' is not a task .* Unknown config shape"),
+    "unknown-key": (lambda t: t + "tokens: 5\n", r"unexpected keyword argument 'tokens'"),
+    "unknown-field": (replaced("{{answer}}", "{{reply}}"), r"'reply' is undefined"),
+    "template": (replaced("{{answer}}", "{{answer"), r"TemplateSyntaxError: unexpected end"),
+    "unknown-split": (replaced("test_split: test", "test_split: tset"), r"KeyError: 'tset'"),
+    "unknown-metric": (replaced("exact_match", "exact_mtch"), r"has the metric 'exact_mtch'"),
+    "function": (replaced('"{{answer}}"', "!function gone.answer"), r"Cannot import module 'gone'"),
+    "log-likelihoods": (
+        replaced("generate_until", "loglikelihood"),
+        r"must have answers that are generated \(output_type generate_until\), got loglikelihood",
+    ),
+    "no-data": (
+        replaced("held_out.jsonl", "gone.jsonl"),
+        r"the data of task '.*bad\.yaml' is not at hand \(Unable to find '.*gone\.jsonl'\)",
+    ),
+    "data-of-a-hub": (
+        replaced("dataset_path: json", "dataset_path: someone/something"),
+        r"not at hand \(Couldn't reach 'someone/something' on the Hub .* give --data FOLDER",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_task_files_are_refused(tmp_path: Path, name: str) -> None:
+    change, message = MALFORMED[name]
+    (tmp_path / "held_out.jsonl").symlink_to(CHECKPOINTS / "held_out.jsonl")
+    path = tmp_path / "bad.yaml"
+    path.write_text(change(HELD_OUT))
+    with pytest.raises(InputError, match=message) as refused:
+        load_tasks([str(path)], Path())
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [pytest.param("", "no rows", id="empty"), pytest.param('{"answer": 5', "JSON", id="cut-short")],
+)
+def test_data_that_cannot_be_read(tmp_path: Path, rows: str, message: str) -> None:
+    (tmp_path / "held_out.jsonl").write_text(rows)
+    (tmp_path / "task.yaml").write_text(HELD_OUT)
+    with pytest.raises(InputError, match=rf"task '.*task\.yaml' cannot be read: .*{message}"):
+        load_tasks([str(tmp_path / "task.yaml")], Path())
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"there is no task file '.*gone\.yaml'"):
+        load_tasks([str(tmp_path / "gone.yaml")], Path())
+
+
+GSM8K = {"question": "Tom has 3 cats and gets 4. How many?", "answer": "3 + 4 = 7\n#### 7"}
+README = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train.jsonl
+  - split: test
+    path: main/test.jsonl
+---
+"""
+
+
+@pytest.mark.slow  # all names of the harness are read
+def test_names_of_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gsm8k from a local copy of its data set; what is not at hand is named."""
+    folder = tmp_path / "data" / "openai" / "gsm8k"
+    (folder / "main").mkdir(parents=True)
+    (folder / "README.md").write_text(README)
+    for split in ("train", "test"):
+        (folder / "main" / f"{split}.jsonl").write_text(6 * (json.dumps(GSM8K) + "\n"))
+    (task,) = load_tasks(["gsm8k"], tmp_path / "data").values()
+    assert task.doc_to_text(task.eval_docs[0]) == f"Question: {GSM8K['question']}\nAnswer:"
+
+    for name, data_set in {
+        "aime25": "math-ai/aime25",
+        "gpqa_diamond_cot_zeroshot": "Idavidrein/gpqa",
+    }.items():
+        with pytest.raises(InputError, match=rf"task '{name}' is not at hand .*'{data_set}'"):
+            load_tasks([name], tmp_path / "data")
+    with pytest.raises(InputError, match=r"a task of lm-evaluation-harness, got 'gsm9k'"):
+        load_tasks(["gsm9k"], tmp_path)

@@ -1,0 +1,36 @@
+"""Which attention backend vLLM takes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+
+@contextmanager
+def override_cpu_attention_backend(class_path: str) -> Iterator[None]:
+    """Makes attention layers built inside use `class_path` where vLLM picks its CPU backend.
+
+    vLLM remembers the backend it picked for a configuration, so the memory is cleared on both ends.
+    """
+    backend = AttentionBackendEnum.CPU_ATTN
+    register_backend(backend, class_path)
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        backend.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
+
+
+def register_custom_attention_backend(class_path: str) -> None:
+    """`--attention-backend CUSTOM` means `class_path`, unless another extension was here first: the
+    only name vLLM leaves to extensions that all of its processes know. Repeatable."""
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, class_path)
+
+
+def custom_attention_backend(class_path: str) -> AttentionBackendEnum | None:
+    """CUSTOM, if it means `class_path`."""
+    custom = AttentionBackendEnum.CUSTOM
+    return custom if custom.is_overridden() and custom.get_path() == class_path else None

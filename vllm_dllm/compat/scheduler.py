@@ -1,0 +1,128 @@
+"""vLLM's scheduler, with some of its steps open to subclasses, and which class it is."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched import diffusion_scheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+
+class SchedulerHooks(Scheduler):
+    """vLLM's scheduler, with some of its steps open to subclasses."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _ask_for_draft_tokens_only_if_needed()
+
+    @property
+    def knows_draft_tokens(self) -> bool:
+        """Whether the engine may save itself the question what the step just run has drafted."""
+        return False
+
+    def complete_output(self, output: SchedulerOutput) -> None:
+        """May change what a step schedules, before it is counted."""
+
+    def output_counted(self, output: SchedulerOutput) -> None:
+        """The step `output` is on its way, and the requests' counters have moved on."""
+
+    def block_emitted(self, request: Request, block_length: int) -> None:
+        """`request` has just got a block of `block_length` tokens, and goes on."""
+
+    def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
+        """`request` has just ended with a block of `block_length` tokens, the first `num_kept` of
+        which are its own. Its cache blocks are still there, unless it was preempted meanwhile
+        and has no computed tokens."""
+
+    def output_arrived(self, output: ModelRunnerOutput) -> None:
+        """The worker's answer, before anything is made of it."""
+
+    def output_processed(self, output: SchedulerOutput) -> None:
+        """The requests have what the step `output` gave them."""
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        self.output_arrived(model_runner_output)
+        found = super().update_from_output(scheduler_output, model_runner_output)
+        self.output_processed(scheduler_output)
+        return found
+
+    def take_new_blocks_to_zero(self) -> list[int]:
+        """Cache blocks handed out since the last call that must be zeroed before use."""
+        return self._get_new_block_ids_to_zero() or []
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        self.complete_output(scheduler_output)
+        super()._update_after_schedule(scheduler_output)
+        self.output_counted(scheduler_output)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        block_length = len(new_token_ids)
+        kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        if stopped:
+            self.request_stopped(request, block_length, len(kept))
+        else:
+            self.block_emitted(request, block_length)
+        return kept, stopped
+
+
+def _ask_for_draft_tokens_only_if_needed() -> None:
+    """After each step the engine asks the worker for draft tokens, a round trip between processes
+    (0.7 ms of 15 on two cores). A scheduler that knows them spares it. Repeatable."""
+    from vllm.v1.engine.core import EngineCore  # loaded by now: it makes the scheduler
+
+    if EngineCore.post_step.__module__ == __name__:
+        return
+    stock_post_step = EngineCore.post_step
+
+    def post_step(self: EngineCore, model_executed: bool) -> None:
+        if not getattr(self.scheduler, "knows_draft_tokens", False):
+            stock_post_step(self, model_executed)
+
+    EngineCore.post_step = post_step
+
+
+StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler
+
+StockDiffusionAsyncScheduler = diffusion_scheduler.DiffusionAsyncScheduler
+
+stock_canvas_width = diffusion_scheduler.diffusion_canvas_width
+
+
+_stock_schedulers = {
+    "DiffusionScheduler": StockDiffusionScheduler,
+    "DiffusionAsyncScheduler": StockDiffusionAsyncScheduler,
+}
+
+
+def set_schedulers(architecture: str, schedulers: Mapping[str, str]) -> None:
+    """Replaces vLLM's diffusion schedulers, for models of `architecture`.
+
+    `schedulers` maps the names of vLLM's classes to the paths of those that take their place.
+    vLLM finds its classes by these names after it has settled whether to schedule asynchronously,
+    which `scheduler_cls` would have to know before.
+    """
+
+    def choose(name: str, path: str) -> Callable[..., Any]:
+        def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+            ours = vllm_config.model_config.architecture == architecture
+            scheduler = resolve_obj_by_qualname(path) if ours else _stock_schedulers[name]
+            return scheduler(vllm_config, *args, **kwargs)
+
+        return make_scheduler
+
+    for name, path in schedulers.items():
+        setattr(diffusion_scheduler, name, choose(name, path))
+
+
+def set_canvas_width(canvas_width: Callable[[Request, int], int]) -> None:
+    """Makes vLLM's diffusion schedulers ask `canvas_width`, of the signature of
+    `stock_canvas_width`, how wide the next canvas of a request is."""
+    diffusion_scheduler.diffusion_canvas_width = canvas_width

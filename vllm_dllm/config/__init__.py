@@ -1,0 +1,1 @@
+"""Settings of a server, read once at start-up and checked once; one file for each kind."""

@@ -1,0 +1,89 @@
+"""Native versions of the kernels of `vllm/v1/worker/gpu/block_table.py`.
+
+Block tables arrive as addresses, one a KV-cache group, of int32 arrays [max_num_reqs, stride].
+"""
+
+import numpy as np
+import torch
+
+from vllm_dllm.cpu.kernels.memory import int32_at
+
+Grid = tuple[int, ...]
+
+
+def gather_block_tables(
+    grid: Grid,  # (num_groups, num_reqs_padded)
+    batch_idx_to_req_idx: torch.Tensor,  # [num_reqs] int64
+    src_block_table_ptrs: torch.Tensor,  # [num_groups] uint64
+    dst_block_table_ptrs: torch.Tensor,  # [num_groups] uint64, tables written
+    block_table_strides: torch.Tensor,  # [num_groups] int64
+    num_blocks: torch.Tensor,  # [num_groups, max_num_reqs] int32, blocks each request has
+    num_blocks_stride: int,
+    num_reqs: int,
+    **block_sizes: int,
+) -> None:
+    """Copies the batch's rows, as far as they are in use, and clears the padding rows."""
+    num_rows, max_slots = grid[1], num_blocks.shape[1]
+    slots = batch_idx_to_req_idx.tolist()
+    for used, source, target, stride in zip(
+        num_blocks.numpy(),
+        src_block_table_ptrs.tolist(),
+        dst_block_table_ptrs.tolist(),
+        block_table_strides.tolist(),
+        strict=True,
+    ):
+        table = int32_at(source, max_slots, stride)
+        rows = int32_at(target, num_rows, stride)
+        for row, slot in enumerate(slots):
+            rows[row, : used[slot]] = table[slot, : used[slot]]
+        rows[num_reqs:] = 0
+
+
+def compute_slot_mappings(
+    grid: Grid,  # (num_groups, num_reqs + 1)
+    max_num_tokens: int,
+    idx_mapping: torch.Tensor,  # [num_reqs] int64, -1 = a dummy that owns no blocks
+    query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
+    pos: torch.Tensor,  # [num_tokens] int64
+    block_table_ptrs: torch.Tensor,  # [num_groups] uint64
+    block_table_strides: torch.Tensor,  # [num_groups] int64
+    block_sizes: torch.Tensor,  # [num_groups] int32
+    slot_mapping_enabled: torch.Tensor,  # [num_groups] bool
+    dcp_sharded: torch.Tensor,  # [num_groups] bool
+    slot_mappings: torch.Tensor,  # [num_groups, max_num_tokens] int64, written
+    slot_mappings_stride: int,
+    cp_rank: int,
+    CP_SIZE: int,
+    CP_INTERLEAVE: int,
+    PAD_ID: int,
+    **other_block_sizes: int,
+) -> None:
+    """The KV-cache slot of each token; `PAD_ID` beyond the batch and where there is none."""
+    assert CP_SIZE == 1, "vLLM has no context parallelism on CPUs"
+    slots, bounds = idx_mapping.tolist(), query_start_loc.tolist()
+    num_tokens, num_slots = bounds[grid[1] - 1], max(slots) + 1
+    positions = pos.numpy()[:num_tokens]
+    placed = {}  # by block size, which most groups share: block in the request, place in the block
+    for mapping, address, stride, block_size, enabled in zip(
+        slot_mappings.numpy(),
+        block_table_ptrs.tolist(),
+        block_table_strides.tolist(),
+        block_sizes.tolist(),
+        slot_mapping_enabled.tolist(),
+        strict=True,
+    ):
+        mapping[num_tokens if enabled else 0 : max_num_tokens] = PAD_ID
+        if not enabled:
+            continue
+        if block_size not in placed:
+            placed[block_size] = np.divmod(positions, block_size)
+        blocks, offsets = placed[block_size]
+        table = int32_at(address, num_slots, stride)
+        for row, slot in enumerate(slots):
+            begin, end = bounds[row], bounds[row + 1]
+            if slot < 0:
+                mapping[begin:end] = PAD_ID
+                continue
+            in_table = table[slot].take(blocks[begin:end])
+            np.multiply(in_table, block_size, out=mapping[begin:end])
+            mapping[begin:end] += offsets[begin:end]

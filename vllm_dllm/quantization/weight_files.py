@@ -1,0 +1,121 @@
+"""The weight files of a checkpoint, read without their weights."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from vllm_dllm.errors import InputError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors names it: BF16, F32, ..."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@contextmanager
+def open_shard(path: Path) -> Iterator[Any]:
+    """safetensors' reader of one file; its errors name the file, and of one that was cut short the
+    first tensor that it lacks."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise InputError(
+            f"{path} is not a whole safetensors file ({_cut(path) or error}): copy or download it "
+            f"again"
+        ) from error
+
+
+def _cut(path: Path) -> str | None:
+    """Where a file was cut short, from its header, which comes first and says where each tensor
+    lies; None if the header is not whole.
+
+    https://huggingface.co/docs/safetensors, "Format": 8 bytes for the header's length, the header,
+    and the tensors at `data_offsets` from its end.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        data = 8 + int.from_bytes(file.read(8), "little")
+        if data > size:
+            return None
+        try:
+            header = json.loads(file.read(data - 8))
+            ends = {n: t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+    lost = {name: data + end for name, end in ends.items() if data + end > size}
+    if not lost:
+        return None
+    first = min(lost, key=lost.__getitem__)
+    rest = f", and {len(lost) - 1} tensors behind it" if len(lost) > 1 else ""
+    return f"it ends at byte {size}; {first} would end at byte {lost[first]}{rest}"
+
+
+def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
+    """File name -> tensor name -> what it is, of a checkpoint of any types.
+
+    Raises InputError, naming the file, when one is missing, cut short or of another checkpoint.
+    """
+    wanted: dict[str, set[str]] = {}
+    if (path / INDEX_FILE).exists():
+        index = read_json(path / INDEX_FILE)
+        if "weight_map" not in index:
+            raise InputError(f"{path / INDEX_FILE} has no weight_map: copy or download it again")
+        for name, file in index["weight_map"].items():
+            # vLLM finds no file below the folder, and "../" would lead out of OUT.
+            if Path(file).name != file:
+                raise InputError(
+                    f"{path / INDEX_FILE}: {name} is said to be in '{file}', expected the name of "
+                    f"a file in {path}: put all weight files there and name them so in the index"
+                )
+            wanted.setdefault(file, set()).add(name)
+    elif (path / WEIGHTS_FILE).exists():
+        wanted = {WEIGHTS_FILE: set()}
+    else:
+        raise InputError(
+            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}: expected weights in the "
+            f"safetensors format, as transformers' save_pretrained writes them"
+        )
+    return {file: _read_header(path / file, wanted[file]) for file in sorted(wanted)}
+
+
+def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
+    if not path.exists():
+        raise InputError(
+            f"{path} is missing: {INDEX_FILE} says that it holds {len(wanted)} tensors; copy or "
+            f"download it again"
+        )
+    with open_shard(path) as file:
+        tensors = {}
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            view = file.get_slice(name)
+            tensors[name] = TensorInfo(tuple(view.get_shape()), view.get_dtype())
+    if absent := wanted - tensors.keys():
+        raise InputError(
+            f"{path} lacks {min(absent)}, which {INDEX_FILE} says it holds: the files do not "
+            f"belong together; copy or download both again"
+        )
+    return tensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON ({error}): copy or download it again") from error

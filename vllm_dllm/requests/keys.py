@@ -1,0 +1,104 @@
+"""The `diffusion_*` keys of a request (`vllm_xargs`, offline `SamplingParams.extra_args`) that may
+have a server's default: what each takes. vLLM checks others (`STOCK_OPTIONS`).
+
+A server's own defaults are `--additional-config '{"vllm_dllm": {"defaults": {...}}}'`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_dllm.config.extension import WINDOW_RULES
+
+ACCEPTANCE_RULES = ("entropy_bound", "confidence", "top_k")
+STOCK_OPTIONS = frozenset(
+    {
+        "diffusion_canvas_length",
+        "diffusion_constrained",
+        "diffusion_max_steps",
+        "diffusion_pinned",
+        "diffusion_read_only",
+        "diffusion_seed_canvas",
+    }
+)
+"""Keys that stock vLLM checks in requests."""
+
+
+_MOST = 1 << 20  # of a number of steps or tokens
+
+
+@dataclass(frozen=True)
+class Option:
+    """What values a key takes."""
+
+    expected: str  # completes "must be"
+    accepts: Callable[[Any], bool]
+
+
+def _number(at_most: float, above: float = -math.inf, at_least: float = -math.inf) -> Option:
+    def accepts(value: Any) -> bool:
+        return (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and above < value <= at_most
+            and value >= at_least
+            and math.isfinite(value)
+        )
+
+    lower = f" > {above:g}" if above > -math.inf else f" >= {at_least:g}"
+    return Option(f"a number{lower} and <= {at_most:g}", accepts)
+
+
+def _integer(at_least: int) -> Option:
+    return Option(
+        f"an integer from {at_least} to {_MOST}",
+        lambda value: (
+            isinstance(value, int) and not isinstance(value, bool) and at_least <= value <= _MOST
+        ),
+    )
+
+
+def _one_of(names: tuple[str, ...]) -> Option:
+    return Option(f"one of {list(names)}", lambda value: value in names)
+
+
+# JSON booleans arrive as 0 and 1 in vllm_xargs.
+_BOOLEAN = Option("a boolean (or 0/1)", lambda value: isinstance(value, int) and value in (0, 1))
+
+OPTIONS: Mapping[str, Option] = {
+    "diffusion_max_steps": _integer(1),
+    "diffusion_acceptance": _one_of(ACCEPTANCE_RULES),
+    "diffusion_entropy_bound": _number(above=0, at_most=1e6),  # nats
+    "diffusion_accept_probability": _number(above=0, at_most=1),
+    "diffusion_accept_tokens": _integer(1),  # a step
+    "diffusion_confidence_threshold": _number(above=0, at_most=1e6),  # nats
+    "diffusion_stability_threshold": _integer(0),  # steps
+    "diffusion_t_min": _number(at_least=1e-3, at_most=1e3),
+    "diffusion_t_max": _number(at_least=1e-3, at_most=1e3),
+    "diffusion_judge_answer_only": _BOOLEAN,
+    "diffusion_window_rule": _one_of(WINDOW_RULES),
+}
+
+
+def check_options(given: Mapping[str, Any], known: frozenset[str] = STOCK_OPTIONS) -> None:
+    """Raises ValueError for a key that is not known or a value that is out of range.
+    Those in `known` are checked elsewhere."""
+    for key, value in given.items():
+        if key in known or value is None:
+            continue
+        option = OPTIONS.get(key)
+        if option is None:
+            names = sorted(OPTIONS.keys() | known)
+            raise ValueError(f"{key} is not known. Known are: {', '.join(names)}.")
+        if not option.accepts(value):
+            raise ValueError(f"{key} must be {option.expected}, got {value!r}.")
+    t_min, t_max = given.get("diffusion_t_min"), given.get("diffusion_t_max")
+    if (t_min is None) != (t_max is None):
+        raise ValueError(
+            f"diffusion_t_min and diffusion_t_max come together, got {t_min!r} and {t_max!r}."
+        )
+    if t_min is not None and t_max is not None and t_min > t_max:
+        raise ValueError(
+            f"diffusion_t_min must be at most diffusion_t_max, got {t_min!r} and {t_max!r}."
+        )

@@ -1,0 +1,181 @@
+"""What a request asks of a diffusion model: checked at admission, read by the worker.
+
+README.md, "Requests", says what the keys of `vllm_xargs` (`SamplingParams.extra_args`) mean.
+"""
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.utils.diffusion import validate_diffusion_sampling_params
+
+from vllm_dllm.requests.keys import check_options
+
+DEFAULT_ACCEPT_PROBABILITY = 0.9
+JOINS_COMMITS = "vllm_dllm_joins_commits"
+FITS_CANVASES = "vllm_dllm_fits_canvases"
+_WIDTH_STEP = 16  # tokens; few widths, and a little room behind the last token asked for
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """The options of one admitted request; values are valid by then. None: the server's setting."""
+
+    max_steps: int | None
+    canvas_length: int | None
+    first_canvas: list[int] | None
+    pinned: list[int]
+    read_only: bool
+    constrained: bool
+    window_rule: str | None
+    acceptance: str
+    entropy_bound: float | None
+    accept_probability: float
+    accept_tokens: int | None
+    confidence_threshold: float | None
+    stability_threshold: int | None
+    t_min: float | None
+    t_max: float | None
+    judge_answer_only: bool
+    joins_commits: bool
+    fits_canvases: bool
+
+    @classmethod
+    def from_sampling_params(
+        cls, params: SamplingParams, defaults: Mapping[str, Any]
+    ) -> "RequestOptions":
+        """`defaults`: the server's, for keys that the request leaves out."""
+        own = params.extra_args or {}
+        extra: dict[str, Any] = {}
+        for source in (defaults, own):
+            extra |= {key: value for key, value in source.items() if value is not None}
+
+        def get(name: str, default: Any = None) -> Any:
+            return extra.get(f"diffusion_{name}", default)
+
+        return cls(
+            max_steps=get("max_steps"),
+            canvas_length=get("canvas_length"),
+            first_canvas=get("seed_canvas"),
+            pinned=list(get("pinned", ())),
+            read_only=is_read_only(params),
+            constrained=bool(get("constrained")),
+            window_rule=get("window_rule"),
+            acceptance=get("acceptance", "entropy_bound"),
+            entropy_bound=get("entropy_bound"),
+            accept_probability=get("accept_probability", DEFAULT_ACCEPT_PROBABILITY),
+            accept_tokens=get("accept_tokens"),
+            confidence_threshold=get("confidence_threshold"),
+            stability_threshold=get("stability_threshold"),
+            t_min=get("t_min"),
+            t_max=get("t_max"),
+            judge_answer_only=bool(get("judge_answer_only")),
+            joins_commits=bool(own.get(JOINS_COMMITS)),
+            fits_canvases=bool(own.get(FITS_CANVASES)),
+        )
+
+
+def is_read_only(params: SamplingParams | None) -> bool:
+    """Whether a request emits its first canvas without a commit, and ends."""
+    return bool(params is not None and (params.extra_args or {}).get("diffusion_read_only"))
+
+
+def fitted_width(num_tokens: Any) -> Any:
+    """Tokens of a canvas for so many that may still come: a number, or a tensor of them."""
+    return (num_tokens + _WIDTH_STEP - 1) // _WIDTH_STEP * _WIDTH_STEP
+
+
+def fit_canvas(params: SamplingParams | None, canvas_length: int) -> bool:
+    """Narrows the canvas of a request that may get fewer tokens than it holds. Whether its later
+    ones may be narrowed too: not if the request says how wide or what its canvas is."""
+    if params is None or params.max_tokens is None or is_read_only(params):
+        return False
+    extra = params.extra_args or {}
+    if extra.get("diffusion_canvas_length") or extra.get("diffusion_seed_canvas"):
+        return False
+    width = fitted_width(params.max_tokens)
+    if width < canvas_length:
+        params.extra_args = {**extra, "diffusion_canvas_length": width}
+    return True
+
+
+def mark(params: SamplingParams | None, *, joins_commits: bool, fits_canvases: bool) -> None:
+    """Tells the worker whether the scheduler commits this request's blocks beside their successors
+    and whether it fits its canvases to the tokens that may still come, whatever the request itself
+    says under these keys."""
+    if params is not None:
+        marks = {JOINS_COMMITS: joins_commits, FITS_CANVASES: fits_canvases}
+        params.extra_args = {**(params.extra_args or {}), **marks}
+
+
+def fits_canvases(params: SamplingParams | None) -> bool:
+    return bool(params is not None and (params.extra_args or {}).get(FITS_CANVASES))
+
+
+def _culprits(key: str, value: Any, canvas_length: int | None, vocab_size: int) -> str:
+    """`value` in short; of a list, the entries that are wrong, if any is wrong by itself."""
+    limits = {"diffusion_seed_canvas": vocab_size, "diffusion_pinned": canvas_length}
+    limit = limits.get(key)
+    if limit is not None and isinstance(value, (list, tuple)):
+        wrong = [v for v in value if not isinstance(v, int) or not 0 <= v < limit]
+        if wrong:
+            return f"[..., {', '.join(map(repr, wrong[:3]))}, ...]"
+        return f"a list of {len(value)}"
+    return reprlib.repr(value)
+
+
+def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_size: int) -> None:
+    """Admission check: vLLM's own, then ours. May narrow `params` (read-only requests).
+
+    Raises:
+        VLLMValidationError: answered with HTTP 400; says which key, what was expected, what came.
+    """
+    extra: dict[str, Any] = params.extra_args or {}
+    try:
+        validate_diffusion_sampling_params(
+            params, canvas_length=canvas_length, vocab_size=vocab_size
+        )
+    except VLLMValidationError as error:
+        message = error.args[0]
+        key = message.split()[0]
+        raise VLLMValidationError(
+            f"{message} Got {key} = {_culprits(key, extra.get(key), canvas_length, vocab_size)}; "
+            f"the served canvas has {canvas_length} tokens, the vocabulary {vocab_size}. Correct "
+            f"the value in vllm_xargs (extra_args offline) or leave it out.",
+            parameter="extra_args",
+        ) from error
+    try:
+        check_options({k: v for k, v in extra.items() if k.startswith("diffusion_")})
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="extra_args") from error
+
+
+def check_choices(params: SamplingParams) -> None:
+    """Admission check of the tokens that a request leaves to choose among.
+
+    Raises:
+        VLLMValidationError: answered with HTTP 400; `bad_words` or `min_tokens` exclude them all.
+    """
+    key, allowed = "allowed_token_ids", set(params.allowed_token_ids or ())
+    if (params.extra_args or {}).get("diffusion_constrained"):
+        key, allowed = "logprob_token_ids", set(params.logprob_token_ids or ())
+    if not allowed:
+        return
+    culprits = []
+    left = allowed - {word[0] for word in params.bad_words_token_ids or [] if len(word) == 1}
+    if left != allowed:
+        culprits.append("bad_words")
+    if params.min_tokens > 0 and not left.isdisjoint(params.all_stop_token_ids):
+        left -= params.all_stop_token_ids
+        culprits.append("min_tokens")
+    if not left:
+        raise VLLMValidationError(
+            f"{key} must leave a token that {' and '.join(culprits)} do not exclude, got "
+            f"{reprlib.repr(sorted(allowed))} with "
+            + " and ".join(f"{name} = {getattr(params, name)!r}" for name in culprits)
+            + ". Allow another token, or leave one of them out.",
+            parameter=key,
+        )

@@ -1,0 +1,218 @@
+"""Scheduling of canvases: vLLM's scheduler, without the forwards that a request can spare.
+
+A prompt's last rows and the first denoising step share a forward: their query rows lie side by
+side, the prompt's causal, the canvas' seeing everything. A finished block is emitted by the step
+that finishes it, and its tokens are then prefilled like a prompt's, beside the next canvas: that is
+its commit. The last block's commit would only write keys and values that nobody reads. And no
+canvas is wider than the tokens that its request may still get (`canvas_width`).
+"""
+
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_dllm.compat.scheduler import (
+    SchedulerHooks,
+    StockDiffusionAsyncScheduler,
+    StockDiffusionScheduler,
+    set_canvas_width,
+    stock_canvas_width,
+)
+from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.requests.ends import was_foreseen
+from vllm_dllm.requests.options import fit_canvas, fits_canvases, fitted_width, is_read_only, mark
+from vllm_dllm.scheduling.spared_forwards import joins_canvases, joins_commits, spares_last_commit
+
+
+def canvas_width(request: Request, canvas_length: int) -> int:
+    """Tokens of the canvas that follows what `request` has got, or of the one it is at."""
+    width = stock_canvas_width(request, canvas_length)
+    if fits_canvases(request.sampling_params):
+        width = min(width, fitted_width(request.max_tokens - request.num_output_tokens))
+    return width
+
+
+set_canvas_width(canvas_width)
+
+
+class CanvasScheduling(SchedulerHooks):
+    """What both of vLLM's diffusion schedulers get. Python looks it up after `AsyncScheduler`, so
+    that one's accounting sees the canvases that are added here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.spares_last_commit = spares_last_commit(self.vllm_config)
+        config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
+        self.fits_canvas = config.fit_canvas
+        self.joins_canvases = joins_canvases(self.vllm_config)
+        self.joins_commits = joins_commits(self.vllm_config)
+        self._spared_commits: list[int] = []  # their widths, until they are in the statistics
+        # Scores of prompts, by request, until its first block is emitted.
+        self._prompt_scores: dict[str, tuple[Any, Any]] = {}
+
+    def add_request(self, request: Request) -> None:
+        params = request.sampling_params
+        fits = self.fits_canvas and fit_canvas(params, self.num_spec_tokens)
+        mark(params, joins_commits=self.joins_commits, fits_canvases=fits)
+        super().add_request(request)
+
+    # --- a prompt and its first canvas ------------------------------------------------------
+
+    def complete_output(self, output: SchedulerOutput) -> None:
+        """Schedules the canvas of every request whose prefill this step completes, where the
+        token budget and the KV cache have room for it; else it is scheduled in the next step."""
+        if not self.joins_canvases:
+            return
+        most_tokens = min(
+            self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens
+        )
+        budget = most_tokens - output.total_num_scheduled_tokens
+        for request_id in list(output.num_scheduled_tokens):
+            request = self.requests[request_id]
+            budget += self._drop_partial_canvas(output, request)
+            num_tokens = output.num_scheduled_tokens[request_id]
+            computed = request.num_computed_tokens + num_tokens
+            if request_id in output.scheduled_spec_decode_tokens or computed < request.num_tokens:
+                continue
+            # Prompt log-probabilities take every row of their request for one of the prompt.
+            params = request.sampling_params
+            if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+                continue
+            # vLLM takes a single new token and its drafts for a decode, with CUDA graphs for it.
+            if num_tokens == 1 and request.num_computed_tokens > 0:
+                continue
+            width = min(
+                canvas_width(request, self.num_spec_tokens),
+                self.max_model_len - computed,
+            )
+            if not 0 < width <= budget:
+                continue
+            blocks = self.kv_cache_manager.allocate_slots(request, num_tokens + width)
+            if blocks is None:
+                continue
+            budget -= width
+            output.num_scheduled_tokens[request_id] += width
+            output.total_num_scheduled_tokens += width
+            output.scheduled_spec_decode_tokens[request_id] = [-1] * width
+            _append_blocks(output, request_id, blocks.get_block_ids(allow_none=True))
+        if new_blocks := self.take_new_blocks_to_zero():
+            output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *new_blocks]
+
+    def _drop_partial_canvas(self, output: SchedulerOutput, request: Request) -> int:
+        """Takes a canvas of which the budget held only a part, behind tokens that are prefilled,
+        back. Returns its tokens."""
+        request_id = request.request_id
+        num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        num_tokens = output.num_scheduled_tokens[request_id]
+        room = self.max_model_len - request.num_computed_tokens - num_tokens
+        width = canvas_width(request, self.num_spec_tokens)
+        if not 0 < num_drafts < min(num_tokens, width) or room <= 0:
+            return 0
+        del output.scheduled_spec_decode_tokens[request_id]
+        output.num_scheduled_tokens[request_id] -= num_drafts
+        output.total_num_scheduled_tokens -= num_drafts
+        return num_drafts
+
+    # --- a prompt's log-probabilities -------------------------------------------------------
+
+    def output_arrived(self, output: ModelRunnerOutput) -> None:
+        """Holds the log-probabilities of a prompt back until the request's first block: vLLM takes
+        them with the first tokens, which other models sample in the prompt's last step."""
+        scores = (output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict)
+        for request_id in {*scores[0], *scores[1]}:
+            self._prompt_scores[request_id] = tuple(s.pop(request_id, None) for s in scores)
+        for request_id in list(self._prompt_scores):
+            index = output.req_id_to_index.get(request_id)
+            if index is not None and output.sampled_token_ids[index]:
+                for by_request, held in zip(
+                    scores, self._prompt_scores.pop(request_id), strict=True
+                ):
+                    if held is not None:
+                        by_request[request_id] = held
+            elif request_id not in self.requests:  # aborted
+                del self._prompt_scores[request_id]
+
+    # --- finished blocks --------------------------------------------------------------------
+
+    def block_emitted(self, request: Request, block_length: int) -> None:
+        if self.joins_commits:
+            # vLLM took the canvas for accepted drafts. The next step computes its tokens.
+            request.num_computed_tokens -= block_length
+            self._spared_commits.append(block_length)
+        # Drafts for the block before.
+        width = canvas_width(request, self.num_spec_tokens)
+        request.spec_token_ids = request.spec_token_ids[:width]
+
+    def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
+        if request.num_computed_tokens == 0:
+            return  # preempted while this step ran: it has no cache blocks any more
+        is_committed = not (self.spares_last_commit or is_read_only(request.sampling_params))
+        if self.joins_commits:
+            is_committed &= was_foreseen(request, num_kept, self.max_model_len)
+        if not is_committed:
+            # The last block's keys and values are a denoising step's, which no prompt may reuse:
+            # what is computed ends before it, placeholders of a step in flight aside.
+            in_flight = max(request.num_output_placeholders - num_kept, 0)
+            request.num_computed_tokens = request.num_tokens - num_kept + in_flight
+            self._spared_commits.append(block_length)
+        else:
+            # Otherwise blocks enter the prefix cache when their successor is scheduled.
+            self.kv_cache_manager.cache_blocks(
+                request, min(request.num_computed_tokens, request.num_tokens)
+            )
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Counts a spared commit as a step, because vLLM's clients work the denoising steps out
+        as all steps less one commit a canvas. A last block that was committed, because its end was
+        not foreseen (`requests/ends.py`), is counted so, too."""
+        if spec_decoding_stats is not None:
+            for width in self._spared_commits:
+                spec_decoding_stats.observe_draft(width, num_accepted_tokens=0)
+        self._spared_commits.clear()
+        return super().make_stats(spec_decoding_stats, *args, **kwargs)
+
+
+class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
+    """For steps that wait for the last one's tokens."""
+
+    knows_draft_tokens = True  # only a grammar would have to see them, and those are refused
+
+    def output_counted(self, output: SchedulerOutput) -> None:
+        """The next step's drafts: the canvas, whose tokens are on the device."""
+        for request_id in output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            if not request.is_prefill_chunk:
+                width = canvas_width(request, self.num_spec_tokens)
+                request.spec_token_ids = [-1] * width
+
+
+class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
+    """For steps that are scheduled before the last one's tokens are known."""
+
+
+def _append_blocks(
+    output: SchedulerOutput, request_id: str, block_ids: tuple[list[int], ...] | None
+) -> None:
+    """Tells the worker of cache blocks [KV cache groups][blocks] that the request got late."""
+    if block_ids is None:
+        return
+    for new in output.scheduled_new_reqs:
+        if new.req_id == request_id:
+            new.block_ids = _joined(new.block_ids, block_ids)
+            return
+    cached = output.scheduled_cached_reqs
+    i = cached.req_ids.index(request_id)
+    cached.new_block_ids[i] = _joined(cached.new_block_ids[i], block_ids)
+
+
+def _joined(
+    before: tuple[list[int], ...] | None, added: tuple[list[int], ...]
+) -> tuple[list[int], ...]:
+    if before is None:
+        return added
+    return tuple([*group, *more] for group, more in zip(before, added, strict=True))

@@ -1,0 +1,137 @@
+"""The canvases of one scheduler step: which requests have one, and where its rows lie.
+
+Built from the runner's host-side metadata once a step, and kept while the next step has the same
+canvases, as most have; a request whose prefill goes on has none.
+The device tensors are copied over asynchronously, so building it never waits for the device.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_dllm.step.slots import Index, index_of
+
+
+@dataclass(frozen=True)
+class CanvasBatch:
+    """n requests with a canvas; `rows` = their canvas positions, one after the other.
+
+    A canvas is shorter than C when the request asked for that or `max_model_len` cuts it off; it
+    then simply has fewer rows, and no phantom ones.
+    """
+
+    canvas_length: int  # C
+    requests_np: np.ndarray  # [n] int64, indices in the batch
+    slots_np: np.ndarray  # [n] int64, slots of those requests
+    lengths_np: np.ndarray  # [n] int64, canvas positions of each request, 1..C
+    requests: torch.Tensor  # [n] int64
+    slots: torch.Tensor  # [n] int64
+    lengths: torch.Tensor  # [n] int64
+    request_index: Index
+    slot_index: Index
+    cells: torch.Tensor | None  # [rows] int64, row -> request * C + position; None: all are full
+    tokens: torch.Tensor | None  # [rows] int64, row -> token of the batch; None: rows = tokens
+
+    @classmethod
+    def build(
+        cls, input_batch: InputBatch, canvas_length: int, device: torch.device
+    ) -> "CanvasBatch":
+        """From one denoising step to the next, and often from one request to another, the canvases
+        lie in the same places: what was built for them is kept."""
+        num_reqs = input_batch.num_reqs
+        return cls._build(
+            input_batch.cu_num_logits_np[: num_reqs + 1].astype(np.int64).tobytes(),
+            input_batch.query_start_loc_np[: num_reqs + 1].astype(np.int64).tobytes(),
+            input_batch.idx_mapping_np[:num_reqs].astype(np.int64).tobytes(),
+            canvas_length,
+            device,
+        )
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def _build(
+        cls,
+        cu_num_logits: bytes,
+        query_start_loc: bytes,
+        idx_mapping: bytes,
+        canvas_length: int,
+        device: torch.device,
+    ) -> "CanvasBatch":
+        num_logits = np.diff(np.frombuffer(cu_num_logits, dtype=np.int64))
+        bounds = np.frombuffer(query_start_loc, dtype=np.int64)
+        requests = np.flatnonzero(num_logits > 0)
+        lengths = num_logits[requests]
+        slots = np.frombuffer(idx_mapping, dtype=np.int64)[requests]
+
+        # Position inside its canvas of every row, counted up from each canvas' first row.
+        first_rows = np.cumsum(lengths) - lengths
+        positions = np.arange(lengths.sum()) - np.repeat(first_rows, lengths)
+        cells = tokens = None
+        if (lengths != canvas_length).any():
+            cells = np.repeat(np.arange(len(requests)) * canvas_length, lengths) + positions
+        if len(positions) != bounds[-1]:
+            # A canvas is the end of its request's rows; what is prefilled may precede it.
+            tokens = np.repeat(bounds[requests + 1] - lengths, lengths) + positions
+
+        def to_device(array: np.ndarray) -> torch.Tensor:
+            return async_tensor_h2d(array, device=device)
+
+        of_requests = to_device(np.stack((requests, slots, lengths)))
+        return cls(
+            canvas_length=canvas_length,
+            requests_np=requests,
+            slots_np=slots,
+            lengths_np=lengths,
+            requests=of_requests[0],
+            slots=of_requests[1],
+            lengths=of_requests[2],
+            request_index=index_of(requests, of_requests[0]),
+            slot_index=index_of(slots, of_requests[1]),
+            cells=None if cells is None else to_device(cells),
+            tokens=None if tokens is None else to_device(tokens),
+        )
+
+    @property
+    def num_canvases(self) -> int:
+        return len(self.requests_np)
+
+    @cached_property
+    def valid(self) -> torch.Tensor | None:
+        """[n, C] bool: positions that are part of their canvas. None: all are."""
+        if self.cells is None:
+            return None
+        positions = torch.arange(self.canvas_length, device=self.lengths.device)
+        return positions < self.lengths[:, None]
+
+    def rows_of(self, i: int) -> slice:
+        """The rows of canvas i."""
+        end = int(self.row_ends_np[i])
+        return slice(end - int(self.lengths_np[i]), end)
+
+    @cached_property
+    def row_ends_np(self) -> np.ndarray:
+        """[n] int64: the end of each canvas' rows."""
+        return np.cumsum(self.lengths_np)
+
+    def by_row(self, per_request: torch.Tensor) -> torch.Tensor:
+        """[n, ...] -> [rows, ...]: each request's value at each of its rows."""
+        if self.cells is None:
+            shape = (self.num_canvases, self.canvas_length, *per_request.shape[1:])
+            return per_request[:, None].expand(shape).flatten(0, 1)
+        return per_request[self.cells // self.canvas_length]
+
+    def flatten(self, grid: torch.Tensor) -> torch.Tensor:
+        """[n, C, ...] -> [rows, ...]."""
+        flat = grid.flatten(0, 1)
+        return flat if self.cells is None else flat[self.cells]
+
+    def unflatten(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, ...] -> [n, C, ...], zero at positions that are not part of their canvas."""
+        if self.cells is not None:
+            size = self.num_canvases * self.canvas_length
+            rows = rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, self.cells, rows)
+        return rows.view(self.num_canvases, self.canvas_length, *rows.shape[1:])

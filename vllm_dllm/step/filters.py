@@ -1,0 +1,161 @@
+"""The sampling parameters of a batch's requests, applied to the logits of their canvases."""
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.sample.penalties import use_penalty
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.logit_rules import (
+    MASKED_LOGIT,
+    CanvasRules,
+    LogitRules,
+    Penalties,
+    exclude_below_min_p_,
+)
+from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.step.batch import CanvasBatch
+
+
+class LogitFilters:
+    """By slot; only requests that ask for something are in here, so others cost nothing."""
+
+    def __init__(self, req_states: RequestState, sampling_states: SamplingStates) -> None:
+        self.req_states = req_states
+        self.sampling_states = sampling_states
+        self.device = req_states.device
+        self.vocab_size = req_states.vocab_size
+        self._rules: dict[int, LogitRules] = {}
+        self._truncated: set[int] = set()  # top_k, top_p, min_p
+        self._penalised: list[tuple[int, SamplingParams]] = []  # since the last step
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def add_request(self, slot: int, params: SamplingParams, options: RequestOptions) -> None:
+        self.forget(slot)
+        if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+            self._truncated.add(slot)
+        rules = LogitRules(bias=self._bias(params, options))
+        stops = sorted(params.all_stop_token_ids)
+        if params.min_tokens > 0 and stops:
+            rules.early_stops = torch.tensor(stops, device=self.device)
+            rules.stops_from = int(self.req_states.prompt_len.np[slot]) + params.min_tokens
+        words = params.bad_words_token_ids or []
+        rules.bad_words = [
+            (torch.tensor(word[:-1], device=self.device), word[-1])
+            for word in words
+            if len(word) > 1
+        ]
+        if use_penalty(params):
+            self._penalised.append((slot, params))
+        if rules:
+            self._rules[slot] = rules
+
+    def forget(self, slot: int) -> None:
+        """Drops what an earlier request left under this slot."""
+        self._rules.pop(slot, None)
+        self._truncated.discard(slot)
+        self._penalised = [(s, params) for s, params in self._penalised if s != slot]
+
+    def apply_staged_writes(self) -> None:
+        """The tokens of new requests are on the device by now."""
+        for slot, params in self._penalised:
+            rules = self._rules.setdefault(slot, LogitRules())
+            rules.penalties = self._penalties(slot, params)
+        self._penalised.clear()
+
+    def _bias(self, params: SamplingParams, options: RequestOptions) -> torch.Tensor | None:
+        allowed: list[int] = list(params.allowed_token_ids or ())
+        if options.constrained:
+            allowed = list(params.logprob_token_ids or ())
+        never = [word[0] for word in params.bad_words_token_ids or [] if len(word) == 1]
+        if not (allowed or never or params.logit_bias):
+            return None
+        bias = torch.zeros(self.vocab_size)
+        if allowed:
+            bias.fill_(MASKED_LOGIT)
+            bias[allowed] = 0.0
+        for token, value in (params.logit_bias or {}).items():
+            bias[token] += value
+        bias[never] = MASKED_LOGIT
+        return bias.to(self.device)
+
+    def _penalties(self, slot: int, params: SamplingParams) -> Penalties:
+        tokens = self.req_states.all_token_ids.gpu[slot]
+        prompt_len = int(self.req_states.prompt_len.np[slot])
+        # After a preemption the prefill holds the blocks committed so far, too.
+        committed = tokens[prompt_len : int(self.req_states.prefill_len.np[slot])].long()
+        in_prompt = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+        counts = torch.zeros(self.vocab_size, device=self.device)
+        return Penalties(
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+            counts.scatter_add_(0, committed, torch.ones_like(committed, dtype=counts.dtype)),
+            in_prompt.index_fill_(0, tokens[:prompt_len].long(), True),
+        )
+
+    # --- a step -----------------------------------------------------------------------------
+
+    def ruled(self, batch: CanvasBatch) -> list[int]:
+        """Canvases whose requests have rules, see `of_canvas`."""
+        if not self._rules:
+            return []
+        return [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._rules]
+
+    def needs_whole_rows(self, batch: CanvasBatch) -> list[int]:
+        """Canvases whose requests ask for something that takes all logits of a row."""
+        if not self._rules and not self._truncated:
+            return []
+        slots = batch.slots_np.tolist()
+        asks = self._rules.keys() | self._truncated
+        return [i for i, slot in enumerate(slots) if slot in asks]
+
+    def of_canvas(
+        self,
+        i: int,
+        batch: CanvasBatch,
+        start: torch.Tensor,  # [] int64, absolute position of its first token
+        guess: torch.Tensor,  # [C] int64, the step before's best guess
+    ) -> CanvasRules:
+        """What the request of canvas i asks for before the temperature; nothing, if it does not."""
+        slot = int(batch.slots_np[i])
+        rules = self._rules.get(slot) or LogitRules()
+        longest = max((len(rest) for rest, _ in rules.bad_words), default=0)
+        before = self._tokens_before(slot, start, longest)
+        return CanvasRules(rules, start, guess, before)
+
+    def truncate(
+        self,
+        scaled: torch.Tensor,  # [rows, V] fp32, divided by the temperature
+        batch: CanvasBatch,
+        rows: slice,  # of the batch's rows
+    ) -> torch.Tensor:
+        """Leaves out what min_p, top_k and top_p leave out; may change `scaled` in place."""
+        if self._truncated.isdisjoint(batch.slots_np.tolist()):
+            return scaled
+        states, slots = self.sampling_states, batch.by_row(batch.slots)[rows]
+        if states.min_p.np[batch.slots_np].any():
+            exclude_below_min_p_(scaled, states.min_p.gpu[slots][:, None])
+        scaled = states.apply_top_k_top_p(scaled, slots, batch.slots_np)
+        return scaled.clamp(min=MASKED_LOGIT)  # from -inf
+
+    def count_emitted(
+        self,
+        batch: CanvasBatch,
+        blocks: torch.Tensor,  # [n, C] int64
+        emitted: torch.Tensor,  # [n] int64, tokens
+    ) -> None:
+        """Tells penalties which blocks were emitted."""
+        for i, slot in enumerate(batch.slots_np.tolist()):
+            rules = self._rules.get(slot)
+            if rules is not None and rules.penalties is not None:
+                rules.penalties.count_(blocks[i, : batch.lengths_np[i]], emitted[i] > 0)
+
+    def _tokens_before(self, slot: int, start: torch.Tensor, count: int) -> torch.Tensor:
+        """The `count` tokens before `start`; NO_TOKEN in place of the prompt's."""
+        positions = start - count + torch.arange(count, device=self.device)
+        tokens = self.req_states.all_token_ids.gpu[slot][positions.clamp(min=0)].long()
+        is_own = positions >= int(self.req_states.prompt_len.np[slot])
+        return torch.where(is_own, tokens, NO_TOKEN)

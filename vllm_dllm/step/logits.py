@@ -1,0 +1,242 @@
+"""The logits of a step's canvases: whole where the vocabulary is small, else never all at once.
+
+With a large vocabulary the sampler gets hidden states and reads the vocabulary tile by tile, so
+that what it takes does not grow with the number of requests. A request whose sampling parameters
+need whole rows has them made for it, some rows at a time. Which way a request goes depends on
+nothing but itself, so its answer does not depend on its neighbours.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_dllm.denoise.row_stats import RowStats, row_stats
+from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, join_blocks, read_blocks
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.filters import LogitFilters
+from vllm_dllm.step.soft_embedding import SoftEmbedding
+
+TILE_TOKENS = 16 * BLOCK
+# fp32: logit, scaled, below its block's largest, weight, cumulative, rounded, for the product
+_BYTES_PER_STREAMED_LOGIT = 7 * 4
+# fp32: logit, scaled, log-probability, probability, cumulative; top_k and top_p sort in between
+_BYTES_PER_WHOLE_LOGIT = 8 * 4
+
+
+def step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
+    """Most memory that a step of so many rows takes for logits and what is made of them."""
+    if model.streams_vocabulary:
+        return budget_bytes
+    # The LM head's output, its soft-capped copy, and one to which rules are applied.
+    per_logit = model.vocabulary_shard()[1].element_size() + 8
+    return budget_bytes + rows * model.config.vocab_size * per_logit
+
+
+def whole_rows(vocab_size: int, budget_bytes: int) -> int:
+    """Rows of which the logits, and what is made of them, fit the budget; at least one."""
+    return max(1, budget_bytes // (vocab_size * _BYTES_PER_WHOLE_LOGIT))
+
+
+ReadRows = tuple[RowStats, torch.Tensor]
+"""Statistics [rows] and expected embeddings [rows, H] of rows' scaled logits."""
+
+
+class CanvasLogits(Protocol):
+    """Of n canvases with `rows` positions in all."""
+
+    def read(
+        self,
+        row_temperature: torch.Tensor,  # [rows, 1] fp32
+        draw: torch.Tensor,  # [rows] float64
+    ) -> ReadRows: ...
+
+    def raw(self, i: int) -> Iterator[torch.Tensor]:
+        """The model's logits [L, V] of canvas i, fp32, some rows at a time from the left."""
+
+    def processed(self, i: int) -> Iterator[torch.Tensor]:
+        """What its request's rules make of them, before the temperature."""
+
+
+class WholeLogits:
+    """Made of logits [rows, V] fp32."""
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        batch: CanvasBatch,
+        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        guesses: torch.Tensor,  # [n, C] int64, the step before's best guesses
+        soft: SoftEmbedding,
+        filters: LogitFilters,
+        budget_bytes: int,  # of what a step takes beside the logits
+    ) -> None:
+        self.batch, self.soft, self.filters = batch, soft, filters
+        self.tile_rows = whole_rows(logits.shape[1], budget_bytes)
+        self._raw = self._processed = logits
+        if ruled := filters.ruled(batch):
+            self._processed = logits.clone()
+            for i in ruled:
+                rules = filters.of_canvas(i, batch, starts[i], guesses[i])
+                rules.apply_(self._processed[batch.rows_of(i)])
+
+    def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
+        parts = []
+        for rows in _tiles(slice(0, len(draw)), self.tile_rows):
+            scaled = self._processed[rows] / row_temperature[rows]
+            scaled = self.filters.truncate(scaled, self.batch, rows)
+            parts.append(_read_rows(self.soft, scaled, draw[rows]))
+        return _concat(parts)
+
+    def raw(self, i: int) -> Iterator[torch.Tensor]:
+        yield self._raw[self.batch.rows_of(i)]
+
+    def processed(self, i: int) -> Iterator[torch.Tensor]:
+        yield self._processed[self.batch.rows_of(i)]
+
+
+class StreamedLogits:
+    """Made of hidden states [rows, H], with the arguments of `WholeLogits`."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        batch: CanvasBatch,
+        starts: torch.Tensor,
+        guesses: torch.Tensor,
+        soft: SoftEmbedding,
+        filters: LogitFilters,
+        budget_bytes: int,  # of what a step takes at all
+    ) -> None:
+        self.hidden, self.batch, self.soft, self.filters = hidden, batch, soft, filters
+        self.model, self.starts, self.guesses = soft.model, starts, guesses
+        self.budget = budget_bytes
+
+    def raw(self, i: int) -> Iterator[torch.Tensor]:
+        tile_rows = whole_rows(self.model.config.vocab_size, self.budget)
+        for rows in _tiles(self.batch.rows_of(i), tile_rows):
+            yield self.model.compute_logits(self.hidden[rows])
+
+    def processed(self, i: int) -> Iterator[torch.Tensor]:
+        rules = self.filters.of_canvas(i, self.batch, self.starts[i], self.guesses[i])
+        for logits in self.raw(i):
+            rules.apply_(logits)
+            yield logits
+
+    def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
+        whole = self.filters.needs_whole_rows(self.batch)
+        if not whole:
+            return self._stream(self.hidden, row_temperature, draw, self._guess_rows())
+        is_plain = np.ones(len(draw), dtype=bool)
+        parts, places = [], []
+        for i in whole:
+            rows = self.batch.rows_of(i)
+            is_plain[rows] = False
+            places.append(np.arange(rows.start, rows.stop))
+            parts.append(self._read_one(i, row_temperature, draw))
+        if is_plain.any():
+            places.append(np.flatnonzero(is_plain))
+            plain = async_tensor_h2d(places[-1], device=draw.device)
+            guess = self._guess_rows()
+            parts.append(
+                self._stream(
+                    self.hidden[plain],
+                    row_temperature[plain],
+                    draw[plain],
+                    None if guess is None else guess[plain],
+                )
+            )
+        stats, soft = _concat(parts)
+        order = async_tensor_h2d(np.concatenate(places).argsort(), device=draw.device)
+        return RowStats(*(column[order] for column in stats)), soft[order]
+
+    def _read_one(self, i: int, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
+        parts, first = [], self.batch.rows_of(i).start
+        for logits in self.processed(i):
+            rows = slice(first, first + len(logits))
+            scaled = logits.div_(row_temperature[rows])
+            scaled = self.filters.truncate(scaled, self.batch, rows)
+            parts.append(_read_rows(self.soft, scaled, draw[rows]))
+            first = rows.stop
+        return _concat(parts)
+
+    def _guess_rows(self) -> torch.Tensor | None:
+        """[rows] int64, the step before's best guesses, if they are asked for."""
+        return self.batch.flatten(self.guesses) if self.soft.tolerance else None
+
+    def _stream(
+        self,
+        hidden: torch.Tensor,
+        temperature: torch.Tensor,
+        draw: torch.Tensor,
+        guess: torch.Tensor | None,
+    ) -> ReadRows:
+        tile_rows = max(1, self.budget // (TILE_TOKENS * _BYTES_PER_STREAMED_LOGIT))
+        tiles = _tiles(slice(0, len(draw)), tile_rows)
+        return _concat(
+            [
+                self._stream_tile(
+                    hidden[rows],
+                    temperature[rows],
+                    draw[rows],
+                    None if guess is None else guess[rows],
+                )
+                for rows in tiles
+            ]
+        )
+
+    def _stream_tile(
+        self,
+        hidden: torch.Tensor,
+        temperature: torch.Tensor,
+        draw: torch.Tensor,
+        guess: torch.Tensor | None,
+    ) -> ReadRows:
+        first_token, weight = self.model.vocabulary_shard()
+        head = self.model.output_shard()
+        found: list[VocabBlocks] = []
+        soft = self.soft.start(hidden, temperature, guess)
+        for first in range(0, len(weight), TILE_TOKENS):
+            embeddings = weight[first : first + TILE_TOKENS]
+            logits = F.linear(hidden, head[first : first + TILE_TOKENS])
+            weights = None
+            if hidden.is_cuda:
+                blocks = _fused_read_blocks()(
+                    logits, temperature.squeeze(-1), draw, first_token + first, self.model.softcap
+                )
+            else:
+                logits = self.model.cap(logits).div_(temperature)
+                blocks, weights = read_blocks(logits, draw, first_token + first)
+            soft.add(logits, blocks, weights, embeddings)
+            found.append(blocks)
+        blocks = VocabBlocks(*(torch.cat(column, dim=1) for column in zip(*found, strict=True)))
+        blocks = VocabBlocks(*self.model.gather_shards(blocks))
+        return join_blocks(blocks, draw), soft.result()
+
+
+@cache
+def _fused_read_blocks() -> Callable[..., VocabBlocks]:
+    from vllm_dllm.denoise.vocab_stream_triton import read_blocks_  # needs Triton
+
+    return read_blocks_
+
+
+def _tiles(rows: slice, length: int) -> Iterator[slice]:
+    for first in range(rows.start, rows.stop, length):
+        yield slice(first, min(first + length, rows.stop))
+
+
+def _read_rows(soft: SoftEmbedding, scaled: torch.Tensor, draw: torch.Tensor) -> ReadRows:
+    stats, probs = row_stats(scaled, draw)
+    return stats, soft.of_rows(scaled, probs)
+
+
+def _concat(parts: Sequence[ReadRows]) -> ReadRows:
+    if len(parts) == 1:
+        return parts[0]
+    stats = RowStats(*(torch.cat(c) for c in zip(*(stats for stats, _ in parts), strict=True)))
+    return stats, torch.cat([soft for _, soft in parts])

@@ -1,0 +1,105 @@
+"""Which log-probabilities a step reports, to the requests that ask for them."""
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+
+from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits import CanvasLogits
+from vllm_dllm.step.logprob_tensors import (
+    LogprobRequest,
+    choose,
+    concat,
+    first_rows_of,
+    joined,
+    padded,
+    token_logprobs,
+)
+
+
+class StepLogprobs:
+    """By slot; only requests that ask for log-probabilities are in here."""
+
+    def __init__(self, mode: str, vocab_size: int, device: torch.device) -> None:
+        self.reports_logits = mode in ("raw_logits", "processed_logits")
+        self.reports_processed = mode in ("processed_logits", "processed_logprobs")
+        self.vocab_size = vocab_size
+        self.device = device
+        self._requests: dict[int, LogprobRequest] = {}
+        # Of the slot's latest step that was not taken back, as many rows as a canvas may have.
+        self._latest: dict[int, LogprobsTensors] = {}
+        self._read_only: set[int] = set()
+        self._constrained: set[int] = set()
+
+    def add_request(self, slot: int, params: SamplingParams, options: RequestOptions) -> None:
+        self._requests.pop(slot, None)
+        self._latest.pop(slot, None)
+        self._read_only.discard(slot)
+        self._constrained.discard(slot)
+        count = params.logprobs
+        token_ids = tuple(params.logprob_token_ids or ())
+        if count is None and not token_ids:
+            return
+        self._requests[slot] = LogprobRequest(
+            self.vocab_size if count == -1 else count or 0,
+            async_tensor_h2d(np.array(token_ids, dtype=np.int64), device=self.device),
+        )
+        if options.read_only:
+            self._read_only.add(slot)
+        if options.constrained:
+            self._constrained.add(slot)
+
+    def report(
+        self,
+        logits: CanvasLogits,
+        row_temperature: torch.Tensor,  # [rows, 1]
+        best_guess: torch.Tensor,  # [n, C] int64
+        batch: CanvasBatch,
+        num_reqs: int,  # of the whole batch
+        at_once: torch.Tensor,  # [n] bool, blocks this step both decides and emits
+        cut: torch.Tensor | None,  # [n] bool, steps that were taken back
+    ) -> LogprobsTensors | None:
+        """Scores of the blocks this step may emit: its own, or, if it commits, those of the step
+        before, which are kept for it."""
+        if self._requests.keys().isdisjoint(batch.slots_np.tolist()):
+            return None
+        parts: list[LogprobsTensors] = []
+        first_rows = [0] * num_reqs
+        num_rows, end = 0, 0
+        for i, (request, slot, length) in enumerate(
+            zip(
+                batch.requests_np.tolist(),
+                batch.slots_np.tolist(),
+                batch.lengths_np.tolist(),
+                strict=True,
+            )
+        ):
+            end += length
+            wanted = self._requests.get(slot)
+            if wanted is None:
+                continue
+            read_only = slot in self._read_only
+            # A constrained request asks for probabilities among its choices.
+            in_process = self.reports_processed or slot in self._constrained
+            tiles, first = [], end - length
+            for rows in logits.processed(i) if in_process else logits.raw(i):
+                chosen = best_guess[i, first - end + length :][: len(rows)]
+                # A read-only request asks what the model thinks, not what the schedule makes of it.
+                scale = None if read_only else row_temperature[first : first + len(rows)]
+                tiles.append(token_logprobs(rows, scale, chosen, wanted, self.reports_logits))
+                first += len(rows)
+            current = reported = joined(tiles)
+            if not read_only:
+                latest = padded(current, batch.canvas_length)
+                if (before := self._latest.get(slot)) is not None:
+                    reported = choose(at_once[i], current, first_rows_of(before, length))
+                    # The host does not know whether the step was taken back.
+                    latest = latest if cut is None else choose(cut[i], before, latest)
+                self._latest[slot] = latest
+            first_rows[request] = num_rows
+            num_rows += len(reported.logprobs)
+            parts.append(reported)
+        return concat(parts, first_rows) if parts else None

@@ -1,0 +1,183 @@
+"""What vLLM's model runner asks of a diffusion model: embeddings, causal flags, a sampler.
+
+A request's phase lives on the device (`SlotNumbers.is_committing`) and is changed there by the
+sampler, so a step can be prepared while the previous one still runs.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.tasks import GenerationTask
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata, ModelState
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_dllm.attention import WindowRules, takes_window_rules
+from vllm_dllm.attention.requests import AttnRequests
+from vllm_dllm.attention.reuse import LatestMetadata
+from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.serving_config import read_denoise_config
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.sampler import DiffusionSampler
+from vllm_dllm.step.slots import CanvasSlots
+
+
+class DiffusionModelState(ModelState):
+    """Hooks between the model runner and a block-diffusion model.
+
+    The model offers `embed_input_ids`, `soft_embeddings` of a prediction, and `self_conditioning`.
+    """
+
+    num_new_sampled_tokens_per_step: int = 0  # a step samples a whole canvas or nothing
+
+    def __init__(
+        self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        diffusion_config = vllm_config.diffusion_config
+        assert diffusion_config is not None, "vLLM creates it for every diffusion architecture"
+        self.canvas_length = diffusion_config.canvas_length
+        self.extension_config = ExtensionConfig.from_additional_config(
+            vllm_config.additional_config
+        )
+        self.denoise_config = read_denoise_config(vllm_config)
+        hidden_size = self.model_config.hf_text_config.hidden_size
+        self.canvas_batch: CanvasBatch | None = None  # of the current step
+        # Elsewhere, comparing what it is made of would wait for the device.
+        self._latest_metadata = LatestMetadata() if device.type == "cpu" else None
+        # Persistent: a captured CUDA graph reads these addresses at every replay.
+        # A request may count as two (`AttnRequests`).
+        self._causal = torch.zeros(2 * self.max_num_reqs, dtype=torch.int32, device=device)
+        self._symmetric = torch.zeros_like(self._causal)
+        self._inputs_embeds = torch.zeros(
+            self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
+        )
+
+    def get_supported_generation_tasks(self) -> tuple[GenerationTask, ...]:
+        return ("generate",)
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        return DiffusionSampler(self, sampler), None
+
+    def allocate_slots(self, canvas: torch.Tensor) -> CanvasSlots:
+        """`canvas` [R, C]: where the runner reads the tokens of canvases, its draft tokens."""
+        self.slots = CanvasSlots.allocate(
+            canvas[:, : self.canvas_length],
+            self.model_config.hf_text_config.hidden_size,
+            self.dtype,
+        )
+        return self.slots
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Nothing to do: the sampler, which sees the sampling parameters, prepares the slot."""
+
+    def prepare_inputs_embeds(
+        self,
+        scheduled_encoder_inputs: dict[str, list[int]],
+        input_batch: InputBatch,
+        req_states: RequestState,
+    ) -> torch.Tensor | None:
+        return None  # text only; `prepare_inputs` provides the embeddings
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """Embeds the batch, self-conditioning the rows that are being denoised.
+
+        Self-conditioning runs once, over the canvas rows of all requests. A commit's rows go
+        through too, since the host does not know the phase, and keep their plain embeddings: its
+        output norm would change them even for a zero signal.
+        """
+        num_tokens = input_batch.num_tokens
+        embeds = self._inputs_embeds[:num_tokens]
+        plain = self.model.embed_input_ids(input_batch.input_ids[:num_tokens])
+        if input_batch.num_draft_tokens == 0:
+            embeds.copy_(plain)
+        else:
+            batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
+            self.canvas_batch = batch
+            self.model.hands_on_hidden_states = self.model.streams_vocabulary
+            of_canvases = plain if batch.tokens is None else plain[batch.tokens]
+            soft = batch.flatten(self.slots.soft_embeds[batch.slot_index])
+            committing = batch.by_row(self.slots.is_committing(batch.slot_index))[:, None]
+            conditioned = self.model.self_conditioning(of_canvases, soft)
+            if batch.tokens is None:
+                torch.where(committing, plain, conditioned, out=embeds)
+            else:
+                embeds.copy_(plain)
+                embeds[batch.tokens] = torch.where(committing, of_canvases, conditioned)
+        return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        return {"inputs_embeds": self._inputs_embeds[:num_tokens]}
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        ubatch_idx: int = 0,
+    ) -> dict[str, Any]:
+        # A capture (`for_capture`) builds what a step does: the same buffers, so replays read them.
+        requests = AttnRequests.build(input_batch, block_tables, self.device)
+        num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens
+        query_start_loc, query_start_loc_np = requests.query_start_loc, requests.query_start_loc_np
+        seq_lens = requests.seq_lens
+        causal = self.slots.is_committing(requests.slots)
+        if input_batch.has_prefill:
+            causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
+        self._causal[:num_reqs] = causal
+        self._symmetric[:num_reqs] = self.slots.symmetric_window[requests.slots]
+        if cudagraph_mode == CUDAGraphMode.FULL:
+            assert num_reqs == input_batch.num_reqs, "the scheduler joins nothing under full graphs"
+            num_reqs, num_tokens = (
+                input_batch.num_reqs_after_padding,
+                input_batch.num_tokens_after_padding,
+            )
+            query_start_loc = input_batch.query_start_loc[: num_reqs + 1]
+            query_start_loc_np = input_batch.query_start_loc_np[: num_reqs + 1]
+            seq_lens = input_batch.seq_lens
+            self._causal[input_batch.num_reqs : num_reqs] = 0
+        causal, symmetric = self._causal[:num_reqs], self._symmetric[:num_reqs]
+        build = partial(
+            build_attn_metadata,
+            attn_groups=attn_groups,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            query_start_loc_gpu=query_start_loc,
+            query_start_loc_cpu=torch.from_numpy(query_start_loc_np),
+            max_query_len=requests.max_query_len,
+            seq_lens=seq_lens,
+            max_seq_len=self.max_model_len,
+            block_tables=requests.block_tables,
+            slot_mappings=slot_mappings,
+            kv_cache_config=kv_cache_config,
+            causal=causal,
+            model_specific_attn_metadata=_AttnExtras(WindowRules(symmetric)),
+        )
+        if self._latest_metadata is None:
+            return build()
+        return self._latest_metadata.get_or_build(build, requests, causal, symmetric, slot_mappings)
+
+
+class _AttnExtras(ModelSpecificAttnMetadata):
+    """Hands the requests' window rules to the metadata builders that take them."""
+
+    def __init__(self, window_rules: WindowRules) -> None:
+        self.window_rules = window_rules
+
+    def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
+        if takes_window_rules(attn_metadata_builder):
+            return {"window_rules": self.window_rules}
+        return {}

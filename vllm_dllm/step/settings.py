@@ -1,0 +1,159 @@
+"""How each request's canvases are denoised: the server's settings, or its own."""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_dllm.config.denoise import DenoiseConfig
+from vllm_dllm.denoise.acceptance import Reveal
+from vllm_dllm.denoise.step import StepRules
+from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.step.batch import CanvasBatch
+
+_NEVER_LIKELY = 2.0  # a threshold that no probability reaches
+_NONE_A_STEP = 0
+
+
+class Settings(NamedTuple):
+    """Of a request, in the order of the device's table."""
+
+    t_min: float
+    t_span: float  # t_max - t_min
+    entropy_bound: float  # nats
+    confidence_threshold: float  # nats
+    stability_threshold: float  # steps
+    is_greedy: float  # 1 = the candidates are the best guesses
+    judges_answer_only: float  # 1 = what follows the first stop token is not waited for
+    reveals: float  # 1 = revealed for good, by the next two
+    reveal_threshold: float  # probability
+    reveal_per_step: float  # positions; < 0: as many as reveal a canvas in minus so many steps
+
+
+class StepPolicy(NamedTuple):
+    """Of the n canvases of a step: numbers if all have the server's settings, else tensors [n]."""
+
+    t_min: float | torch.Tensor
+    t_span: float | torch.Tensor
+    rules: StepRules
+    is_greedy: torch.Tensor | None = None  # [n] bool; None: no canvas is
+    judges_answer_only: torch.Tensor | None = None  # [n] bool
+    reveal: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # is_chosen [n] bool,
+    # threshold [n] fp32, per_step [n] int64
+
+
+class Policies:
+    """Settings by slot, and which slots have others than the server's."""
+
+    def __init__(
+        self, config: DenoiseConfig, max_num_reqs: int, canvas_length: int, device: torch.device
+    ) -> None:
+        self.canvas_length = canvas_length
+        self._table = torch.zeros(max_num_reqs, len(Settings._fields), device=device)
+        self._default = Settings(
+            t_min=config.t_min,
+            t_span=config.t_max - config.t_min,
+            entropy_bound=config.entropy_bound,
+            confidence_threshold=config.confidence_threshold,
+            stability_threshold=config.stability_threshold,
+            is_greedy=0,
+            judges_answer_only=0,
+            reveals=0,
+            reveal_threshold=_NEVER_LIKELY,
+            reveal_per_step=_NONE_A_STEP,
+        )
+        self._defaults_for_all = StepPolicy(
+            self._default.t_min,
+            self._default.t_span,
+            StepRules(
+                config.entropy_bound, config.confidence_threshold, config.stability_threshold
+            ),
+        )
+        self._own: dict[int, Settings] = {}  # of slots with settings of their own
+
+    def add_request(
+        self, slot: int, options: RequestOptions, temperature: float, num_steps: int
+    ) -> None:
+        settings = self._settings(options, temperature, num_steps)
+        self._own.pop(slot, None)
+        if settings != self._default:
+            self._own[slot] = settings
+        self._table[slot] = torch.tensor(settings)
+
+    def _settings(self, options: RequestOptions, temperature: float, num_steps: int) -> Settings:
+        default = self._default
+        t_min, t_span = default.t_min, default.t_span
+        if options.t_min is not None and options.t_max is not None:
+            t_min, t_span = options.t_min, options.t_max - options.t_min
+        is_greedy = temperature == 0.0
+        # Greedy candidates need no temperature; what the entropies are taken at is the schedule's.
+        factor = 1.0 if is_greedy else temperature
+        threshold, per_step = _NEVER_LIKELY, _NONE_A_STEP
+        if options.acceptance == "confidence":
+            threshold, per_step = options.accept_probability, 1
+        elif options.acceptance == "top_k":
+            per_step = options.accept_tokens or -num_steps
+
+        def own(value: float | None, otherwise: float) -> float:
+            return otherwise if value is None else value
+
+        return Settings(
+            t_min=t_min * factor,
+            t_span=t_span * factor,
+            entropy_bound=own(options.entropy_bound, default.entropy_bound),
+            confidence_threshold=own(options.confidence_threshold, default.confidence_threshold),
+            stability_threshold=own(options.stability_threshold, default.stability_threshold),
+            is_greedy=is_greedy,
+            judges_answer_only=options.judge_answer_only,
+            reveals=options.acceptance != "entropy_bound",
+            reveal_threshold=threshold,
+            reveal_per_step=per_step,
+        )
+
+    def of(self, batch: CanvasBatch) -> StepPolicy:
+        own = [self._own[slot] for slot in batch.slots_np.tolist() if slot in self._own]
+        if not own:
+            return self._defaults_for_all
+        columns = dict(
+            zip(Settings._fields, self._table[batch.slot_index].unbind(dim=-1), strict=True)
+        )
+        policy = StepPolicy(
+            columns["t_min"],
+            columns["t_span"],
+            StepRules(
+                columns["entropy_bound"],
+                columns["confidence_threshold"],
+                columns["stability_threshold"],
+            ),
+        )
+        if any(settings.is_greedy for settings in own):
+            policy = policy._replace(is_greedy=columns["is_greedy"] > 0)
+        if any(settings.judges_answer_only for settings in own):
+            policy = policy._replace(judges_answer_only=columns["judges_answer_only"] > 0)
+        if any(settings.reveals for settings in own):
+            policy = policy._replace(
+                reveal=(
+                    columns["reveals"] > 0,
+                    columns["reveal_threshold"],
+                    _positions(columns["reveal_per_step"].long(), batch.lengths),
+                )
+            )
+        return policy
+
+
+def _positions(
+    per_step: torch.Tensor,  # [n] int64, see `Settings.reveal_per_step`
+    lengths: torch.Tensor,  # [n] int64, of the canvases
+) -> torch.Tensor:
+    num_steps = (-per_step).clamp(min=1)
+    return torch.where(per_step < 0, (lengths + num_steps - 1) // num_steps, per_step)
+
+
+def revealing(
+    policy: StepPolicy,
+    revealed: torch.Tensor,  # [n, C] bool
+    tokens: torch.Tensor,  # [n, C] int64, the canvas of this step
+) -> Reveal | None:
+    if policy.reveal is None:
+        return None
+    is_chosen, threshold, per_step = policy.reveal
+    return Reveal(is_chosen, threshold, per_step, revealed, tokens)

@@ -1,0 +1,240 @@
+"""`vllm-dllm demo`: a server, a few questions, and the canvases while they denoise.
+
+The server appends every step's canvases to a trace file; the demo streams answers over HTTP as any
+client does, and draws what it reads from that file meanwhile.
+"""
+
+import json
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import openai
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.demo import drawing
+from vllm_dllm.tools.demo.picture import save as save_picture
+from vllm_dllm.tools.demo.steps import Step, StepReader, committed_blocks
+from vllm_dllm.tools.server_process import (
+    HOST,
+    Server,
+    ServerError,
+    check_checkpoint,
+    choose_port,
+    serve_command,
+    wait_on_console,
+)
+
+__all__ = ["QUESTIONS", "run"]
+
+QUESTIONS = (
+    "Sort: o r n i a z l v",
+    "Write JSON with age 61, shoe 28, name Paul, city Tokyo.",
+    "I am Will. I live in Santiago. What is my city?",
+    "Reverse: sand rose seed cherry eagle fox bridge cloud",
+    '{"eagle": "Iris", "bone": "Hugo", "sheep": "Paul", "cat": "Ben", "sock": "Hugo", '
+    '"goat": "Paul", "bear": "Iris", "key": "Emma", "leaf": "Zoe", "map": "Jack"} '
+    "What is key, map, bone?",
+    "Count from 34 to 59.",
+)
+"""Of the tasks of `vllm_dllm.tools.pretrain.tasks`, all from their held-out side."""
+
+MOST_TOKENS = 256  # an answer that does not end would otherwise fill the whole context
+POLL_SECONDS = 0.02
+
+
+def demo_options(trace: Path) -> list[str]:
+    """What `make serve` gives `vllm serve`, and every step's canvases written to `trace`."""
+    return [
+        *("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "1G"),
+        "--enforce-eager",  # compiling takes longer than the whole demo
+        *("--additional-config", json.dumps({"vllm_dllm": {"trace_path": str(trace)}})),
+    ]
+
+
+def run(
+    checkpoint: Path,
+    questions: Sequence[str],
+    port: int | None,
+    pace_s: float,
+    picture: Path | None,
+) -> None:
+    """Serves `checkpoint`, asks, draws and stops the server, whatever happens.
+
+    Raises:
+        InputError, ServerError: say what went wrong and what to do.
+    """
+    if not 0 <= pace_s <= 5:
+        raise InputError(f"--pace must be 0 to 5 seconds, got {pace_s:g}.")
+    if picture is not None and picture.suffix != ".svg":
+        raise InputError(f"--save-picture draws SVG files: name one FILE.svg, got '{picture}'.")
+    check_checkpoint(checkpoint)
+    port = choose_port(port)
+    texts = drawing.TokenTexts.from_checkpoint(checkpoint)
+    folder = Path(tempfile.mkdtemp(prefix="vllm-dllm-demo-"))
+    trace, log = folder / "canvases.jsonl", folder / "server.log"
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without box characters
+    view = View(Console(highlight=False), texts, pace_s)
+    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGHUP, _exit)
+
+    command = serve_command(checkpoint, port, *demo_options(trace))
+    with Server(command, port, log) as server:
+        try:
+            view.wait_for(server, checkpoint)
+            reader = StepReader(trace)
+            for number, question in enumerate(questions, start=1):
+                answer = Answer(question, f"demo-{number}", port)
+                view.show(answer, _steps_of(answer, reader, server))
+                if number == 1 and picture is not None:
+                    save_picture(picture, question, answer.first_canvas(), texts)
+                    view.say(f"Picture: {picture}")
+        finally:
+            view.say(f"\nStopping the server. Its log and the canvases stay in {folder}")
+
+
+def _exit(number: int, stack: FrameType | None) -> None:
+    """Leaves through the `with` blocks, so that the server is stopped."""
+    raise SystemExit(128 + number)
+
+
+@dataclass
+class Answer:
+    """One question, asked in a thread as soon as this is made."""
+
+    question: str
+    name: str
+    port: int
+    text: str = ""
+    num_tokens: int = 0
+    seconds: float = 0.0
+    error: Exception | None = None
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def is_mine(self, step: Step) -> bool:
+        # The server prefixes the name we send; the engine adds a random suffix.
+        return step.request_id.startswith(f"chatcmpl-{self.name}-")
+
+    def first_canvas(self) -> list[Step]:
+        """The steps until the first commit."""
+        last = next(i for i, step in enumerate(self.steps) if step.finished)
+        return self.steps[: last + 1]
+
+    def _ask(self) -> None:
+        try:
+            # trust_env: a proxy named in the environment has no business with our own server.
+            with openai.OpenAI(
+                base_url=f"http://{HOST}:{self.port}/v1",
+                api_key="unused",
+                max_retries=0,
+                http_client=openai.DefaultHttpxClient(trust_env=False),
+            ) as client:
+                model = client.models.list().data[0].id
+                start = time.monotonic()
+                stream = client.chat.completions.create(
+                    model=model,
+                    messages=[{"role": "user", "content": self.question}],
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    max_tokens=MOST_TOKENS,
+                    seed=0,  # the same canvases at every demo
+                    extra_headers={"X-Request-Id": self.name},
+                )
+                for chunk in stream:
+                    for choice in chunk.choices:
+                        self.text += choice.delta.content or ""
+                    if chunk.usage is not None:
+                        self.num_tokens = chunk.usage.completion_tokens
+                self.seconds = time.monotonic() - start
+        except Exception as error:  # a thread's exceptions reach nobody: the reader raises it
+            self.error = error
+
+
+def _steps_of(answer: Answer, reader: StepReader, server: Server) -> Iterator[Step]:
+    """The steps of `answer` as they are written, until its last one. They are kept in it, too.
+
+    Raises ServerError when the request fails or the server ends.
+    """
+    done = False
+    while not done:
+        done = answer.done  # before reading: all steps are written before the answer ends
+        for step in reader.read():
+            if answer.is_mine(step):
+                answer.steps.append(step)
+                yield step
+        if not done:
+            time.sleep(POLL_SECONDS)
+    if answer.error is not None:
+        server.check_alive()
+        raise ServerError(f"the server did not answer '{answer.question}': {answer.error}") from (
+            answer.error
+        )
+
+
+class View:
+    """Redraws in place on a terminal; prints plain lines into anything else."""
+
+    def __init__(self, console: Console, texts: drawing.TokenTexts, pace_s: float) -> None:
+        self._console = console
+        self._texts = texts
+        self._pace_s = pace_s
+        self._live = console.is_terminal and not console.is_dumb_terminal
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(text, "dim"), soft_wrap=True)
+
+    def wait_for(self, server: Server, checkpoint: Path) -> None:
+        """Shows the seconds, and what the server last logged, until it answers."""
+        self.say(f"Starting a server for {checkpoint} on port {server.port}.")
+        self.say(f"Log: {server.log}")
+        seconds = wait_on_console(server, self._console)
+        self.say(f"Ready after {seconds:.0f} s.")
+
+    def show(self, answer: Answer, steps: Iterator[Step]) -> None:
+        """Draws the steps as they come, then the answer."""
+        self._console.print()
+        self._console.print(Text(answer.question, "bold cyan"), soft_wrap=not self._live)
+        if self._live:
+            self._redraw(steps)
+        else:
+            block = 1
+            for step in steps:
+                self._console.print(Text(drawing.line(step, block, self._texts)), soft_wrap=True)
+                block += step.finished
+        self._console.print(Text(answer.text, "bold"), soft_wrap=not self._live)
+        num_canvases = len(committed_blocks(answer.steps))
+        num_steps = len(answer.steps)
+        self.say(
+            f"{num_steps} steps on {num_canvases} canvas{'es' * (num_canvases > 1)}, "
+            f"{answer.num_tokens} tokens in {answer.seconds:.2f} s: "
+            f"{answer.num_tokens / answer.seconds:.0f} tokens/s"
+        )
+
+    def _redraw(self, steps: Iterator[Step]) -> None:
+        """One frame a step, in the same place; every frame stays for `pace_s` at least."""
+        committed: list[list[int]] = []
+        with Live(console=self._console, auto_refresh=False) as live:
+            for step in steps:
+                drawn = drawing.frame(step, committed, self._texts, self._console.width)
+                live.update(drawn, refresh=True)
+                time.sleep(self._pace_s)
+                if step.finished:
+                    committed.append(step.best_guess)

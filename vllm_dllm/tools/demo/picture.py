@@ -1,0 +1,90 @@
+"""A canvas from noise to text as one SVG: a row a step, a column a position."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from rich.cells import cell_len, set_cell_size
+
+from vllm_dllm.tools.demo import drawing
+from vllm_dllm.tools.demo.steps import Step
+
+MOST_ROWS = 28
+BAR_WIDTH = 90  # pixels, for the largest entropy in the picture
+CELL_WIDTH, LINE_HEIGHT, FONT_SIZE, MARGIN = 8.4, 19, 14, 18  # pixels
+COLORS = {drawing.ACCEPTED: "#7ee787", drawing.NOISE: "#6e7681", drawing.COMMITTED: "#ffffff"}
+QUESTION, LABEL, BAR, BACKGROUND = "#79c0ff", "#8b949e", "#d29922", "#0d1117"
+LEGEND = "green: accepted   grey: noise   white: committed   bar: mean entropy, nats"
+
+
+def save(path: Path, question: str, steps: Sequence[Step], texts: drawing.TokenTexts) -> None:
+    """Draws the steps of one canvas; of more than `MOST_ROWS`, that many evenly spread ones."""
+    widths = [cell_len(texts[token]) for token in steps[-1].best_guess]
+    left = MARGIN + len("step 00  ") * CELL_WIDTH
+    right = left + (sum(widths) + 2) * CELL_WIDTH
+    width = right + BAR_WIDTH + 8 + len("0.000") * CELL_WIDTH + MARGIN
+    width = max(width, len(LEGEND) * CELL_WIDTH + 2 * MARGIN)
+    most_cells = int((width - 2 * MARGIN) / CELL_WIDTH)
+    if cell_len(question) > most_cells:
+        question = set_cell_size(question, most_cells - 1) + "…"
+    max_entropy_nats = max(step.entropy_nats for step in steps)
+    y: float = MARGIN + FONT_SIZE
+    parts = [_text(MARGIN, y, question, QUESTION, "bold")]
+    y += 1.5 * LINE_HEIGHT
+    for step in spread(steps, MOST_ROWS):
+        parts.append(_text(MARGIN, y, f"step {step.number:2d}", LABEL))
+        parts += _row(left, y, drawing.cells(step, texts), widths)
+        bar = step.entropy_nats / max_entropy_nats * BAR_WIDTH
+        parts.append(_rectangle(right, y - 10, max(bar, 1), 10, BAR))
+        parts.append(_text(right + BAR_WIDTH + 8, y, f"{step.entropy_nats:.3f}", LABEL))
+        y += LINE_HEIGHT
+    parts.append(_text(MARGIN, y + LINE_HEIGHT / 2, LEGEND, LABEL))
+
+    height = y + LINE_HEIGHT / 2 + MARGIN
+    header = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" '
+        f'font-size="{FONT_SIZE}">'
+    )
+    background = _rectangle(0, 0, width, height, BACKGROUND)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([header, background, *parts, "</svg>\n"]), encoding="utf-8")
+
+
+def spread(steps: Sequence[Step], count: int) -> list[Step]:
+    """At most `count` of the steps, evenly spread, with both ends."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
+def _row(left: float, y: float, cells: list[tuple[str, str]], widths: list[int]) -> list[str]:
+    """The cells as few text elements; neighbours of one style share one."""
+    parts, x = [], left
+    fitted = [
+        (set_cell_size(text, width), style)
+        for (text, style), width in zip(cells, widths, strict=True)
+    ]
+    for style, run in groupby(fitted, key=lambda cell: cell[1]):
+        text = "".join(text for text, _ in run)
+        parts.append(_text(x, y, text, COLORS[style], "" if style == drawing.NOISE else "bold"))
+        x += cell_len(text) * CELL_WIDTH
+    return parts
+
+
+def _text(x: float, y: float, text: str, color: str, weight: str = "") -> str:
+    bold = ' font-weight="bold"' if weight else ""
+    # The length is given because a fallback font may be wider or narrower; spaces at the ends and
+    # runs of them would be dropped.
+    content = escape(text).replace(" ", "\N{NO-BREAK SPACE}")
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" textLength="{cell_len(text) * CELL_WIDTH:.1f}" '
+        f'fill="{color}"{bold}>{content}</text>'
+    )
+
+
+def _rectangle(x: float, y: float, width: float, height: float, color: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}"/>'
+    )

@@ -1,0 +1,1 @@
+"""`vllm-dllm drafter`: training of block-diffusion drafters and of their width predictors."""

@@ -1,0 +1,151 @@
+"""What a width predictor learns from: how far each block size gets on each prompt.
+
+The target answers every prompt once. Speculative decoding is lossless, so for every block size the
+course is worked out on that answer (`offline`). τ of a prompt is the mean of the tokens its
+verifications emit. The label is the size with the largest τ. Answers of a few blocks leave many
+equals, nine prompts in ten; of them the label is the size that is best for all prompts together, or
+else the smallest. A size for all prompts is then left only where another is better. Were it always
+the smallest, a predictor that cannot tell prompts apart would choose it for all of them, and lose
+on the others: 2 to 18 % of τ, measured with a half-trained drafter.
+
+Verifying fewer tokens of the same draft never emits more at once, so with `full` drafts the largest
+size is rarely beaten, and then only because a shorter step ended where the next one starts better.
+With `follow` the drafter sees a shorter block and may guess better or worse in it.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter.training.collect import complete
+from vllm_dllm.tools.drafter.training.offline import replay
+from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.training.target_states import Target
+
+PROMPTS_PER_PART = 32
+DRAFT_WIDTHS = ("follow", "full")
+_TIE = 1e-9  # of τ: the same sums in another order
+
+
+@dataclass(frozen=True)
+class Measured:
+    """n prompts at S block sizes."""
+
+    logits: Tensor  # [n, V] fp32, the target's at the last prompt position
+    emitted: Tensor  # [n, S] int64, tokens that verifications emit
+    verifications: Tensor  # [n, S] int64
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    def __getitem__(self, rows: Tensor) -> "Measured":
+        return Measured(self.logits[rows], self.emitted[rows], self.verifications[rows])
+
+    @property
+    def tau(self) -> Tensor:
+        """[n, S] fp64"""
+        return self.emitted.double() / self.verifications
+
+    @property
+    def best_fixed(self) -> int:
+        """Index of the size that is best for all prompts together."""
+        return int(self.tau.mean(0).argmax())
+
+    @property
+    def smallest_best(self) -> Tensor:
+        """[n] int64, index of the smallest of each prompt's best sizes."""
+        return self._is_best().int().argmax(-1)
+
+    def labels(self, best_fixed: int) -> Tensor:
+        """[n] int64, index of each prompt's best size; of equals `best_fixed`, or the smallest."""
+        is_best = self._is_best()
+        return torch.where(is_best[:, best_fixed], best_fixed, is_best.int().argmax(-1))
+
+    def _is_best(self) -> Tensor:
+        tau = self.tau
+        return tau >= tau.amax(-1, keepdim=True) - _TIE
+
+
+def candidate_sizes(trained_block_size: int, base: int, radius: int) -> tuple[int, ...]:
+    """base - radius to base + radius, without those the drafter was not trained with."""
+    if radius < 1 or not 2 <= base <= trained_block_size:
+        raise InputError(
+            f"expected a radius of at least 1 and a base block size of 2 to {trained_block_size}, "
+            f"the block the drafter was trained with, got radius {radius} and base {base}"
+        )
+    return tuple(range(max(2, base - radius), min(trained_block_size, base + radius) + 1))
+
+
+def measure(
+    target: Target,
+    drafter: DFlashDrafter,
+    prompts: Sequence[list[int]],
+    sizes: Sequence[int],
+    draft_width: str,  # "follow": blocks of the size; "full": of the trained size, verified in part
+    max_tokens: int,
+) -> Measured:
+    """Leaves out prompts whose answer is a single token, which nothing is drafted for."""
+    answers = complete(target, prompts, max_tokens)
+    if draft_width == "full":
+        trained = drafter.config.block_size
+        courses = [replay(target, drafter, prompts, answers, trained - 1)] * len(sizes)
+    else:
+        courses = [replay(target, drafter, prompts, answers, size - 1) for size in sizes]
+    lengths = [
+        [course[i].lengths(size - 1) for course, size in zip(courses, sizes, strict=True)]
+        for i in range(len(prompts))
+    ]
+    drafted = [i for i, answer in enumerate(answers) if len(answer) > 1]
+    vocab_size = drafter.config.vocab_size
+    return Measured(
+        torch.stack([courses[0][i].first_logits for i in drafted])
+        if drafted
+        else torch.zeros(0, vocab_size),
+        torch.tensor([[sum(row) for row in lengths[i]] for i in drafted]).view(-1, len(sizes)),
+        torch.tensor([[len(row) for row in lengths[i]] for i in drafted]).view(-1, len(sizes)),
+    )
+
+
+def measure_in_parts(
+    measure_part: Callable[[Sequence[list[int]]], Measured],
+    prompts: Sequence[list[int]],
+    folder: Path,
+    advance: Callable[[int], None],
+) -> Measured:
+    """Part by part, each written to the folder when it is whole; parts that are there are read."""
+    parts: list[Measured] = []
+    for start in range(0, len(prompts), PROMPTS_PER_PART):
+        part = prompts[start : start + PROMPTS_PER_PART]
+        file = folder / f"part-{start // PROMPTS_PER_PART:05d}.safetensors"
+        if not file.exists():
+            measured = measure_part(part)
+            unfinished = file.with_suffix(".tmp")
+            save_file(vars(measured), unfinished)
+            unfinished.replace(file)
+        parts.append(Measured(**load_file(file)))
+        advance(len(part))
+    return Measured(
+        *(torch.cat([getattr(part, field) for part in parts]) for field in vars(parts[0]))
+    )
+
+
+def split_prompts(
+    prompts: Sequence[list[int]], held_out_share: float, seed: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(training, held out). Prompts that occur twice count once, so that none is on both sides."""
+    different = [json.loads(text) for text in dict.fromkeys(map(json.dumps, prompts))]
+    order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed)).tolist()
+    num_held_out = round(len(different) * held_out_share)
+    if min(num_held_out, len(different) - num_held_out) < 2:
+        raise InputError(
+            f"expected prompts enough for training and for a held-out share of {held_out_share}, "
+            f"got {len(different)} different ones"
+        )
+    chosen = [different[i] for i in order]
+    return chosen[num_held_out:], chosen[:num_held_out]

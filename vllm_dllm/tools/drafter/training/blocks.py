@@ -1,0 +1,91 @@
+"""Many blocks of many sequences in one forward of the drafter.
+
+A block sees the tokens before its anchor and itself, both ways; never another block, nor the
+tokens it has to guess. A narrow block ends early: its masks past the width are seen by nobody.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.training.target_states import Target
+
+
+@dataclass(frozen=True)
+class KnownSequence:
+    """Tokens whose continuation at every anchor is known."""
+
+    tokens: list[int]
+    first_anchor: int
+    """Index of the first token that may start a block: where the answer starts, or the one block
+    that a serving drafter reported. The last anchor is the last token but one."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """B sequences, N blocks each, W slots a block; Q = N · W, T tokens the longest sequence."""
+
+    tokens: Tensor  # [B, Q] int64: anchor, mask, mask, …
+    positions: Tensor  # [B, Q] int64
+    wanted: Tensor  # [B, Q] int64, the token at each slot's position; -1: none to guess
+    visible: Tensor  # [B, Q, T + Q] bool
+
+
+def pad(sequences: Sequence[KnownSequence], device: torch.device) -> Tensor:
+    """[B, T] int64, right-padded with 0."""
+    length = max(len(sequence.tokens) for sequence in sequences)
+    rows = [sequence.tokens + [0] * (length - len(sequence.tokens)) for sequence in sequences]
+    return torch.tensor(rows, device=device)
+
+
+def make_blocks(
+    tokens: Tensor,  # [B, T] int64, right-padded
+    lengths: Tensor,  # [B] int64
+    anchors: Tensor,  # [B, N] int64, index of each block's anchor; -1: no block
+    widths: Tensor,  # [B, N] int64, slots of the block, its anchor counted; 1 to W
+    block_size: int,  # W
+    mask_token_id: int,
+) -> Blocks:
+    num_rows, num_tokens = tokens.shape
+    device = tokens.device
+    slot = torch.arange(block_size, device=device)
+    positions = (anchors[..., None] + slot).clamp(min=0)  # [B, N, W]
+    in_block = (slot < widths[..., None]) & (anchors[..., None] >= 0)
+    is_known = in_block & (slot > 0) & (positions < lengths[:, None, None])
+    at_slot = tokens.gather(1, positions.flatten(1).clamp(max=num_tokens - 1)).view_as(positions)
+    wanted = torch.where(is_known, at_slot, -1)
+    block_tokens = torch.where(slot == 0, at_slot, mask_token_id)
+
+    num_blocks = anchors.shape[1]
+    before_anchor = torch.arange(num_tokens, device=device) < anchors[..., None]  # [B, N, T]
+    same_block = torch.eye(num_blocks, dtype=torch.bool, device=device)
+    # [B, N, 1, N, W]: a slot past the width sees the block too, so that no softmax is empty.
+    in_width = (slot < widths[..., None])[:, None, None]
+    seen = same_block[None, :, None, :, None] & in_width
+    num_queries = num_blocks * block_size
+    visible = torch.cat(
+        (
+            before_anchor.repeat_interleave(block_size, dim=1),
+            seen.expand(-1, -1, block_size, -1, -1).reshape(num_rows, num_queries, num_queries),
+        ),
+        dim=-1,
+    )
+    return Blocks(block_tokens.flatten(1), positions.flatten(1), wanted.flatten(1), visible)
+
+
+def block_logits(
+    drafter: DFlashDrafter,
+    target: Target,
+    states: Tensor,  # [B, T, layers · H] of the whole sequences
+    blocks: Blocks,
+) -> Tensor:
+    """[B, Q, V] float32."""
+    dtype = drafter.fc.weight.dtype
+    positions = torch.arange(states.shape[1], device=states.device).expand(states.shape[:2])
+    context = drafter.context_kv(states.to(dtype), positions)
+    embeddings = target.embed(blocks.tokens).to(dtype)
+    hidden = drafter(embeddings, blocks.positions, context, blocks.visible)
+    return target.logits(hidden.to(target.model.dtype)).float()

@@ -1,0 +1,138 @@
+"""What the target answers to prompts: greedy completions as token ids, collected once.
+
+A drafter learns what its own target writes, so answers come from the target: from a running vLLM
+server, or from transformers. They are written line by line, and a run that was stopped goes on
+behind the last whole line.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import openai
+import torch
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter.training.blocks import KnownSequence
+from vllm_dllm.tools.drafter.training.target_states import Target
+from vllm_dllm.tools.prompt_file import encode_rows, read_rows
+
+BATCH_SIZE = 128
+SERVER_CONNECTIONS = 32
+
+Completer = Callable[[Sequence[list[int]]], list[list[int]]]
+"""Prompts -> their answers."""
+
+
+def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
+    """Token ids of every row of a JSON Lines file; at most `room` tokens each."""
+    remedy = (
+        "the answer must fit behind it into the model's positions; shorten it or lower --max-tokens"
+    )
+    return encode_rows(read_rows(path), model, room, remedy)
+
+
+@torch.no_grad()
+def complete(
+    target: Target, prompts: Sequence[list[int]], max_tokens: int, batch_size: int = BATCH_SIZE
+) -> list[list[int]]:
+    """Greedy answers by transformers, in order; EOS is the last token of those that end."""
+    model = target.model
+    stops = model.generation_config.eos_token_id
+    stop_ids = set(stops if isinstance(stops, list) else [stops])
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    answers: dict[int, list[int]] = {}
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        length = max(len(prompts[i]) for i in chosen)
+        tokens = [[0] * (length - len(prompts[i])) + prompts[i] for i in chosen]
+        is_token = [[t >= length - len(prompts[i]) for t in range(length)] for i in chosen]
+        output = model.generate(
+            input_ids=torch.tensor(tokens, device=target.device),
+            attention_mask=torch.tensor(is_token, device=target.device).long(),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+        )
+        for i, answer in zip(chosen, output[:, length:].tolist(), strict=True):
+            end = next((n for n, token in enumerate(answer, 1) if token in stop_ids), len(answer))
+            answers[i] = answer[:end]
+    return [answers[i] for i in range(len(prompts))]
+
+
+def server_completer(url: str, max_tokens: int, vocab_size: int) -> Completer:
+    """Greedy answers of the model that the vLLM server at `url` serves."""
+    client = openai.OpenAI(base_url=url.rstrip("/").removesuffix("/v1") + "/v1", api_key="none")
+    try:
+        name = client.models.list().data[0].id
+    except openai.OpenAIError as error:
+        raise InputError(f"no vLLM server answers at {url}: {error}") from error
+
+    def answer(prompt: list[int]) -> list[int]:
+        try:
+            completion = client.completions.create(
+                model=name,
+                prompt=prompt,
+                max_tokens=max_tokens,
+                temperature=0.0,
+                extra_body={"return_token_ids": True},
+            )
+        except openai.OpenAIError as error:
+            raise InputError(f"the server at {url} refused a prompt: {error}") from error
+        tokens = getattr(completion.choices[0], "token_ids", None)
+        if tokens is None:
+            raise InputError(
+                f"the server at {url} sent no token ids: expected vLLM 0.32, which does when asked "
+                f"for return_token_ids"
+            )
+        if max(tokens) >= vocab_size:
+            raise InputError(
+                f"the server's model {name} wrote token {max(tokens)}, the target's vocabulary "
+                f"has {vocab_size} tokens: expected the same model on both sides"
+            )
+        return tokens
+
+    def answer_all(prompts: Sequence[list[int]]) -> list[list[int]]:
+        with ThreadPoolExecutor(SERVER_CONNECTIONS) as pool:
+            return list(pool.map(answer, prompts))
+
+    return answer_all
+
+
+def collect(
+    prompts: Sequence[list[int]],
+    completer: Completer,
+    path: Path,
+    advance: Callable[[int, int], None],  # (prompts done, of how many)
+) -> list[KnownSequence]:
+    """Completes the prompts behind the lines `path` has already, and appends the new lines.
+
+    Answers of one token are kept in the file, to count, but hold no anchor and are left out.
+    """
+    done = _whole_lines(path)
+    rest = iter(prompts[len(done) :])
+    with path.open("a") as file:
+        while batch := list(islice(rest, 4 * BATCH_SIZE)):
+            advance(len(done), len(prompts))
+            for prompt, answer in zip(batch, completer(batch), strict=True):
+                row = {"tokens": prompt + answer, "first_anchor": len(prompt)}
+                file.write(json.dumps(row) + "\n")
+                done.append(row)
+            file.flush()
+    advance(len(done), len(prompts))
+    sequences = [KnownSequence(row["tokens"], row["first_anchor"]) for row in done]
+    return [s for s in sequences if s.first_anchor < len(s.tokens) - 1]
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of `path`; a last line that was cut off is removed from the file."""
+    if not path.exists():
+        return []
+    text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    if len(whole) < len(text):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return [json.loads(line) for line in whole.splitlines()]

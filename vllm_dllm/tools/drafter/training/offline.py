@@ -1,0 +1,142 @@
+"""Speculative decoding worked out offline: how many tokens every verification would emit.
+
+Greedy speculative decoding is lossless, so the tokens are those of the target alone, whatever the
+drafter does. They are generated once; one forward of the target gives the states of all of them
+and, for one draft width, one pass of the drafter guesses a block behind every token. What remains
+is to walk from anchor to anchor, for as many verify widths as one likes.
+
+A width counts drafted tokens: vLLM's `num_speculative_tokens`. The block has one slot more, the
+anchor. τ is the mean of the tokens emitted by a verification, the bonus token counted, and tokens
+past EOS or `max_tokens` not; the first token comes from the prefill and belongs to none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter.training.blocks import KnownSequence, block_logits, make_blocks, pad
+from vllm_dllm.tools.drafter.training.collect import complete
+from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.training.target_states import Target, check_fit
+
+ANCHORS_PER_FORWARD = 64
+ROWS_PER_FORWARD = 16
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """One prompt's course."""
+
+    answer: list[int]
+    """The target's greedy tokens; EOS is the last one unless `max_tokens` cut it off."""
+    lengths: list[int]
+    """Tokens emitted by each verification; they sum to len(answer) - 1."""
+    first_logits: Tensor  # [V] float32, on the CPU
+    """The target's at the last prompt position: what the first token is chosen from."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A prompt's completion and how well one draft width guesses it from every anchor."""
+
+    answer: list[int]
+    first_logits: Tensor  # [V] float32, on the CPU
+    matches: list[int]
+    """At each answer token but the last: drafted tokens right before the first wrong one."""
+
+    def lengths(self, verify_width: int) -> list[int]:
+        """Tokens emitted by each verification that takes `verify_width` of the drafted tokens."""
+        lengths: list[int] = []
+        anchor, last = 0, len(self.answer) - 1
+        while anchor < last:
+            emitted = min(min(self.matches[anchor], verify_width) + 1, last - anchor)
+            lengths.append(emitted)
+            anchor += emitted
+        return lengths
+
+
+def accepted_lengths(
+    target: Target,
+    drafter: DFlashDrafter,
+    prompts: Sequence[list[int]],  # token ids, chat template applied
+    draft_width: int,
+    verify_width: int,
+    max_tokens: int,
+) -> list[Accepted]:
+    """Greedy speculative decoding of every prompt.
+
+    draft_width: tokens the drafter guesses at once; its block has draft_width + 1 slots.
+    verify_width: how many of them the target verifies, at most draft_width.
+
+    To enumerate widths, generate once with `collect.complete`, call `replay` for each draft width
+    and `Replayed.lengths` for each verify width: that costs one drafter pass a draft width.
+    """
+    if not 1 <= verify_width <= draft_width:
+        raise InputError(
+            f"expected 1 <= verify width <= draft width, got verify width {verify_width} and "
+            f"draft width {draft_width}"
+        )
+    answers = complete(target, prompts, max_tokens)
+    return [
+        Accepted(one.answer, one.lengths(verify_width), one.first_logits)
+        for one in replay(target, drafter, prompts, answers, draft_width)
+    ]
+
+
+@torch.no_grad()
+def replay(
+    target: Target,
+    drafter: DFlashDrafter,
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],  # the target's greedy tokens of each prompt, at least one
+    draft_width: int,
+) -> list[Replayed]:
+    """Drafts `draft_width` tokens behind every answer token but the last, in order of `prompts`."""
+    check_fit(drafter.config, target.config)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))
+    replayed: dict[int, Replayed] = {}
+    for start in range(0, len(order), ROWS_PER_FORWARD):
+        chosen = order[start : start + ROWS_PER_FORWARD]
+        rows = [KnownSequence(prompts[i] + answers[i], len(prompts[i])) for i in chosen]
+        for i, row, (logits, matches) in zip(
+            chosen, rows, _replay_rows(target, drafter, rows, draft_width), strict=True
+        ):
+            replayed[i] = Replayed(row.tokens[row.first_anchor :], logits, matches)
+    return [replayed[i] for i in range(len(prompts))]
+
+
+def _replay_rows(
+    target: Target, drafter: DFlashDrafter, rows: list[KnownSequence], draft_width: int
+) -> list[tuple[Tensor, list[int]]]:
+    """(first logits [V], matches) of each row."""
+    tokens = pad(rows, target.device)
+    lengths = torch.tensor([len(row.tokens) for row in rows], device=target.device)
+    first = torch.tensor([row.first_anchor for row in rows], device=target.device)
+    states, logits = target.states(tokens, drafter.target_layer_ids)
+    first_logits = logits[torch.arange(len(rows), device=target.device), first - 1].float().cpu()
+    del logits
+    matches: list[list[int]] = [[] for _ in rows]
+    num_anchors = int((lengths - 1 - first).max())
+    for start in range(0, num_anchors, ANCHORS_PER_FORWARD):
+        end = min(start + ANCHORS_PER_FORWARD, num_anchors)
+        anchors = first[:, None] + torch.arange(start, end, device=target.device)
+        anchors = torch.where(anchors < lengths[:, None] - 1, anchors, -1)
+        widths = torch.full_like(anchors, draft_width + 1)
+        blocks = make_blocks(
+            tokens, lengths, anchors, widths, draft_width + 1, drafter.mask_token_id
+        )
+        guesses = block_logits(drafter, target, states, blocks).argmax(-1)
+        right = (guesses == blocks.wanted).unflatten(1, (-1, draft_width + 1))[..., 1:]
+        counts = right.int().cumprod(-1).sum(-1).tolist()
+        for row, (row_anchors, row_counts) in enumerate(zip(anchors.tolist(), counts, strict=True)):
+            matches[row] += [n for a, n in zip(row_anchors, row_counts, strict=True) if a >= 0]
+    return list(zip(first_logits, matches, strict=True))
+
+
+def mean_length(lengths: Sequence[Sequence[int]]) -> float:
+    """τ over all verifications of all prompts; 1, drafting nothing, where there were none."""
+    num_verifications = sum(map(len, lengths))
+    return sum(map(sum, lengths)) / num_verifications if num_verifications else 1.0

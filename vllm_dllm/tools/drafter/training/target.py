@@ -1,0 +1,174 @@
+"""Trains the small autoregressive target.
+
+    python -m vllm_dllm.tools.drafter.training.target --out DIR
+
+A Qwen3 of eight layers learns the next token of the answers to the tasks of `pretrain/tasks.py`,
+with the tokenizer and chat template of diffusiongemma-tiny. Long look-ups come in only once dense
+short ones have had time to be learnt: a document of 96 pairs alone teaches a small model nothing.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from vllm_dllm.tools.drafter.training.target_batches import Batch, training_batches
+from vllm_dllm.tools.drafter.training.target_model import initialize, save_target, target_config
+from vllm_dllm.tools.pretrain.muon import MuonAdamW
+from vllm_dllm.tools.pretrain.tasks import TRAINING_TASKS
+from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
+
+FIRST_SHARES = {
+    "add": 0.5,
+    "sort": 1.5,
+    "reverse": 0.7,
+    "count_up": 0.7,
+    "lookup_short": 1.0,
+    "lookup_dense": 3.0,
+    "write_json": 0.5,
+    "chat": 0.5,
+}
+LAST_SHARES = {
+    "add": 0.7,
+    "sort": 1.5,
+    "reverse": 0.5,
+    "count_up": 0.7,
+    "lookup_short": 0.5,
+    "lookup_dense": 0.5,
+    "lookup": 3.0,
+    "write_json": 0.7,
+    "chat": 0.7,
+}
+LOG_FILE = "training_log.json"
+FIRST_PART = 0.3  # of the time, with FIRST_SHARES
+
+
+def next_token_loss(model: Qwen3ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Weighted cross entropy, and the weighted share of right best guesses of each row [B]."""
+    logits = model(input_ids=batch.tokens[:, :-1], use_cache=False).logits
+    target = batch.tokens[:, 1:]
+    loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    loss = (loss * batch.weight.flatten()).sum() / batch.weight.sum()
+    right = (logits.detach().argmax(-1) == target) * batch.weight
+    return loss, right.sum(-1) / batch.weight.sum(-1)
+
+
+def learning_rate_scale(progress: float, warmup: float = 0.01) -> float:
+    """Linear warm-up, constant, then linear to zero: `progress` runs from 0 to 1."""
+    return min(progress / warmup, 1.0) * min(1.0, (1.0 - progress) / 0.5)
+
+
+def earlier_log(checkpoint: Path | None) -> list[dict]:
+    """The log of the run that made `checkpoint`; steps and tokens count on, minutes do not."""
+    return json.loads((checkpoint / LOG_FILE).read_text()) if checkpoint else []
+
+
+def save_loss_curve(log: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
+    steps = [entry["step"] for entry in log]
+    left.plot(steps, [entry["loss"] for entry in log])
+    left.set(xlabel="step", ylabel="weighted cross entropy (nats)", yscale="log")
+    for task in TRAINING_TASKS:
+        points = [(e["step"], 1 - e["right"][task]) for e in log if task in e["right"]]
+        right.plot(*zip(*points, strict=True), label=task)
+    right.set(xlabel="step", ylabel="wrong tokens", yscale="symlog", ylim=(0, 1))
+    right.set_yscale("symlog", linthresh=1e-3)
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    tokenizer = build_tokenizer()
+    model = Qwen3ForCausalLM(target_config(len(tokenizer)))
+    if args.init_from:
+        model = Qwen3ForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
+    else:
+        initialize(model)
+    optimizer = MuonAdamW(
+        model, muon_lr=args.muon_lr, adam_lr=args.adam_lr, weight_decay=args.weight_decay
+    )
+    # A budget in minutes sets the length: the schedule follows the clock on any machine.
+    start = last_save = time.monotonic()
+    progress = 0.0
+    first_part = 0.0 if args.init_from else FIRST_PART
+    batches = training_batches(
+        tokenizer,
+        lambda: FIRST_SHARES if progress < first_part else LAST_SHARES,
+        seed=args.seed,
+        tokens_per_batch=args.tokens_per_batch,
+    )
+    log = earlier_log(args.init_from)
+    losses: list[float] = []
+    rights: dict[str, list[float]] = defaultdict(list)
+    step, tokens = (log[-1]["step"], log[-1]["tokens"]) if log else (0, 0)
+    tokens_before = tokens
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
+    while progress < 1:
+        batch = next(batches)
+        loss, right = next_token_loss(model, batch)
+        loss.backward()
+        minutes = (time.monotonic() - start) / 60
+        progress = min(1.0, minutes / args.minutes)
+        optimizer.step(learning_rate_scale(progress))
+        losses.append(loss.item())
+        for task, share in zip(batch.tasks, right.tolist(), strict=True):
+            rights[task].append(share)
+        step += 1
+        tokens += batch.tokens.numel()
+        if step % args.log_every == 0 or progress == 1:
+            entry = {
+                "step": step,
+                "loss": sum(losses) / len(losses),
+                "right": {task: sum(x) / len(x) for task, x in rights.items()},
+                "tokens": tokens,
+                "minutes": minutes,
+            }
+            log.append(entry)
+            losses.clear()
+            rights.clear()
+            shares = " ".join(f"{task} {x:.3f}" for task, x in sorted(entry["right"].items()))
+            speed = (tokens - tokens_before) / minutes / 60
+            print(
+                f"step {step} loss {entry['loss']:.4f} {speed:.0f} tokens/s "
+                f"ETA {args.minutes - minutes:.1f} min; right: {shares}",
+                flush=True,
+            )
+        if time.monotonic() - last_save > 60 * args.save_minutes:
+            save_target(model, tokenizer, args.out, torch.bfloat16)
+            last_save = time.monotonic()
+    save_target(model, tokenizer, args.out, torch.bfloat16)
+    (args.out / LOG_FILE).write_text(json.dumps(log))
+    save_loss_curve(log, args.out / "loss_curve.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--init-from", type=Path, help="target to go on with")
+    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--save-minutes", type=float, default=4.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens-per-batch", type=int, default=2048)
+    parser.add_argument("--muon-lr", type=float, default=5e-3)
+    parser.add_argument("--adam-lr", type=float, default=3e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.05)
+    parser.add_argument("--log-every", type=int, default=50)
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""One task against one server, through lm-evaluation-harness, timed."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import lm_eval
+import requests
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import Task
+from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.evaluate.tasks import task_manager
+from vllm_dllm.tools.server_process import HOST
+
+APIS = {"chat": "chat/completions", "completions": "completions"}
+# Denoising at the checkpoint's own temperatures. Tasks that ask for 0 mean models of another kind.
+SAMPLING = {"temperature": 1.0}
+ANSWER_SECONDS = 3600
+
+
+class _Client(LocalCompletionsAPI):
+    """Also tells of each answer, and knows how long all took, without the preparation of prompts
+    and scores."""
+
+    seconds = 0.0
+    on_answer: Callable[[], None]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        start = time.monotonic()
+        try:
+            return super().generate_until(requests, disable_tqdm)
+        finally:
+            self.seconds += time.monotonic() - start
+
+    def model_call(self, *args: Any, **kwargs: Any) -> Any:
+        answer = super().model_call(*args, **kwargs)
+        self.on_answer()
+        return answer
+
+    async def amodel_call(self, *args: Any, **kwargs: Any) -> Any:
+        answer = await super().amodel_call(*args, **kwargs)
+        self.on_answer()
+        return answer
+
+
+class _ChatClient(_Client, LocalChatCompletion):
+    """`local-chat-completions`."""
+
+
+@dataclass(frozen=True)
+class Score:
+    name: str
+    """Of the metric, and of the filter that found the answer in the text."""
+    value: float
+    stderr: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    scores: list[Score]
+    num_prompts: int
+    seconds: float
+
+
+def evaluate(
+    task: Task,
+    model: str,
+    port: int,
+    *,
+    api: str,
+    concurrency: int,
+    limit: int | None,
+    log: Path,
+    on_answer: Callable[[], None],
+) -> Outcome:
+    """Asks the server everything the task asks, `concurrency` prompts at once. What the harness
+    would print goes to `log`."""
+    client = (_ChatClient if api == "chat" else _Client)(
+        base_url=f"http://{HOST}:{port}/v1/{APIS[api]}",
+        model=model,
+        tokenizer_backend=None,  # the server has one
+        num_concurrent=concurrency,
+        max_retries=1,  # a server of our own that fails once is wrong
+        timeout=ANSWER_SECONDS,
+        header={"Authorization": "Bearer none"},  # not a key of the environment's
+    )
+    client.on_answer = on_answer
+    try:
+        with log.open("a") as output, contextlib.redirect_stderr(output):
+            found: Any = lm_eval.simple_evaluate(
+                client,
+                tasks=[task],
+                limit=limit,
+                gen_kwargs=SAMPLING,
+                apply_chat_template=api == "chat",
+                task_manager=task_manager(False),
+            )
+    except (aiohttp.ClientError, requests.RequestException, TimeoutError) as error:
+        raise InputError(
+            f"the server did not answer task '{task.task_name}' ({error}). Its words are in {log}"
+        ) from error
+    (name,) = found["results"]
+    results = found["results"][name]
+    higher_is_better = found["higher_is_better"][name]
+    scores = [
+        Score(key.removesuffix(",none").replace(",", ", "), value, _number(results, key))
+        for key, value in results.items()
+        if key.partition(",")[0] in higher_is_better
+    ]
+    return Outcome(scores, found["n-samples"][name]["effective"], client.seconds)
+
+
+def _number(results: dict[str, Any], key: str) -> float | None:
+    metric, _, filter_name = key.partition(",")
+    stderr = results.get(f"{metric}_stderr,{filter_name}")
+    return stderr if isinstance(stderr, float) else None  # "N/A" for a single prompt

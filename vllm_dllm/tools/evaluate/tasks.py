@@ -1,0 +1,140 @@
+"""Tasks of lm-evaluation-harness: found, loaded with their data and tried on their first prompt,
+all before a server starts.
+
+Nothing is downloaded. Data comes from the folder of a task file, from a folder of data sets or from
+Hugging Face's cache.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import jinja2
+import yaml
+from datasets.exceptions import DatasetGenerationError, DatasetsError
+from huggingface_hub import constants
+from lm_eval.api.registry import METRIC_REGISTRY
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+
+from vllm_dllm.errors import InputError
+
+DEFAULT_TOKENS = 256
+"""An answer's, of tasks that say nothing; `max_gen_toks` of the harness's clients."""
+MALFORMED = (
+    yaml.YAMLError,
+    jinja2.TemplateError,
+    ImportError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+"""What lm-evaluation-harness raises about a task file that it cannot use."""
+
+
+def load_tasks(specs: Sequence[str], data: Path) -> dict[str, Task]:
+    """Task name -> task. A spec is a task file (its name ends in .yaml), whose files of data are
+    looked for in its own folder and then in `data`, or a name of the harness, whose data set
+    OWNER/NAME is looked for in the folder of that name in `data` first."""
+    names = [spec for spec in specs if not _is_file(spec)]
+    manager = task_manager(bool(names))
+    for name in names:
+        if name not in manager.task_index:
+            raise InputError(
+                f"--task must be a task file (NAME.yaml) or a task of lm-evaluation-harness, got "
+                f"'{name}'. `lm-eval ls tasks` lists them."
+            )
+    tasks: dict[str, Task] = {}
+    for spec in specs:
+        tasks |= _load(manager, spec, data)
+    return tasks
+
+
+@cache
+def task_manager(knows_names: bool) -> TaskManager:
+    """Reading all names of the harness takes seconds."""
+    return TaskManager(include_defaults=knows_names)
+
+
+def _is_file(spec: str) -> bool:
+    return spec.endswith((".yaml", ".yml"))
+
+
+def _load(manager: TaskManager, spec: str, data: Path) -> dict[str, Task]:
+    path = Path(spec)
+    if _is_file(spec) and not path.is_file():
+        raise InputError(f"there is no task file '{spec}'")
+    try:
+        if not _is_file(spec):
+            return _load_beside(data, manager, spec)
+        try:
+            return _load_beside(path.parent, manager, str(path.resolve()))
+        except FileNotFoundError:
+            return _load_beside(data, manager, str(path.resolve()))
+    except (DatasetGenerationError, StopIteration) as error:
+        cause = _first_line(error.__cause__ or error) or "no rows"
+        raise InputError(f"the data of task '{spec}' cannot be read: {cause}") from error
+    except (OSError, DatasetsError) as error:
+        raise InputError(
+            f"the data of task '{spec}' is not at hand ({_first_line(error)}). Download it where "
+            f"there is a network, `hf download --repo-type dataset OWNER/NAME --local-dir "
+            f"FOLDER/OWNER/NAME`, and give --data FOLDER."
+        ) from error
+    except InputError:
+        raise
+    except MALFORMED as error:
+        raise InputError(
+            f"'{spec}' is not a task that can be used: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _load_beside(folder: Path, manager: TaskManager, spec: str) -> dict[str, Task]:
+    # The harness takes paths of data as seen from where it runs.
+    with contextlib.chdir(folder), _without_network():
+        loaded = manager.load([spec])["tasks"]
+        for name, task in loaded.items():
+            _try_first_prompt(spec, name, task)
+    return loaded
+
+
+def longest_answer(task: Task) -> int:
+    """Tokens that the task asks for at most."""
+    return int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", DEFAULT_TOKENS))
+
+
+def _try_first_prompt(spec: str, name: str, task: Task) -> None:
+    """Finds out whether the task's templates and its data go together."""
+    kind = task.get_config("output_type")
+    if kind != "generate_until":
+        raise InputError(
+            f"task '{name}' of '{spec}' must have answers that are generated (output_type "
+            f"generate_until), got {kind}: diffusion models give no log-likelihoods of texts"
+        )
+    # A function of the task's own may give metrics of any name.
+    listed = () if task.get_config("process_results") else task.get_config("metric_list") or ()
+    for metric in listed:
+        if metric["metric"] not in METRIC_REGISTRY:
+            raise InputError(
+                f"task '{name}' of '{spec}' has the metric '{metric['metric']}', expected one of "
+                f"{', '.join(sorted(METRIC_REGISTRY))}"
+            )
+    first = next(iter(task.eval_docs), None)
+    if first is None:
+        raise InputError(f"task '{name}' of '{spec}' has no prompts")
+    task.doc_to_text(first)
+    task.doc_to_target(first)
+
+
+@contextlib.contextmanager
+def _without_network() -> Iterator[None]:
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

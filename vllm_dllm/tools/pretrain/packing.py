@@ -1,0 +1,48 @@
+"""From examples to token ids, and from rows of unlike length to batches that waste little."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerFast
+
+from vllm_dllm.tools.pretrain.tasks import Example
+from vllm_dllm.tools.pretrain.tokenizer import EOS_ID
+
+POOL_SIZE = 384  # examples that a training packs together
+LENGTH_NOISE = 24  # tokens
+
+Row = TypeVar("Row")
+
+
+def encode_example(
+    tokenizer: PreTrainedTokenizerFast, example: Example
+) -> tuple[list[int], list[int]]:
+    """(prompt, answer) as token ids; the answer ends with EOS."""
+    text = tokenizer.apply_chat_template(
+        example.messages(), tokenize=False, add_generation_prompt=True
+    )
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    return prompt, [*tokenizer.encode(example.answer, add_special_tokens=False), EOS_ID]
+
+
+def pack(
+    rows: Sequence[Row], length: Callable[[Row], int], tokens_per_batch: int, rng: random.Random
+) -> list[list[Row]]:
+    """Batches from short rows to long ones, each row in one of them.
+
+    Padded to its longest row, a batch has at most `tokens_per_batch` tokens, or is a single row.
+    """
+    # Noise on the sort key lets a row meet others every time, of other tasks too.
+    order = sorted(rows, key=lambda row: length(row) + rng.uniform(0, LENGTH_NOISE))
+    batches: list[list[Row]] = []
+    batch: list[Row] = []
+    longest = 0
+    for row in order:
+        longest = max(longest, length(row))
+        if batch and (len(batch) + 1) * longest > tokens_per_batch:
+            batches.append(batch)
+            batch, longest = [], length(row)
+        batch.append(row)
+    batches.append(batch)
+    return batches

@@ -1,0 +1,122 @@
+"""Random-weight DiffusionGemma checkpoints for tests: loadable, with tokenizer, in milliseconds.
+
+Random weights only test something when every part of the model moves the output: linears keep
+activations at unit scale, norm weights and scalars differ from one, the router is decided, and the
+embedding is wide enough that logits are peaked without reaching the softcap.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
+
+from vllm_dllm.tools.pretrain.architecture import build_config, build_generation_config
+from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
+
+LAYER_TYPES = ("sliding_attention",) * 3 + ("full_attention",)
+
+
+@torch.no_grad()
+def randomize_weights(model: torch.nn.Module, seed: int) -> None:
+    """Overwrites all weights of `model` in place; encoder and decoder stay tied."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(shape: torch.Size, std: float, mean: float = 0.0) -> torch.Tensor:
+        return mean + std * torch.randn(shape, generator=generator)
+
+    # Tied parameters appear once here, so each is drawn once.
+    for name, parameter in model.named_parameters():
+        if name.endswith("embed_tokens.weight"):
+            # logits = unit-RMS hidden @ E.T have standard deviation 3
+            std, mean = 3.0 * parameter.shape[-1] ** -0.5, 0.0
+        elif name.endswith("router.proj.weight"):
+            std, mean = 2.0, 0.0  # the router multiplies by hidden ** -0.5 itself
+        elif parameter.dim() < 2:
+            std, mean = 0.1, 1.0
+        else:
+            std, mean = parameter.shape[-1] ** -0.5, 0.0
+        parameter.copy_(normal(parameter.shape, std, mean))
+    # Each layer has the scalar twice, as two buffers that hold the same value.
+    layers = zip(model.model.encoder.language_model.layers, model.model.decoder.layers, strict=True)
+    for encoder_layer, decoder_layer in layers:
+        scalar = normal(encoder_layer.layer_scalar.shape, 0.1, 1.0)
+        encoder_layer.layer_scalar.copy_(scalar)
+        decoder_layer.layer_scalar.copy_(scalar)
+
+
+def make_tiny_checkpoint(
+    path: str | Path,
+    *,
+    seed: int = 0,
+    vocab_size: int | None = None,  # None: the tokenizer's; a larger one has tokens without text
+    hidden_size: int = 64,
+    intermediate_size: int = 64,
+    layer_types: Sequence[str] = LAYER_TYPES,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    head_dim: int = 32,
+    num_global_key_value_heads: int = 1,
+    global_head_dim: int = 64,
+    moe: bool = True,  # False: one expert that every token uses (transformers has no dense form)
+    num_experts: int = 4,
+    top_k_experts: int = 2,
+    moe_intermediate_size: int = 32,
+    sliding_window: int = 32,
+    canvas_length: int = 32,
+    max_position_embeddings: int = 4096,
+    max_new_tokens: int = 64,
+    vision: bool = True,  # False: no vision tower; vLLM loads that, transformers does not
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Writes a random DiffusionGemma checkpoint with tokenizer to `path` and returns `path`."""
+    path = Path(path)
+    tokenizer = build_tokenizer()
+    config = build_config(
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        layer_types=list(layer_types),
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
+        num_global_key_value_heads=num_global_key_value_heads,
+        global_head_dim=global_head_dim,
+        num_experts=num_experts if moe else 1,
+        top_k_experts=top_k_experts if moe else 1,
+        moe_intermediate_size=moe_intermediate_size,
+        sliding_window=sliding_window,
+        canvas_length=canvas_length,
+        max_position_embeddings=max_position_embeddings,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    model = DiffusionGemmaForBlockDiffusion(config)
+    randomize_weights(model, seed)
+    model.generation_config = build_generation_config(max_new_tokens)
+    save_checkpoint(model.to(dtype), tokenizer, path, vision=vision)
+    return path
+
+
+def save_checkpoint(
+    model: DiffusionGemmaForBlockDiffusion,
+    tokenizer: PreTrainedTokenizerFast,
+    path: Path,
+    *,
+    vision: bool = True,
+) -> None:
+    """Writes config, generation config, weights (tied ones once) and tokenizer to `path`."""
+    state_dict = model.state_dict()
+    if not vision:
+        state_dict = {
+            name: weight
+            for name, weight in state_dict.items()
+            if ".vision_tower." not in name and ".embed_vision." not in name
+        }
+    model.save_pretrained(path, state_dict=state_dict)
+    tokenizer.save_pretrained(path)
+    if not vision:
+        config_path = path / "config.json"
+        config = json.loads(config_path.read_text())
+        config["vision_config"] = None
+        config_path.write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,316 @@
+"""Trains the shipped checkpoint: python -m vllm_dllm.tools.pretrain.train --out DIR
+
+The objective is that of uniform-noise block diffusion: a canvas position keeps its token with
+probability 1 - t and is a uniformly random token otherwise; the model predicts the clean canvas at
+every position. Half of the rows first take one step of the sampler, without gradient: its logits,
+scaled by a temperature of the sampler's range, are the self-conditioning, and the canvas it leaves,
+sure tokens kept and the others noised anew, is the one that is trained on.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
+
+from vllm_dllm.denoise.acceptance import accept_by_entropy_bound
+from vllm_dllm.tools.pretrain.architecture import build_config, build_generation_config
+from vllm_dllm.tools.pretrain.batches import Batch, training_batches
+from vllm_dllm.tools.pretrain.forward import TrainingForward
+from vllm_dllm.tools.pretrain.match_heads import look_back_weights
+from vllm_dllm.tools.pretrain.muon import MuonAdamW
+from vllm_dllm.tools.pretrain.tiny import save_checkpoint
+from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+ARCHITECTURE: dict[str, Any] = dict(
+    hidden_size=128,
+    intermediate_size=256,
+    layer_types=[SLIDING, SLIDING, FULL, SLIDING, FULL],
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_global_key_value_heads=1,
+    global_head_dim=64,
+    num_experts=8,
+    top_k_experts=2,
+    moe_intermediate_size=64,
+    sliding_window=32,
+    canvas_length=64,
+)
+TASK_SHARES = {
+    "add": 0.7,
+    "sort": 1.5,
+    "reverse": 0.5,
+    "count_up": 1.0,
+    "lookup_short": 1.0,
+    "lookup": 2.0,
+    "write_json": 0.7,
+    "chat": 0.7,
+}
+# A stage of its own, after match_heads.py and before the tasks come back.
+LOOKUP_SHARES = {
+    "lookup_dense": 8.0,
+    "add": 0.2,
+    "sort": 0.4,
+    "reverse": 0.2,
+    "count_up": 0.3,
+    "write_json": 0.2,
+    "chat": 0.2,
+}
+FULL_NOISE_SHARE = 0.4  # canvases that start from pure noise, as every generation does
+LEFT_TO_RIGHT_SHARE = 0.2  # canvases that are clean up to some position and pure noise after it
+LOAD_BALANCE_WEIGHT = 0.01
+LOG_FILE = "training_log.json"
+
+
+def noise_canvases(target: Tensor, copies: int, vocab_size: int) -> Tensor:
+    """[B, K, C] noised copies of target [B, C]; the noise level is drawn for each copy.
+
+    Some are noised from a random position on, which is what a canvas looks like half-way when each
+    token is only certain after the one before it, as in counting.
+    """
+    shape = (target.shape[0], copies, 1)
+    kind = torch.rand(shape, device=target.device)
+    level = torch.rand(shape, device=target.device).sqrt()
+    level = torch.where(kind < FULL_NOISE_SHARE, 1.0, level)
+    cut = torch.randint(target.shape[1], shape, device=target.device)
+    after_cut = (torch.arange(target.shape[1], device=target.device) >= cut).float()
+    level = torch.where(kind > 1.0 - LEFT_TO_RIGHT_SHARE, after_cut, level)
+    target = target[:, None].expand(-1, copies, -1)
+    noise = torch.randint_like(target, vocab_size)
+    return torch.where(torch.rand(target.shape, device=target.device) < level, noise, target)
+
+
+def next_canvases(logits: Tensor) -> Tensor:
+    """[B, K, C] what the sampler makes of temperature-scaled logits [B, K, C, V]."""
+    candidates = torch.distributions.Categorical(logits=logits)
+    accepted = accept_by_entropy_bound(
+        candidates.entropy().flatten(0, 1), build_generation_config().sampler_config.entropy_bound
+    )
+    sampled = candidates.sample()
+    return torch.where(
+        accepted.view_as(sampled), sampled, torch.randint_like(sampled, logits.shape[-1])
+    )
+
+
+def diffusion_loss(
+    model: TrainingForward, batch: Batch, copies: int, *, step_all: bool = False
+) -> tuple[Tensor, float]:
+    """Weighted cross entropy, and the share of answer tokens whose best guess is right.
+
+    step_all: the other half of the rows takes a step, too, but gets no self-conditioning.
+    """
+    canvas = noise_canvases(batch.target, copies, model.config.vocab_size)
+    prefix = model.encode(batch.prefix, batch.is_token)
+    # Rows are in random order, so "the first half" is a random half.
+    half = len(canvas) // 2
+    stepped = len(canvas) if step_all else half
+    with torch.no_grad():
+        first_rows = type(prefix)(
+            [(k[:stepped], v[:stepped]) for k, v in prefix.layers], prefix.is_token[:stepped]
+        )
+        temperature = 0.4 + 0.4 * torch.rand(stepped, 1, 1, 1, device=canvas.device)
+        previous = model.decode(canvas[:stepped], first_rows, None) / temperature
+        canvas = torch.cat((next_canvases(previous), canvas[stepped:]))
+    logits = model.decode(canvas, prefix, previous[:half])
+    target = batch.target[:, None].expand_as(canvas)
+    weight = batch.weight[:, None].expand_as(canvas)
+    loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), reduction="none")
+    loss = (loss * weight.flatten()).sum() / weight.sum()
+    right = ((logits.argmax(-1) == target) * weight).sum() / weight.sum()
+    return loss, right.item()
+
+
+def learning_rate_scale(progress: float, warmup: float = 0.02) -> float:
+    """Linear warm-up, then linear to zero: `progress` runs from 0 to 1."""
+    return min(progress / warmup, 1.0) * min(1.0, (1.0 - progress) / 0.7)
+
+
+def save_loss_curve(log: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 4.5))
+    axis.plot([e["step"] for e in log], [e["loss"] for e in log], color="tab:blue")
+    axis.set(xlabel="step", ylabel="weighted cross entropy (nats)", yscale="log")
+    wrong = axis.twinx()
+    wrong.plot([e["step"] for e in log], [1 - e["right"] for e in log], color="tab:orange")
+    wrong.set(ylabel="wrong tokens (orange)", yscale="log")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def earlier_log(checkpoint: Path | None) -> list[dict]:
+    """The log of the stages that made `checkpoint`; entries have their stage and counted steps."""
+    path = checkpoint / LOG_FILE if checkpoint else None
+    return json.loads(path.read_text()) if path and path.exists() else []
+
+
+def initialize(model: DiffusionGemmaForBlockDiffusion) -> None:
+    """Fan-in scaled normal weights; routers and embeddings smaller."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            std = parameter.shape[-1] ** -0.5
+            if "embed_tokens" in name:
+                std = 0.05
+            parameter.normal_(0.0, std)
+
+
+def save(
+    model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast, path: Path
+) -> None:
+    """Writes a bf16 copy; `model` keeps training in fp32."""
+    copy = DiffusionGemmaForBlockDiffusion(model.config)
+    copy.load_state_dict(model.state_dict())
+    copy.generation_config = build_generation_config()
+    save_checkpoint(copy.to(torch.bfloat16), tokenizer, path)
+
+
+def average_over_processes(parameters: list[torch.nn.Parameter], progress: float) -> float:
+    """Averages gradients in place; returns the first process' progress, so that all agree."""
+    if not dist.is_initialized():
+        return progress
+    parameters = [p for p in parameters if p.grad is not None]
+    first = dist.get_rank() == 0
+    clock = torch.tensor([progress * dist.get_world_size() if first else 0.0])
+    flat = torch.cat([p.grad.flatten() for p in parameters] + [clock])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    parts = flat[:-1].split([p.numel() for p in parameters])
+    for p, part in zip(parameters, parts, strict=True):
+        p.grad.copy_(part.view_as(p))
+    return flat[-1].item()
+
+
+def train(rank: int, args: argparse.Namespace) -> None:
+    """One process of the training run; rank 0 prints and saves."""
+    if args.processes > 1:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=args.rendezvous, rank=rank, world_size=args.processes
+        )
+    torch.manual_seed(args.seed)  # the same weights everywhere, then different noise
+    tokenizer = build_tokenizer()
+    config = build_config(vocab_size=len(tokenizer), **ARCHITECTURE)
+    model = DiffusionGemmaForBlockDiffusion(config).float()
+    initialize(model)
+    if args.init_from:
+        start_from = DiffusionGemmaForBlockDiffusion.from_pretrained(args.init_from)
+        model.load_state_dict(start_from.float().state_dict())
+    model.model.encoder.vision_tower.requires_grad_(False)
+    model.model.encoder.embed_vision.requires_grad_(False)
+    model.to(args.device)
+    parameters = list(model.parameters())
+    kept = [(view, view.detach().clone()) for view in look_back_weights(model)]
+    forward = TrainingForward(model, compiled=not args.no_compile)
+    optimizer = MuonAdamW(
+        model, muon_lr=args.muon_lr, adam_lr=args.adam_lr, weight_decay=args.weight_decay
+    )
+    torch.manual_seed(args.seed + rank)
+    batches = training_batches(
+        tokenizer,
+        LOOKUP_SHARES if args.lookups else TASK_SHARES,
+        seed=args.seed + rank,
+        canvas_length=config.canvas_length,
+        canvases_per_prefix=args.copies,
+        tokens_per_batch=args.tokens_per_batch,
+    )
+    if rank == 0:
+        print(f"{sum(p.numel() for p in parameters) / 1e6:.2f} M parameters", flush=True)
+    start = last_save = time.monotonic()
+    log = earlier_log(args.init_from)
+    stage, step = (log[-1]["stage"] + 1, log[-1]["step"]) if log else (1, 0)
+    losses, rights, samples, progress = [], [], 0, 0.0
+    # A budget in minutes sets the length: the schedule follows the clock on any machine.
+    while progress < 1:
+        batch = next(batches).to(args.device)
+        forward.load_balance.clear()
+        loss, right = diffusion_loss(forward, batch, args.copies, step_all=args.lookups)
+        balance = torch.stack(forward.load_balance).mean()
+        (loss + LOAD_BALANCE_WEIGHT * balance).backward()
+        elapsed = time.monotonic() - start
+        progress = average_over_processes(parameters, min(1.0, elapsed / (60 * args.minutes)))
+        optimizer.step(learning_rate_scale(progress))
+        if args.keep_heads:
+            with torch.no_grad():
+                for view, value in kept:
+                    view.copy_(value)
+        losses.append(loss.item())
+        rights.append(right)
+        samples += batch.target.shape[0] * args.copies * args.processes
+        step += 1
+        if rank > 0:
+            continue
+        if step % args.log_every == 0:
+            entry = {
+                "stage": stage,
+                "step": step,
+                "loss": sum(losses) / len(losses),
+                "right": sum(rights) / len(rights),
+                "balance": balance.item(),
+                "samples_per_s": samples / elapsed,
+                "minutes": elapsed / 60,
+            }
+            log.append(entry)
+            losses, rights = [], []
+            print(
+                f"step {step} loss {entry['loss']:.4f} right {entry['right']:.4f} "
+                f"balance {entry['balance']:.2f} {entry['samples_per_s']:.0f} samples/s "
+                f"ETA {args.minutes - elapsed / 60:.1f} min",
+                flush=True,
+            )
+        if time.monotonic() - last_save > 60 * args.save_minutes:
+            save(model, tokenizer, args.out)
+            last_save = time.monotonic()
+    if rank == 0:
+        save(model, tokenizer, args.out)
+        (args.out / LOG_FILE).write_text(json.dumps(log))
+        save_loss_curve(log, args.out / "loss_curve.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--init-from", type=Path, help="checkpoint to continue from")
+    parser.add_argument("--lookups", action="store_true", help="the stage of dense look-ups")
+    parser.add_argument(
+        "--keep-heads", action="store_true", help="leave the heads of match_heads.py as they are"
+    )
+    parser.add_argument("--minutes", type=float, default=80.0)
+    parser.add_argument("--save-minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--copies", type=int, default=2, help="noised canvases for each prefix")
+    parser.add_argument("--tokens-per-batch", type=int, default=3072)
+    parser.add_argument("--muon-lr", type=float, default=5e-3)
+    parser.add_argument("--adam-lr", type=float, default=3e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.05)
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--no-compile", action="store_true", help="slower, starts at once")
+    parser.add_argument("--processes", type=int, default=2, help="CPU processes of one thread")
+    args = parser.parse_args()
+    if args.processes == 1 or args.device != "cpu":
+        args.processes = 1
+        train(0, args)
+        return
+    # Small operations gain more from two processes than from two threads.
+    with tempfile.TemporaryDirectory() as folder:
+        args.rendezvous = f"file://{folder}/rendezvous"
+        torch.multiprocessing.spawn(train, args=(args,), nprocs=args.processes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The largest inputs of the quantised linears while a model denoises.
+
+transformers' `generate` runs over the prompts: most rows are canvases, from pure noise to the
+finished block, with self-conditioning; the rest are prompts and finished blocks in the encoder.
+Ranges measured on finished text alone would not cover what the linears see.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+)
+
+from vllm_dllm.tools.prompt_file import encode_rows, read_rows
+from vllm_dllm.tools.resumable import write_json
+
+NUM_PROMPTS = 128
+"""llm-compressor's NVFP4 examples use 20; the largest input grows slowly with the prompts."""
+NUM_CANVASES = 2
+"""Canvases a prompt: the second one is denoised behind a block that the model wrote."""
+
+Ranges = dict[str, list[float]]
+"""Input group (see `Linear`) -> largest magnitude: one number, or one for each expert."""
+
+
+def read_prompts(path: Path, checkpoint: Path, config: DiffusionGemmaConfig) -> list[list[int]]:
+    """Tokens of at most NUM_PROMPTS rows, spread evenly over the file."""
+    rows = read_rows(path)
+    count = min(len(rows), NUM_PROMPTS)
+    return encode_rows(
+        [rows[i * len(rows) // count] for i in range(count)],
+        checkpoint,
+        config.text_config.max_position_embeddings - NUM_CANVASES * config.canvas_length,
+        f"{NUM_CANVASES} canvases must fit behind it into the model's positions; shorten it",
+    )
+
+
+class InputRanges:
+    """Watches a model's quantised linears; `largest` holds fp32 tensors on the model's device."""
+
+    def __init__(self) -> None:
+        self.largest: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def watch(self, model: DiffusionGemmaForBlockDiffusion) -> Iterator[None]:
+        """Both modes of a layer count towards one range: they are one layer in vLLM."""
+        handles = []
+        for layers in (model.model.encoder.language_model.layers, model.model.decoder.layers):
+            for i, layer in enumerate(layers):
+                name = f"model.decoder.layers.{i}"
+                attention, mlp = layer.self_attn, layer.mlp
+                for module, group in (
+                    (attention.q_proj, "self_attn.qkv_proj"),
+                    (attention.o_proj, "self_attn.o_proj"),
+                    (mlp.gate_proj, "mlp.gate_up_proj"),
+                    (mlp.down_proj, "mlp.down_proj"),
+                ):
+                    hook = self._linear_hook(f"{name}.{group}")
+                    handles.append(module.register_forward_pre_hook(hook))
+                hook = self._experts_hook(f"{name}.experts")
+                handles.append(layer.experts.register_forward_pre_hook(hook))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, group: str, largest: torch.Tensor) -> None:
+        known = self.largest.get(group)
+        self.largest[group] = largest if known is None else torch.maximum(known, largest)
+
+    def _linear_hook(self, group: str) -> Callable[[nn.Module, tuple[torch.Tensor]], None]:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+            self._note(group, inputs[0].abs().amax().float().reshape(1))
+
+        return hook
+
+    def _experts_hook(self, name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        """Computes the inner activations a second time, so as to leave the forward alone."""
+
+        def hook(experts: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            hidden, chosen = inputs[0], inputs[1]  # [T, H], [T, top_k]
+            outer = torch.zeros(experts.num_experts, device=hidden.device)
+            inner = torch.zeros_like(outer)
+            for expert in chosen.unique().tolist():
+                routed = hidden[(chosen == expert).any(-1)]
+                gate, up = F.linear(routed, experts.gate_up_proj[expert]).chunk(2, dim=-1)
+                outer[expert] = routed.abs().amax()
+                inner[expert] = (experts.act_fn(gate) * up).abs().amax()
+            self._note(f"{name}.gate_up_proj", outer)
+            self._note(f"{name}.down_proj", inner)
+
+        return hook
+
+
+def calibrate(
+    checkpoint: Path,
+    prompts: list[list[int]],
+    results: Path,
+    advance: Callable[[int], None],
+) -> Ranges:
+    """Denoises answers to all prompts and returns the ranges.
+
+    After each prompt they are written to `results`, from which an interrupted calibration goes
+    on; `advance` is called with the number of prompts done. Noise is seeded for each prompt, so
+    that the outcome does not depend on interruptions.
+    """
+    done, known = 0, Ranges()
+    if results.exists():
+        state = json.loads(results.read_text())
+        done, known = state["done"], state["ranges"]
+        advance(done)
+    if done == len(prompts):
+        return known
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(
+        checkpoint, dtype="auto", experts_implementation="eager"
+    )
+    model.to(device).eval()
+    ranges = InputRanges()
+    ranges.largest = {group: torch.tensor(v, device=device) for group, v in known.items()}
+    for i in range(done, len(prompts)):
+        torch.manual_seed(i)
+        with torch.no_grad(), ranges.watch(model):
+            # One prompt at a time: padding would count as input.
+            model.generate(
+                input_ids=torch.tensor([prompts[i]], device=device),
+                max_new_tokens=NUM_CANVASES * model.config.canvas_length,
+            )
+        known = {group: values.tolist() for group, values in ranges.largest.items()}
+        write_json(results, {"done": i + 1, "ranges": known})
+        advance(1)
+    return known

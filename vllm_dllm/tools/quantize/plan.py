@@ -1,0 +1,195 @@
+"""Which tensors of a DiffusionGemma checkpoint are quantised, which are left, and why.
+
+Quantised are the linears of the text layers. transformers keeps a layer's experts in two tensors,
+gate_up_proj [E, 2I, H] and down_proj [E, H, I]; a quantised checkpoint has three linears for each
+expert instead, as llm-compressor writes them and vLLM reads them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from compressed_tensors import __version__ as compressed_tensors_version
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    preset_name_to_scheme,
+)
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
+from vllm_dllm.quantization.weight_files import TensorInfo
+
+PRESETS = {"fp8-dynamic": "FP8_DYNAMIC", "nvfp4": "NVFP4"}  # of compressed-tensors
+
+_LAYER = r"model\.decoder\.layers\.(\d+)\."
+_DENSE = re.compile(_LAYER + r"(self_attn\.(?:q|k|v|o)_proj|mlp\.(?:gate|up|down)_proj)\.weight")
+_EXPERTS = re.compile(_LAYER + r"experts\.(gate_up_proj|down_proj)")
+
+# What is left as it is, in the order in which it is looked up. The recipe of
+# RedHatAI/diffusiongemma-26B-A4B-it-FP8-dynamic leaves the same.
+KEPT = (
+    (
+        r"model\.encoder\.(vision_tower|embed_vision)\..*",
+        "vision tower: text layers alone are quantised",
+    ),
+    (r"(model\.decoder\.embed_tokens|lm_head)\.weight", "embeddings, which are the LM head too"),
+    (r"model\.decoder\.self_conditioning\..*", "self-conditioning: feeds its errors back"),
+    (_LAYER + r"router\..*", "router: an error picks other experts"),
+    (r"model\..*(norm\.weight|norm_[12]\.weight|layer_scalar)", "norms and scalars"),
+)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of the quantised checkpoint, and where its weight comes from."""
+
+    module: str
+    """Its name: model.decoder.layers.0.experts.3.up_proj"""
+    expert: int | None
+    """Index into the first axis of the source tensor; None if that is the matrix."""
+    rows: slice
+    """Rows of the source matrix."""
+    shape: tuple[int, int]
+    """[out, in]"""
+    weight_group: str
+    """Linears that vLLM fuses into one matrix have one global weight scale; this is its name."""
+    input_group: str
+    """Linears with one global input scale. All experts of a layer share theirs: most of vLLM's
+    kernels take the largest input of all experts, whatever the checkpoint says."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    scheme: str
+    """A key of PRESETS."""
+    quantized: dict[str, tuple[Linear, ...]]
+    """Tensor name -> the linears it becomes."""
+    kept: dict[str, str]
+    """Tensor name -> why."""
+    ignore: list[str]
+    """Linear modules that are left, in transformers' names."""
+
+
+def make_plan(
+    scheme: str,
+    tensors: Mapping[str, TensorInfo],
+    layer_types: Sequence[str],  # of the text config
+) -> Plan:
+    """Decides for every tensor. InputError if one is unknown, absent or of an unfit shape."""
+    quantized, kept = {}, {}
+    for name, info in tensors.items():
+        if linears := _linears(name, info):
+            _check(name, info, linears, scheme)
+            quantized[name] = linears
+        else:
+            kept[name] = _reason(name)
+    for name in _expected(layer_types):
+        if name not in quantized:
+            raise InputError(
+                f"the checkpoint has no tensor {name}: expected all layers of config.json, as "
+                f"transformers' save_pretrained writes them; copy or save the checkpoint again"
+            )
+    return Plan(scheme, quantized, kept, _ignored_modules(kept, tensors))
+
+
+def _linears(name: str, info: TensorInfo) -> tuple[Linear, ...]:
+    if match := _DENSE.fullmatch(name):
+        module = name.removesuffix(".weight")
+        fused = re.sub(r"\.[qkv]_proj$", ".qkv_proj", module)
+        fused = re.sub(r"mlp\.(gate|up)_proj$", "mlp.gate_up_proj", fused)
+        shape = _expect_axes(name, info, 2)
+        return (Linear(module, None, slice(shape[0]), (shape[0], shape[1]), fused, fused),)
+    if match := _EXPERTS.fullmatch(name):
+        num_experts, out, width = _expect_axes(name, info, 3)
+        prefix = name.removesuffix(f".{match[2]}")
+        if match[2] == "down_proj":
+            parts = [("down_proj", slice(out))]
+        else:  # gate first, see DiffusionGemmaTextExperts.forward
+            parts = [("gate_proj", slice(out // 2)), ("up_proj", slice(out // 2, out))]
+        return tuple(
+            Linear(
+                module=f"{prefix}.{expert}.{part}",
+                expert=expert,
+                rows=rows,
+                shape=(out // len(parts), width),
+                weight_group=f"{name}.{expert}",
+                input_group=name,
+            )
+            for expert in range(num_experts)
+            for part, rows in parts
+        )
+    return ()
+
+
+def _expect_axes(name: str, info: TensorInfo, count: int) -> tuple[int, ...]:
+    if len(info.shape) != count:
+        raise InputError(f"{name}: expected {count} axes, got the shape {list(info.shape)}")
+    return info.shape
+
+
+def _check(name: str, info: TensorInfo, linears: tuple[Linear, ...], scheme: str) -> None:
+    if info.dtype not in ("BF16", "F16", "F32"):
+        raise InputError(f"{name}: expected BF16, F16 or F32 weights, got {info.dtype}")
+    if scheme == "nvfp4" and linears[0].shape[1] % GROUP_SIZE:
+        raise InputError(
+            f"{name}: nvfp4 needs an input width that is a multiple of {GROUP_SIZE}, got "
+            f"{linears[0].shape[1]}; use --scheme fp8-dynamic"
+        )
+
+
+def _reason(name: str) -> str:
+    for pattern, reason in KEPT:
+        if re.fullmatch(pattern, name):
+            return reason
+    raise InputError(
+        f"{name} is not a tensor of transformers' DiffusionGemmaForBlockDiffusion: expected a "
+        f"checkpoint as its save_pretrained writes it"
+    )
+
+
+def _expected(layer_types: Sequence[str]) -> Iterator[str]:
+    """Names of all tensors that a complete checkpoint has to quantise."""
+    for i, layer_type in enumerate(layer_types):
+        prefix = f"model.decoder.layers.{i}"
+        # Full-attention layers have no values of their own, their keys serve as such.
+        for projection in "qko" if layer_type == "full_attention" else "qkvo":
+            yield f"{prefix}.self_attn.{projection}_proj.weight"
+        for projection in ("gate", "up", "down"):
+            yield f"{prefix}.mlp.{projection}_proj.weight"
+        for projection in ("gate_up", "down"):
+            yield f"{prefix}.experts.{projection}_proj"
+
+
+def _ignored_modules(kept: dict[str, str], tensors: Mapping[str, TensorInfo]) -> list[str]:
+    modules = {"lm_head"}
+    for name in kept:
+        module = name.removesuffix(".weight")
+        if name != module and len(tensors[name].shape) == 2 and "embed_tokens" not in name:
+            modules.add(module)
+            # transformers has each text layer twice, and saves the weights they share once.
+            modules.add(module.replace("decoder.layers", "encoder.language_model.layers"))
+    return sorted(modules)
+
+
+def quantization_scheme(scheme: str) -> QuantizationScheme:
+    """compressed-tensors' preset for all linears, with the format it is stored in."""
+    preset = preset_name_to_scheme(PRESETS[scheme], ["Linear"])
+    preset.format = infer_module_format(torch.nn.Linear, preset)
+    return preset
+
+
+def quantization_config(plan: Plan) -> dict[str, Any]:
+    """The quantization_config of config.json, keys as compressed-tensors' ModelCompressor has."""
+    preset = quantization_scheme(plan.scheme)
+    config = QuantizationConfig(
+        config_groups={"group_0": preset},
+        format=preset.format,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=plan.ignore,
+    )
+    return {"version": compressed_tensors_version, **config.model_dump(mode="json")}

@@ -1,0 +1,274 @@
+"""Makes an FP8 or NVFP4 checkpoint in compressed-tensors' format out of a DiffusionGemma one.
+
+Weights are read one tensor at a time and written one shard at a time; only calibration loads the
+model. A stopped run goes on behind the last shard it wrote (`resumable.py`).
+"""
+
+import json
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import DiffusionGemmaConfig
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
+from vllm_dllm.quantization.weight_files import INDEX_FILE, open_shard
+from vllm_dllm.tools import resumable
+from vllm_dllm.tools.progress import progress_bars
+from vllm_dllm.tools.quantize.calibrate import Ranges, calibrate, read_prompts
+from vllm_dllm.tools.quantize.plan import (
+    Linear,
+    Plan,
+    make_plan,
+    quantization_config,
+    quantization_scheme,
+)
+from vllm_dllm.tools.quantize.report import describe
+from vllm_dllm.tools.quantize.source import Source, read_source
+from vllm_dllm.tools.resumable import RUN_FILE, write_json
+
+WEIGHT_RANGES_FILE = "weight_ranges.json"
+INPUT_RANGES_FILE = "input_ranges.json"
+WORKING_FILES = (WEIGHT_RANGES_FILE, INPUT_RANGES_FILE)  # which OUT does not keep
+
+COPIED = (
+    "generation_config.json",
+    "*tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*processor_config.json",
+    "LICENSE*",
+)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What has to be known of all shards before the first one is written."""
+
+    weight_amax: dict[str, float]
+    """Weight group -> largest magnitude."""
+    input_amax: dict[str, float]
+    """Input group -> largest magnitude; empty for schemes that scale inputs as they come."""
+
+
+def quantize(
+    checkpoint: Path,
+    scheme: str,
+    out: Path | None,
+    calibration: Path | None = None,
+    *,
+    dry_run: bool = False,
+) -> None:
+    """Writes the quantised checkpoint to `out`, or with `dry_run` prints what it would hold.
+
+    Raises InputError for input that cannot be used; most of it is found before anything is
+    written, and in no case does `out` come to exist.
+    """
+    source = read_source(checkpoint)
+    config = DiffusionGemmaConfig.from_dict(source.config)
+    plan = make_plan(scheme, source.tensors, config.text_config.layer_types)
+    if dry_run:
+        print(describe(plan, source.tensors))
+        return
+    if out is None:
+        raise InputError("expected the folder to write to (-o OUT), or --dry-run")
+    partial = resumable.partial_folder(out)
+    if scheme == "nvfp4" and calibration is None:
+        raise InputError(
+            "nvfp4 needs --calibration PROMPTS.jsonl: the scale of the inputs is measured while "
+            "the model denoises answers to them"
+        )
+    if scheme != "nvfp4" and calibration is not None:
+        raise InputError(
+            f"{scheme} takes no --calibration: inputs are scaled token by token when served"
+        )
+    prompts = read_prompts(calibration, checkpoint, config) if calibration else []
+    run = _fingerprint(source, scheme, prompts)
+    if resumable.is_finished(out, run, WORKING_FILES):
+        return
+    resumed = resumable.is_resumed(partial, run, "checkpoint, scheme or prompts")
+    with progress_bars() as progress:
+        weight_ranges = partial / WEIGHT_RANGES_FILE
+        if resumed and weight_ranges.exists():
+            weight_amax = json.loads(weight_ranges.read_text())
+        else:
+            task = progress.add_task("checking weights", total=len(source.tensors))
+            weight_amax = _weight_amax(source, plan, lambda: progress.advance(task))
+        resumable.start(partial, run)
+        write_json(weight_ranges, weight_amax)
+        input_ranges: Ranges = {}
+        if prompts:
+            task = progress.add_task("calibrating, prompts", total=len(prompts))
+            input_ranges = calibrate(
+                checkpoint,
+                prompts,
+                partial / INPUT_RANGES_FILE,
+                lambda count: progress.advance(task, count),
+            )
+            _report_idle_experts(input_ranges)
+        scales = Scales(weight_amax, {group: max(r) for group, r in input_ranges.items()})
+        task = progress.add_task(f"quantising to {scheme}", total=len(source.tensors))
+        for name, tensors in source.shards.items():
+            if not (partial / name).exists():
+                _write_shard(source, plan, name, scales, partial, lambda: progress.advance(task))
+            else:
+                progress.advance(task, len(tensors))
+    _write_rest(source, plan, partial)
+    resumable.finish(partial, out, WORKING_FILES)
+
+
+def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """What makes two runs the same run."""
+    files = [source.path / name for name in source.shards]
+    return {
+        "scheme": scheme,
+        "config": source.config,
+        "weights": resumable.file_marks(files),
+        "prompts": resumable.digest(prompts),
+    }
+
+
+def _weight_amax(source: Source, plan: Plan, advance: Callable[[], None]) -> dict[str, float]:
+    """Weight group -> largest magnitude. Looks at all tensors for values that are not finite."""
+    largest: dict[str, float] = defaultdict(float)
+    for file_name, tensors in source.shards.items():
+        with open_shard(source.path / file_name) as file:
+            for name in tensors:
+                weight = file.get_tensor(name)
+                if weight.is_floating_point() and not weight.isfinite().all():
+                    raise InputError(
+                        f"{source.path / file_name}: {name} holds NaN or infinity: expected "
+                        f"finite weights; copy the file again or repair the checkpoint"
+                    )
+                for linear in plan.quantized.get(name, ()):
+                    amax = _matrix(weight, linear).abs().amax().item()
+                    largest[linear.weight_group] = max(largest[linear.weight_group], amax)
+                advance()
+    return largest
+
+
+def _matrix(weight: torch.Tensor, linear: Linear) -> torch.Tensor:
+    matrix = weight if linear.expert is None else weight[linear.expert]
+    return matrix[linear.rows]
+
+
+def _report_idle_experts(ranges: Ranges) -> None:
+    """Experts without a token take the layer's scale, as all do; many of them are a bad sign."""
+    idle = {
+        group.removesuffix(".gate_up_proj"): sum(value == 0 for value in values)
+        for group, values in ranges.items()
+        if group.endswith(".experts.gate_up_proj") and 0 in values
+    }
+    if idle:
+        print(
+            f"{sum(idle.values())} experts in {len(idle)} layers saw no token of the calibration "
+            f"prompts; they get the scales of their layer. More varied prompts reach more experts.",
+            file=sys.stderr,
+        )
+
+
+def compress(
+    weight: torch.Tensor,  # [out, in]
+    scheme: QuantizationScheme,
+    weight_amax: float,
+    input_amax: float | None,
+) -> dict[str, torch.Tensor]:
+    """A linear's tensors in the quantised checkpoint, made by compressed-tensors.
+
+    Scales are computed in fp32 whatever the weight's type. `weight_amax` is the largest magnitude
+    of the linears that share a global scale, `input_amax` that of their inputs; nvfp4 alone has
+    global scales.
+    """
+    args, weight = scheme.weights, weight.float()
+    parts = {"weight": weight}
+    if args.group_size is None:
+        low, high = weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True)
+    else:
+        groups = weight.unflatten(-1, (-1, GROUP_SIZE))
+        low, high = groups.amin(-1), groups.amax(-1)
+        parts["weight_global_scale"] = _global_scale(weight_amax)
+    parts["weight_scale"], _ = calculate_qparams(
+        low, high, args, global_scale=parts.get("weight_global_scale")
+    )
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    # compressed-tensors compiles a helper, which takes longer than it saves and needs a compiler.
+    with torch.compiler.set_stance("force_eager"):
+        parts = compressor.compress(parts, scheme)
+    if input_amax is not None:
+        parts["input_global_scale"] = _global_scale(input_amax)
+    return parts
+
+
+def _global_scale(amax: float) -> torch.Tensor:
+    return generate_gparam(torch.tensor(-amax), torch.tensor(amax))
+
+
+def _write_shard(
+    source: Source,
+    plan: Plan,
+    file_name: str,
+    scales: Scales,
+    partial: Path,
+    advance: Callable[[], None],
+) -> None:
+    scheme = quantization_scheme(plan.scheme)
+    shard: dict[str, torch.Tensor] = {}
+    with open_shard(source.path / file_name) as file:
+        for name in source.shards[file_name]:
+            weight = file.get_tensor(name)
+            for linear in plan.quantized.get(name, ()):
+                parts = compress(
+                    _matrix(weight, linear),
+                    scheme,
+                    scales.weight_amax[linear.weight_group],
+                    scales.input_amax.get(linear.input_group),
+                )
+                for part, tensor in parts.items():
+                    shard[f"{linear.module}.{part}"] = tensor.contiguous()
+            if name in plan.kept:
+                shard[name] = weight
+            advance()
+    unfinished = partial / f"{file_name}.tmp"
+    try:
+        save_file(shard, unfinished, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{unfinished}: {error}") from error
+    shutil.copymode(partial / RUN_FILE, unfinished)  # save_file lets nobody else read
+    unfinished.replace(partial / file_name)
+
+
+def _write_rest(source: Source, plan: Plan, partial: Path) -> None:
+    """Index, config.json and the files that say nothing of weights."""
+    if source.has_index:
+        weight_map: dict[str, str] = {}
+        total_size = 0
+        for file_name in source.shards:
+            with open_shard(partial / file_name) as file:
+                names = list(file.keys())
+                weight_map |= dict.fromkeys(names, file_name)
+                total_size += sum(file.get_tensor(name).nbytes for name in names)
+        index = {
+            "metadata": {"total_size": total_size},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        write_json(partial / INDEX_FILE, index)
+    for pattern in COPIED:
+        for path in sorted(source.path.glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, partial / path.name)
+    config = {**source.config, "quantization_config": quantization_config(plan)}
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,64 @@
+"""What a checkpoint to be quantised holds, read without its weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.weight_files import (
+    DTYPE_BYTES,
+    INDEX_FILE,
+    TensorInfo,
+    read_json,
+    read_shards,
+)
+
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+
+
+@dataclass(frozen=True)
+class Source:
+    path: Path
+    config: dict[str, Any]
+    """config.json"""
+    shards: dict[str, dict[str, TensorInfo]]
+    """File name -> tensor name -> what it is; in the order of the file names."""
+    has_index: bool
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {name: info for shard in self.shards.values() for name, info in shard.items()}
+
+
+def read_source(path: Path) -> Source:
+    """Reads config.json and the headers of all weight files.
+
+    Raises InputError for what is not a complete, unquantised DiffusionGemma checkpoint.
+    """
+    if not (path / "config.json").exists():
+        raise InputError(f"{path} is not the folder of a checkpoint: it has no config.json")
+    config = read_json(path / "config.json")
+    if ARCHITECTURE not in (config.get("architectures") or ()):
+        raise InputError(
+            f"{path / 'config.json'}: expected the architecture {ARCHITECTURE}, got "
+            f"{config.get('architectures')}: only DiffusionGemma checkpoints can be quantised"
+        )
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method")
+        raise InputError(
+            f"{path / 'config.json'} has a quantization_config ({method}): {path} is quantised "
+            f"already; start from the unquantised checkpoint"
+        )
+    shards = read_shards(path)
+    for file, tensors in shards.items():
+        _check_types(path / file, tensors)
+    return Source(path, config, shards, has_index=(path / INDEX_FILE).exists())
+
+
+def _check_types(path: Path, tensors: dict[str, TensorInfo]) -> None:
+    for name, info in tensors.items():
+        if info.dtype not in DTYPE_BYTES:
+            raise InputError(
+                f"{path}: {name} has the type {info.dtype}, expected an unquantised one "
+                f"({', '.join(DTYPE_BYTES)}): start from the unquantised checkpoint"
+            )
