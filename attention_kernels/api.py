@@ -6,7 +6,8 @@ from typing import Literal
 
 import torch
 
-from attention_kernels.support import FP8, Case, fa4_reason, import_fa4, triton_reason
+from attention_kernels.fa4 import import_fa4
+from attention_kernels.support import FP8, Case, fa4_reason, triton_reason
 
 Impl = Literal["triton", "fa4", "reference"]
 WindowRule = Literal["reference", "symmetric"]

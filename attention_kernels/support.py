@@ -3,8 +3,6 @@
 What FlashAttention-4 takes is from the source of flash-attn-4 4.0.0b36.
 """
 
-import importlib
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -69,17 +67,6 @@ def check_last_strides(impl: str, **tensors: torch.Tensor) -> None:
                 f"impl {impl!r} takes a {name} that is contiguous along its last dimension, got "
                 f"strides {tensor.stride()} for shape {tuple(tensor.shape)}: pass a contiguous copy"
             )
-
-
-def import_fa4() -> ModuleType:
-    """The FlashAttention-4 version. Raises ImportError that says what to install."""
-    try:
-        return importlib.import_module("attention_kernels.fa4_fwd")
-    except ImportError as error:
-        raise ImportError(
-            f"FlashAttention-4 needs the package flash-attn-4 ({error}). Install the extra fa4, as "
-            f"in pip install 'vllm-dllm[fa4]', or leave FlashAttention-4 out."
-        ) from error
 
 
 def _name(case: Case) -> str:

@@ -25,6 +25,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from attention_kernels import support, triton_fwd
+from attention_kernels.fa4 import import_fa4
 from vllm_dllm.attention import WindowRules
 
 logger = init_logger(__name__)
@@ -93,7 +94,7 @@ class GpuCanvasImpl(TritonAttentionImpl):
         self.supports_quant_query_input = False
         self._fa4: ModuleType | None = None
         if runs_fa4(self.head_size, self.kv_cache_dtype):
-            self._fa4 = support.import_fa4()
+            self._fa4 = import_fa4()
 
     def forward(
         self,

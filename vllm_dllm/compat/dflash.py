@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_dllm.compat.cpu_ops import cpp_rms_norm
-from vllm_dllm.drafters.context_kv import FP8, ContextWeights, DrafterCaches
 
 
 class DFlashHooks(DFlashSpeculator):
@@ -125,6 +124,13 @@ class DFlashHooks(DFlashSpeculator):
             self.draft_tokens[:num_reqs] = drafts
 
 
+class ContextCaches(NamedTuple):
+    """The paged caches of a drafter's layers."""
+
+    keys: list[torch.Tensor]  # of each layer [num_blocks, block_size, num_kv_heads, head_size]
+    values: list[torch.Tensor]  # like keys
+
+
 class DFlashModelHooks(DFlashQwen3Model):
     """vLLM's model, with the storing of its context's keys and values open to subclasses."""
 
@@ -166,14 +172,14 @@ class DFlashModelHooks(DFlashQwen3Model):
             cpp_rms_norm(out, keys, weight, self._rms_norm_eps)
         return normed
 
-    def context_weights(self) -> ContextWeights | None:
-        """None if they are quantised."""
+    def context_weights(self) -> dict[str, Any] | None:
+        """What the fused projection of the context multiplies with; None if it is quantised."""
         if not hasattr(self, "_num_attn_layers"):  # no weights were loaded: they are made up
             self._build_fused_kv_buffers()
         if self._fused_kv_weight is None:
             return None
         factor = getattr(self.layers[0].self_attn, "v_scale", None)
-        return ContextWeights(
+        return dict(
             hidden_norm=self._hidden_norm_weight,
             projection=self._fused_kv_weight,
             k_norm=self._k_norm_weights,
@@ -184,7 +190,12 @@ class DFlashModelHooks(DFlashQwen3Model):
             value_factor=1.0 if factor is None else factor,
         )
 
-    def context_caches(self) -> DrafterCaches | None:
+    def cache_addresses(self) -> tuple[int, ...]:
+        """Where the layers' caches are. vLLM makes them anew after it has profiled the memory that
+        CUDA graphs take, and when a server wakes up."""
+        return tuple(layer.self_attn.attn.kv_cache.data_ptr() for layer in self.layers)
+
+    def context_caches(self) -> ContextCaches | None:
         """None unless keys and values of a token lie side by side, as for FlashAttention."""
         layers = [layer.self_attn.attn for layer in self.layers]
         keys, values = [], []
@@ -193,9 +204,13 @@ class DFlashModelHooks(DFlashQwen3Model):
             if cache.dim() != 4 or cache.shape[-1] != 2 * layer.head_size:
                 return None
             if cache.dtype == torch.uint8:
-                cache = cache.view(FP8)
+                cache = cache.view(torch.float8_e4m3fn)
             key, value = cache.transpose(1, 2).split(layer.head_size, dim=-1)
             keys.append(key)
             values.append(value)
-        scales = torch.stack([torch.stack((layer._k_scale, layer._v_scale)) for layer in layers])
-        return DrafterCaches.of(keys, values, scales)
+        return ContextCaches(keys, values)
+
+    def cache_scales(self) -> torch.Tensor:
+        """[num_layers, 2] fp32: what stored keys and values are multiplied with when read."""
+        layers = [layer.self_attn.attn for layer in self.layers]
+        return torch.stack([torch.stack((layer._k_scale, layer._v_scale)) for layer in layers])

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention_kernels.support import FIRST_FP8_CAPABILITY, shared_bytes
-from vllm_dllm.drafters.context_kv import FP8, LARGEST_FP8, ContextWeights, DrafterCaches
+from vllm_dllm.drafters.context import FP8, LARGEST_FP8, ContextWeights, DrafterCaches
 
 _FUSED_ROWS = 64
 _ROWS = 16  # of the kernel without a projection

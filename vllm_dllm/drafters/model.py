@@ -4,34 +4,53 @@ vLLM makes them in a launch for each norm, rotation and layer's cache; see `cont
 weights are quantised or a backend's cache is laid out differently, this does as vLLM does.
 """
 
+from collections.abc import Iterable
+
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.platforms import current_platform
 
 from vllm_dllm.compat.dflash import DFlashModelHooks
-from vllm_dllm.drafters.context_kv import ContextWeights, DrafterCaches, store_context_kv_
+from vllm_dllm.drafters.context import ContextWeights, DrafterCaches
+from vllm_dllm.drafters.context_kv import store_context_kv_
 
 logger = init_logger(__name__)
 
 
 class FusedContextModel(DFlashModelHooks):
-    _found: tuple[ContextWeights, DrafterCaches] | None = None
+    """Keeps no cache alive: vLLM throws the first ones away after it has profiled the memory that
+    CUDA graphs take, and makes them anew when a server wakes up."""
+
+    _addresses: tuple[int, ...] = ()  # of the caches that the next two are of
+    _address_table: torch.Tensor  # [num_layers, 2] int64
+    _scales: torch.Tensor  # [num_layers, 2] fp32
 
     def store_context_kv(
         self, states: torch.Tensor, positions: torch.Tensor, slots: list[torch.Tensor]
     ) -> bool:
-        if self._found is None:  # the first time that there are caches
-            weights, caches = self.context_weights(), self.context_caches()
-            if weights is None or caches is None:
-                logger.info_once("The drafter's context is stored by vLLM's own operations.")
-                return False
-            self._found = weights, caches
+        weights, found = self.context_weights(), self.context_caches()
+        if weights is None or found is None:
+            logger.info_once("The drafter's context is stored by vLLM's own operations.")
+            return False
+        if (addresses := self.cache_addresses()) != self._addresses:
+            made = DrafterCaches.of(found.keys, found.values, self.cache_scales())
+            self._address_table, self._scales = made.addresses, made.scales
+            self._addresses = addresses
+        caches = DrafterCaches(found.keys, found.values, self._scales, self._address_table)
         is_shared = len({each.data_ptr() for each in slots}) == 1
         store_context_kv_(
-            states, positions, slots[0] if is_shared else torch.stack(slots), *self._found
+            states,
+            positions,
+            slots[0] if is_shared else torch.stack(slots),
+            ContextWeights(**weights),
+            caches,
         )
         return True
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        self._addresses = ()  # the caches' scales may be other ones
+        return super().load_weights(weights)
 
 
 class DFlashDraftModel(DFlashQwen3ForCausalLM):

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 import vllm_dllm.attention.gpu
 from attention_kernels import reference
 from attention_kernels.api import FP8
-from attention_kernels.support import import_fa4
+from attention_kernels.fa4 import import_fa4
 from attention_kernels.testing import PagedBatch, Request, rms_ratio
 from tests.triton_version import interpreted_without_gpu
 from vllm_dllm import plugin, serving_config
@@ -205,7 +205,7 @@ def test_dispatch_to_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(vllm_dllm.attention.gpu, "runs_fa4", lambda *_: True)
     stand_in = SimpleNamespace(attention=fa4)
-    monkeypatch.setattr(vllm_dllm.attention.gpu.support, "import_fa4", lambda: stand_in)
+    monkeypatch.setattr(vllm_dllm.attention.gpu, "import_fa4", lambda: stand_in)
     batch = random_batch(torch.float32)
     of_step = metadata(batch)
     expected = batch.reference(torch.float64, scale=0.3, window_left=WINDOW - 1)

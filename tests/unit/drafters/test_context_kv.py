@@ -15,13 +15,8 @@ from torch import Tensor
 
 from attention_kernels.interpreter import interpret_kernels
 from vllm_dllm.drafters import context_kv_triton
-from vllm_dllm.drafters.context_kv import (
-    FP8,
-    ContextWeights,
-    DrafterCaches,
-    context_kv,
-    store_context_kv_,
-)
+from vllm_dllm.drafters.context import FP8, ContextWeights, DrafterCaches
+from vllm_dllm.drafters.context_kv import context_kv, store_context_kv_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 L, N, H = 2, 2, 48

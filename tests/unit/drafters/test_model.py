@@ -1,5 +1,7 @@
 """The drafter's context, stored in one go, is what vLLM stores in many steps."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -67,7 +69,6 @@ def caches(model: FusedContextModel, monkeypatch: pytest.MonkeyPatch) -> list[to
         layer.kv_cache = torch.full(shape, torch.nan)
         monkeypatch.setattr(layer.impl, "do_kv_cache_update", write)
         made.append(layer.kv_cache)
-    model._found = None
     return made
 
 
@@ -93,10 +94,28 @@ def test_same_cache_as_vllms(
     for cache in caches:
         cache.fill_(torch.nan)
     model.precompute_and_store_context_kv(states, positions, list(each))
-    assert model._found is not None
+    assert model._addresses
     for layer, cache in enumerate(caches):
         torch.testing.assert_close(cache, expected[layer], equal_nan=True, rtol=1e-5, atol=1e-5)
         assert cache.isnan().any() and not cache.isnan().all()
+
+
+def test_caches_made_anew_are_found(model: FusedContextModel, caches: list[torch.Tensor]) -> None:
+    """On CUDA, vLLM captures graphs with throw-away caches before it makes the real ones."""
+    states, positions, slots = torch.randn(2, 64), torch.arange(2), torch.tensor([1, 6])
+    model.precompute_and_store_context_kv(states, positions, slots)
+    thrown_away = [weakref.ref(cache.untyped_storage()) for cache in caches]
+    expected = [cache.clone() for cache in caches]
+    for layer, cache in zip(model.layers, expected, strict=True):
+        layer.self_attn.attn.kv_cache = torch.full_like(cache, torch.nan)
+    caches.clear()
+    gc.collect()
+    assert [storage() for storage in thrown_away] == [None, None]
+    model.precompute_and_store_context_kv(states, positions, slots)
+    for layer, cache in zip(model.layers, expected, strict=True):
+        torch.testing.assert_close(
+            layer.self_attn.attn.kv_cache, cache, equal_nan=True, rtol=0, atol=0
+        )
 
 
 def test_other_layouts_are_left_to_vllm(

@@ -1,0 +1,15 @@
+"""FlashAttention-4, which is an optional package."""
+
+import importlib
+from types import ModuleType
+
+
+def import_fa4() -> ModuleType:
+    """The FlashAttention-4 version. Raises ImportError that says what to install."""
+    try:
+        return importlib.import_module("attention_kernels.fa4_fwd")
+    except ImportError as error:
+        raise ImportError(
+            f"FlashAttention-4 needs the package flash-attn-4 ({error}). Install the extra fa4, as "
+            f"in pip install 'vllm-dllm[fa4]', or leave FlashAttention-4 out."
+        ) from error
