@@ -310,7 +310,7 @@ def test_a_signal_stops_the_server(tmp_path: Path, number: signal.Signals) -> No
     script = (
         # A shell starts background jobs with SIGINT ignored, and children inherit that.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "import sys; from vllm_dllm import cli, demo; "
+        "import sys; from vllm_dllm import cli; from vllm_dllm.tools import demo; "
         f"demo.serve_command = lambda *given: [sys.executable, '-c', {forever!r}]; "
         f"sys.exit(cli.main(['demo', {str(tmp_path)!r}]))"
     )
