@@ -82,7 +82,7 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
     from vllm_dllm.denoise.temperature import temperature
     from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
     from vllm_dllm.step.logits import StreamedLogits
-    from vllm_dllm.step.slots import CanvasSlots
+    from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
     from vllm_dllm.step.soft_embedding import SoftEmbedding
 
     class Head(DiffusionGemmaForBlockDiffusion):
@@ -107,9 +107,9 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
     join_process_group()
     n, device, head = inputs.num_requests, inputs.device, Head()
     canvas = torch.zeros(n, CANVAS, dtype=torch.int64, device=device)
-    slots = CanvasSlots.allocate(canvas, inputs.hidden_size, inputs.dtype)
+    slots = CanvasSlots(canvas, inputs.hidden_size, inputs.dtype)
     every = slice(0, n)
-    slots.numbers[:, 4] = STEPS
+    slots.numbers[:, SlotNumbers._fields.index("num_steps")] = STEPS
     slots.tokens[:, 0] = inputs.tokens
     embedding = SoftEmbedding(head, **soft)
     batch = SimpleNamespace(flatten=lambda grid: grid.flatten(0, 1))

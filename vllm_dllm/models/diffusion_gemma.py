@@ -5,7 +5,7 @@ is bidirectional and sees self-conditioned ones. The mode of a row is decided ou
 the embeddings and the attention metadata that `DiffusionModelState` prepares.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -73,8 +73,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
         if text_config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(text_config.vocab_size)
-        # Set before a step whose sampler reads the vocabulary itself; `compute_logits` clears it.
-        self.hands_on_hidden_states = False
+        # Set by who reads the vocabulary itself: whether it is its logits that are asked for next.
+        self.hands_on_hidden_states: Callable[[], bool] = lambda: False
         self.self_conditioning = SelfConditioning(
             hidden_size=text_config.hidden_size,
             intermediate_size=text_config.intermediate_size,
@@ -109,8 +109,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
         The cap is applied in fp32, as the reference does: in a 16-bit type tanh near the cap would
         round the leading tokens together.
         """
-        if self.hands_on_hidden_states:
-            self.hands_on_hidden_states = False
+        if self.hands_on_hidden_states():
             return hidden_states
         logits = self.logits_processor(self.lm_head, hidden_states)
         return None if logits is None else self.cap(logits)

@@ -1,7 +1,9 @@
 """The sampling parameters of a batch's requests, applied to the logits of their canvases."""
 
+import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.penalties import use_penalty
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
@@ -16,6 +18,7 @@ from vllm_dllm.denoise.logit_rules import (
 )
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.registry import NewRequest
 
 
 class LogitFilters:
@@ -28,41 +31,37 @@ class LogitFilters:
         self.vocab_size = req_states.vocab_size
         self._rules: dict[int, LogitRules] = {}
         self._truncated: set[int] = set()  # top_k, top_p, min_p
-        self._penalised: list[tuple[int, SamplingParams]] = []  # since the last step
+        self._penalised: list[NewRequest] = []  # since the last step
 
     # --- requests ---------------------------------------------------------------------------
 
-    def add_request(self, slot: int, params: SamplingParams, options: RequestOptions) -> None:
-        self.forget(slot)
+    def add(self, request: NewRequest) -> None:
+        slot, params, options = request.slot, request.params, request.options
         if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
             self._truncated.add(slot)
         rules = LogitRules(bias=self._bias(params, options))
         stops = sorted(params.all_stop_token_ids)
         if params.min_tokens > 0 and stops:
-            rules.early_stops = torch.tensor(stops, device=self.device)
-            rules.stops_from = int(self.req_states.prompt_len.np[slot]) + params.min_tokens
+            rules.early_stops = self._to_device(stops)
+            rules.stops_from = request.prompt_len + params.min_tokens
         words = params.bad_words_token_ids or []
         rules.bad_words = [
-            (torch.tensor(word[:-1], device=self.device), word[-1])
-            for word in words
-            if len(word) > 1
+            (self._to_device(word[:-1]), word[-1]) for word in words if len(word) > 1
         ]
         if use_penalty(params):
-            self._penalised.append((slot, params))
+            self._penalised.append(request)
         if rules:
             self._rules[slot] = rules
 
-    def forget(self, slot: int) -> None:
-        """Drops what an earlier request left under this slot."""
+    def drop(self, slot: int) -> None:
         self._rules.pop(slot, None)
         self._truncated.discard(slot)
-        self._penalised = [(s, params) for s, params in self._penalised if s != slot]
+        self._penalised = [request for request in self._penalised if request.slot != slot]
 
-    def apply_staged_writes(self) -> None:
-        """The tokens of new requests are on the device by now."""
-        for slot, params in self._penalised:
-            rules = self._rules.setdefault(slot, LogitRules())
-            rules.penalties = self._penalties(slot, params)
+    def start(self) -> None:
+        for request in self._penalised:
+            rules = self._rules.setdefault(request.slot, LogitRules())
+            rules.penalties = self._penalties(request)
         self._penalised.clear()
 
     def _bias(self, params: SamplingParams, options: RequestOptions) -> torch.Tensor | None:
@@ -79,13 +78,16 @@ class LogitFilters:
         for token, value in (params.logit_bias or {}).items():
             bias[token] += value
         bias[never] = MASKED_LOGIT
-        return bias.to(self.device)
+        return async_tensor_h2d(bias, device=self.device)
 
-    def _penalties(self, slot: int, params: SamplingParams) -> Penalties:
-        tokens = self.req_states.all_token_ids.gpu[slot]
-        prompt_len = int(self.req_states.prompt_len.np[slot])
+    def _to_device(self, tokens: list[int]) -> torch.Tensor:
+        return async_tensor_h2d(np.array(tokens, dtype=np.int64), device=self.device)
+
+    def _penalties(self, request: NewRequest) -> Penalties:
+        params, prompt_len = request.params, request.prompt_len
+        tokens = self.req_states.all_token_ids.gpu[request.slot]
         # After a preemption the prefill holds the blocks committed so far, too.
-        committed = tokens[prompt_len : int(self.req_states.prefill_len.np[slot])].long()
+        committed = tokens[prompt_len : request.prefill_len].long()
         in_prompt = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
         counts = torch.zeros(self.vocab_size, device=self.device)
         return Penalties(

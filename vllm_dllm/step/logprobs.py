@@ -2,11 +2,9 @@
 
 import numpy as np
 import torch
-from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits import CanvasLogits
 from vllm_dllm.step.logprob_tensors import (
@@ -18,6 +16,7 @@ from vllm_dllm.step.logprob_tensors import (
     padded,
     token_logprobs,
 )
+from vllm_dllm.step.registry import NewRequest
 
 
 class StepLogprobs:
@@ -34,11 +33,8 @@ class StepLogprobs:
         self._read_only: set[int] = set()
         self._constrained: set[int] = set()
 
-    def add_request(self, slot: int, params: SamplingParams, options: RequestOptions) -> None:
-        self._requests.pop(slot, None)
-        self._latest.pop(slot, None)
-        self._read_only.discard(slot)
-        self._constrained.discard(slot)
+    def add(self, request: NewRequest) -> None:
+        slot, params, options = request.slot, request.params, request.options
         count = params.logprobs
         token_ids = tuple(params.logprob_token_ids or ())
         if count is None and not token_ids:
@@ -51,6 +47,15 @@ class StepLogprobs:
             self._read_only.add(slot)
         if options.constrained:
             self._constrained.add(slot)
+
+    def start(self) -> None:
+        """Nothing waits."""
+
+    def drop(self, slot: int) -> None:
+        self._requests.pop(slot, None)
+        self._latest.pop(slot, None)
+        self._read_only.discard(slot)
+        self._constrained.discard(slot)
 
     def report(
         self,

@@ -1,7 +1,7 @@
 """What vLLM's model runner asks of a diffusion model: embeddings, causal flags, a sampler.
 
 A request's phase lives on the device (`SlotNumbers.is_committing`) and is changed there by the
-sampler, so a step can be prepared while the previous one still runs.
+step, so a step can be prepared while the previous one still runs.
 """
 
 from functools import partial
@@ -22,13 +22,10 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.attention import WindowRules, takes_window_rules
-from vllm_dllm.attention.requests import AttnRequests
-from vllm_dllm.attention.reuse import LatestMetadata
-from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.serving_config import read_denoise_config
-from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.attn_metadata import LatestMetadata
+from vllm_dllm.step.attn_requests import AttnRequests
+from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.sampler import DiffusionSampler
-from vllm_dllm.step.slots import CanvasSlots
 
 
 class DiffusionModelState(ModelState):
@@ -38,20 +35,13 @@ class DiffusionModelState(ModelState):
     """
 
     num_new_sampled_tokens_per_step: int = 0  # a step samples a whole canvas or nothing
+    step: CanvasStep  # made with the sampler, whose request states it needs
 
     def __init__(
         self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        diffusion_config = vllm_config.diffusion_config
-        assert diffusion_config is not None, "vLLM creates it for every diffusion architecture"
-        self.canvas_length = diffusion_config.canvas_length
-        self.extension_config = ExtensionConfig.from_additional_config(
-            vllm_config.additional_config
-        )
-        self.denoise_config = read_denoise_config(vllm_config)
         hidden_size = self.model_config.hf_text_config.hidden_size
-        self.canvas_batch: CanvasBatch | None = None  # of the current step
         # Elsewhere, comparing what it is made of would wait for the device.
         self._latest_metadata = LatestMetadata() if device.type == "cpu" else None
         # Persistent: a captured CUDA graph reads these addresses at every replay.
@@ -66,19 +56,20 @@ class DiffusionModelState(ModelState):
         return ("generate",)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        return DiffusionSampler(self, sampler), None
-
-    def allocate_slots(self, canvas: torch.Tensor) -> CanvasSlots:
-        """`canvas` [R, C]: where the runner reads the tokens of canvases, its draft tokens."""
-        self.slots = CanvasSlots.allocate(
-            canvas[:, : self.canvas_length],
-            self.model_config.hf_text_config.hidden_size,
-            self.dtype,
+        self.step = step = CanvasStep(
+            self.vllm_config, self.model, sampler, self.max_num_reqs, self.device
         )
-        return self.slots
+        self.model.hands_on_hidden_states = lambda: step.reads_hidden_states
+        max_rows = min(self.max_num_tokens, self.max_num_reqs * step.canvas_length)
+        return DiffusionSampler(step, sampler, max_rows), None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Nothing to do: the sampler, which sees the sampling parameters, prepares the slot."""
+
+    def remove_request(self, req_id: str) -> None:
+        slot = self.step.req_states.req_id_to_index.get(req_id)
+        if slot is not None:
+            self.step.drop_request(slot)
 
     def prepare_inputs_embeds(
         self,
@@ -89,30 +80,10 @@ class DiffusionModelState(ModelState):
         return None  # text only; `prepare_inputs` provides the embeddings
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """Embeds the batch, self-conditioning the rows that are being denoised.
-
-        Self-conditioning runs once, over the canvas rows of all requests. A commit's rows go
-        through too, since the host does not know the phase, and keep their plain embeddings: its
-        output norm would change them even for a zero signal.
-        """
         num_tokens = input_batch.num_tokens
-        embeds = self._inputs_embeds[:num_tokens]
         plain = self.model.embed_input_ids(input_batch.input_ids[:num_tokens])
-        if input_batch.num_draft_tokens == 0:
-            embeds.copy_(plain)
-        else:
-            batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
-            self.canvas_batch = batch
-            self.model.hands_on_hidden_states = self.model.streams_vocabulary
-            of_canvases = plain if batch.tokens is None else plain[batch.tokens]
-            soft = batch.flatten(self.slots.soft_embeds[batch.slot_index])
-            committing = batch.by_row(self.slots.is_committing(batch.slot_index))[:, None]
-            conditioned = self.model.self_conditioning(of_canvases, soft)
-            if batch.tokens is None:
-                torch.where(committing, plain, conditioned, out=embeds)
-            else:
-                embeds.copy_(plain)
-                embeds[batch.tokens] = torch.where(committing, of_canvases, conditioned)
+        self.step.begin(input_batch)
+        self.step.condition(plain, out=self._inputs_embeds[:num_tokens])
         return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
@@ -134,11 +105,11 @@ class DiffusionModelState(ModelState):
         num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens
         query_start_loc, query_start_loc_np = requests.query_start_loc, requests.query_start_loc_np
         seq_lens = requests.seq_lens
-        causal = self.slots.is_committing(requests.slots)
+        causal = self.step.slots.is_committing(requests.slots)
         if input_batch.has_prefill:
             causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
         self._causal[:num_reqs] = causal
-        self._symmetric[:num_reqs] = self.slots.symmetric_window[requests.slots]
+        self._symmetric[:num_reqs] = self.step.slots.symmetric_window(requests.slots)
         if cudagraph_mode == CUDAGraphMode.FULL:
             assert num_reqs == input_batch.num_reqs, "the scheduler joins nothing under full graphs"
             num_reqs, num_tokens = (

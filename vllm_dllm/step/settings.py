@@ -2,13 +2,16 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.registry import NewRequest
 
 _NEVER_LIKELY = 2.0  # a threshold that no probability reaches
 _NONE_A_STEP = 0
@@ -29,7 +32,7 @@ class Settings(NamedTuple):
     reveal_per_step: float  # positions; < 0: as many as reveal a canvas in minus so many steps
 
 
-class StepPolicy(NamedTuple):
+class StepSettings(NamedTuple):
     """Of the n canvases of a step: numbers if all have the server's settings, else tensors [n]."""
 
     t_min: float | torch.Tensor
@@ -41,14 +44,15 @@ class StepPolicy(NamedTuple):
     # threshold [n] fp32, per_step [n] int64
 
 
-class Policies:
-    """Settings by slot, and which slots have others than the server's."""
+class SlotSettings:
+    """Of every slot, and which slots have others than the server's."""
 
     def __init__(
         self, config: DenoiseConfig, max_num_reqs: int, canvas_length: int, device: torch.device
     ) -> None:
         self.canvas_length = canvas_length
         self._table = torch.zeros(max_num_reqs, len(Settings._fields), device=device)
+        self._added: dict[int, Settings] = {}
         self._default = Settings(
             t_min=config.t_min,
             t_span=config.t_max - config.t_min,
@@ -61,7 +65,7 @@ class Policies:
             reveal_threshold=_NEVER_LIKELY,
             reveal_per_step=_NONE_A_STEP,
         )
-        self._defaults_for_all = StepPolicy(
+        self._defaults_for_all = StepSettings(
             self._default.t_min,
             self._default.t_span,
             StepRules(
@@ -70,14 +74,23 @@ class Policies:
         )
         self._own: dict[int, Settings] = {}  # of slots with settings of their own
 
-    def add_request(
-        self, slot: int, options: RequestOptions, temperature: float, num_steps: int
-    ) -> None:
-        settings = self._settings(options, temperature, num_steps)
-        self._own.pop(slot, None)
+    def add(self, request: NewRequest) -> None:
+        temperature = request.params.temperature
+        settings = self._settings(request.options, temperature, request.num_steps)
+        self._added[request.slot] = settings
         if settings != self._default:
-            self._own[slot] = settings
-        self._table[slot] = torch.tensor(settings)
+            self._own[request.slot] = settings
+
+    def start(self) -> None:
+        device = self._table.device
+        slots = np.fromiter(self._added, dtype=np.int64)
+        rows = np.array(list(self._added.values()), dtype=np.float32)
+        self._table[async_tensor_h2d(slots, device=device)] = async_tensor_h2d(rows, device=device)
+        self._added.clear()
+
+    def drop(self, slot: int) -> None:
+        self._added.pop(slot, None)
+        self._own.pop(slot, None)
 
     def _settings(self, options: RequestOptions, temperature: float, num_steps: int) -> Settings:
         default = self._default
@@ -109,14 +122,14 @@ class Policies:
             reveal_per_step=per_step,
         )
 
-    def of(self, batch: CanvasBatch) -> StepPolicy:
+    def of(self, batch: CanvasBatch) -> StepSettings:
         own = [self._own[slot] for slot in batch.slots_np.tolist() if slot in self._own]
         if not own:
             return self._defaults_for_all
         columns = dict(
             zip(Settings._fields, self._table[batch.slot_index].unbind(dim=-1), strict=True)
         )
-        policy = StepPolicy(
+        found = StepSettings(
             columns["t_min"],
             columns["t_span"],
             StepRules(
@@ -126,18 +139,18 @@ class Policies:
             ),
         )
         if any(settings.is_greedy for settings in own):
-            policy = policy._replace(is_greedy=columns["is_greedy"] > 0)
+            found = found._replace(is_greedy=columns["is_greedy"] > 0)
         if any(settings.judges_answer_only for settings in own):
-            policy = policy._replace(judges_answer_only=columns["judges_answer_only"] > 0)
+            found = found._replace(judges_answer_only=columns["judges_answer_only"] > 0)
         if any(settings.reveals for settings in own):
-            policy = policy._replace(
+            found = found._replace(
                 reveal=(
                     columns["reveals"] > 0,
                     columns["reveal_threshold"],
                     _positions(columns["reveal_per_step"].long(), batch.lengths),
                 )
             )
-        return policy
+        return found
 
 
 def _positions(
@@ -149,11 +162,11 @@ def _positions(
 
 
 def revealing(
-    policy: StepPolicy,
+    settings: StepSettings,
     revealed: torch.Tensor,  # [n, C] bool
     tokens: torch.Tensor,  # [n, C] int64, the canvas of this step
 ) -> Reveal | None:
-    if policy.reveal is None:
+    if settings.reveal is None:
         return None
-    is_chosen, threshold, per_step = policy.reveal
+    is_chosen, threshold, per_step = settings.reveal
     return Reveal(is_chosen, threshold, per_step, revealed, tokens)

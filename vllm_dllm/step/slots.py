@@ -5,7 +5,6 @@ tensors keep their addresses. What a step reads of every request lies together, 
 batches an operation costs the same whatever it moves.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,7 +13,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.requests.ends import MAX_STOP_TOKENS
+from vllm_dllm.requests.ends import MAX_STOP_TOKENS, NEVER
 
 _PROGRESS = ("numbers", "tokens", "canvas", "soft_embeds", "pinned", "revealed")
 
@@ -40,6 +39,12 @@ class SlotNumbers(NamedTuple):
     noise_key: torch.Tensor  # of the request's seed
     num_steps: torch.Tensor  # the request's step cap
     end: torch.Tensor  # absolute position: a block that ends there or later is the last one
+    width: torch.Tensor  # canvas length the request asked for, 1..C
+    fitted_end: torch.Tensor  # absolute position: no canvas reaches far behind it
+    symmetric_window: torch.Tensor  # 1 = symmetric window rule, 0 = reference
+
+
+_COLUMN = {name: i for i, name in enumerate(SlotNumbers._fields)}
 
 
 class SlotTokens(NamedTuple):
@@ -49,74 +54,89 @@ class SlotTokens(NamedTuple):
     first_canvas: torch.Tensor  # [n, C] int64, the caller's tokens at pinned positions
 
 
-@dataclass
 class CanvasSlots:
-    """R = most requests at once, C = canvas length, H = hidden size."""
+    """R = most requests at once, C = canvas length, H = hidden size.
 
-    canvas: torch.Tensor  # [R, C] int64, tokens the next forward reads: the runner's draft tokens
-    numbers: torch.Tensor  # [R, 6] int64, `SlotNumbers`
-    tokens: torch.Tensor  # [R, 2, C] int64, `SlotTokens`
-    soft_embeds: torch.Tensor  # [R, C, H] model dtype, expected embedding of last step's softmax
-    pinned: torch.Tensor  # [R, C] bool, positions held at `first_canvas`
-    revealed: torch.Tensor  # [R, C] bool, positions of the canvas that are revealed for good
-    stop_tokens: torch.Tensor  # [R, MAX_STOP_TOKENS] int64
-    symmetric_window: torch.Tensor  # [R] int32, 1 = symmetric window rule, 0 = reference
-    width: torch.Tensor  # [R] int64, canvas length the request asked for, 1..C
-    fitted_end: torch.Tensor  # [R] int64, absolute position: no canvas reaches far behind it
+    What the host must know of a slot, too, is in `host_numbers` and `num_stops`: the values that a
+    request came with, without what steps made of them.
+    """
 
-    @classmethod
-    def allocate(
-        cls,
-        canvas: torch.Tensor,  # [R, C] int64
+    def __init__(
+        self,
+        canvas: torch.Tensor,  # [R, C] int64, tokens the next forward reads: the runner's drafts
         hidden_size: int,
         dtype: torch.dtype,
-    ) -> "CanvasSlots":
+    ) -> None:
         R, C = canvas.shape
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=canvas.device)
 
-        return cls(
-            canvas=canvas,
-            numbers=zeros(R, len(SlotNumbers._fields), dtype=torch.int64),
-            tokens=zeros(R, len(SlotTokens._fields), C, dtype=torch.int64),
-            soft_embeds=zeros(R, C, hidden_size, dtype=dtype),
-            pinned=zeros(R, C, dtype=torch.bool),
-            revealed=zeros(R, C, dtype=torch.bool),
-            stop_tokens=zeros(R, MAX_STOP_TOKENS, dtype=torch.int64),
-            symmetric_window=zeros(R, dtype=torch.int32),
-            width=zeros(R, dtype=torch.int64),
-            fitted_end=zeros(R, dtype=torch.int64),
-        )
+        self.canvas = canvas
+        self.numbers = zeros(R, len(SlotNumbers._fields), dtype=torch.int64)  # `SlotNumbers`
+        self.tokens = zeros(R, len(SlotTokens._fields), C, dtype=torch.int64)  # `SlotTokens`
+        # [R, C, H] model dtype: expected embedding of last step's softmax
+        self.soft_embeds = zeros(R, C, hidden_size, dtype=dtype)
+        self.pinned = zeros(R, C, dtype=torch.bool)  # positions held at `first_canvas`
+        self.revealed = zeros(R, C, dtype=torch.bool)  # positions that are revealed for good
+        self.stop_tokens = zeros(R, MAX_STOP_TOKENS, dtype=torch.int64)
+        self.host_numbers = np.zeros((R, len(SlotNumbers._fields)), dtype=np.int64)
+        self.num_stops = np.zeros(R, dtype=np.int64)
+        self._host_stops = np.zeros((R, MAX_STOP_TOKENS), dtype=np.int64)
+        self._added: list[int] = []
 
-    def reset(
+    def add(
         self,
         slot: int,
         *,
         seed: int,
         num_steps: int,
         end: int,
-        stop_tokens: list[int],  # [MAX_STOP_TOKENS]
+        stop_tokens: list[int],  # at most MAX_STOP_TOKENS
         width: int,
         fitted_end: int,
+        symmetric_window: bool,
     ) -> None:
-        """Prepares a slot for a new or resumed request, with nothing denoised yet."""
-        numbers = SlotNumbers(
-            steps_done=torch.tensor(0),
-            is_committing=torch.tensor(0),
-            times_repeated=torch.tensor(0),
-            noise_key=noise.keys(torch.tensor(seed)),
-            num_steps=torch.tensor(num_steps),
-            end=torch.tensor(end),
+        """Stages a new or resumed request, with nothing denoised yet, for `start`."""
+        values = dict(
+            noise_key=seed,  # until `start`
+            num_steps=num_steps,
+            end=end,
+            width=width,
+            fitted_end=fitted_end,
+            symmetric_window=symmetric_window,
         )
-        self.numbers[slot] = torch.stack(numbers).to(self.numbers.device)
-        self.tokens[slot].fill_(NO_TOKEN)
-        self.soft_embeds[slot].zero_()
-        self.pinned[slot].fill_(False)
-        self.revealed[slot].fill_(False)
-        self.width[slot].fill_(width)
-        self.fitted_end[slot].fill_(fitted_end)
-        self.stop_tokens[slot] = async_tensor_h2d(np.array(stop_tokens), device=self.canvas.device)
+        self.host_numbers[slot] = [values.get(name, 0) for name in SlotNumbers._fields]
+        self._host_stops[slot] = NEVER
+        self._host_stops[slot, : len(stop_tokens)] = stop_tokens
+        self.num_stops[slot] = len(stop_tokens)
+        self._added.append(slot)
+
+    def start(self) -> tuple[np.ndarray, torch.Tensor]:
+        """Writes the slots [n] that were added since the last step, in few copies that do not wait
+        for the device. Returns them, on the host and on the device."""
+        slots_np = np.unique(np.array(self._added, dtype=np.int64))
+        self._added.clear()
+        device = self.canvas.device
+        idx = async_tensor_h2d(slots_np, device=device)
+        numbers = self.host_numbers[slots_np]
+        seeds = torch.from_numpy(numbers[:, _COLUMN["noise_key"]])
+        numbers[:, _COLUMN["noise_key"]] = noise.keys(seeds).numpy()
+        self.numbers[idx] = async_tensor_h2d(numbers, device=device)
+        self.stop_tokens[idx] = async_tensor_h2d(self._host_stops[slots_np], device=device)
+        self.tokens.index_fill_(0, idx, NO_TOKEN)
+        self.soft_embeds.index_fill_(0, idx, 0.0)
+        self.pinned.index_fill_(0, idx, False)
+        self.revealed.index_fill_(0, idx, False)
+        return slots_np, idx
+
+    @property
+    def has_added(self) -> bool:
+        return bool(self._added)
+
+    def host(self, name: str, slots_np: np.ndarray) -> np.ndarray:
+        """[n] int64: a field of `SlotNumbers` that steps do not change, of the slots [n]."""
+        return self.host_numbers[slots_np, _COLUMN[name]]
 
     def read_numbers(self, idx: Index) -> SlotNumbers:
         return SlotNumbers(*self.numbers[idx].unbind(dim=-1))
@@ -126,7 +146,11 @@ class CanvasSlots:
 
     def is_committing(self, idx: Index) -> torch.Tensor:
         """[n] bool, of the slots `idx` [n]."""
-        return self.numbers[idx, 1] == 1
+        return self.numbers[idx, _COLUMN["is_committing"]] == 1
+
+    def symmetric_window(self, idx: Index) -> torch.Tensor:
+        """[n] int64, of the slots `idx` [n]."""
+        return self.numbers[idx, _COLUMN["symmetric_window"]]
 
     def write(
         self,
@@ -141,11 +165,15 @@ class CanvasSlots:
         progress = (steps_done, is_committing.long(), times_repeated)
         self.numbers[idx, : len(progress)] = torch.stack(progress, dim=1)
 
-    def pin(self, slot: int, first_canvas: list[int], positions: list[int]) -> None:
+    def pin(
+        self,
+        slot: int,
+        first_canvas: torch.Tensor,  # [L] int64, L <= C
+        positions: torch.Tensor,  # [k] int64
+    ) -> None:
         """Holds the `positions` of the request's first canvas at the tokens they have there."""
-        device = self.tokens.device
-        self.tokens[slot, -1, : len(first_canvas)] = torch.tensor(first_canvas, device=device)
-        self.pinned[slot, torch.tensor(positions, device=device)] = True
+        self.tokens[slot, -1, : len(first_canvas)] = first_canvas
+        self.pinned[slot].index_fill_(0, positions, True)
 
     def progress(self, idx: Index) -> dict[str, torch.Tensor]:
         """Copies of everything a step changes, for the slots `idx` [n]."""

@@ -11,7 +11,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm_dllm.attention import takes_window_rules
 from vllm_dllm.step import model_state
 from vllm_dllm.step.model_state import DiffusionModelState
-from vllm_dllm.step.slots import CanvasSlots
+from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 
 C, MAX_REQS = 4, 6
 
@@ -34,7 +34,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> DiffusionModelState:
     state._causal = torch.zeros(2 * MAX_REQS, dtype=torch.int32)
     state._symmetric = torch.zeros(2 * MAX_REQS, dtype=torch.int32)
     canvas = torch.zeros(MAX_REQS, C, dtype=torch.int64)
-    state.slots = CanvasSlots.allocate(canvas, 8, torch.float32)
+    state.step = SimpleNamespace(slots=CanvasSlots(canvas, 8, torch.float32))
     return state
 
 
@@ -63,8 +63,9 @@ def prepare(state: DiffusionModelState, mode: CUDAGraphMode, **options: Any) -> 
 
 
 def test_flags_of_the_batchs_slots(state: DiffusionModelState) -> None:
-    state.slots.numbers[3, 1] = 1  # commits
-    state.slots.symmetric_window[1] = 1
+    numbers = state.step.slots.numbers
+    numbers[3, SlotNumbers._fields.index("is_committing")] = 1
+    numbers[1, SlotNumbers._fields.index("symmetric_window")] = 1
     metadata = prepare(state, CUDAGraphMode.NONE)
     assert metadata["causal"].tolist() == [1, 0]
     assert metadata["window_rules"].symmetric.tolist() == [0, 1]

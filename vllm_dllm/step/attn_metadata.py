@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_dllm.attention.requests import AttnRequests
+from vllm_dllm.step.attn_requests import AttnRequests
 
 
 class LatestMetadata:

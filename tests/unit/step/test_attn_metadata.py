@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_dllm.attention.requests import AttnRequests
-from vllm_dllm.attention.reuse import LatestMetadata
+from vllm_dllm.step.attn_metadata import LatestMetadata
+from vllm_dllm.step.attn_requests import AttnRequests
 
 
 class Runner:

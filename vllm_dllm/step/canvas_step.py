@@ -1,0 +1,423 @@
+"""One step of all canvases: what the slots hold is read, denoised, settled and written back.
+
+In vLLM's speculative-decoding accounting the canvas is a set of draft tokens. A denoise step
+samples 0 tokens and rejects the whole canvas, so the KV position stays. A finished canvas is
+sampled at once if it is the last, or if the next step commits it beside the next canvas
+(`spared_forwards.joins_commits`); else it has a commit, which samples the whole canvas and rejects
+nothing. The phase lives on the device, so each step computes both outcomes and selects.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepOutcome, denoise_step
+from vllm_dllm.denoise.temperature import temperature
+from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, is_last_block, stop_tokens
+from vllm_dllm.requests.options import RequestOptions, fitted_width
+from vllm_dllm.scheduling.spared_forwards import spares_last_commit
+from vllm_dllm.serving_config import read_denoise_config
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.filters import LogitFilters
+from vllm_dllm.step.first_canvases import FirstCanvases
+from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits, whole_rows
+from vllm_dllm.step.logprobs import StepLogprobs
+from vllm_dllm.step.registry import NewRequest, Registry
+from vllm_dllm.step.settings import SlotSettings, StepSettings, revealing
+from vllm_dllm.step.slots import CanvasSlots, SlotNumbers, SlotTokens
+from vllm_dllm.step.soft_embedding import SoftEmbedding
+from vllm_dllm.step.trace import CanvasTrace
+
+
+class Advanced(NamedTuple):
+    """What a step made of its n canvases."""
+
+    best_guess: torch.Tensor  # [n, C] int64
+    emitted: torch.Tensor  # [n] int64, tokens of it that are the answer's from now on
+    logprobs: LogprobsTensors | None  # of the emitted tokens
+
+
+class _Found(NamedTuple):
+    """What a step reads of its n canvases. Views of the slots, where these lie side by side: of no
+    use once something is written."""
+
+    batch: CanvasBatch
+    numbers: SlotNumbers
+    tokens: SlotTokens
+    starts: torch.Tensor  # [n] int64, absolute position of each canvas' first token
+    block_ends: torch.Tensor  # [n] int64, absolute position after its last token
+    stops: torch.Tensor  # [n, K] int64, stop tokens
+    settings: StepSettings
+    cut: torch.Tensor | None  # [n] bool, steps that are taken back; None: surely none
+    earlier: dict[str, torch.Tensor] | None  # what they are taken back to
+
+
+class _Denoised(NamedTuple):
+    """What a denoise step would make of each canvas, whatever its phase is."""
+
+    logits: CanvasLogits
+    row_temperature: torch.Tensor  # [rows, 1] fp32
+    stats: RowStats  # fields [n, C]
+    soft_rows: torch.Tensor  # [rows, H]
+    next_canvas: torch.Tensor  # [n, C] int64, the first canvas of the block behind
+    outcome: StepOutcome
+
+
+class _Settled(NamedTuple):
+    """What becomes of each canvas, by its phase."""
+
+    denoises: torch.Tensor  # [n] bool, else it commits
+    best_guess: torch.Tensor  # [n, C] int64
+    finished: torch.Tensor  # [n] bool, decided by this step
+    at_once: torch.Tensor  # [n] bool, and emitted by it, too
+    ends: torch.Tensor  # [n] bool, blocks after which another one starts
+    emitted: torch.Tensor  # [n] int64, tokens
+
+
+class CanvasStep:
+    """Owns the requests' slots, the canvases of the current step and the phase of each."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: Any,
+        sampler: Any,  # vLLM's own, for its per-request states
+        max_num_reqs: int,
+        device: torch.device,
+    ) -> None:
+        assert vllm_config.diffusion_config is not None, "vLLM makes it for diffusion architectures"
+        model_config = vllm_config.model_config
+        self.model = model
+        self.canvas_length = vllm_config.diffusion_config.canvas_length
+        self.vocab_size = model_config.get_vocab_size()
+        self.max_model_len = model_config.max_model_len
+        self.config = read_denoise_config(vllm_config)
+        self.extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+        self.budget_bytes = self.extension.sampling_memory_mib << 20
+        self.device = device
+
+        self.batch: CanvasBatch | None = None  # from `begin` to `advance`
+        self.req_states = sampler.req_states
+        self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
+        self.slots = CanvasSlots(
+            self.req_states.draft_tokens[:, : self.canvas_length],
+            model_config.hf_text_config.hidden_size,
+            model_config.dtype,
+        )
+        self._offsets = torch.arange(self.canvas_length, device=device)
+        self._spares_last_commit = spares_last_commit(vllm_config)
+        self.prefills_emitted_tokens = False  # until a request says what the scheduler does
+        self.settings = SlotSettings(self.config, max_num_reqs, self.canvas_length, device)
+        self.filters = LogitFilters(self.req_states, self.sampling_states)
+        self.logprobs = StepLogprobs(sampler.logprobs_mode, self.vocab_size, device)
+        self.first_canvases = FirstCanvases(self.slots)
+        self._registries: tuple[Registry, ...] = (
+            self.settings,
+            self.filters,
+            self.logprobs,
+            self.first_canvases,
+        )
+        self.soft_embedding = SoftEmbedding(
+            model,
+            self.extension.self_conditioning_tolerance,
+            self.extension.self_conditioning_top_k,
+        )
+        trace_path = self.extension.trace_path
+        self.trace = CanvasTrace(trace_path) if trace_path else None
+
+    # --- requests ---------------------------------------------------------------------------
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of a prompt whose logits fit the sampler's memory at a time."""
+        return whole_rows(self.vocab_size, self.budget_bytes)
+
+    def add_request(self, slot: int, params: SamplingParams) -> None:
+        """Of a new request, or one that comes back after a preemption."""
+        options = RequestOptions.from_sampling_params(params, self.extension.defaults)
+        self.prefills_emitted_tokens = options.joins_commits
+        self.sampling_states.add_request(slot, params)
+        num_steps = self.config.max_denoising_steps
+        if options.max_steps is not None:
+            num_steps = min(options.max_steps, num_steps)
+        request = NewRequest(
+            slot,
+            params,
+            options,
+            prompt_len=int(self.req_states.prompt_len.np[slot]),
+            prefill_len=int(self.req_states.prefill_len.np[slot]),
+            num_steps=num_steps,
+        )
+        end, stops = self._last_block(request)
+        self.slots.add(
+            slot,
+            seed=int(self.sampling_states.seeds.np[slot]),
+            num_steps=num_steps,
+            end=end,
+            stop_tokens=stops,
+            width=options.canvas_length or self.canvas_length,
+            fitted_end=end if options.fits_canvases else NO_END,
+            symmetric_window=(options.window_rule or self.extension.window_rule) == "symmetric",
+        )
+        self.drop_request(slot)
+        for registry in self._registries:
+            registry.add(request)
+
+    def _last_block(self, request: NewRequest) -> tuple[int, list[int]]:
+        """The position and the tokens by which the device tells a request's last block."""
+        if request.options.read_only:
+            return EVERY_BLOCK, []
+        end, max_tokens = self.max_model_len, request.params.max_tokens
+        if max_tokens is not None:
+            end = min(end, request.prompt_len + max_tokens)
+        return end, stop_tokens(request.params)
+
+    def drop_request(self, slot: int) -> None:
+        """Nothing that the slot's request asked for is kept."""
+        for registry in self._registries:
+            registry.drop(slot)
+
+    def start_requests(self) -> None:
+        """Gives the requests that came since the last step their first canvas, which begins where
+        their prefill ends."""
+        if not self.slots.has_added:
+            return
+        self.sampling_states.apply_staged_writes()
+        slots_np, idx = self.slots.start()
+        starts = self.req_states.prefill_len.np[slots_np].astype(np.int64)
+        self.slots.canvas[idx] = noise.uniform_tokens(
+            self.slots.read_numbers(idx).noise_key,
+            async_tensor_h2d(starts, device=self.device)[:, None] + self._offsets,
+            torch.zeros_like(idx),
+            noise.INITIAL,
+            self.vocab_size,
+        )
+        for registry in self._registries:
+            registry.start()
+
+    # --- a step -----------------------------------------------------------------------------
+
+    def begin(self, input_batch: InputBatch) -> None:
+        """Before the forward: which canvases it holds."""
+        self.batch = None
+        if input_batch.num_draft_tokens > 0:
+            self.batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether the logits asked for next are the canvases', and these are read tile by tile."""
+        return self.batch is not None and self.model.streams_vocabulary
+
+    def condition(
+        self,
+        plain: torch.Tensor,  # [T, H] embeddings of the step's tokens
+        out: torch.Tensor,  # [T, H]
+    ) -> None:
+        """Self-conditions the rows that are being denoised.
+
+        Once, over the canvas rows of all requests. A commit's rows go through too and keep their
+        plain embeddings: the output norm would change them even for a zero signal.
+        """
+        batch = self.batch
+        if batch is None:
+            out.copy_(plain)
+            return
+        of_canvases = plain if batch.tokens is None else plain[batch.tokens]
+        soft = batch.flatten(self.slots.soft_embeds[batch.slot_index])
+        committing = batch.by_row(self.slots.is_committing(batch.slot_index))[:, None]
+        conditioned = self.model.self_conditioning(of_canvases, soft)
+        if batch.tokens is None:
+            torch.where(committing, plain, conditioned, out=out)
+        else:
+            out.copy_(plain)
+            out[batch.tokens] = torch.where(committing, of_canvases, conditioned)
+
+    def advance(
+        self,
+        source: torch.Tensor,  # [rows, V] fp32 soft-capped logits, or [rows, H] hidden states
+        input_batch: InputBatch,
+    ) -> Advanced:
+        """After the forward: denoises or commits each canvas that `begin` found."""
+        batch, self.batch = self.batch, None
+        assert batch is not None, "begin comes first"
+        found = self._read(batch, input_batch)
+        denoised = self._denoise(found, source)
+        settled = self._settle(found, denoised.outcome)
+        # Before anything is written: it may apply the step's rules again.
+        logprobs = self.logprobs.report(
+            denoised.logits,
+            denoised.row_temperature,
+            denoised.outcome.state.best_guess,
+            batch,
+            input_batch.num_reqs,
+            settled.at_once,
+            found.cut,
+        )
+        canvas = self._write(found, denoised, settled)
+        emitted, denoises = settled.emitted, settled.denoises
+        if found.cut is not None and found.earlier is not None:
+            self.slots.take_back(batch.slot_index, found.cut, found.earlier)
+            emitted, denoises = torch.where(found.cut, 0, emitted), denoises & ~found.cut
+        self.filters.count_emitted(batch, settled.best_guess, emitted)
+        if self.trace is not None:
+            self.trace.record(
+                input_batch,
+                batch,
+                denoised.stats,
+                denoised.outcome,
+                canvas,
+                denoises,
+                settled.finished,
+            )
+        return Advanced(settled.best_guess, emitted, logprobs)
+
+    def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> _Found:
+        slots, idx = self.slots, batch.slot_index
+        numbers = slots.read_numbers(idx)
+        block_ends = input_batch.seq_lens[batch.request_index]
+        starts = block_ends - batch.lengths
+        num_stops = slots.num_stops[batch.slots_np].max()
+        cut = self._cut_canvases(batch, numbers, starts, input_batch)
+        return _Found(
+            batch,
+            numbers,
+            slots.read_tokens(idx),
+            starts,
+            block_ends,
+            slots.stop_tokens[idx][:, :num_stops],
+            self.settings.of(batch),
+            cut,
+            None if cut is None else slots.progress(idx),
+        )
+
+    def _cut_canvases(
+        self,
+        batch: CanvasBatch,
+        numbers: SlotNumbers,
+        starts: torch.Tensor,  # [n] int64
+        input_batch: InputBatch,
+    ) -> torch.Tensor | None:
+        """[n] bool: canvases of which the scheduler ran only a part, for lack of token budget, or
+        more than there is, because it did not know yet that a block had ended.
+
+        Such a step says nothing about the canvas: it is taken back, and the canvas is scheduled
+        again. A canvas that ends where the context ends is not cut. None: surely none.
+        """
+        slots = batch.slots_np
+        most_ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]
+        if (most_ends <= self.slots.host("fitted_end", slots)).all() and (
+            batch.cells is None or (batch.lengths_np == self.slots.host("width", slots)).all()
+        ):
+            return None
+        room = self.max_model_len - starts
+        width = torch.minimum(numbers.width, fitted_width(numbers.fitted_end - starts))
+        return batch.lengths != torch.minimum(width, room)
+
+    def _denoise(self, found: _Found, source: torch.Tensor) -> _Denoised:
+        batch, numbers, tokens, settings = found.batch, found.numbers, found.tokens, found.settings
+        kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
+        logits: CanvasLogits = kind(
+            source,
+            batch,
+            found.starts,
+            tokens.best_guess,
+            self.soft_embedding,
+            self.filters,
+            self.budget_bytes,
+        )
+        step_temperature = temperature(
+            numbers.steps_done, numbers.num_steps, settings.t_min, settings.t_span
+        )
+        row_temperature = batch.by_row(step_temperature)[:, None]
+        drawn = noise.step_noise(
+            numbers.noise_key,
+            found.starts,
+            batch.lengths,
+            numbers.steps_done,
+            self.canvas_length,
+            self.vocab_size,
+        )
+        by_row, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
+        stats = RowStats(*(batch.unflatten(column) for column in by_row))
+        if settings.is_greedy is not None:
+            greedy = torch.where(settings.is_greedy[:, None], stats.best_guess, stats.candidate)
+            stats = stats._replace(candidate=greedy)
+        answer_only = None
+        if settings.judges_answer_only is not None:
+            answer_only = AnswerOnly(settings.judges_answer_only, found.stops)
+        slots, idx = self.slots, batch.slot_index
+        outcome = denoise_step(
+            stats,
+            batch.valid,
+            CanvasState(
+                tokens.best_guess, numbers.times_repeated, numbers.steps_done, numbers.num_steps
+            ),
+            drawn.renoise,
+            settings.rules,
+            revealing(settings, slots.revealed[idx], slots.canvas[idx]),
+            answer_only,
+        )
+        return _Denoised(logits, row_temperature, stats, soft_rows, drawn.next_canvas, outcome)
+
+    def _settle(self, found: _Found, outcome: StepOutcome) -> _Settled:
+        committing = found.numbers.is_committing == 1
+        denoises = ~committing
+        finished = outcome.finished & denoises
+        best_guess = torch.where(
+            committing[:, None], found.tokens.best_guess, outcome.state.best_guess
+        )
+        at_once = finished & self._emits_at_once(best_guess, found)
+        ends = committing | at_once
+        emitted = found.batch.lengths * ends
+        return _Settled(denoises, best_guess, finished, at_once, ends, emitted)
+
+    def _emits_at_once(
+        self,
+        blocks: torch.Tensor,  # [n, C] int64
+        found: _Found,
+    ) -> torch.Tensor | bool:
+        """[n] bool: blocks that are emitted by the step that finishes them."""
+        if self._spares_last_commit and self.prefills_emitted_tokens:
+            return True
+        request_ends = found.numbers.end
+        is_last = is_last_block(
+            blocks, found.batch.valid, found.block_ends, request_ends, found.stops
+        )
+        if self._spares_last_commit:
+            return is_last
+        is_read_only = request_ends == EVERY_BLOCK
+        return is_read_only | ~is_last if self.prefills_emitted_tokens else is_read_only
+
+    def _write(self, found: _Found, denoised: _Denoised, settled: _Settled) -> torch.Tensor:
+        """What the next step finds. Returns the canvases [n, C] as they would be denoised on."""
+        slots, batch, outcome = self.slots, found.batch, denoised.outcome
+        idx, finished, ended = batch.slot_index, settled.finished[:, None], settled.ends[:, None]
+        canvas = torch.where(finished, settled.best_guess, outcome.canvas)
+        # A canvas starts with none.
+        drops_soft = ended[..., None]
+        if self.first_canvases.has_pins(batch):
+            pinned = self.first_canvases.keep_pins(idx, ended)
+            canvas = torch.where(pinned & ~finished, found.tokens.first_canvas, canvas)
+            drops_soft = drops_soft | pinned[..., None]
+        slots.canvas[idx] = torch.where(ended, denoised.next_canvas, canvas)
+        slots.soft_embeds[idx] = batch.unflatten(denoised.soft_rows).masked_fill_(drops_soft, 0.0)
+        if found.settings.reveal is not None:
+            slots.revealed[idx] = outcome.accepted & ~ended
+        slots.write(
+            idx,
+            outcome.state.best_guess.masked_fill(ended, NO_TOKEN),
+            outcome.state.steps_done.masked_fill(settled.ends, 0),
+            settled.finished & ~settled.at_once,
+            outcome.state.times_repeated,
+        )
+        return canvas
