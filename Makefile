@@ -12,10 +12,10 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test lint bench lock clean
+.PHONY: help setup serve demo test test-fast lint bench lock clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 setup: $(READY) ## make .venv with everything pinned in requirements/cpu.txt
 
@@ -53,9 +53,14 @@ demo: setup ## start a server, ask a few questions, show the canvas denoising
 test: setup ## run the tests
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
 
-lint: setup ## ruff and mypy
+# What needs no engine and no ten seconds: an answer in about two minutes.
+test-fast: setup ## run the unit tests that are not slow
+	$(BIN)/pytest tests/unit -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+lint: setup ## ruff, import-linter and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 bench: setup ## measure serving on this machine

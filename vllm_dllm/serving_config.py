@@ -11,7 +11,7 @@ from vllm.model_executor.models.config import (
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import gpu_backend
-from vllm_dllm.config.denoise import DenoiseConfig
+from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.cpu import compilation
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
@@ -112,17 +112,3 @@ def default_max_num_seqs(vllm_config: VllmConfig) -> int:
     if not (plain and shards_begin_at_blocks(config.vocab_size, ranks)):
         most = min(most, LOGITS_MEMORY_BYTES // (canvas_length * config.vocab_size * 8))
     return max(_FEWEST_REQUESTS, most)
-
-
-def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:
-    """The denoising settings: `--diffusion-config` over `--override-generation-config` over the
-    checkpoint's generation_config.json. Raises ValueError for a missing or unusable value."""
-    model_config, diffusion_config = vllm_config.model_config, vllm_config.diffusion_config
-    assert diffusion_config is not None, "vLLM creates it for every diffusion architecture"
-    return DenoiseConfig.from_generation_config(
-        {
-            **model_config.try_get_generation_config(),
-            **model_config.override_generation_config,
-        },
-        max_denoising_steps=diffusion_config.max_denoising_steps,
-    )

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config import VllmConfig
+
 ENTROPY_BOUND_SAMPLER = "EntropyBoundSamplerConfig"
 
 # What the 26B checkpoint ships; quoted in errors so that a reader knows a sane value.
@@ -75,6 +77,20 @@ class DenoiseConfig:
             confidence_threshold=values["confidence_threshold"],
             stability_threshold=values["stability_threshold"],
         )
+
+
+def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:
+    """The denoising settings: `--diffusion-config` over `--override-generation-config` over the
+    checkpoint's generation_config.json. Raises ValueError for a missing or unusable value."""
+    model_config, diffusion_config = vllm_config.model_config, vllm_config.diffusion_config
+    assert diffusion_config is not None, "vLLM creates it for every diffusion architecture"
+    return DenoiseConfig.from_generation_config(
+        {
+            **model_config.try_get_generation_config(),
+            **model_config.override_generation_config,
+        },
+        max_denoising_steps=diffusion_config.max_denoising_steps,
+    )
 
 
 def _entropy_bound(sampler_config: Any) -> Any:

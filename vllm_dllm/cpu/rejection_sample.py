@@ -7,7 +7,7 @@ import torch
 
 from vllm_dllm.compat.runner import stock_rejection_sample
 from vllm_dllm.cpu.random_numbers import gumbel, philox_uniform
-from vllm_dllm.drafters.verification import Draws, verify
+from vllm_dllm.cpu.verification import Draws, verify
 
 
 def rejection_sample(

@@ -9,31 +9,25 @@ nothing. The phase lives on the device, so each step computes both outcomes and 
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.sampling_params import SamplingParams
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepOutcome, denoise_step
 from vllm_dllm.denoise.temperature import temperature
-from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, is_last_block, stop_tokens
-from vllm_dllm.requests.options import RequestOptions, fitted_width
+from vllm_dllm.requests.ends import EVERY_BLOCK, is_last_block
+from vllm_dllm.requests.options import fitted_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
-from vllm_dllm.serving_config import read_denoise_config
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.filters import LogitFilters
-from vllm_dllm.step.first_canvases import FirstCanvases
-from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits, whole_rows
-from vllm_dllm.step.logprobs import StepLogprobs
-from vllm_dllm.step.registry import NewRequest, Registry
-from vllm_dllm.step.settings import SlotSettings, StepSettings, revealing
+from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
+from vllm_dllm.step.requests import StepRequests
+from vllm_dllm.step.settings import StepSettings, revealing
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers, SlotTokens
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 from vllm_dllm.step.trace import CanvasTrace
@@ -92,7 +86,6 @@ class CanvasStep:
         vllm_config: VllmConfig,
         model: Any,
         sampler: Any,  # vLLM's own, for its per-request states
-        max_num_reqs: int,
         device: torch.device,
     ) -> None:
         assert vllm_config.diffusion_config is not None, "vLLM makes it for diffusion architectures"
@@ -101,32 +94,25 @@ class CanvasStep:
         self.canvas_length = vllm_config.diffusion_config.canvas_length
         self.vocab_size = model_config.get_vocab_size()
         self.max_model_len = model_config.max_model_len
-        self.config = read_denoise_config(vllm_config)
         self.extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.budget_bytes = self.extension.sampling_memory_mib << 20
         self.device = device
 
         self.batch: CanvasBatch | None = None  # from `begin` to `advance`
-        self.req_states = sampler.req_states
-        self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         self.slots = CanvasSlots(
-            self.req_states.draft_tokens[:, : self.canvas_length],
+            sampler.req_states.draft_tokens[:, : self.canvas_length],
             model_config.hf_text_config.hidden_size,
             model_config.dtype,
         )
-        self._offsets = torch.arange(self.canvas_length, device=device)
-        self._spares_last_commit = spares_last_commit(vllm_config)
-        self.prefills_emitted_tokens = False  # until a request says what the scheduler does
-        self.settings = SlotSettings(self.config, max_num_reqs, self.canvas_length, device)
-        self.filters = LogitFilters(self.req_states, self.sampling_states)
-        self.logprobs = StepLogprobs(sampler.logprobs_mode, self.vocab_size, device)
-        self.first_canvases = FirstCanvases(self.slots)
-        self._registries: tuple[Registry, ...] = (
-            self.settings,
-            self.filters,
-            self.logprobs,
-            self.first_canvases,
+        self.requests = StepRequests(
+            self.slots,
+            sampler,
+            read_denoise_config(vllm_config),
+            self.extension,
+            self.vocab_size,
+            self.max_model_len,
         )
+        self._spares_last_commit = spares_last_commit(vllm_config)
         self.soft_embedding = SoftEmbedding(
             model,
             self.extension.self_conditioning_tolerance,
@@ -134,78 +120,6 @@ class CanvasStep:
         )
         trace_path = self.extension.trace_path
         self.trace = CanvasTrace(trace_path) if trace_path else None
-
-    # --- requests ---------------------------------------------------------------------------
-
-    @property
-    def prompt_rows(self) -> int:
-        """Rows of a prompt whose logits fit the sampler's memory at a time."""
-        return whole_rows(self.vocab_size, self.budget_bytes)
-
-    def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Of a new request, or one that comes back after a preemption."""
-        options = RequestOptions.from_sampling_params(params, self.extension.defaults)
-        self.prefills_emitted_tokens = options.joins_commits
-        self.sampling_states.add_request(slot, params)
-        num_steps = self.config.max_denoising_steps
-        if options.max_steps is not None:
-            num_steps = min(options.max_steps, num_steps)
-        request = NewRequest(
-            slot,
-            params,
-            options,
-            prompt_len=int(self.req_states.prompt_len.np[slot]),
-            prefill_len=int(self.req_states.prefill_len.np[slot]),
-            num_steps=num_steps,
-        )
-        end, stops = self._last_block(request)
-        self.slots.add(
-            slot,
-            seed=int(self.sampling_states.seeds.np[slot]),
-            num_steps=num_steps,
-            end=end,
-            stop_tokens=stops,
-            width=options.canvas_length or self.canvas_length,
-            fitted_end=end if options.fits_canvases else NO_END,
-            symmetric_window=(options.window_rule or self.extension.window_rule) == "symmetric",
-        )
-        self.drop_request(slot)
-        for registry in self._registries:
-            registry.add(request)
-
-    def _last_block(self, request: NewRequest) -> tuple[int, list[int]]:
-        """The position and the tokens by which the device tells a request's last block."""
-        if request.options.read_only:
-            return EVERY_BLOCK, []
-        end, max_tokens = self.max_model_len, request.params.max_tokens
-        if max_tokens is not None:
-            end = min(end, request.prompt_len + max_tokens)
-        return end, stop_tokens(request.params)
-
-    def drop_request(self, slot: int) -> None:
-        """Nothing that the slot's request asked for is kept."""
-        for registry in self._registries:
-            registry.drop(slot)
-
-    def start_requests(self) -> None:
-        """Gives the requests that came since the last step their first canvas, which begins where
-        their prefill ends."""
-        if not self.slots.has_added:
-            return
-        self.sampling_states.apply_staged_writes()
-        slots_np, idx = self.slots.start()
-        starts = self.req_states.prefill_len.np[slots_np].astype(np.int64)
-        self.slots.canvas[idx] = noise.uniform_tokens(
-            self.slots.read_numbers(idx).noise_key,
-            async_tensor_h2d(starts, device=self.device)[:, None] + self._offsets,
-            torch.zeros_like(idx),
-            noise.INITIAL,
-            self.vocab_size,
-        )
-        for registry in self._registries:
-            registry.start()
-
-    # --- a step -----------------------------------------------------------------------------
 
     def begin(self, input_batch: InputBatch) -> None:
         """Before the forward: which canvases it holds."""
@@ -254,7 +168,7 @@ class CanvasStep:
         denoised = self._denoise(found, source)
         settled = self._settle(found, denoised.outcome)
         # Before anything is written: it may apply the step's rules again.
-        logprobs = self.logprobs.report(
+        logprobs = self.requests.logprobs.report(
             denoised.logits,
             denoised.row_temperature,
             denoised.outcome.state.best_guess,
@@ -268,7 +182,7 @@ class CanvasStep:
         if found.cut is not None and found.earlier is not None:
             self.slots.take_back(batch.slot_index, found.cut, found.earlier)
             emitted, denoises = torch.where(found.cut, 0, emitted), denoises & ~found.cut
-        self.filters.count_emitted(batch, settled.best_guess, emitted)
+        self.requests.filters.count_emitted(batch, settled.best_guess, emitted)
         if self.trace is not None:
             self.trace.record(
                 input_batch,
@@ -295,7 +209,7 @@ class CanvasStep:
             starts,
             block_ends,
             slots.stop_tokens[idx][:, :num_stops],
-            self.settings.of(batch),
+            self.requests.settings.of(batch),
             cut,
             None if cut is None else slots.progress(idx),
         )
@@ -332,7 +246,7 @@ class CanvasStep:
             found.starts,
             tokens.best_guess,
             self.soft_embedding,
-            self.filters,
+            self.requests.filters,
             self.budget_bytes,
         )
         step_temperature = temperature(
@@ -387,7 +301,7 @@ class CanvasStep:
         found: _Found,
     ) -> torch.Tensor | bool:
         """[n] bool: blocks that are emitted by the step that finishes them."""
-        if self._spares_last_commit and self.prefills_emitted_tokens:
+        if self._spares_last_commit and self.requests.prefills_emitted_tokens:
             return True
         request_ends = found.numbers.end
         is_last = is_last_block(
@@ -396,7 +310,7 @@ class CanvasStep:
         if self._spares_last_commit:
             return is_last
         is_read_only = request_ends == EVERY_BLOCK
-        return is_read_only | ~is_last if self.prefills_emitted_tokens else is_read_only
+        return is_read_only | ~is_last if self.requests.prefills_emitted_tokens else is_read_only
 
     def _write(self, found: _Found, denoised: _Denoised, settled: _Settled) -> torch.Tensor:
         """What the next step finds. Returns the canvases [n, C] as they would be denoised on."""
@@ -405,8 +319,8 @@ class CanvasStep:
         canvas = torch.where(finished, settled.best_guess, outcome.canvas)
         # A canvas starts with none.
         drops_soft = ended[..., None]
-        if self.first_canvases.has_pins(batch):
-            pinned = self.first_canvases.keep_pins(idx, ended)
+        if self.requests.first_canvases.has_pins(batch):
+            pinned = self.requests.first_canvases.keep_pins(idx, ended)
             canvas = torch.where(pinned & ~finished, found.tokens.first_canvas, canvas)
             drops_soft = drops_soft | pinned[..., None]
         slots.canvas[idx] = torch.where(ended, denoised.next_canvas, canvas)

@@ -56,20 +56,18 @@ class DiffusionModelState(ModelState):
         return ("generate",)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        self.step = step = CanvasStep(
-            self.vllm_config, self.model, sampler, self.max_num_reqs, self.device
-        )
+        self.step = step = CanvasStep(self.vllm_config, self.model, sampler, self.device)
         self.model.hands_on_hidden_states = lambda: step.reads_hidden_states
         max_rows = min(self.max_num_tokens, self.max_num_reqs * step.canvas_length)
-        return DiffusionSampler(step, sampler, max_rows), None
+        return DiffusionSampler(step, max_rows), None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Nothing to do: the sampler, which sees the sampling parameters, prepares the slot."""
 
     def remove_request(self, req_id: str) -> None:
-        slot = self.step.req_states.req_id_to_index.get(req_id)
-        if slot is not None:
-            self.step.drop_request(slot)
+        requests = self.step.requests
+        if (slot := requests.req_states.req_id_to_index.get(req_id)) is not None:
+            requests.drop(slot)
 
     def prepare_inputs_embeds(
         self,

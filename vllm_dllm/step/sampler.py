@@ -1,7 +1,6 @@
 """What vLLM's model runner asks of a sampler, answered by `CanvasStep`."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -11,7 +10,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_dllm.compat.runner import prefill_emitted_tokens, score_prompts_by
 from vllm_dllm.step.canvas_step import CanvasStep
-from vllm_dllm.step.logits import step_bytes
+from vllm_dllm.step.logits import step_bytes, whole_rows
 
 
 class DiffusionSampler:
@@ -20,24 +19,24 @@ class DiffusionSampler:
     # The runner reads `output_bin_counts`; None: `LogitFilters` counts for those who ask.
     penalties_state = SimpleNamespace(output_bin_counts=None)
 
-    def __init__(self, step: CanvasStep, sampler: Any, max_rows: int) -> None:
-        """`sampler` is vLLM's own; max_rows: canvas rows of the largest step."""
+    def __init__(self, step: CanvasStep, max_rows: int) -> None:
+        """max_rows: canvas rows of the largest step."""
         self.step = step
-        self.req_states = sampler.req_states
-        self.sampling_states = sampler.sampling_states
+        self.req_states = step.requests.req_states
+        self.sampling_states = step.requests.sampling_states
         self._max_rows = max_rows
         prefill_emitted_tokens()
-        score_prompts_by(step.prompt_rows)
+        score_prompts_by(whole_rows(step.vocab_size, step.budget_bytes))
 
     @property
     def prefills_emitted_tokens(self) -> bool:
-        return self.step.prefills_emitted_tokens
+        return self.step.requests.prefills_emitted_tokens
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        self.step.add_request(req_idx, sampling_params)
+        self.step.requests.add(req_idx, sampling_params)
 
     def apply_staged_writes(self) -> None:
-        self.step.start_requests()
+        self.step.requests.start()
 
     def __call__(
         self,
@@ -56,7 +55,7 @@ class DiffusionSampler:
             return _output(none[:, None].expand(-1, step.canvas_length), none, none, None)
         best_guess, emitted, logprobs = step.advance(logits, input_batch)
         # Tokens that are going to be prefilled are not in the cache yet.
-        rejected = batch.lengths if step.prefills_emitted_tokens else batch.lengths - emitted
+        rejected = batch.lengths if self.prefills_emitted_tokens else batch.lengths - emitted
         if batch.num_canvases == num_reqs:
             return _output(best_guess, emitted, rejected, logprobs)
 

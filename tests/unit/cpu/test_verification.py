@@ -9,7 +9,7 @@ from scipy import stats
 
 from tests.unit.cpu.kernel_inputs import kernel_of
 from vllm_dllm.cpu.rejection_sample import rejection_sample
-from vllm_dllm.drafters.verification import Draws, verify
+from vllm_dllm.cpu.verification import Draws, verify
 
 VOCAB = 12
 

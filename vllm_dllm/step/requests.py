@@ -1,0 +1,113 @@
+"""The requests that the worker has: their slots, and what only some of them ask for."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_dllm.config.denoise import DenoiseConfig
+from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.denoise import noise
+from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, stop_tokens
+from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.step.filters import LogitFilters
+from vllm_dllm.step.first_canvases import FirstCanvases
+from vllm_dllm.step.logprobs import StepLogprobs
+from vllm_dllm.step.registry import NewRequest, Registry
+from vllm_dllm.step.settings import SlotSettings
+from vllm_dllm.step.slots import CanvasSlots
+
+
+class StepRequests:
+    def __init__(
+        self,
+        slots: CanvasSlots,
+        sampler: Any,  # vLLM's own, for its per-request states
+        config: DenoiseConfig,
+        extension: ExtensionConfig,
+        vocab_size: int,
+        max_model_len: int,
+    ) -> None:
+        self.slots, self.config, self.extension = slots, config, extension
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.req_states = sampler.req_states
+        self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
+        self.prefills_emitted_tokens = False  # until a request says what the scheduler does
+        self._device = slots.canvas.device
+        max_num_reqs, self._canvas_length = slots.canvas.shape
+        self._offsets = torch.arange(self._canvas_length, device=self._device)
+        self.settings = SlotSettings(config, max_num_reqs, self._canvas_length, self._device)
+        self.filters = LogitFilters(self.req_states, self.sampling_states)
+        self.logprobs = StepLogprobs(sampler.logprobs_mode, vocab_size, self._device)
+        self.first_canvases = FirstCanvases(slots)
+        self._registries: tuple[Registry, ...] = (
+            self.settings,
+            self.filters,
+            self.logprobs,
+            self.first_canvases,
+        )
+
+    def add(self, slot: int, params: SamplingParams) -> None:
+        """Of a new request, or one that comes back after a preemption."""
+        options = RequestOptions.from_sampling_params(params, self.extension.defaults)
+        self.prefills_emitted_tokens = options.joins_commits
+        self.sampling_states.add_request(slot, params)
+        num_steps = self.config.max_denoising_steps
+        if options.max_steps is not None:
+            num_steps = min(options.max_steps, num_steps)
+        request = NewRequest(
+            slot,
+            params,
+            options,
+            prompt_len=int(self.req_states.prompt_len.np[slot]),
+            prefill_len=int(self.req_states.prefill_len.np[slot]),
+            num_steps=num_steps,
+        )
+        end, stops = self._last_block(request)
+        self.slots.add(
+            slot,
+            seed=int(self.sampling_states.seeds.np[slot]),
+            num_steps=num_steps,
+            end=end,
+            stop_tokens=stops,
+            width=options.canvas_length or self._canvas_length,
+            fitted_end=end if options.fits_canvases else NO_END,
+            symmetric_window=(options.window_rule or self.extension.window_rule) == "symmetric",
+        )
+        self.drop(slot)
+        for registry in self._registries:
+            registry.add(request)
+
+    def _last_block(self, request: NewRequest) -> tuple[int, list[int]]:
+        """The position and the tokens by which the device tells a request's last block."""
+        if request.options.read_only:
+            return EVERY_BLOCK, []
+        end, max_tokens = self.max_model_len, request.params.max_tokens
+        if max_tokens is not None:
+            end = min(end, request.prompt_len + max_tokens)
+        return end, stop_tokens(request.params)
+
+    def drop(self, slot: int) -> None:
+        """Nothing that the slot's request asked for is kept."""
+        for registry in self._registries:
+            registry.drop(slot)
+
+    def start(self) -> None:
+        """Gives the requests that came since the last step their first canvas, which begins where
+        their prefill ends."""
+        if not self.slots.has_added:
+            return
+        self.sampling_states.apply_staged_writes()
+        slots_np, idx = self.slots.start()
+        starts = self.req_states.prefill_len.np[slots_np].astype(np.int64)
+        self.slots.canvas[idx] = noise.uniform_tokens(
+            self.slots.read_numbers(idx).noise_key,
+            async_tensor_h2d(starts, device=self._device)[:, None] + self._offsets,
+            torch.zeros_like(idx),
+            noise.INITIAL,
+            self.vocab_size,
+        )
+        for registry in self._registries:
+            registry.start()
