@@ -11,8 +11,6 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = Path(__file__).with_name("serve_qwen.py")
 NEITHER = ("OMP_WAIT_POLICY", "TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER")
 
