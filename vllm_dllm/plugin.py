@@ -22,7 +22,7 @@ def register() -> None:
 
     # Here, because these import things that another vLLM may not have.
     from vllm_dllm import attention, cpu
-    from vllm_dllm.compat import admission, drafting, scheduler
+    from vllm_dllm.compat import admission, drafting
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.requests.options import check_choices, check_request
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig
@@ -33,13 +33,6 @@ def register() -> None:
     )
     ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
     admission.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
-    scheduler.set_schedulers(
-        DIFFUSION_GEMMA,
-        {
-            "DiffusionScheduler": "vllm_dllm.scheduling.scheduler.CanvasScheduler",
-            "DiffusionAsyncScheduler": "vllm_dllm.scheduling.scheduler.CanvasAsyncScheduler",
-        },
-    )
     admission.set_request_check(check_request)
     admission.set_choices_check(check_choices)
     admission.accept_all_sampling_params(DIFFUSION_GEMMA)

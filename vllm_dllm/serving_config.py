@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm_dllm.attention import gpu_backend
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.cpu import compilation
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
@@ -23,6 +24,7 @@ logger = init_logger(__name__)
 SLOT_MEMORY_BYTES = 512 << 20
 """Bounds what requests keep from step to step when the default number of requests is picked."""
 LOGITS_MEMORY_BYTES = 4 << 30
+SCHEDULER = "vllm_dllm.scheduling.scheduler.make_scheduler"
 _FEWEST_REQUESTS = 8  # stock vLLM's default
 
 
@@ -60,12 +62,23 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         if scheduler_config.max_num_seqs != max_num_seqs:
             scheduler_config.max_num_seqs = min(max_num_seqs, default_max_num_seqs(vllm_config))
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
+        use_our_classes(vllm_config)
         check_token_budget(vllm_config)
         # Read again by the worker; here, a mistake ends the start at once and in plain sight.
         read_denoise_config(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         check_options(extension.defaults, known=frozenset())
         check_weight_files(vllm_config)
+
+
+def use_our_classes(vllm_config: VllmConfig) -> None:
+    """Names the scheduler and the worker of diffusion models, unless the user named others."""
+    scheduler_config, parallel_config = vllm_config.scheduler_config, vllm_config.parallel_config
+    if scheduler_config.scheduler_cls is None:
+        scheduler_config.scheduler_cls = SCHEDULER
+    # On CPUs `cpu.prepare` names the worker, for drafters too.
+    if parallel_config.worker_cls == "auto" and current_platform.is_cuda_alike():
+        parallel_config.worker_cls = GPU_WORKER
 
 
 def check_weight_files(vllm_config: VllmConfig) -> None:

@@ -10,6 +10,7 @@ from vllm import RequestOutput, SamplingParams
 
 from tests.engine.conftest import Engine, preemptions
 from tests.engine.one_step import FEW_STEPS, random_ids
+from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
 
 VOCABULARY = 512
 FITTED = {"fit_canvas": True}
@@ -121,6 +122,6 @@ def test_asynchronous_scheduling(
     asynchronous: None,
 ) -> None:
     served = engine(tiny(64), settings=FITTED, async_scheduling=True)
-    scheduler = served.llm.llm_engine.vllm_config.scheduler_config.scheduler_cls
-    assert scheduler.endswith(".DiffusionAsyncScheduler")
+    scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
+    assert isinstance(scheduler, CanvasAsyncScheduler)
     assert_same(answers_of(served), undisturbed)

@@ -12,26 +12,18 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
 
-def prefill_emitted_tokens() -> None:
-    """A worker's requests have all tokens that the scheduler knows of as their prefill, emitted
-    ones too: those that are not computed yet are read from the request, like a prompt. For
-    schedulers that do not run ahead of the tokens. Repeatable."""
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # made this process' worker
-
-    if GPUModelRunner.update_requests.__module__ == __name__:
-        return
-    stock_update_requests = GPUModelRunner.update_requests
-
-    def update_requests(self: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
-        cached, states = scheduler_output.scheduled_cached_reqs, self.req_states
-        if cached.req_ids and getattr(self.sampler, "prefills_emitted_tokens", False):
-            slots = [states.req_id_to_index[req_id] for req_id in cached.req_ids]
-            prompts = states.prompt_len.np[slots]
-            states.prefill_len.np[slots] = prompts + np.array(cached.num_output_tokens)
-            states.prefill_len.copy_to_uva()
-        stock_update_requests(self, scheduler_output)
-
-    GPUModelRunner.update_requests = update_requests
+@torch.inference_mode()
+def prefill_emitted_tokens(runner: Any, scheduler_output: SchedulerOutput) -> None:
+    """Makes all tokens that the scheduler knows of their requests' prefill, emitted ones too: those
+    that are not computed yet are read from the request, like a prompt. For a worker that is about
+    to run `scheduler_output`, and schedulers that do not run ahead of the tokens."""
+    cached = scheduler_output.scheduled_cached_reqs
+    if cached.req_ids and getattr(runner.sampler, "prefills_emitted_tokens", False):
+        states = runner.req_states
+        slots = [states.req_id_to_index[req_id] for req_id in cached.req_ids]
+        prompts = states.prompt_len.np[slots]
+        states.prefill_len.np[slots] = prompts + np.array(cached.num_output_tokens)
+        states.prefill_len.copy_to_uva()
 
 
 def score_prompts_by(num_rows: int) -> None:

@@ -1,10 +1,7 @@
-"""vLLM's scheduler, with some of its steps open to subclasses, and which class it is."""
+"""vLLM's scheduler, with some of its steps open to subclasses."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched import diffusion_scheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -94,35 +91,3 @@ StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler
 StockDiffusionAsyncScheduler = diffusion_scheduler.DiffusionAsyncScheduler
 
 stock_canvas_width = diffusion_scheduler.diffusion_canvas_width
-
-
-_stock_schedulers = {
-    "DiffusionScheduler": StockDiffusionScheduler,
-    "DiffusionAsyncScheduler": StockDiffusionAsyncScheduler,
-}
-
-
-def set_schedulers(architecture: str, schedulers: Mapping[str, str]) -> None:
-    """Replaces vLLM's diffusion schedulers, for models of `architecture`.
-
-    `schedulers` maps the names of vLLM's classes to the paths of those that take their place.
-    vLLM finds its classes by these names after it has settled whether to schedule asynchronously,
-    which `scheduler_cls` would have to know before.
-    """
-
-    def choose(name: str, path: str) -> Callable[..., Any]:
-        def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-            ours = vllm_config.model_config.architecture == architecture
-            scheduler = resolve_obj_by_qualname(path) if ours else _stock_schedulers[name]
-            return scheduler(vllm_config, *args, **kwargs)
-
-        return make_scheduler
-
-    for name, path in schedulers.items():
-        setattr(diffusion_scheduler, name, choose(name, path))
-
-
-def set_canvas_width(canvas_width: Callable[[Request, int], int]) -> None:
-    """Makes vLLM's diffusion schedulers ask `canvas_width`, of the signature of
-    `stock_canvas_width`, how wide the next canvas of a request is."""
-    diffusion_scheduler.diffusion_canvas_width = canvas_width

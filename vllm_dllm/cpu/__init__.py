@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from vllm_dllm.compat import runner, triton
+from vllm_dllm.config.workers import CPU_WORKER
 from vllm_dllm.cpu import norm
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def install() -> None:
 def prepare(config: "VllmConfig") -> None:
     """Completes the configuration of a model that runner v2 will run on this CPU."""
     if config.parallel_config.worker_cls == runner.STOCK_CPU_WORKER:
-        config.parallel_config.worker_cls = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"
+        config.parallel_config.worker_cls = CPU_WORKER
     # For the worker process, which inherits it: OpenMP threads that spin while they wait hold the
     # cores that the other threads need. Where another process was busy on two cores, a denoise
     # step took 200 ms with spinning and 12 ms without; the fastest steps of both were alike.

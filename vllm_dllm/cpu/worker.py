@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_dllm.compat.runner import replace_rejection_sample
+from vllm_dllm.compat.runner import prefill_emitted_tokens, replace_rejection_sample
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.rejection_sample import rejection_sample
 
@@ -20,6 +20,7 @@ class TritonFreeCPUWorker(CPUWorker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Samples at once where nothing is left to wait for, and returns the tokens. Otherwise the
         engine would be told that the model has run and ask for them: a round trip a step."""
+        prefill_emitted_tokens(self.model_runner, scheduler_output)
         output = super().execute_model(scheduler_output)
         samples_at_once = (
             self.model_config.is_diffusion

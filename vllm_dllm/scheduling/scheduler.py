@@ -9,6 +9,8 @@ canvas is wider than the tokens that its request may still get (`canvas_width`).
 
 from typing import Any
 
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -18,13 +20,14 @@ from vllm_dllm.compat.scheduler import (
     SchedulerHooks,
     StockDiffusionAsyncScheduler,
     StockDiffusionScheduler,
-    set_canvas_width,
     stock_canvas_width,
 )
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.ends import was_foreseen
 from vllm_dllm.requests.options import fit_canvas, fits_canvases, fitted_width, is_read_only, mark
 from vllm_dllm.scheduling.spared_forwards import joins_canvases, joins_commits, spares_last_commit
+
+logger = init_logger(__name__)
 
 
 def canvas_width(request: Request, canvas_length: int) -> int:
@@ -33,9 +36,6 @@ def canvas_width(request: Request, canvas_length: int) -> int:
     if fits_canvases(request.sampling_params):
         width = min(width, fitted_width(request.max_tokens - request.num_output_tokens))
     return width
-
-
-set_canvas_width(canvas_width)
 
 
 class CanvasScheduling(SchedulerHooks):
@@ -193,6 +193,30 @@ class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
 
 class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
     """For steps that are scheduled before the last one's tokens are known."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Narrows the drafts of running requests, placeholders as many as the served canvas has
+        tokens, to what may still come. vLLM narrows them itself to what a request asks for."""
+        for request in self.running if self.fits_canvas else ():
+            if request.max_tokens - request.num_output_tokens < len(request.spec_token_ids):
+                width = canvas_width(request, self.num_spec_tokens)
+                request.spec_token_ids = request.spec_token_ids[:width]
+        return super().schedule(*args, **kwargs)
+
+
+def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> CanvasScheduling:
+    """What vLLM's `scheduler_cls` names for our models (`serving_config.py`). When that is set, it
+    is not settled yet whether to schedule asynchronously."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    scheduler_cls = CanvasAsyncScheduler if is_async else CanvasScheduler
+    # vLLM warns that custom schedulers may turn asynchronous scheduling off.
+    logger.info(
+        "Canvases are scheduled by %s, with asynchronous scheduling %s. vLLM's warning about "
+        "custom schedulers does not apply to it.",
+        scheduler_cls.__name__,
+        "on" if is_async else "off",
+    )
+    return scheduler_cls(vllm_config, *args, **kwargs)
 
 
 def _append_blocks(

@@ -5,6 +5,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.workers import PREFILL_EMITTED_TOKENS
 
 
 def joins_canvases(vllm_config: VllmConfig) -> bool:
@@ -22,9 +23,14 @@ def joins_canvases(vllm_config: VllmConfig) -> bool:
 def joins_commits(vllm_config: VllmConfig) -> bool:
     """Whether a finished block is emitted at once, and committed in its successor's first forward.
 
-    A step that is scheduled before the last one's tokens are known has no rows for both.
+    A step that is scheduled before the last one's tokens are known has no rows for both. And the
+    worker must know of it: those of other projects do not.
     """
-    return joins_canvases(vllm_config) and not vllm_config.scheduler_config.async_scheduling
+    return (
+        joins_canvases(vllm_config)
+        and not vllm_config.scheduler_config.async_scheduling
+        and vllm_config.parallel_config.worker_cls in PREFILL_EMITTED_TOKENS
+    )
 
 
 def spares_last_commit(vllm_config: VllmConfig) -> bool:

@@ -8,7 +8,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from vllm_dllm.compat.runner import prefill_emitted_tokens, score_prompts_by
+from vllm_dllm.compat.runner import score_prompts_by
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.logits import step_bytes, whole_rows
 
@@ -25,7 +25,6 @@ class DiffusionSampler:
         self.req_states = step.requests.req_states
         self.sampling_states = step.requests.sampling_states
         self._max_rows = max_rows
-        prefill_emitted_tokens()
         score_prompts_by(whole_rows(step.vocab_size, step.budget_bytes))
 
     @property

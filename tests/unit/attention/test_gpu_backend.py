@@ -269,8 +269,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     )
     monkeypatch.setattr(serving_config, "gpu_backend", lambda _: AttentionBackendEnum.CUSTOM)
     monkeypatch.setattr(serving_config, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    steps = "check_token_budget check_weight_files read_denoise_config default_max_num_seqs"
-    for name in steps.split():
+    for name in (
+        "use_our_classes",
+        "check_token_budget",
+        "check_weight_files",
+        "read_denoise_config",
+        "default_max_num_seqs",
+    ):
         monkeypatch.setattr(serving_config, name, lambda _: 8)
 
     def start(attention_config: AttentionConfig) -> list[str]:

@@ -94,13 +94,27 @@ SEAMS = {
         ("config.vllm", "VllmConfig", "try_verify_and_update_config"),
         "MODELS_CONFIG_MAP.get(architecture, None)",
     ),
-    "diffusion schedulers are found by name": (
+    "vLLM names its diffusion schedulers where nobody has named one": (
         ("config.vllm", "VllmConfig", "__post_init__"),
-        'f"vllm.v1.core.sched.diffusion_scheduler.{scheduler_name}"',
+        "and self.scheduler_config.scheduler_cls is None",
     ),
-    "a scheduler that runs ahead asks for the width of a canvas in each step": (
+    "the engine calls what is named": (
+        ("v1.engine.core", "EngineCore", "__init__"),
+        "self.scheduler: SchedulerInterface = Scheduler(\n            vllm_config=vllm_config,",
+    ),
+    "a scheduler that runs ahead leaves drafts alone that are narrow enough": (
         ("v1.core.sched.diffusion_scheduler", "DiffusionAsyncScheduler", "schedule"),
-        "width = diffusion_canvas_width(request, self.num_spec_tokens)",
+        """width = diffusion_canvas_width(request, self.num_spec_tokens)
+            # The placeholders are as wide as the served canvas.
+            if len(request.spec_token_ids) > width:""",
+    ),
+    "the GPU platform keeps a worker that was named before": (
+        ("platforms.cuda", "CudaPlatformBase", "check_and_update_config"),
+        'if parallel_config.worker_cls == "auto":',
+    ),
+    "the worker runs a step": (
+        ("v1.worker.gpu_worker", "Worker", "execute_model"),
+        "output = self.model_runner.execute_model(",
     ),
     "the scheduler counts a step after building it": (
         ("v1.core.sched.scheduler", "Scheduler", "schedule"),
@@ -121,10 +135,11 @@ SEAMS = {
             if draft_token_ids is not None:
                 self.scheduler.update_draft_token_ids(draft_token_ids)""",
     ),
-    "the worker learns of a step's requests, then adjusts those it knows, then gathers them": (
-        ("v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model"),
-        """self.add_requests(scheduler_output)
-            self.update_requests(scheduler_output)""",
+    "the runner counts what is prefilled of the requests that it knows": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "update_requests"),
+        """np.minimum(
+            self.req_states.num_computed_tokens_np,
+            self.req_states.prefill_len.np,""",
     ),
     "a prefill lasts to prefill_len": (
         ("v1.worker.gpu.model_runner", "GPUModelRunner", "gather_batch_req_state"),

@@ -17,10 +17,14 @@ def run(monkeypatch: pytest.MonkeyPatch, ran: Any = None, **changes: bool) -> An
     worker = TritonFreeCPUWorker.__new__(TritonFreeCPUWorker)
     worker.model_config = SimpleNamespace(is_diffusion=setting["is_diffusion"])
     worker.scheduler_config = SimpleNamespace(async_scheduling=setting["async_scheduling"])
+    worker.model_runner = SimpleNamespace(sampler=None)
     monkeypatch.setattr(CPUWorker, "execute_model", lambda *_: ran)
     monkeypatch.setattr(CPUWorker, "sample_tokens", lambda *_: TOKENS)
     return worker.execute_model(
-        SimpleNamespace(has_structured_output_requests=setting["structured"])
+        SimpleNamespace(
+            has_structured_output_requests=setting["structured"],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=["known"]),
+        )
     )
 
 
