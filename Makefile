@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast lint bench lock clean
+.PHONY: help setup serve demo test test-fast lint docs bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -62,6 +62,10 @@ lint: setup ## ruff, import-linter and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
+
+docs: setup ## build the documentation into build/site; a broken link is an error
+	$(BIN)/mkdocs build --strict --quiet --clean
+	@echo "Open build/site/index.html, or run: $(BIN)/mkdocs serve"
 
 bench: setup ## measure serving on this machine
 	$(BIN)/python -m bench.serving
