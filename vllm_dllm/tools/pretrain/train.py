@@ -24,6 +24,7 @@ from vllm_dllm.tools.pretrain.architecture import build_config, build_generation
 from vllm_dllm.tools.pretrain.batches import Batch, training_batches
 from vllm_dllm.tools.pretrain.checkpoint import save_bf16_copy
 from vllm_dllm.tools.pretrain.forward import TrainingForward
+from vllm_dllm.tools.pretrain.learning_rate import learning_rate_scale
 from vllm_dllm.tools.pretrain.look_back import look_back_weights
 from vllm_dllm.tools.pretrain.muon import MuonAdamW
 from vllm_dllm.tools.pretrain.run_log import earlier_log, write_log
@@ -107,11 +108,6 @@ def diffusion_loss(
     loss = (loss * weight.flatten()).sum() / weight.sum()
     right = ((logits.argmax(-1) == target) * weight).sum() / weight.sum()
     return loss, right.item()
-
-
-def learning_rate_scale(progress: float, warmup: float = 0.02) -> float:
-    """Linear warm-up, then linear to zero: `progress` runs from 0 to 1."""
-    return min(progress / warmup, 1.0) * min(1.0, (1.0 - progress) / 0.7)
 
 
 def save_loss_curve(log: list[dict], path: Path) -> None:
@@ -207,7 +203,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
         (loss + LOAD_BALANCE_WEIGHT * balance).backward()
         elapsed = time.monotonic() - start
         progress = average_over_processes(parameters, min(1.0, elapsed / (60 * args.minutes)))
-        optimizer.step(learning_rate_scale(progress))
+        optimizer.step(learning_rate_scale(progress, warmup=0.02, decay=0.7))
         if args.keep_heads:
             with torch.no_grad():
                 for view, value in kept:

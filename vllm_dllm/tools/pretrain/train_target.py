@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from vllm_dllm.tools.pretrain.learning_rate import learning_rate_scale
 from vllm_dllm.tools.pretrain.muon import MuonAdamW
 from vllm_dllm.tools.pretrain.run_log import earlier_log, write_log
 from vllm_dllm.tools.pretrain.target_batches import Batch, training_batches
@@ -56,11 +57,6 @@ def next_token_loss(model: Qwen3ForCausalLM, batch: Batch) -> tuple[Tensor, Tens
     loss = (loss * batch.weight.flatten()).sum() / batch.weight.sum()
     right = (logits.detach().argmax(-1) == target) * batch.weight
     return loss, right.sum(-1) / batch.weight.sum(-1)
-
-
-def learning_rate_scale(progress: float, warmup: float = 0.01) -> float:
-    """Linear warm-up, constant, then linear to zero: `progress` runs from 0 to 1."""
-    return min(progress / warmup, 1.0) * min(1.0, (1.0 - progress) / 0.5)
 
 
 def save_loss_curve(log: list[dict], path: Path) -> None:
@@ -117,7 +113,7 @@ def train(args: argparse.Namespace) -> None:
         loss.backward()
         minutes = (time.monotonic() - start) / 60
         progress = min(1.0, minutes / args.minutes)
-        optimizer.step(learning_rate_scale(progress))
+        optimizer.step(learning_rate_scale(progress, warmup=0.01, decay=0.5))
         losses.append(loss.item())
         for task, share in zip(batch.tasks, right.tolist(), strict=True):
             rights[task].append(share)
