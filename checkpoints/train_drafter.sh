@@ -9,7 +9,7 @@ export OMP_NUM_THREADS=1
 python="${PYTHON:-.venv/bin/python}"
 mkdir -p "$out"
 echo "== 1 of 4: the target"
-"$python" -m vllm_dllm.tools.drafter.training.target --out "$out/target" --minutes 27 --seed 0
+"$python" -m vllm_dllm.tools.pretrain.train_target --out "$out/target" --minutes 27 --seed 0
 echo "== 2 of 4: prompts for it to answer"
 "$python" -m vllm_dllm.tools.drafter.training.prompts --count 6000 --seed 0 > "$out/prompts.jsonl"
 echo "== 3 of 4: the drafter"

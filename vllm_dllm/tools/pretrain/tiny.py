@@ -5,14 +5,14 @@ activations at unit scale, norm weights and scalars differ from one, the router 
 embedding is wide enough that logits are peaked without reaching the softcap.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
+from transformers import DiffusionGemmaForBlockDiffusion
 
 from vllm_dllm.tools.pretrain.architecture import build_config, build_generation_config
+from vllm_dllm.tools.pretrain.checkpoint import save_checkpoint
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
 LAYER_TYPES = ("sliding_attention",) * 3 + ("full_attention",)
@@ -96,27 +96,3 @@ def make_tiny_checkpoint(
     model.generation_config = build_generation_config(max_new_tokens)
     save_checkpoint(model.to(dtype), tokenizer, path, vision=vision)
     return path
-
-
-def save_checkpoint(
-    model: DiffusionGemmaForBlockDiffusion,
-    tokenizer: PreTrainedTokenizerFast,
-    path: Path,
-    *,
-    vision: bool = True,
-) -> None:
-    """Writes config, generation config, weights (tied ones once) and tokenizer to `path`."""
-    state_dict = model.state_dict()
-    if not vision:
-        state_dict = {
-            name: weight
-            for name, weight in state_dict.items()
-            if ".vision_tower." not in name and ".embed_vision." not in name
-        }
-    model.save_pretrained(path, state_dict=state_dict)
-    tokenizer.save_pretrained(path)
-    if not vision:
-        config_path = path / "config.json"
-        config = json.loads(config_path.read_text())
-        config["vision_config"] = None
-        config_path.write_text(json.dumps(config, indent=2) + "\n")

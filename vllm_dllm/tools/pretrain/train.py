@@ -8,7 +8,6 @@ sure tokens kept and the others noised anew, is the one that is trained on.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -18,15 +17,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
+from transformers import DiffusionGemmaForBlockDiffusion
 
 from vllm_dllm.denoise.acceptance import accept_by_entropy_bound
 from vllm_dllm.tools.pretrain.architecture import build_config, build_generation_config
 from vllm_dllm.tools.pretrain.batches import Batch, training_batches
+from vllm_dllm.tools.pretrain.checkpoint import save_bf16_copy
 from vllm_dllm.tools.pretrain.forward import TrainingForward
-from vllm_dllm.tools.pretrain.match_heads import look_back_weights
+from vllm_dllm.tools.pretrain.learning_rate import learning_rate_scale
+from vllm_dllm.tools.pretrain.look_back import look_back_weights
 from vllm_dllm.tools.pretrain.muon import MuonAdamW
-from vllm_dllm.tools.pretrain.tiny import save_checkpoint
+from vllm_dllm.tools.pretrain.run_log import earlier_log, write_log
+from vllm_dllm.tools.pretrain.task_shares import LOOKUP_SHARES, TASK_SHARES
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -45,30 +47,9 @@ ARCHITECTURE: dict[str, Any] = dict(
     sliding_window=32,
     canvas_length=64,
 )
-TASK_SHARES = {
-    "add": 0.7,
-    "sort": 1.5,
-    "reverse": 0.5,
-    "count_up": 1.0,
-    "lookup_short": 1.0,
-    "lookup": 2.0,
-    "write_json": 0.7,
-    "chat": 0.7,
-}
-# A stage of its own, after match_heads.py and before the tasks come back.
-LOOKUP_SHARES = {
-    "lookup_dense": 8.0,
-    "add": 0.2,
-    "sort": 0.4,
-    "reverse": 0.2,
-    "count_up": 0.3,
-    "write_json": 0.2,
-    "chat": 0.2,
-}
 FULL_NOISE_SHARE = 0.4  # canvases that start from pure noise, as every generation does
 LEFT_TO_RIGHT_SHARE = 0.2  # canvases that are clean up to some position and pure noise after it
 LOAD_BALANCE_WEIGHT = 0.01
-LOG_FILE = "training_log.json"
 
 
 def noise_canvases(target: Tensor, copies: int, vocab_size: int) -> Tensor:
@@ -129,11 +110,6 @@ def diffusion_loss(
     return loss, right.item()
 
 
-def learning_rate_scale(progress: float, warmup: float = 0.02) -> float:
-    """Linear warm-up, then linear to zero: `progress` runs from 0 to 1."""
-    return min(progress / warmup, 1.0) * min(1.0, (1.0 - progress) / 0.7)
-
-
 def save_loss_curve(log: list[dict], path: Path) -> None:
     import matplotlib
 
@@ -151,12 +127,6 @@ def save_loss_curve(log: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def earlier_log(checkpoint: Path | None) -> list[dict]:
-    """The log of the stages that made `checkpoint`; entries have their stage and counted steps."""
-    path = checkpoint / LOG_FILE if checkpoint else None
-    return json.loads(path.read_text()) if path and path.exists() else []
-
-
 def initialize(model: DiffusionGemmaForBlockDiffusion) -> None:
     """Fan-in scaled normal weights; routers and embeddings smaller."""
     with torch.no_grad():
@@ -167,16 +137,6 @@ def initialize(model: DiffusionGemmaForBlockDiffusion) -> None:
             if "embed_tokens" in name:
                 std = 0.05
             parameter.normal_(0.0, std)
-
-
-def save(
-    model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast, path: Path
-) -> None:
-    """Writes a bf16 copy; `model` keeps training in fp32."""
-    copy = DiffusionGemmaForBlockDiffusion(model.config)
-    copy.load_state_dict(model.state_dict())
-    copy.generation_config = build_generation_config()
-    save_checkpoint(copy.to(torch.bfloat16), tokenizer, path)
 
 
 def average_over_processes(parameters: list[torch.nn.Parameter], progress: float) -> float:
@@ -243,7 +203,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
         (loss + LOAD_BALANCE_WEIGHT * balance).backward()
         elapsed = time.monotonic() - start
         progress = average_over_processes(parameters, min(1.0, elapsed / (60 * args.minutes)))
-        optimizer.step(learning_rate_scale(progress))
+        optimizer.step(learning_rate_scale(progress, warmup=0.02, decay=0.7))
         if args.keep_heads:
             with torch.no_grad():
                 for view, value in kept:
@@ -273,11 +233,11 @@ def train(rank: int, args: argparse.Namespace) -> None:
                 flush=True,
             )
         if time.monotonic() - last_save > 60 * args.save_minutes:
-            save(model, tokenizer, args.out)
+            save_bf16_copy(model, tokenizer, args.out)
             last_save = time.monotonic()
     if rank == 0:
-        save(model, tokenizer, args.out)
-        (args.out / LOG_FILE).write_text(json.dumps(log))
+        save_bf16_copy(model, tokenizer, args.out)
+        write_log(log, args.out)
         save_loss_curve(log, args.out / "loss_curve.png")
 
 

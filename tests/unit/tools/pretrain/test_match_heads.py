@@ -4,10 +4,10 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from vllm_dllm.tools.pretrain.batches import Batch
+from vllm_dllm.tools.pretrain.look_back import install_look_back
 from vllm_dllm.tools.pretrain.match_heads import (
     _Recorder,
     first_layer_inputs,
-    install_look_back,
     install_match,
     matching_rows,
 )

@@ -9,7 +9,7 @@ from vllm_dllm.tools.pretrain.muon import MuonAdamW, orthogonalize
 from vllm_dllm.tools.pretrain.tasks import Example
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 from vllm_dllm.tools.pretrain.tokenizer import EOS_ID, build_tokenizer
-from vllm_dllm.tools.pretrain.train import diffusion_loss, initialize, learning_rate_scale
+from vllm_dllm.tools.pretrain.train import diffusion_loss, initialize
 
 
 def test_loss_falls(tmp_path):
@@ -57,9 +57,3 @@ def test_orthogonalize():
     for shape in [(3, 16, 48), (3, 48, 16)]:
         singular_values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
         assert singular_values.min() > 0.5 and singular_values.max() < 1.5
-
-
-def test_learning_rate_starts_and_ends_at_zero():
-    assert learning_rate_scale(0.0) == 0.0
-    assert learning_rate_scale(0.2) == 1.0
-    assert abs(learning_rate_scale(1.0)) < 1e-9

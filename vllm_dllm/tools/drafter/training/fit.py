@@ -17,6 +17,7 @@ from vllm_dllm.tools.drafter.training.offline import mean_length, replay
 from vllm_dllm.tools.drafter.training.options import Options
 from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.training.target_states import Target
+from vllm_dllm.tools.pretrain.learning_rate import learning_rate_scale
 from vllm_dllm.tools.pretrain.muon import MuonAdamW
 
 STATE_FILE = "state.pt"  # while the run is unfinished
@@ -73,7 +74,8 @@ def fit(
         anchors, widths = draw_anchors(rows, options, step)
         loss, count = drafting_loss(drafter, target, rows, anchors, widths)
         loss.backward()
-        optimizer.step(learning_rate_scale(progress))
+        scale = learning_rate_scale(progress, warmup=0.02, decay=0.6, head_start=1e-3)
+        optimizer.step(scale)
         losses.append(loss.item())
         counts.append(count)
         step += 1
@@ -93,11 +95,6 @@ def fit(
         log.append(_log_entry(target, drafter, held_out, losses, counts, step, elapsed))
         _report(log[-1], options)
     return log
-
-
-def learning_rate_scale(progress: float, warmup: float = 0.02) -> float:
-    """Linear warm-up, constant, then linear to zero: `progress` runs from 0 to 1."""
-    return min((progress + 1e-3) / warmup, 1.0) * min(1.0, (1.0 - progress) / 0.6)
 
 
 def _progress(options: Options, step: int, elapsed_s: float) -> float:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, drafter_config, save_drafter
-from vllm_dllm.tools.drafter.training.target_model import save_target, target_config
+from vllm_dllm.tools.pretrain.target_model import save_target, target_config
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
 MASK_TOKEN = "<unused0>"

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from vllm_dllm.tools.pretrain.look_back import PATTERN, rotate
+
 OFFSETS = (1, 2)  # tokens that the first two heads of the first layer look back
-PATTERN = (1.2, 1.0, 0.6, 0.3, 0.1)  # weights of the fastest rotary frequencies: a narrow peak
 SHARPNESS = 1.5  # weight of the query and key norms in both layers
 KEPT_SIZE = 8.0  # of query and key weights: their norms undo it, but updates weigh less
 CARRIED_SIZE = 0.6  # of what the look-back heads write: above what else is in those directions
@@ -41,7 +42,7 @@ def install_look_up(model: Qwen3ForCausalLM) -> None:
     inv_freq = model.model.rotary_emb.inv_freq
     look.k_proj.weight[:D] = KEPT_SIZE * torch.outer(pattern, readout)
     for head, offset in enumerate(OFFSETS):
-        query = _rotate(pattern, inv_freq, -offset)
+        query = rotate(pattern, inv_freq, -offset)
         look.q_proj.weight[head * D : (head + 1) * D] = KEPT_SIZE * torch.outer(query, readout)
     # What the heads carry: a random view of the token they look at, without the constant part;
     # each head writes it to directions of its own.
@@ -68,10 +69,3 @@ def _orthonormal_to(vector: Tensor, count: int) -> Tensor:
     """[H, count] random orthonormal columns, orthogonal to vector [H]."""
     columns = torch.cat((vector[:, None], torch.randn(len(vector), count)), dim=1)
     return torch.linalg.qr(columns)[0][:, 1:]
-
-
-def _rotate(x: Tensor, inv_freq: Tensor, offset: float) -> Tensor:
-    """Rotary embedding of x [D] at position `offset`; inv_freq [D / 2]."""
-    angles = torch.cat((inv_freq, inv_freq)) * offset
-    first, second = x.chunk(2)
-    return x * angles.cos() + torch.cat((-second, first)) * angles.sin()

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from vllm_dllm.tools.drafter.training.target_heads import install_look_up
+from vllm_dllm.tools.pretrain.target_heads import install_look_up
 from vllm_dllm.tools.pretrain.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 

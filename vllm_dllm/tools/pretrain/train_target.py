@@ -1,6 +1,6 @@
 """Trains the small autoregressive target.
 
-    python -m vllm_dllm.tools.drafter.training.target --out DIR
+    python -m vllm_dllm.tools.pretrain.train_target --out DIR
 
 A Qwen3 of eight layers learns the next token of the answers to the tasks of `pretrain/tasks.py`,
 with the tokenizer and chat template of diffusiongemma-tiny. Long look-ups come in only once dense
@@ -8,7 +8,6 @@ short ones have had time to be learnt: a document of 96 pairs alone teaches a sm
 """
 
 import argparse
-import json
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -18,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from vllm_dllm.tools.drafter.training.target_batches import Batch, training_batches
-from vllm_dllm.tools.drafter.training.target_model import initialize, save_target, target_config
+from vllm_dllm.tools.pretrain.learning_rate import learning_rate_scale
 from vllm_dllm.tools.pretrain.muon import MuonAdamW
+from vllm_dllm.tools.pretrain.run_log import earlier_log, write_log
+from vllm_dllm.tools.pretrain.target_batches import Batch, training_batches
+from vllm_dllm.tools.pretrain.target_model import initialize, save_target, target_config
 from vllm_dllm.tools.pretrain.tasks import TRAINING_TASKS
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
@@ -45,7 +46,6 @@ LAST_SHARES = {
     "write_json": 0.7,
     "chat": 0.7,
 }
-LOG_FILE = "training_log.json"
 FIRST_PART = 0.3  # of the time, with FIRST_SHARES
 
 
@@ -57,16 +57,6 @@ def next_token_loss(model: Qwen3ForCausalLM, batch: Batch) -> tuple[Tensor, Tens
     loss = (loss * batch.weight.flatten()).sum() / batch.weight.sum()
     right = (logits.detach().argmax(-1) == target) * batch.weight
     return loss, right.sum(-1) / batch.weight.sum(-1)
-
-
-def learning_rate_scale(progress: float, warmup: float = 0.01) -> float:
-    """Linear warm-up, constant, then linear to zero: `progress` runs from 0 to 1."""
-    return min(progress / warmup, 1.0) * min(1.0, (1.0 - progress) / 0.5)
-
-
-def earlier_log(checkpoint: Path | None) -> list[dict]:
-    """The log of the run that made `checkpoint`; steps and tokens count on, minutes do not."""
-    return json.loads((checkpoint / LOG_FILE).read_text()) if checkpoint else []
 
 
 def save_loss_curve(log: list[dict], path: Path) -> None:
@@ -123,7 +113,7 @@ def train(args: argparse.Namespace) -> None:
         loss.backward()
         minutes = (time.monotonic() - start) / 60
         progress = min(1.0, minutes / args.minutes)
-        optimizer.step(learning_rate_scale(progress))
+        optimizer.step(learning_rate_scale(progress, warmup=0.01, decay=0.5))
         losses.append(loss.item())
         for task, share in zip(batch.tasks, right.tolist(), strict=True):
             rights[task].append(share)
@@ -151,7 +141,7 @@ def train(args: argparse.Namespace) -> None:
             save_target(model, tokenizer, args.out, torch.bfloat16)
             last_save = time.monotonic()
     save_target(model, tokenizer, args.out, torch.bfloat16)
-    (args.out / LOG_FILE).write_text(json.dumps(log))
+    write_log(log, args.out)
     save_loss_curve(log, args.out / "loss_curve.png")
 
 

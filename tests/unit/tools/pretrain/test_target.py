@@ -8,13 +8,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from vllm_dllm.tools.drafter.training import target
-from vllm_dllm.tools.drafter.training.target import FIRST_SHARES, LAST_SHARES
-from vllm_dllm.tools.drafter.training.target_batches import training_batches
-from vllm_dllm.tools.drafter.training.target_model import initialize, target_config
+from vllm_dllm.tools.pretrain import train_target
 from vllm_dllm.tools.pretrain.packing import encode_example
+from vllm_dllm.tools.pretrain.run_log import earlier_log
+from vllm_dllm.tools.pretrain.target_batches import training_batches
+from vllm_dllm.tools.pretrain.target_model import initialize, target_config
 from vllm_dllm.tools.pretrain.tasks import Example, generate
 from vllm_dllm.tools.pretrain.tokenizer import EOS_ID, build_tokenizer
+from vllm_dllm.tools.pretrain.train_target import FIRST_SHARES, LAST_SHARES
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +70,12 @@ def test_a_run_leaves_a_target_and_another_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*arguments: str) -> None:
-        monkeypatch.setattr("sys.argv", ["target", "--minutes", "0.01", *arguments])
-        target.main()
+        monkeypatch.setattr("sys.argv", ["train_target", "--minutes", "0.01", *arguments])
+        train_target.main()
 
     run("--out", str(tmp_path / "first"), "--log-every", "1")
     run("--out", str(tmp_path / "second"), "--init-from", str(tmp_path / "first"))
-    steps = [[e["step"] for e in target.earlier_log(tmp_path / n)] for n in ("first", "second")]
+    steps = [[e["step"] for e in earlier_log(tmp_path / n)] for n in ("first", "second")]
     assert steps[1][: len(steps[0])] == steps[0]
     assert steps[1][-1] > steps[0][-1]
     model = Qwen3ForCausalLM.from_pretrained(tmp_path / "second")

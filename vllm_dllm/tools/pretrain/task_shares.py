@@ -1,0 +1,22 @@
+"""How often each task comes up in training."""
+
+TASK_SHARES = {
+    "add": 0.7,
+    "sort": 1.5,
+    "reverse": 0.5,
+    "count_up": 1.0,
+    "lookup_short": 1.0,
+    "lookup": 2.0,
+    "write_json": 0.7,
+    "chat": 0.7,
+}
+# A stage of its own, after match_heads.py and before the tasks come back.
+LOOKUP_SHARES = {
+    "lookup_dense": 8.0,
+    "add": 0.2,
+    "sort": 0.4,
+    "reverse": 0.2,
+    "count_up": 0.3,
+    "write_json": 0.2,
+    "chat": 0.2,
+}
