@@ -27,6 +27,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 from attention_kernels import support, triton_fwd
 from attention_kernels.fa4 import import_fa4
 from vllm_dllm.attention import WindowRules
+from vllm_dllm.compat.attention import cache_scales
 
 logger = init_logger(__name__)
 
@@ -116,7 +117,7 @@ class GpuCanvasImpl(TritonAttentionImpl):
         key_scale = value_scale = None
         if self.kv_cache_dtype.startswith("fp8"):
             key_cache, value_cache = (t.view(self.fp8_dtype) for t in (key_cache, value_cache))
-            key_scale, value_scale = layer._k_scale.view(1), layer._v_scale.view(1)
+            key_scale, value_scale = cache_scales(layer)
         arguments = (
             query[:num_tokens],
             key_cache,

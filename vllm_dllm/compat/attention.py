@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -34,3 +36,9 @@ def custom_attention_backend(class_path: str) -> AttentionBackendEnum | None:
     """CUSTOM, if it means `class_path`."""
     custom = AttentionBackendEnum.CUSTOM
     return custom if custom.is_overridden() and custom.get_path() == class_path else None
+
+
+def cache_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an attention layer's cached keys and values are multiplied with when read: [1] fp32
+    each."""
+    return layer._k_scale.view(1), layer._v_scale.view(1)

@@ -12,6 +12,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
+from vllm_dllm.compat.attention import cache_scales
 from vllm_dllm.compat.cpu_ops import cpp_rms_norm
 
 
@@ -210,7 +211,7 @@ class DFlashModelHooks(DFlashQwen3Model):
             values.append(value)
         return ContextCaches(keys, values)
 
-    def cache_scales(self) -> torch.Tensor:
+    def layer_scales(self) -> torch.Tensor:
         """[num_layers, 2] fp32: what stored keys and values are multiplied with when read."""
         layers = [layer.self_attn.attn for layer in self.layers]
-        return torch.stack([torch.stack((layer._k_scale, layer._v_scale)) for layer in layers])
+        return torch.stack([torch.cat(cache_scales(layer)) for layer in layers])

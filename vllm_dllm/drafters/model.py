@@ -34,7 +34,7 @@ class FusedContextModel(DFlashModelHooks):
             logger.info_once("The drafter's context is stored by vLLM's own operations.")
             return False
         if (addresses := self.cache_addresses()) != self._addresses:
-            made = DrafterCaches.of(found.keys, found.values, self.cache_scales())
+            made = DrafterCaches.of(found.keys, found.values, self.layer_scales())
             self._address_table, self._scales = made.addresses, made.scales
             self._addresses = addresses
         caches = DrafterCaches(found.keys, found.values, self._scales, self._address_table)
