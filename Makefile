@@ -64,7 +64,7 @@ lint: setup ## ruff, import-linter and mypy
 	$(BIN)/mypy
 
 docs: setup ## build the documentation into build/site; a broken link is an error
-	$(BIN)/mkdocs build --strict --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open build/site/index.html, or run: $(BIN)/mkdocs serve"
 
 bench: setup ## measure serving on this machine

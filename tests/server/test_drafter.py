@@ -1,4 +1,4 @@
-"""`vllm serve` with a drafter, as the README has it: the target's answers, in fewer forwards."""
+"""`vllm serve` with a drafter, as docs/drafters.md has it: the target's answers, in fewer forwards."""
 
 import json
 import shutil

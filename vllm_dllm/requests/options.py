@@ -1,6 +1,6 @@
 """What a request asks of a diffusion model: checked at admission, read by the worker.
 
-README.md, "Requests", says what the keys of `vllm_xargs` (`SamplingParams.extra_args`) mean.
+docs/requests.md says what the keys of `vllm_xargs` (`SamplingParams.extra_args`) mean.
 """
 
 import reprlib
