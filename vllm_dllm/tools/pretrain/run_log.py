@@ -1,6 +1,12 @@
-"""The log of a training run, kept beside the weights."""
+"""What a training run with a budget in minutes keeps: its clock, its log, when it saves.
+
+The budget sets a run's length, so its schedule follows the clock on any machine.
+"""
 
 import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,3 +22,70 @@ def earlier_log(checkpoint: Path | None) -> list[Entry]:
 
 def write_log(log: list[Entry], checkpoint: Path) -> None:
     (checkpoint / LOG_FILE).write_text(json.dumps(log))
+
+
+class Means:
+    """Averages of what was added since they were last taken."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = defaultdict(list)
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def add(self, **values: float) -> None:
+        for name, value in values.items():
+            self._values[name].append(value)
+
+    def take(self) -> dict[str, float]:
+        means = {name: sum(values) / len(values) for name, values in self._values.items()}
+        self._values.clear()
+        return means
+
+
+class RunLog:
+    """Clock, steps and log of one run, which saves its model now and then."""
+
+    def __init__(
+        self,
+        earlier: list[Entry],  # what the log begins with
+        *,
+        minutes: float,  # the budget
+        log_every: int,  # steps
+        save_minutes: float,
+        save: Callable[[], None],
+    ) -> None:
+        self.entries = list(earlier)
+        self.step = earlier[-1]["step"] if earlier else 0
+        self.seconds = 0.0  # since this run began
+        self._budget_s = 60 * minutes
+        self._log_every = log_every
+        self._save_s = 60 * save_minutes
+        self._save = save
+        self._start = self._last_save = time.monotonic()
+
+    def tick(self) -> float:
+        """Reads the clock. Returns how far the run is, from 0 to 1."""
+        self.seconds = time.monotonic() - self._start
+        return min(1.0, self.seconds / self._budget_s)
+
+    def count_step(self) -> bool:
+        """Whether the log is due an entry after this step."""
+        self.step += 1
+        return self.step % self._log_every == 0
+
+    def add(self, entry: Entry, shown: str) -> None:
+        """Logs `entry`, with step and minutes, and prints a line about it."""
+        self.entries.append({"step": self.step, **entry, "minutes": self.seconds / 60})
+        left = (self._budget_s - self.seconds) / 60
+        print(f"step {self.step} {shown} ETA {left:.1f} min", flush=True)
+
+    def save_now_and_then(self) -> None:
+        if time.monotonic() - self._last_save > self._save_s:
+            self._save()
+            self._last_save = time.monotonic()
+
+    def finish(self, checkpoint: Path) -> None:
+        """Saves the model, and the log beside it."""
+        self._save()
+        write_log(self.entries, checkpoint)

@@ -9,15 +9,15 @@ sure tokens kept and the others noised anew, is the one that is trained on.
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
-from transformers import DiffusionGemmaForBlockDiffusion
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
 from vllm_dllm.denoise.acceptance import accept_by_entropy_bound
 from vllm_dllm.tools.pretrain.architecture import build_config, build_generation_config
@@ -27,7 +27,7 @@ from vllm_dllm.tools.pretrain.forward import TrainingForward
 from vllm_dllm.tools.pretrain.learning_rate import learning_rate_scale
 from vllm_dllm.tools.pretrain.look_back import look_back_weights
 from vllm_dllm.tools.pretrain.muon import MuonAdamW
-from vllm_dllm.tools.pretrain.run_log import earlier_log, write_log
+from vllm_dllm.tools.pretrain.run_log import Entry, Means, RunLog, earlier_log
 from vllm_dllm.tools.pretrain.task_shares import LOOKUP_SHARES, TASK_SHARES
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
@@ -110,13 +110,9 @@ def diffusion_loss(
     return loss, right.item()
 
 
-def save_loss_curve(log: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(8, 4.5))
+def save_loss_curve(log: list[Entry], path: Path) -> None:
+    figure = Figure(figsize=(8, 4.5))
+    axis = figure.subplots()
     axis.plot([e["step"] for e in log], [e["loss"] for e in log], color="tab:blue")
     axis.set(xlabel="step", ylabel="weighted cross entropy (nats)", yscale="log")
     wrong = axis.twinx()
@@ -124,7 +120,6 @@ def save_loss_curve(log: list[dict], path: Path) -> None:
     wrong.set(ylabel="wrong tokens (orange)", yscale="log")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
-    plt.close(figure)
 
 
 def initialize(model: DiffusionGemmaForBlockDiffusion) -> None:
@@ -155,6 +150,26 @@ def average_over_processes(parameters: list[torch.nn.Parameter], progress: float
     return flat[-1].item()
 
 
+def start_model(
+    config: DiffusionGemmaConfig, init_from: Path | None
+) -> DiffusionGemmaForBlockDiffusion:
+    """In fp32, with random weights or a checkpoint's; what sees images is not trained."""
+    model = DiffusionGemmaForBlockDiffusion(config).float()
+    initialize(model)
+    if init_from:
+        start_from = DiffusionGemmaForBlockDiffusion.from_pretrained(init_from)
+        model.load_state_dict(start_from.float().state_dict())
+    model.model.encoder.vision_tower.requires_grad_(False)
+    model.model.encoder.embed_vision.requires_grad_(False)
+    return model
+
+
+def log_step(run: RunLog, stage: int, means: Means, balance: float, samples: int) -> None:
+    values = {**means.take(), "balance": balance, "samples_per_s": samples / run.seconds}
+    line = "loss {loss:.4f} right {right:.4f} balance {balance:.2f} {samples_per_s:.0f} samples/s"
+    run.add({"stage": stage, **values}, line.format_map(values))
+
+
 def train(rank: int, args: argparse.Namespace) -> None:
     """One process of the training run; rank 0 prints and saves."""
     if args.processes > 1:
@@ -165,14 +180,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)  # the same weights everywhere, then different noise
     tokenizer = build_tokenizer()
     config = build_config(vocab_size=len(tokenizer), **ARCHITECTURE)
-    model = DiffusionGemmaForBlockDiffusion(config).float()
-    initialize(model)
-    if args.init_from:
-        start_from = DiffusionGemmaForBlockDiffusion.from_pretrained(args.init_from)
-        model.load_state_dict(start_from.float().state_dict())
-    model.model.encoder.vision_tower.requires_grad_(False)
-    model.model.encoder.embed_vision.requires_grad_(False)
-    model.to(args.device)
+    model = start_model(config, args.init_from).to(args.device)
     parameters = list(model.parameters())
     kept = [(view, view.detach().clone()) for view in look_back_weights(model)]
     forward = TrainingForward(model, compiled=not args.no_compile)
@@ -190,55 +198,37 @@ def train(rank: int, args: argparse.Namespace) -> None:
     )
     if rank == 0:
         print(f"{sum(p.numel() for p in parameters) / 1e6:.2f} M parameters", flush=True)
-    start = last_save = time.monotonic()
-    log = earlier_log(args.init_from)
-    stage, step = (log[-1]["stage"] + 1, log[-1]["step"]) if log else (1, 0)
-    losses, rights, samples, progress = [], [], 0, 0.0
-    # A budget in minutes sets the length: the schedule follows the clock on any machine.
+    earlier = earlier_log(args.init_from)
+    stage = earlier[-1]["stage"] + 1 if earlier else 1
+    run = RunLog(
+        earlier,
+        minutes=args.minutes,
+        log_every=args.log_every,
+        save_minutes=args.save_minutes,
+        save=lambda: save_bf16_copy(model, tokenizer, args.out),
+    )
+    means, samples, progress = Means(), 0, 0.0
     while progress < 1:
         batch = next(batches).to(args.device)
         forward.load_balance.clear()
         loss, right = diffusion_loss(forward, batch, args.copies, step_all=args.lookups)
         balance = torch.stack(forward.load_balance).mean()
         (loss + LOAD_BALANCE_WEIGHT * balance).backward()
-        elapsed = time.monotonic() - start
-        progress = average_over_processes(parameters, min(1.0, elapsed / (60 * args.minutes)))
+        progress = average_over_processes(parameters, run.tick())
         optimizer.step(learning_rate_scale(progress, warmup=0.02, decay=0.7))
         if args.keep_heads:
             with torch.no_grad():
                 for view, value in kept:
                     view.copy_(value)
-        losses.append(loss.item())
-        rights.append(right)
-        samples += batch.target.shape[0] * args.copies * args.processes
-        step += 1
-        if rank > 0:
-            continue
-        if step % args.log_every == 0:
-            entry = {
-                "stage": stage,
-                "step": step,
-                "loss": sum(losses) / len(losses),
-                "right": sum(rights) / len(rights),
-                "balance": balance.item(),
-                "samples_per_s": samples / elapsed,
-                "minutes": elapsed / 60,
-            }
-            log.append(entry)
-            losses, rights = [], []
-            print(
-                f"step {step} loss {entry['loss']:.4f} right {entry['right']:.4f} "
-                f"balance {entry['balance']:.2f} {entry['samples_per_s']:.0f} samples/s "
-                f"ETA {args.minutes - elapsed / 60:.1f} min",
-                flush=True,
-            )
-        if time.monotonic() - last_save > 60 * args.save_minutes:
-            save_bf16_copy(model, tokenizer, args.out)
-            last_save = time.monotonic()
+        if rank == 0:
+            means.add(loss=loss.item(), right=right)
+            samples += batch.target.shape[0] * args.copies * args.processes
+            if run.count_step():
+                log_step(run, stage, means, balance.item(), samples)
+            run.save_now_and_then()
     if rank == 0:
-        save_bf16_copy(model, tokenizer, args.out)
-        write_log(log, args.out)
-        save_loss_curve(log, args.out / "loss_curve.png")
+        run.finish(args.out)
+        save_loss_curve(run.entries, args.out / "loss_curve.png")
 
 
 def main() -> None:

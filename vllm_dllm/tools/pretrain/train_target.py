@@ -8,18 +8,17 @@ short ones have had time to be learnt: a document of 96 pairs alone teaches a sm
 """
 
 import argparse
-import time
-from collections import defaultdict
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from vllm_dllm.tools.pretrain.learning_rate import learning_rate_scale
 from vllm_dllm.tools.pretrain.muon import MuonAdamW
-from vllm_dllm.tools.pretrain.run_log import earlier_log, write_log
+from vllm_dllm.tools.pretrain.run_log import Entry, Means, RunLog, earlier_log
 from vllm_dllm.tools.pretrain.target_batches import Batch, training_batches
 from vllm_dllm.tools.pretrain.target_model import initialize, save_target, target_config
 from vllm_dllm.tools.pretrain.tasks import TRAINING_TASKS
@@ -59,13 +58,9 @@ def next_token_loss(model: Qwen3ForCausalLM, batch: Batch) -> tuple[Tensor, Tens
     return loss, right.sum(-1) / batch.weight.sum(-1)
 
 
-def save_loss_curve(log: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
+def save_loss_curve(log: list[Entry], path: Path) -> None:
+    figure = Figure(figsize=(11, 4.5))
+    left, right = figure.subplots(1, 2)
     steps = [entry["step"] for entry in log]
     left.plot(steps, [entry["loss"] for entry in log])
     left.set(xlabel="step", ylabel="weighted cross entropy (nats)", yscale="log")
@@ -77,7 +72,13 @@ def save_loss_curve(log: list[dict], path: Path) -> None:
     right.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=80)
-    plt.close(figure)
+
+
+def log_step(run: RunLog, losses: Means, rights: Means, tokens: int, new_tokens: int) -> None:
+    entry: Entry = {**losses.take(), "right": rights.take(), "tokens": tokens}
+    shares = " ".join(f"{task} {share:.3f}" for task, share in sorted(entry["right"].items()))
+    speed = new_tokens / run.seconds
+    run.add(entry, f"loss {entry['loss']:.4f} {speed:.0f} tokens/s, right: {shares},")
 
 
 def train(args: argparse.Namespace) -> None:
@@ -91,8 +92,6 @@ def train(args: argparse.Namespace) -> None:
     optimizer = MuonAdamW(
         model, muon_lr=args.muon_lr, adam_lr=args.adam_lr, weight_decay=args.weight_decay
     )
-    # A budget in minutes sets the length: the schedule follows the clock on any machine.
-    start = last_save = time.monotonic()
     progress = 0.0
     first_part = 0.0 if args.init_from else FIRST_PART
     batches = training_batches(
@@ -101,48 +100,32 @@ def train(args: argparse.Namespace) -> None:
         seed=args.seed,
         tokens_per_batch=args.tokens_per_batch,
     )
-    log = earlier_log(args.init_from)
-    losses: list[float] = []
-    rights: dict[str, list[float]] = defaultdict(list)
-    step, tokens = (log[-1]["step"], log[-1]["tokens"]) if log else (0, 0)
-    tokens_before = tokens
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
+    earlier = earlier_log(args.init_from)
+    tokens = tokens_before = earlier[-1]["tokens"] if earlier else 0
+    run = RunLog(
+        earlier,
+        minutes=args.minutes,
+        log_every=args.log_every,
+        save_minutes=args.save_minutes,
+        save=lambda: save_target(model, tokenizer, args.out, torch.bfloat16),
+    )
+    losses, rights = Means(), Means()
     while progress < 1:
         batch = next(batches)
         loss, right = next_token_loss(model, batch)
         loss.backward()
-        minutes = (time.monotonic() - start) / 60
-        progress = min(1.0, minutes / args.minutes)
+        progress = run.tick()
         optimizer.step(learning_rate_scale(progress, warmup=0.01, decay=0.5))
-        losses.append(loss.item())
+        losses.add(loss=loss.item())
         for task, share in zip(batch.tasks, right.tolist(), strict=True):
-            rights[task].append(share)
-        step += 1
+            rights.add(**{task: share})
         tokens += batch.tokens.numel()
-        if step % args.log_every == 0 or progress == 1:
-            entry = {
-                "step": step,
-                "loss": sum(losses) / len(losses),
-                "right": {task: sum(x) / len(x) for task, x in rights.items()},
-                "tokens": tokens,
-                "minutes": minutes,
-            }
-            log.append(entry)
-            losses.clear()
-            rights.clear()
-            shares = " ".join(f"{task} {x:.3f}" for task, x in sorted(entry["right"].items()))
-            speed = (tokens - tokens_before) / minutes / 60
-            print(
-                f"step {step} loss {entry['loss']:.4f} {speed:.0f} tokens/s "
-                f"ETA {args.minutes - minutes:.1f} min; right: {shares}",
-                flush=True,
-            )
-        if time.monotonic() - last_save > 60 * args.save_minutes:
-            save_target(model, tokenizer, args.out, torch.bfloat16)
-            last_save = time.monotonic()
-    save_target(model, tokenizer, args.out, torch.bfloat16)
-    write_log(log, args.out)
-    save_loss_curve(log, args.out / "loss_curve.png")
+        if run.count_step() or progress == 1:
+            log_step(run, losses, rights, tokens, tokens - tokens_before)
+        run.save_now_and_then()
+    run.finish(args.out)
+    save_loss_curve(run.entries, args.out / "loss_curve.png")
 
 
 def main() -> None:
