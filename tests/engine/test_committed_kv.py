@@ -15,6 +15,8 @@ from tests.engine import reference
 from tests.engine.conftest import Engine, cached_tokens
 from tests.engine.one_step import FEW_STEPS, assert_equal_to_reference, random_ids, read_one_step
 
+pytestmark = pytest.mark.numerics
+
 BLOCK, PROMPT, ANSWER = 32, 32, 128  # tokens; a canvas fills a cache block
 
 

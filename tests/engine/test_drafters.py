@@ -17,7 +17,7 @@ from vllm_dllm.tools.drafter.training.offline import replay
 from vllm_dllm.tools.drafter.training.reference import load_drafter
 from vllm_dllm.tools.drafter.training.target_states import load_target
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
 TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 WIDTH = 15

@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.engine.conftest import TRAINED
 from tests.paths import ROOT
+
+pytestmark = pytest.mark.numerics
 
 SCRIPT = Path(__file__).parent / "gpu_attention.py"
 

@@ -19,6 +19,8 @@ from tests.engine.waits import WATCHED, waits_during
 from vllm_dllm.denoise.vocab_stream import BLOCK
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
+pytestmark = pytest.mark.numerics
+
 V, C = 40_960, 32
 OPTIONS = {
     "kv_cache_memory_bytes": 64 << 20,

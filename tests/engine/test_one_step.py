@@ -12,6 +12,8 @@ from tests.engine import reference
 from tests.engine.conftest import TRAINED, Engine
 from tests.engine.one_step import assert_equal_to_reference, random_ids, read_one_step
 
+pytestmark = pytest.mark.numerics
+
 CANVAS = 32
 CACHED = {
     "enable_prefix_caching": True,

@@ -14,6 +14,8 @@ from tests.engine import quantized, reference
 from tests.engine.conftest import CHECKPOINTS, HELD_OUT, TRAINED, Engine
 from tests.engine.one_step import random_ids, read_one_step
 
+pytestmark = pytest.mark.numerics
+
 VOCAB = 512
 OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 64 << 20,

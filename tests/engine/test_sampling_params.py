@@ -14,6 +14,8 @@ from vllm import RequestOutput, SamplingParams
 from tests.engine import reference
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine
 
+pytestmark = pytest.mark.numerics
+
 ROWS = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
 PROMPT = ROWS[0]["messages"]
 EOS = 1

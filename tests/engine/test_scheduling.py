@@ -12,6 +12,8 @@ from tests.engine.conftest import Engine, preemptions
 from tests.engine.one_step import FEW_STEPS, random_ids
 from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
 
+pytestmark = pytest.mark.numerics
+
 VOCABULARY = 512
 FITTED = {"fit_canvas": True}
 LENGTHS = (100, 3, 70, 33, 150, 64)

@@ -14,6 +14,8 @@ from vllm import SamplingParams
 from tests.engine import reference
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine
 
+pytestmark = pytest.mark.numerics
+
 NUM_BLOCKS = 200
 
 # What a machine without a C++ compiler gets.

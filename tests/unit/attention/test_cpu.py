@@ -11,6 +11,8 @@ from vllm.platforms import current_platform
 from attention_kernels.testing import PagedBatch, allowed
 from vllm_dllm.attention.cpu import CanvasKeys, CanvasLayout, _check_cache_layout, attend_canvases
 
+pytestmark = pytest.mark.numerics
+
 current_platform.import_kernels()
 
 BLOCK, HQ, HKV, D = 32, 4, 2, 64

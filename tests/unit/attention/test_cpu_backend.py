@@ -17,6 +17,8 @@ from tests.unit.attention_kernels.test_triton import WINDOWS, seen_by_definition
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.attention.cpu import CpuCanvasBackend
 
+pytestmark = pytest.mark.numerics
+
 current_platform.import_kernels()
 
 HQ, HKV, D = 4, 2, 64

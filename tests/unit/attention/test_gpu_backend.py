@@ -26,6 +26,9 @@ from vllm_dllm.attention import WindowRules, gpu_backend, use_window_rules
 from vllm_dllm.attention.gpu import GpuCanvasBackend, runs_fa4
 
 
+pytestmark = pytest.mark.numerics
+
+
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
     interpreted_without_gpu()

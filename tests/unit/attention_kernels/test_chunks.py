@@ -14,7 +14,7 @@ from attention_kernels.masks import visible, visible_range
 from attention_kernels.testing import PagedBatch, Request, allowed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.usefixtures("triton_version")
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("triton_version")]
 
 MIXED = [
     Request(8, 37),

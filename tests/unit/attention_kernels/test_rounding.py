@@ -8,6 +8,8 @@ import torch
 
 from attention_kernels.testing import PagedBatch, Request, allowed
 
+pytestmark = pytest.mark.numerics
+
 WINDOW, SCALE = 40, 0.2
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Mistake = Callable[[PagedBatch], torch.Tensor]

@@ -19,7 +19,7 @@ from attention_kernels.masks import visible, visible_range
 from attention_kernels.testing import PagedBatch, Request, allowed, with_gaps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.usefixtures("triton_version")
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("triton_version")]
 
 MIXES = {
     "causal": [

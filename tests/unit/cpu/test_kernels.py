@@ -27,6 +27,8 @@ from vllm_dllm.cpu.kernels import NATIVE_KERNELS
 from vllm_dllm.cpu.kernels.logprobs import prompt_logprobs_token_ids
 from vllm_dllm.cpu.launch import CpuKernel, replace_kernels
 
+pytestmark = pytest.mark.numerics
+
 
 def prefill(rng: np.random.Generator) -> KernelInputs:
     batch = Batch.draw(rng)

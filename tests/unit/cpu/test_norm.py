@@ -7,6 +7,8 @@ from vllm.platforms import current_platform
 
 from vllm_dllm.cpu import norm
 
+pytestmark = pytest.mark.numerics
+
 current_platform.import_kernels()
 norm.register()
 

@@ -11,6 +11,8 @@ from tests.unit.cpu.kernel_inputs import kernel_of
 from vllm_dllm.cpu.rejection_sample import rejection_sample
 from vllm_dllm.cpu.verification import Draws, verify
 
+pytestmark = pytest.mark.numerics
+
 VOCAB = 12
 
 

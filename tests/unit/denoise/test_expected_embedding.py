@@ -7,6 +7,8 @@ from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding
 from vllm_dllm.denoise.top_tokens import TopTokens
 from vllm_dllm.denoise.vocab_stream import BLOCK, read_blocks
 
+pytestmark = pytest.mark.numerics
+
 V, H = 3 * BLOCK + 100, 8
 NUM_BLOCKS = 4
 

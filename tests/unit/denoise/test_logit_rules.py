@@ -13,6 +13,8 @@ from vllm_dllm.denoise.logit_rules import (
     exclude_below_min_p_,
 )
 
+pytestmark = pytest.mark.numerics
+
 C, V = 6, 12
 START = torch.tensor(40)
 GUESS = torch.tensor([3, 7, 3, 3, 5, 7])

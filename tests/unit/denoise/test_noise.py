@@ -1,8 +1,11 @@
 """The noise is a function of its keys alone, and looks random along each of them."""
 
+import pytest
 import torch
 
 from vllm_dllm.denoise import noise
+
+pytestmark = pytest.mark.numerics
 
 POSITIONS = torch.arange(256)[None]
 

@@ -20,6 +20,8 @@ from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepRules, denoise_step
 from vllm_dllm.denoise.temperature import temperature
 
+pytestmark = pytest.mark.numerics
+
 N, C, V = 5, 16, 40
 
 

@@ -6,6 +6,8 @@ import torch
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, join_blocks, read_blocks
 
+pytestmark = pytest.mark.numerics
+
 V = 3 * BLOCK + 100
 
 

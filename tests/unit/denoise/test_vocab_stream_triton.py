@@ -11,6 +11,8 @@ from vllm_dllm.denoise import expected_embedding_triton, vocab_stream_triton
 from vllm_dllm.denoise.expected_embedding import add_needed_
 from vllm_dllm.denoise.vocab_stream import _STAGE_BITS, BLOCK, read_blocks
 
+pytestmark = pytest.mark.numerics
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

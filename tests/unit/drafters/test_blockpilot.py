@@ -19,6 +19,8 @@ from vllm_dllm.drafters.blockpilot import (
     summary,
 )
 
+pytestmark = pytest.mark.numerics
+
 V = 50
 BOTH = pytest.mark.parametrize("variant", ["full", "small"])
 

@@ -18,6 +18,8 @@ from vllm_dllm.drafters import context_kv_triton
 from vllm_dllm.drafters.context import FP8, ContextWeights, DrafterCaches
 from vllm_dllm.drafters.context_kv import context_kv, store_context_kv_
 
+pytestmark = pytest.mark.numerics
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 L, N, H = 2, 2, 48
 NUM_BLOCKS, BLOCK_SIZE = 9, 16

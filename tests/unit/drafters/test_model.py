@@ -18,6 +18,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_dllm.drafters.model import FusedContextModel
 from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
 
+pytestmark = pytest.mark.numerics
+
 NUM_BLOCKS, BLOCK_SIZE = 6, 4
 
 

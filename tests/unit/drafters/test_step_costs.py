@@ -6,6 +6,8 @@ import pytest
 
 from vllm_dllm.drafters.step_costs import Step, StepClock, StepCosts
 
+pytestmark = pytest.mark.numerics
+
 
 def milliseconds(step: Step) -> float:
     """The machine of these tests: a base, then something for each part."""

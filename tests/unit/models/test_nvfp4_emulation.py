@@ -2,9 +2,12 @@
 
 import importlib
 
+import pytest
 import torch
 
 from vllm_dllm.quantization import nvfp4
+
+pytestmark = pytest.mark.numerics
 
 FP8 = torch.float8_e4m3fn
 

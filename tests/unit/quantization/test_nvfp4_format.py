@@ -11,6 +11,8 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 
 from vllm_dllm.quantization import nvfp4_format
 
+pytestmark = pytest.mark.numerics
+
 SCHEME = preset_name_to_scheme("NVFP4", ["Linear"])
 
 

@@ -17,6 +17,8 @@ from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits import StreamedLogits, WholeLogits, step_bytes
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 
+pytestmark = pytest.mark.numerics
+
 V, H, C, LENGTHS = 20_000, 16, 24, [24, 10, 17]
 ROWS = sum(LENGTHS)
 MIB = 1 << 20

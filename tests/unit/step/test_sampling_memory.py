@@ -19,6 +19,8 @@ from vllm_dllm.step.logits import StreamedLogits, whole_rows
 from vllm_dllm.step.logprob_tensors import LogprobRequest, token_logprobs
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 
+pytestmark = pytest.mark.numerics
+
 V, H, C, NUM_CANVASES = 70_001, 8, 24, 8
 ROWS = C * NUM_CANVASES
 BUDGET = 16 << 20

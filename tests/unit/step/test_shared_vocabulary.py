@@ -15,6 +15,8 @@ from vllm_dllm.models import vocabulary
 from vllm_dllm.step.logits import ReadRows, StreamedLogits
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 
+pytestmark = pytest.mark.numerics
+
 V, RANKS = 20 * BLOCK, 2
 
 

@@ -7,6 +7,8 @@ from transformers import DiffusionGemmaForBlockDiffusion
 from vllm_dllm.tools.pretrain.forward import TrainingForward
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
+pytestmark = pytest.mark.numerics
+
 # Both sides are fp32 and differ in the order of sums only; logits have a spread of about 3.
 ATOL = 2e-3
 VOCAB_SIZE, CANVAS_LENGTH = 512, 32

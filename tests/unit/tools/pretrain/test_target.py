@@ -17,6 +17,8 @@ from vllm_dllm.tools.pretrain.tasks import Example, generate
 from vllm_dllm.tools.pretrain.tokenizer import EOS_ID, build_tokenizer
 from vllm_dllm.tools.pretrain.train_target import FIRST_SHARES, LAST_SHARES
 
+pytestmark = pytest.mark.numerics
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:

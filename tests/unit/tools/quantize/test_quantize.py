@@ -22,6 +22,8 @@ from vllm_dllm.tools.quantize.quantize import quantize
 from vllm_dllm.tools.quantize.report import describe, quantized_bytes
 from vllm_dllm.tools.quantize.source import read_source
 
+pytestmark = pytest.mark.numerics
+
 
 def linears(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Module name in the quantised checkpoint -> matrix; written out, apart from the code's own."""

@@ -31,6 +31,8 @@ from vllm_dllm.tools.drafter.training.reference import load_drafter, save_drafte
 from vllm_dllm.tools.drafter.training.target_states import load_target
 from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
 
+pytestmark = pytest.mark.numerics
+
 V, BLOCK_SIZE, MAX_TOKENS = 40, 8, 16
 SIZES = (6, 7, 8)
 

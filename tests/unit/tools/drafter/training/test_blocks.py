@@ -12,6 +12,8 @@ from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_draft
 from vllm_dllm.tools.drafter.training.target_states import Target, load_target
 from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
 
+pytestmark = pytest.mark.numerics
+
 LENGTHS = (20, 13)
 ANCHORS = ((5, 11, 18), (3, 9, -1))  # unsorted ones occur too; -1: no block
 WIDTHS = ((8, 3, 8), (8, 8, 8))

@@ -17,6 +17,8 @@ from vllm_dllm.tools.drafter.training.target_states import Target, load_target
 from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
 from vllm_dllm.tools.pretrain.tokenizer import EOS_ID
 
+pytestmark = pytest.mark.numerics
+
 MAX_TOKENS = 24
 
 

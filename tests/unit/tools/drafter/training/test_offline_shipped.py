@@ -12,6 +12,8 @@ from vllm_dllm.tools.drafter.training.offline import replay
 from vllm_dllm.tools.drafter.training.reference import load_drafter
 from vllm_dllm.tools.drafter.training.target_states import load_target
 
+pytestmark = pytest.mark.numerics
+
 TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 EVERY = 8
 

@@ -13,6 +13,8 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_drafter, save_drafter
 from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
 
+pytestmark = pytest.mark.numerics
+
 NUM_CONTEXT, NUM_SLOTS = 11, 5
 
 
