@@ -25,7 +25,6 @@ from vllm_dllm import plugin, serving_config
 from vllm_dllm.attention import WindowRules, gpu_backend, use_window_rules
 from vllm_dllm.attention.gpu import GpuCanvasBackend, runs_fa4
 
-
 pytestmark = pytest.mark.numerics
 
 

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from vllm_dllm.tools.drafter.training.target import FIRST_SHARES, LAST_SHARES
+from vllm_dllm.tools.drafter.training.target_batches import training_batches
+from vllm_dllm.tools.drafter.training.target_model import initialize, target_config
 
+from tests import tolerances
 from vllm_dllm.tools.pretrain import train_target
 from vllm_dllm.tools.pretrain.packing import encode_example
 from vllm_dllm.tools.pretrain.run_log import earlier_log
@@ -36,9 +40,8 @@ def test_batches_weigh_answers_alone(tokenizer: PreTrainedTokenizerFast) -> None
             answer = tokens[1:][weighed]
             assert weighed.tolist() == list(range(weighed[0], weighed[-1] + 1))
             assert answer[-1] == EOS_ID
-            torch.testing.assert_close(
-                weight[weighed], torch.full(answer.shape, len(answer) ** -0.5)
-            )
+            expected = torch.full(answer.shape, len(answer) ** -0.5)
+            torch.testing.assert_close(weight[weighed], expected, **tolerances.short_formula())
             prompt = tokenizer.decode(tokens[: weighed[0] + 1])
             assert prompt.endswith("<turn|>\n<|turn>model\n")
             question = prompt.split("<|turn>user\n")[1].split("<turn|>")[0]
