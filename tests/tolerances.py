@@ -11,7 +11,7 @@ from typing import TypedDict
 
 import torch
 
-from attention_kernels.rounding import FEW, dot_error, sum_error, unit_roundoff
+from attention_kernels.rounding import DEVIATIONS, FEW, dot_error, sum_error, unit_roundoff
 
 U = unit_roundoff(torch.float32)
 
@@ -43,14 +43,17 @@ def assert_within(
 # --- Short formulas, sums, softmax ---------------------------------------------------------------
 
 
+SHORT = FEW * U
+"""Share of a formula of a few products, quotients and exponentials: no sum."""
+
+
 def short_formula(size: float = 1.0) -> Tolerance:
-    """A few products, quotients, exponentials: no sum."""
-    return within(FEW * U, size)
+    return within(SHORT, size)
 
 
 def total(terms: int) -> float:
     """Share of the sum of magnitudes."""
-    return sum_error(terms) + FEW * U
+    return sum_error(terms) + SHORT
 
 
 def softmax(terms: int, largest_logit: float) -> float:
@@ -67,7 +70,7 @@ def entropy(terms: int, largest_logit: float, spread: float) -> float:
 
 def norm(width: int) -> float:
     """Share of an RMS norm's result: half of its sum's."""
-    return total(width) / 2 + FEW * U
+    return total(width) / 2 + SHORT
 
 
 # --- Layers and models ---------------------------------------------------------------------------
@@ -86,7 +89,7 @@ def context_kv(width: int, size: float, dtype: torch.dtype = torch.float32) -> T
     """Keys and values of a drafter's context: a norm, a projection, a norm and a rotation, each off
     by its own sum. In 16 bits the states, their norm, the projection and the result are rounded,
     and a fused kernel rounds elsewhere than the definition."""
-    share = 2 * norm(width) + 2 * product(width) + FEW * U
+    share = 2 * norm(width) + 2 * product(width) + SHORT
     if dtype != torch.float32:
         share += 4 * unit_roundoff(dtype)
     return within(share, size)
@@ -118,3 +121,25 @@ def one_step(dtype: torch.dtype, size: float = 0.0) -> Tolerance:
     tolerance = within(2 * unit_roundoff(dtype), size)
     tolerance["atol"] = max(tolerance["atol"], smallest_step)
     return tolerance
+
+
+# --- Frequencies and estimates -------------------------------------------------------------------
+
+P_VALUE = 1e-3
+"""Of a chi-square test: right draws fall below it with one seed in a thousand. Seeds are fixed."""
+
+
+def mean_of_uniform(draws: int) -> float:
+    """How far the mean of so many draws from [0, 1) lies from a half."""
+    return DEVIATIONS / (12 * draws) ** 0.5
+
+
+def correlation(pairs: int) -> float:
+    """Of what is independent."""
+    return DEVIATIONS / pairs**0.5
+
+
+STEP_COSTS = 0.08
+"""Share of a step's cost as fitted to times with 5% noise, some of them 8 times too long."""
+STEP_COSTS_OF_A_STEADY_MACHINE = 0.05
+"""The same from times without noise, while those of another machine are being forgotten."""

@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
+from tests import tolerances
 from tests.unit.cpu.kernel_inputs import kernel_of
 from tests.unit.step.test_logits import Model, batch_of
 from vllm_dllm.compat import runner
@@ -147,4 +148,4 @@ def test_prompt_logprobs_keep_to_it_too(model: Model, stock_chunks: None) -> Non
     assert peak_bytes(score) > 3 * BUDGET
     runner.score_prompts_by(whole_rows(V, BUDGET))
     assert BUDGET / 8 < peak_bytes(score) <= BUDGET
-    torch.testing.assert_close(score(), whole)
+    tolerances.assert_within(score(), whole, 2 * tolerances.softmax(V, largest_logit=30.0))

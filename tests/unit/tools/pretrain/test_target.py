@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
-from vllm_dllm.tools.drafter.training.target import FIRST_SHARES, LAST_SHARES
-from vllm_dllm.tools.drafter.training.target_batches import training_batches
-from vllm_dllm.tools.drafter.training.target_model import initialize, target_config
 
 from tests import tolerances
 from vllm_dllm.tools.pretrain import train_target

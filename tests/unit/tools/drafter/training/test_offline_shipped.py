@@ -47,4 +47,4 @@ def test_blocks_of_16_emit_four_tokens_and_more(summary: dict[str, dict[str, flo
 def test_evaluation_file_is_of_all_prompts() -> None:
     evaluation = json.loads((DRAFTER / "evaluation.json").read_text())
     assert evaluation["summary"]["all"]["rows"] == 506
-    assert evaluation["summary"]["all"]["tau"] == pytest.approx(9.30, abs=0.01)
+    assert round(evaluation["summary"]["all"]["tau"], 2) == 9.30  # as its card says
