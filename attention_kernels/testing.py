@@ -146,11 +146,12 @@ class Allowed:
         )
 
 
-def allowed(batch: PagedBatch, *, scale: float, **options: Any) -> Allowed:
+def allowed(batch: PagedBatch, *, scale: float, cuts_off: bool = False, **options: Any) -> Allowed:
     """For `options` of `reference.attention`.
 
     Scores and sums are fp32. What rounding does to a score moves its weight by as much, and their
-    sum at most as much again. A 16-bit query has its weights and its output rounded, too.
+    sum at most as much again. A 16-bit query has its weights and its output rounded, too, or with
+    `cuts_off` towards zero, which is off by up to twice as much.
     """
     dtype = batch.query.dtype
     query_norm = batch.query.double().norm(dim=-1).max().item()
@@ -165,12 +166,13 @@ def allowed(batch: PagedBatch, *, scale: float, **options: Any) -> Allowed:
     )
     weight = 2 * score + 2 * sum_error(num_keys) + FEW * unit_roundoff(torch.float32)
     is_16_bit = dtype != torch.float32
-    rounded = unit_roundoff(dtype) if is_16_bit else 0.0
+    roundings = 2 if cuts_off and is_16_bit else 1
+    rounded = roundings * unit_roundoff(dtype) if is_16_bit else 0.0
     expected = batch.reference(torch.float64, scale=scale, **options)
     magnitudes = replace(batch, value_cache=batch.value_cache.float().abs())
     return Allowed(
         expected=expected,
         error=(weight + rounded) * magnitudes.reference(torch.float64, scale=scale, **options)
-        + unit_roundoff(dtype) * expected.abs(),
-        row_ratio=2 * weight + (row_error(dtype) if is_16_bit else 0.0),
+        + roundings * unit_roundoff(dtype) * expected.abs(),
+        row_ratio=2 * weight + (roundings * row_error(dtype) if is_16_bit else 0.0),
     )

@@ -123,6 +123,16 @@ def one_step(dtype: torch.dtype, size: float = 0.0) -> Tolerance:
     return tolerance
 
 
+# --- Tokens ---------------------------------------------------------------------------------------
+
+NOISE = 16 * U
+"""Standard deviation of a weight's noise, as a share. Each product is then off by about as much; by
+rounding it is off by a few U (`product`, without its deviations), so this is several times more."""
+NOISES = 2
+"""Runs with noise. An answer whose margin rounding exceeds passes one with a chance of a fifth."""
+DECIDED = 0.8
+"""Share of the answers of random weights that noise leaves alone, at least."""
+
 # --- Frequencies and estimates -------------------------------------------------------------------
 
 P_VALUE = 1e-3

@@ -137,4 +137,12 @@ def test_numbers(
 ) -> None:
     batch = random_batch(mix, 32, DTYPES[dtype])
     output = attend(batch, window_left, softcap=softcap)
-    allowed(batch, scale=0.3, window_left=window_left, softcap=softcap or 0.0).check(output)
+    right = allowed(
+        batch,
+        scale=0.3,
+        window_left=window_left,
+        softcap=softcap or 0.0,
+        # vLLM's kernels cut fp32 off to bf16 on processors without instructions that round it.
+        cuts_off=not torch.cpu._is_avx512_bf16_supported(),
+    )
+    right.check(output)

@@ -158,7 +158,9 @@ def test_top_tokens(tile: int, k: int) -> None:
         running.add(logits[:, first : first + tile], first)
     values, tokens, log_total = running.result()
     expected = logits.topk(k, dim=-1)
-    assert torch.equal(values, expected.values) and torch.equal(tokens, expected.indices)
+    # Of equal logits either may come first, or be left out.
+    assert torch.equal(values, expected.values) and torch.equal(logits.gather(1, tokens), values)
+    assert all(len(set(row)) == k for row in tokens.tolist())
     exact = logits.double().logsumexp(-1, keepdim=True)
     allowed = tolerances.softmax(V, logits.abs().max().item())
     torch.testing.assert_close(log_total.double(), exact, rtol=0, atol=allowed)
