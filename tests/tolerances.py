@@ -7,6 +7,7 @@ say, on any machine (`attention_kernels.rounding`). Attention's own bound is
 stands at the end.
 """
 
+from statistics import NormalDist
 from typing import TypedDict
 
 import torch
@@ -111,6 +112,12 @@ ROTATED_IN_FP32 = within(2 * FEW * SUMS_OF_A_LAYER * U, size=4.0)
 """Drafters compared in float64, in two layers. Only their rotations are in fp32, as in vLLM: angles
 of up to 16 radians, off by U of that."""
 
+BETWEEN_TIES = 10 * LOGPROB
+"""Of log-probabilities whose linears round their inputs to 8 or 4 bits. An input on the other side
+of a tie moves random weights' by more than this, rounding alone by `LOGPROB` at most."""
+NOISE_OF_INPUTS = 5 * U
+"""Standard deviation of the noise that tells whether an input lies next to a tie, as a share."""
+
 # --- Rounding to 16 and 8 bits -------------------------------------------------------------------
 
 
@@ -124,6 +131,13 @@ def one_step(dtype: torch.dtype, size: float = 0.0) -> Tolerance:
 
 
 # --- Tokens ---------------------------------------------------------------------------------------
+
+DECISION = model(layers=5, width=256, logits=8.0) / (5 * SUMS_OF_A_LAYER) ** 0.5
+"""Of a log-probability at temperature 1 that a token is chosen by: errors of layers and sums add as
+independent ones do."""
+PARTED = 0.05
+"""Share of the generations that may part where rounding decides, at most: some thousand decisions
+each, of which few are as close as `DECISION`."""
 
 NOISE = 16 * U
 """Standard deviation of a weight's noise, as a share. Each product is then off by about as much; by
@@ -147,6 +161,17 @@ def mean_of_uniform(draws: int) -> float:
 def correlation(pairs: int) -> float:
     """Of what is independent."""
     return DEVIATIONS / pairs**0.5
+
+
+def tokens_left(share: float) -> float:
+    """Share by which `top_p` = `share` leaves fewer tokens than that share at a temperature of 100.
+
+    The shipped model's logits then deviate by up to 0.15, and the more probable half of such tokens
+    holds more than half of the probability. Entropies count tokens to 5% beside.
+    """
+    normal = NormalDist()
+    missed = 1 - normal.cdf(-normal.inv_cdf(1 - share) - 0.15) / share if share < 1 else 0.0
+    return missed + 0.05
 
 
 STEP_COSTS = 0.08

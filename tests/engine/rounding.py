@@ -1,9 +1,9 @@
 """Which answers rounding decides.
 
-Two ways to compute one answer add in another order. Where two tokens are equally probable but for the
-last digits, or a draw falls on the boundary between two, that decides which is taken, and whatever
-comes after it. Such an answer says nothing about either way: those are compared that stay the same
-when weights are off by several roundings, and they must be most.
+Two ways to compute one answer add in another order. Where two tokens are equally probable but for
+the last digits, or a draw falls on the boundary between two, that decides which is taken, and
+whatever comes after it. Such an answer says nothing about either way: those are compared that stay
+the same when weights are off by several roundings, and they must be most.
 """
 
 from collections.abc import Callable, Iterator, Sequence

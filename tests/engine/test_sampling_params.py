@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm import RequestOutput, SamplingParams
 
+from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine
 
@@ -22,6 +23,7 @@ EOS = 1
 # Unlike anything it was trained on: what comes out depends on the noise.
 ODD = [{"role": "user", "content": "kq 7 {w: 3 zx"}]
 SEEDS = range(1, 5)
+ALIKE = 2 * tolerances.LOGPROB  # of two runs
 
 
 @pytest.fixture(scope="module")
@@ -209,10 +211,14 @@ def test_truncation_comes_after_the_temperature(served: Engine) -> None:
 
     everything = tokens_left()
     assert everything > 450
-    assert tokens_left(top_p=0.5) == pytest.approx(everything / 2, rel=0.1)
-    assert tokens_left(top_p=0.1) == pytest.approx(everything / 10, rel=0.25)
-    assert tokens_left(top_k=5) == pytest.approx(5, rel=0.05)
-    assert tokens_left(top_p=0.5, top_k=6) == pytest.approx(3, rel=0.2)
+    for left, share, options in (
+        (everything / 2, 0.5, {"top_p": 0.5}),
+        (everything / 10, 0.1, {"top_p": 0.1}),
+        (5, 1.0, {"top_k": 5}),
+        (3, 0.5, {"top_p": 0.5, "top_k": 6}),
+    ):
+        allowed = tolerances.tokens_left(share, left)
+        assert tokens_left(**options) == pytest.approx(left, rel=allowed), options
 
 
 def first_step(served: Engine, **options: Any) -> tuple[list[int], list[dict[int, float]]]:
@@ -233,7 +239,7 @@ def test_logprobs_are_the_models_own_unless_asked_otherwise(served: Engine) -> N
     assert biased != plain
     for before, after in zip(scores, biased_scores, strict=True):
         for token in before.keys() & after.keys():
-            assert after[token] == pytest.approx(before[token], abs=1e-3)
+            assert after[token] == pytest.approx(before[token], rel=0, abs=ALIKE)
 
 
 def test_prompt_logprobs(served: Engine) -> None:
@@ -249,7 +255,9 @@ def test_prompt_logprobs(served: Engine) -> None:
     assert output.prompt_logprobs[0] is None
     for position, scores in enumerate(output.prompt_logprobs[1:]):
         token = ids[0, position + 1].item()
-        assert scores[token].logprob == pytest.approx(expected[position, token].item(), abs=1e-3)
+        assert scores[token].logprob == pytest.approx(
+            expected[position, token].item(), rel=0, abs=tolerances.LOGPROB
+        )
     assert output.outputs[0].text == ROWS[0]["answer"]
 
 
@@ -308,9 +316,10 @@ def test_processed_logprobs(engine: Callable[..., Engine]) -> None:
     biased, biased_scores = first_step(processed, **left, logit_bias=bias)
     assert biased != plain
     for before, after in zip(scores, biased_scores, strict=True):
-        assert sum(map(math.exp, before.values())) == pytest.approx(1, abs=1e-4)
+        allowed = tolerances.softmax(20, 40.0)
+        assert sum(map(math.exp, before.values())) == pytest.approx(1, rel=0, abs=allowed)
         # At temperature 2.
         moved = {token: score + bias.get(token, 0.0) / 2 for token, score in before.items()}
         total = math.log(sum(map(math.exp, moved.values())))
         for token in moved.keys() & after.keys():
-            assert after[token] == pytest.approx(moved[token] - total, abs=1e-3)
+            assert after[token] == pytest.approx(moved[token] - total, rel=0, abs=ALIKE)
