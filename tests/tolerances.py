@@ -130,6 +130,10 @@ def one_step(dtype: torch.dtype, size: float = 0.0) -> Tolerance:
     return tolerance
 
 
+LOGPROB_OF_LAST_STEP = 10 * LOGPROB
+"""After some denoising steps, each of which conditions on the logits before. The least stable of
+random weights amplify an error tenfold on their way to the last."""
+
 # --- Tokens ---------------------------------------------------------------------------------------
 
 DECISION = model(layers=5, width=256, logits=8.0) / (5 * SUMS_OF_A_LAYER) ** 0.5

@@ -11,43 +11,44 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from vllm import LLM
 
 from tests import tolerances
-from tests.engine.conftest import Engine
 
 Answer = TypeVar("Answer")
 
 
+def add_noise(model: torch.nn.Module, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each fp32 weight is off by a share of its own. Returns the weights, and what they were."""
+    generator = torch.Generator().manual_seed(seed)
+    before = []
+    for weight in (parameter.data for parameter in model.parameters()):
+        if weight.dtype == torch.float32:
+            before.append((weight, weight.clone()))
+            weight.mul_(1 + tolerances.NOISE * torch.randn(weight.shape, generator=generator))
+    return before
+
+
 @contextmanager
-def noisy_weights(engine: Engine, seed: int) -> Iterator[None]:
-    """The fp32 weights of an engine in this process are off, each by a share of its own."""
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def disturb(model: torch.nn.Module) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for weight in model.parameters():
-            if weight.dtype == torch.float32:
-                kept.append((weight.data, weight.data.clone()))
-                noise = torch.randn(weight.shape, generator=generator)
-                weight.data.mul_(1 + tolerances.NOISE * noise)
-
-    engine.llm.apply_model(disturb)
-    assert engine.llm.reset_prefix_cache()
+def noisy_weights(llm: LLM, seed: int) -> Iterator[None]:
+    """Of an engine in this process."""
+    (before,) = llm.apply_model(lambda model: add_noise(model, seed))
+    assert llm.reset_prefix_cache()
     try:
         yield
     finally:
-        for weight, before in kept:
-            weight.copy_(before)
-        assert engine.llm.reset_prefix_cache()
+        for weight, was in before:
+            weight.copy_(was)
+        assert llm.reset_prefix_cache()
 
 
 def decided(
-    engine: Engine, answers: Callable[[], Sequence[Answer]], key: Callable[[Answer], Any] = repr
+    llm: LLM, answers: Callable[[], Sequence[Answer]], key: Callable[[Answer], Any] = repr
 ) -> list[Answer | None]:
     """What `answers` gives; None where noise in the weights changes its `key`."""
     found: list[Answer | None] = list(answers())
     for seed in range(tolerances.NOISES):
-        with noisy_weights(engine, seed):
+        with noisy_weights(llm, seed):
             noisy = answers()
         found = [
             a if a is not None and key(a) == key(b) else None

@@ -14,6 +14,7 @@ from tests import tolerances
 from tests.engine import quantized, reference
 from tests.engine.conftest import CHECKPOINTS, HELD_OUT, TRAINED, Engine
 from tests.engine.one_step import random_ids, read_one_step
+from tests.engine.rounding import assert_same, decided
 
 pytestmark = pytest.mark.numerics
 
@@ -139,7 +140,8 @@ def test_two_processes_answer_as_one(
 ) -> None:
     """They share the linears, with the scales of their rows or columns, and part the experts among
     them."""
-    alone = answers(engine(shipped, **OPTIONS))
+    one = engine(shipped, **OPTIONS)
+    alone = decided(one.llm, lambda: answers(one))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    assert answers(engine(shipped, **OPTIONS, **parallel)) == alone
+    assert_same(answers(engine(shipped, **OPTIONS, **parallel)), alone)

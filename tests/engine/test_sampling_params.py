@@ -14,6 +14,7 @@ from vllm import RequestOutput, SamplingParams
 from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+from tests.engine.rounding import assert_same, decided
 
 pytestmark = pytest.mark.numerics
 
@@ -279,6 +280,14 @@ def random_params(generator: random.Random) -> SamplingParams:
     return SamplingParams(max_tokens=generator.choice([5, 40]), **options)
 
 
+def decoded(
+    served: Engine, outputs: list[RequestOutput]
+) -> list[tuple[list[int], list[list[int]]]]:
+    """Tokens, and the canvases on the way to them."""
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return list(zip(tokens, served.canvases(outputs), strict=True))
+
+
 @pytest.mark.parametrize("batch_size", [4, 16])
 def test_a_seed_gives_the_same_canvases_in_any_batch(served: Engine, batch_size: int) -> None:
     generator = random.Random(batch_size)
@@ -288,7 +297,9 @@ def test_a_seed_gives_the_same_canvases_in_any_batch(served: Engine, batch_size:
         )
         for seed in range(50)
     ]
-    alone = [answers(served, [ODD], [params])[0] for params in own]
+    alone = decided(
+        served.llm, lambda: decoded(served, [answers(served, [ODD], [params])[0] for params in own])
+    )
     together = []
     for params in own:
         prompts, batch = [ODD], [params]
@@ -299,11 +310,9 @@ def test_a_seed_gives_the_same_canvases_in_any_batch(served: Engine, batch_size:
         for column in (prompts, batch):
             column[0], column[where] = column[where], column[0]
         together.append(answers(served, prompts, batch)[where])
-    canvases = [served.canvases(outputs) for outputs in (alone, together)]
-    assert canvases[0] == canvases[1]
-    assert len(set(map(str, canvases[0]))) == len(own)
-    for one, other in zip(alone, together, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    found = decoded(served, together)
+    assert_same(found, alone)
+    assert len(set(map(str, found))) == len(own)
 
 
 def test_processed_logprobs(engine: Callable[..., Engine]) -> None:
