@@ -66,7 +66,7 @@ def everything() -> dict[str, Any]:
 def require_same_answers(
     prompts: list[list[int]], served: dict[str, Any], alone: dict[str, Any]
 ) -> None:
-    """But behind a token beside which the target finds another equally probable, within rounding."""
+    """But behind a token beside which the target finds another as probable, within rounding."""
     target = load_target(TARGET, "cpu")
     num_parted = 0
     for prompt, one, other in zip(prompts, served["tokens"], alone["tokens"], strict=True):
