@@ -3,6 +3,7 @@
 A NaN that reaches an output shows a kernel that reads what it was not given.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attention_kernels import reference
+from attention_kernels.rounding import FEW, dot_error, row_error, sum_error, unit_roundoff
 
 
 class Request(NamedTuple):
@@ -123,3 +125,54 @@ def rms_ratio(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """[...]: root mean square of the error over that of `expected`, row by row of the last axis."""
     error = (output.double() - expected.double()).square().mean(-1).sqrt()
     return error / expected.double().square().mean(-1).sqrt().clamp(min=1e-12)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What attention over a batch has to give, and how far rounding may move it."""
+
+    expected: torch.Tensor  # [T, Hq, D] float64
+    error: torch.Tensor  # [T, Hq, D] float64, of each element
+    row_ratio: float  # `rms_ratio` of the worst row
+
+    def check(self, output: torch.Tensor, rows: slice | torch.Tensor = slice(None)) -> None:
+        """Raises AssertionError unless `rows` of `output` are right; a NaN is not."""
+        off = (output[rows].double() - self.expected[rows]).abs()
+        share = (off / self.error[rows].clamp(min=1e-300)).max().item()
+        assert share <= 1, f"an element is off by {share:.2f} times what rounding allows"
+        ratio = rms_ratio(output[rows], self.expected[rows]).max().item()
+        assert ratio <= self.row_ratio, (
+            f"the worst row's RMS ratio is {ratio:.2e}, rounding allows {self.row_ratio:.2e}"
+        )
+
+
+def allowed(batch: PagedBatch, *, scale: float, cuts_off: bool = False, **options: Any) -> Allowed:
+    """For `options` of `reference.attention`.
+
+    Scores and sums are fp32. What rounding does to a score moves its weight by as much, and their
+    sum at most as much again. A 16-bit query has its weights and its output rounded, too, or with
+    `cuts_off` towards zero, which is off by up to twice as much.
+    """
+    dtype = batch.query.dtype
+    query_norm = batch.query.double().norm(dim=-1).max().item()
+    key_norm = batch.key_cache.double().nan_to_num().norm(dim=-1).max().item()
+    if options.get("key_scale") is not None:
+        key_norm *= options["key_scale"].item()
+    num_keys = int(batch.seq_lens.max())
+    # Scaled, capped and, over shares of the keys, joined by the logarithm of their sum.
+    largest_score = scale * query_norm * key_norm
+    score = dot_error() * largest_score + FEW / 2 * unit_roundoff(torch.float32) * (
+        largest_score + math.log2(num_keys)
+    )
+    weight = 2 * score + 2 * sum_error(num_keys) + FEW * unit_roundoff(torch.float32)
+    is_16_bit = dtype != torch.float32
+    roundings = 2 if cuts_off and is_16_bit else 1
+    rounded = roundings * unit_roundoff(dtype) if is_16_bit else 0.0
+    expected = batch.reference(torch.float64, scale=scale, **options)
+    magnitudes = replace(batch, value_cache=batch.value_cache.float().abs())
+    return Allowed(
+        expected=expected,
+        error=(weight + rounded) * magnitudes.reference(torch.float64, scale=scale, **options)
+        + roundings * unit_roundoff(dtype) * expected.abs(),
+        row_ratio=2 * weight + (roundings * row_error(dtype) if is_16_bit else 0.0),
+    )

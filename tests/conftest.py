@@ -18,6 +18,12 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 import pytest
 import torch
 
+# Set by scripts/numerics.py. vLLM's kernels are those of the processor that torch says this is.
+if level := os.environ.get("TESTED_CPU_LEVEL"):
+    torch.cpu._is_avx512_supported = lambda: level == "avx512"
+    torch.cpu._is_avx512_bf16_supported = lambda: False
+    torch.cpu._is_amx_tile_supported = lambda: False
+
 SLOW = {"engine", "server"}  # folders whose tests start engines
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 
+from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import Engine
 
@@ -63,9 +64,16 @@ def assert_equal_to_reference(
         expected = reference.first_step_logprobs(model, prompt, canvas)
         assert len(positions) == len(canvas)
         for row, scores in zip(expected, positions, strict=True):
-            assert max(scores, key=scores.__getitem__) == row.argmax(), f"prompt of {len(prompt)}"
+            best = max(scores, key=scores.__getitem__)
+            assert is_best_guess(best, row), f"prompt of {len(prompt)}"
             for token, logprob in scores.items():
-                assert abs(row[token] - logprob) < 1e-3, f"prompt of {len(prompt)}"
+                off = abs(row[token] - logprob)
+                assert off <= tolerances.LOGPROB, f"prompt of {len(prompt)}"
+
+
+def is_best_guess(token: int, log_probs: torch.Tensor) -> bool:
+    """Of log-probabilities [V] that may be off by rounding, like those the token was chosen by."""
+    return bool(log_probs[token] >= log_probs.max() - 2 * tolerances.LOGPROB)
 
 
 def random_ids(length: int, vocab_size: int, seed: int) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSampler
 
+from tests.engine.parting import Decisions, Grounds
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
 
@@ -39,7 +40,17 @@ class Trajectory:
     steps: list[tuple[list[int], list[int], list[int]]] = field(default_factory=list)
     block_lengths: list[int] = field(default_factory=list)  # steps of each block
     tokens: list[int] = field(default_factory=list)  # committed, the prompt left out
+    grounds: list[Grounds] = field(default_factory=list)  # of each step; the reference's only
     logprobs: list[float] = field(default_factory=list)  # of `tokens`, on the step that chose them
+
+    def decisions(self) -> list[Decisions]:
+        """Of each step. A finished block's canvas is the next forward's input: we commit the best
+        guess, the reference's loop ends without reading it."""
+        ends = {end - 1 for end in itertools.accumulate(self.block_lengths)}
+        return [
+            Decisions(guess, accepted, guess if i in ends else canvas, i in ends)
+            for i, (guess, accepted, canvas) in enumerate(self.steps)
+        ]
 
 
 @torch.inference_mode()
@@ -75,6 +86,7 @@ def same_noise(
     canvas_length = model.config.canvas_length
     vocab_size = model.config.text_config.vocab_size
     key = noise.keys(torch.tensor([seed]))
+    draws: list[torch.Tensor] = []
     position = {"block": -1, "step": 0, "candidates drawn": False}
 
     def keys() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -88,6 +100,7 @@ def same_noise(
     def multinomial(probs: torch.Tensor, num_samples: int) -> torch.Tensor:
         position["candidates drawn"] = True
         draw = noise.uniform(*keys(), noise.CANDIDATE)[0]
+        draws.append(draw.double())
         return sample_by_inversion(probs, draw)[:, None]
 
     def initialize_canvas(self, batch_size: int, device: torch.device) -> torch.Tensor:
@@ -116,6 +129,7 @@ def same_noise(
             (best_guess[0].tolist(), accepted[-1][0].int().tolist(), canvas[0].tolist())
         )
         trajectory.block_lengths[-1] += 1
+        trajectory.grounds.append(Grounds(logits[0].double().log_softmax(-1), draws[-1]))
         best_guess_logprobs.append(logits[0].log_softmax(-1).amax(-1).tolist())
         return canvas, best_guess, logits, finished
 

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from vllm import SamplingParams
 
+from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import Engine, cached_tokens
 from tests.engine.one_step import FEW_STEPS, assert_equal_to_reference, random_ids, read_one_step
+
+pytestmark = pytest.mark.numerics
 
 BLOCK, PROMPT, ANSWER = 32, 32, 128  # tokens; a canvas fills a cache block
 
@@ -68,9 +70,8 @@ def test_next_turn_reuses_generated_blocks(
 
     for one, other in zip(reused, prefilled, strict=True):
         for at_one, at_other in zip(one, other, strict=True):
-            assert torch.allclose(
-                torch.tensor(sorted(at_one.values())),
-                torch.tensor(sorted(at_other.values())),
-                atol=1e-3,
-            )
+            both = at_one.keys() & at_other.keys()
+            assert len(both) >= len(at_one) - 1, "all but the last of two that are alike"
+            for token in both:
+                assert abs(at_one[token] - at_other[token]) <= 2 * tolerances.LOGPROB
     assert_equal_to_reference(model, turns, canvases, reused)

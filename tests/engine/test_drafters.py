@@ -1,7 +1,7 @@
 """A drafter changes no output, whatever the width policy, and drafts what its reference drafts."""
 
 import json
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,17 @@ import torch
 from scipy import stats
 from transformers import AutoTokenizer
 
+from tests import tolerances
 from tests.engine.drafters import serve
+from tests.engine.one_step import is_best_guess
+from tests.engine.rounding import add_noise
 from tests.paths import CHECKPOINTS
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictorConfig, save_predictor
-from vllm_dllm.tools.drafter.training.offline import replay
+from vllm_dllm.tools.drafter.training.offline import Replayed, replay
 from vllm_dllm.tools.drafter.training.reference import load_drafter
 from vllm_dllm.tools.drafter.training.target_states import load_target
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
 TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 WIDTH = 15
@@ -59,9 +62,27 @@ def everything() -> dict[str, Any]:
     return {"prompts": prompts, "alone": alone, "drafted": drafted}
 
 
+@torch.no_grad()
+def require_same_answers(
+    prompts: list[list[int]], served: dict[str, Any], alone: dict[str, Any]
+) -> None:
+    """But behind a token beside which the target finds another as probable, within rounding."""
+    target = load_target(TARGET, "cpu")
+    num_parted = 0
+    for prompt, one, other in zip(prompts, served["tokens"], alone["tokens"], strict=True):
+        if one == other:
+            continue
+        step = next(i for i, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1)
+        logits = target.model(torch.tensor([prompt + one[:step]])).logits[0, -1]
+        for token in (one[step], other[step]):
+            assert is_best_guess(token, logits.log_softmax(-1)), f"token {step} of {one}"
+        num_parted += 1
+    assert num_parted <= tolerances.PARTED * len(prompts)
+
+
 def test_same_answers_as_the_target_alone(everything: dict[str, Any]) -> None:
     assert len(everything["prompts"]) >= 500
-    assert everything["drafted"]["tokens"] == everything["alone"]["tokens"]
+    require_same_answers(everything["prompts"], everything["drafted"], everything["alone"])
 
 
 def test_acceptance_length(everything: dict[str, Any]) -> None:
@@ -70,15 +91,39 @@ def test_acceptance_length(everything: dict[str, Any]) -> None:
     assert sum(emitted) / len(emitted) >= 4
 
 
+def replay_with_noise(
+    prompts: list[list[int]], answers: list[list[int]]
+) -> list[tuple[Replayed, set[int]]]:
+    """What the reference drafts behind each token of the answers, and the tokens behind which noise
+    in its weights changes that."""
+    target, drafter = load_target(TARGET, "cpu"), load_drafter(DRAFTER)
+    exact = replay(target, drafter, prompts, answers, WIDTH)
+    undecided: list[set[int]] = [set() for _ in exact]
+    for seed in range(tolerances.NOISES):
+        noisy = load_drafter(DRAFTER)
+        add_noise(noisy, seed)
+        others = replay(target, noisy, prompts, answers, WIDTH)
+        for anchors, one, other in zip(undecided, exact, others, strict=True):
+            pairs = enumerate(zip(one.matches, other.matches, strict=True))
+            anchors |= {anchor for anchor, (matches, noised) in pairs if matches != noised}
+    return list(zip(exact, undecided, strict=True))
+
+
 def test_each_verification_emits_what_the_reference_says(everything: dict[str, Any]) -> None:
     """Lengths follow from where each block starts: behind what was accepted, not drafted."""
     some = slice(0, None, 7)
     prompts, answers = everything["prompts"][some], everything["drafted"]["tokens"][some]
-    replayed = replay(load_target(TARGET, "cpu"), load_drafter(DRAFTER), prompts, answers, WIDTH)
-    for emitted, expected in zip(everything["drafted"]["emitted"][some], replayed, strict=True):
+    compared = 0
+    for emitted, (expected, undecided) in zip(
+        everything["drafted"]["emitted"][some], replay_with_noise(prompts, answers), strict=True
+    ):
         lengths = expected.lengths(WIDTH)
+        if undecided & set(accumulate(lengths[:-1], initial=0)):
+            continue
         # Of the last one the reference counts no tokens past the end of the answer.
         assert emitted[:-1] == lengths[:-1] and len(emitted) == len(lengths)
+        compared += 1
+    assert compared >= tolerances.DECIDED * len(prompts)
 
 
 @pytest.fixture(scope="module")
@@ -129,20 +174,28 @@ SETTINGS = [
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_setting_changes_an_answer(by_setting: dict[str, Any], setting: str) -> None:
-    assert by_setting[setting]["tokens"] == by_setting["alone"]["tokens"]
+    require_same_answers(chat_prompts()[::21], by_setting[setting], by_setting["alone"])
 
 
 def require_reference_lengths(served: dict[str, Any], prompts: list[list[int]]) -> None:
     """Each verification emits what the reference says of a draft behind that token, whatever the
     requests have been through."""
-    target, drafter = load_target(TARGET, "cpu"), load_drafter(DRAFTER)
-    replayed = replay(target, drafter, prompts, served["tokens"], WIDTH)
-    for one, emitted, verified in zip(replayed, served["emitted"], served["verified"], strict=True):
+    compared = in_all = 0
+    for (one, undecided), emitted, verified in zip(
+        replay_with_noise(prompts, served["tokens"]),
+        served["emitted"],
+        served["verified"],
+        strict=True,
+    ):
         for length, (anchor, num_drafts) in zip(emitted, verified, strict=True):
             left = len(one.answer) - 1 - anchor  # what follows the answer is dropped
             if left > 0:
+                in_all += 1
+            if left > 0 and anchor not in undecided:
                 expected = min(one.matches[anchor], num_drafts) + 1
                 assert min(length, left) == min(expected, left)
+                compared += 1
+    assert compared >= tolerances.DECIDED * in_all
 
 
 @pytest.mark.parametrize("setting", ["asynchronous", "load", "short contexts"])
@@ -246,4 +299,4 @@ def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     placed = torch.cat(places).flatten()[:20_000]
     assert len(placed) == 20_000
     observed = torch.histc(placed, bins=40, min=0.0, max=1.0)
-    assert stats.chisquare(observed.numpy()).pvalue > 1e-3
+    assert stats.chisquare(observed.numpy()).pvalue > tolerances.P_VALUE

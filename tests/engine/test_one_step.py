@@ -5,12 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 
 from tests.engine import reference
 from tests.engine.conftest import TRAINED, Engine
-from tests.engine.one_step import assert_equal_to_reference, random_ids, read_one_step
+from tests.engine.one_step import (
+    assert_equal_to_reference,
+    is_best_guess,
+    random_ids,
+    read_one_step,
+)
+
+pytestmark = pytest.mark.numerics
 
 CANVAS = 32
 CACHED = {
@@ -116,9 +122,9 @@ def test_symmetric_rule_is_selectable_and_differs_past_the_window(
     outputs = served.llm.generate(inputs, params, use_tqdm=False)  # in one batch
     agreement = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        tokens = torch.tensor(output.outputs[0].token_ids)
-        expected = reference.first_step_logprobs(model, prompt, canvas).argmax(-1)
-        agreement.append((tokens == expected).float().mean().item())
+        expected = reference.first_step_logprobs(model, prompt, canvas)
+        chosen = zip(output.outputs[0].token_ids, expected, strict=True)
+        agreement.append(sum(is_best_guess(*each) for each in chosen) / CANVAS)
     short_symmetric, long_symmetric, long_reference = agreement
     assert short_symmetric == long_reference == 1.0  # all keys are within the window of 64
     assert long_symmetric < 0.9

@@ -11,8 +11,12 @@ import pytest
 import torch
 from vllm import RequestOutput, SamplingParams
 
+from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+from tests.engine.rounding import assert_same, decided
+
+pytestmark = pytest.mark.numerics
 
 ROWS = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
 PROMPT = ROWS[0]["messages"]
@@ -20,6 +24,7 @@ EOS = 1
 # Unlike anything it was trained on: what comes out depends on the noise.
 ODD = [{"role": "user", "content": "kq 7 {w: 3 zx"}]
 SEEDS = range(1, 5)
+ALIKE = 2 * tolerances.LOGPROB  # of two runs
 
 
 @pytest.fixture(scope="module")
@@ -207,10 +212,14 @@ def test_truncation_comes_after_the_temperature(served: Engine) -> None:
 
     everything = tokens_left()
     assert everything > 450
-    assert tokens_left(top_p=0.5) == pytest.approx(everything / 2, rel=0.1)
-    assert tokens_left(top_p=0.1) == pytest.approx(everything / 10, rel=0.25)
-    assert tokens_left(top_k=5) == pytest.approx(5, rel=0.05)
-    assert tokens_left(top_p=0.5, top_k=6) == pytest.approx(3, rel=0.2)
+    for left, share, options in (
+        (everything / 2, 0.5, {"top_p": 0.5}),
+        (everything / 10, 0.1, {"top_p": 0.1}),
+        (5, 1.0, {"top_k": 5}),
+        (3, 0.5, {"top_p": 0.5, "top_k": 6}),
+    ):
+        allowed = tolerances.tokens_left(share, left)
+        assert tokens_left(**options) == pytest.approx(left, rel=allowed), options
 
 
 def first_step(served: Engine, **options: Any) -> tuple[list[int], list[dict[int, float]]]:
@@ -231,7 +240,7 @@ def test_logprobs_are_the_models_own_unless_asked_otherwise(served: Engine) -> N
     assert biased != plain
     for before, after in zip(scores, biased_scores, strict=True):
         for token in before.keys() & after.keys():
-            assert after[token] == pytest.approx(before[token], abs=1e-3)
+            assert after[token] == pytest.approx(before[token], rel=0, abs=ALIKE)
 
 
 def test_prompt_logprobs(served: Engine) -> None:
@@ -247,7 +256,9 @@ def test_prompt_logprobs(served: Engine) -> None:
     assert output.prompt_logprobs[0] is None
     for position, scores in enumerate(output.prompt_logprobs[1:]):
         token = ids[0, position + 1].item()
-        assert scores[token].logprob == pytest.approx(expected[position, token].item(), abs=1e-3)
+        assert scores[token].logprob == pytest.approx(
+            expected[position, token].item(), rel=0, abs=tolerances.LOGPROB
+        )
     assert output.outputs[0].text == ROWS[0]["answer"]
 
 
@@ -269,6 +280,14 @@ def random_params(generator: random.Random) -> SamplingParams:
     return SamplingParams(max_tokens=generator.choice([5, 40]), **options)
 
 
+def decoded(
+    served: Engine, outputs: list[RequestOutput]
+) -> list[tuple[list[int], list[list[int]]]]:
+    """Tokens, and the canvases on the way to them."""
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return list(zip(tokens, served.canvases(outputs), strict=True))
+
+
 @pytest.mark.parametrize("batch_size", [4, 16])
 def test_a_seed_gives_the_same_canvases_in_any_batch(served: Engine, batch_size: int) -> None:
     generator = random.Random(batch_size)
@@ -278,7 +297,9 @@ def test_a_seed_gives_the_same_canvases_in_any_batch(served: Engine, batch_size:
         )
         for seed in range(50)
     ]
-    alone = [answers(served, [ODD], [params])[0] for params in own]
+    alone = decided(
+        served.llm, lambda: decoded(served, [answers(served, [ODD], [params])[0] for params in own])
+    )
     together = []
     for params in own:
         prompts, batch = [ODD], [params]
@@ -289,11 +310,9 @@ def test_a_seed_gives_the_same_canvases_in_any_batch(served: Engine, batch_size:
         for column in (prompts, batch):
             column[0], column[where] = column[where], column[0]
         together.append(answers(served, prompts, batch)[where])
-    canvases = [served.canvases(outputs) for outputs in (alone, together)]
-    assert canvases[0] == canvases[1]
-    assert len(set(map(str, canvases[0]))) == len(own)
-    for one, other in zip(alone, together, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    found = decoded(served, together)
+    assert_same(found, alone)
+    assert len(set(map(str, found))) == len(own)
 
 
 def test_processed_logprobs(engine: Callable[..., Engine]) -> None:
@@ -306,9 +325,10 @@ def test_processed_logprobs(engine: Callable[..., Engine]) -> None:
     biased, biased_scores = first_step(processed, **left, logit_bias=bias)
     assert biased != plain
     for before, after in zip(scores, biased_scores, strict=True):
-        assert sum(map(math.exp, before.values())) == pytest.approx(1, abs=1e-4)
+        allowed = tolerances.softmax(20, 40.0)
+        assert sum(map(math.exp, before.values())) == pytest.approx(1, rel=0, abs=allowed)
         # At temperature 2.
         moved = {token: score + bias.get(token, 0.0) / 2 for token, score in before.items()}
         total = math.log(sum(map(math.exp, moved.values())))
         for token in moved.keys() & after.keys():
-            assert after[token] == pytest.approx(moved[token] - total, abs=1e-3)
+            assert after[token] == pytest.approx(moved[token] - total, rel=0, abs=ALIKE)

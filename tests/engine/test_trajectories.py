@@ -4,15 +4,21 @@ Best guess, accepted positions, next canvas, the step a block stops at and the c
 compared at every step, for prompts that are decoded together in one batch by a compiled engine.
 """
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
+from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+from tests.engine.parting import Settings, first_parting, is_decided_by_rounding
+
+pytestmark = pytest.mark.numerics
 
 NUM_BLOCKS = 200
 
@@ -50,23 +56,26 @@ def served_trajectories(
     return trajectories
 
 
-def assert_same(ours: reference.Trajectory, expected: reference.Trajectory) -> None:
-    assert ours.block_lengths == expected.block_lengths
-    # A finished block's canvas is the next forward's input: we commit the best guess, the
-    # reference's loop ends without reading it.
-    last_steps = set()
-    end = 0
-    for length in expected.block_lengths:
-        end += length
-        last_steps.add(end - 1)
-    for i, (our_step, their_step) in enumerate(zip(ours.steps, expected.steps, strict=True)):
-        assert our_step[:2] == their_step[:2], f"step {i}"
-        if i in last_steps:
-            assert our_step[2] == our_step[0]
-        else:
-            assert our_step[2] == their_step[2], f"step {i}"
+def parted(model: Any, ours: reference.Trajectory, expected: reference.Trajectory) -> bool:
+    """Whether rounding parted the two. To there, or to the end, they are the same."""
+    for end in itertools.accumulate(ours.block_lengths):
+        best_guess, _, canvas = ours.steps[end - 1]
+        assert canvas == best_guess, "a finished block's canvas is what is committed"
+    config = model.generation_config
+    settings = Settings(
+        config.sampler_config.entropy_bound, config.confidence_threshold, config.t_min
+    )
+    one, other = ours.decisions(), expected.decisions()
+    step = first_parting(one, other)
+    if step is not None:
+        assert is_decided_by_rounding(one[step], other[step], expected.grounds[step], settings), (
+            f"step {step}"
+        )
+        return True
     assert ours.tokens == expected.tokens
-    assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+    allowed = tolerances.LOGPROB / config.t_min
+    assert ours.logprobs == pytest.approx(expected.logprobs, rel=0, abs=allowed)
+    return False
 
 
 def test_random_model_with_a_step_cap(
@@ -79,10 +88,12 @@ def test_random_model_with_a_step_cap(
     model.generation_config.max_denoising_steps = 2
     prompts = [list(range(10, 10 + length)) for length in (1, 20, 100)]
     ours = served_trajectories(served, prompts, [64] * 3, diffusion_max_steps=2)
+    num_parted = 0
     for seed, (prompt, trajectory) in enumerate(zip(prompts, ours, strict=True)):
         expected = reference.generate_with_noise(model, prompt, seed, max_new_tokens=64)
-        assert expected.block_lengths == [2, 2]
-        assert_same(trajectory, expected)
+        assert trajectory.block_lengths == expected.block_lengths == [2, 2]
+        num_parted += parted(model, trajectory, expected)
+    assert num_parted <= 1
 
 
 def test_trained_checkpoint(engine: Callable[..., Engine]) -> None:
@@ -104,9 +115,11 @@ def test_trained_checkpoint(engine: Callable[..., Engine]) -> None:
     ]
     assert max(lengths) > canvas_length and sum(lengths) >= NUM_BLOCKS * canvas_length
     trajectories = served_trajectories(served, prompts, lengths)
+    num_parted = 0
     for seed, (prompt, length, trajectory) in enumerate(
         zip(prompts, lengths, trajectories, strict=True)
     ):
         expected = reference.generate_with_noise(model, prompt, seed, length)
-        assert_same(trajectory, expected)
+        num_parted += parted(model, trajectory, expected)
         assert expected.block_lengths[0] < 48
+    assert num_parted <= tolerances.PARTED * len(prompts)

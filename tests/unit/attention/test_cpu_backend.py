@@ -12,10 +12,12 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
 
-from attention_kernels.testing import PagedBatch, Request, rms_ratio
+from attention_kernels.testing import PagedBatch, Request, allowed
 from tests.unit.attention_kernels.test_triton import WINDOWS, seen_by_definition
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.attention.cpu import CpuCanvasBackend
+
+pytestmark = pytest.mark.numerics
 
 current_platform.import_kernels()
 
@@ -126,11 +128,6 @@ def test_visibility(
         assert torch.equal(output > 0, expected[:, None].expand_as(output))
 
 
-# Of the worst row. In bf16, rounding the output alone makes 0.002, rounding the weights as much
-# again.
-RMS_LIMITS = {"fp32": 1e-5, "bf16": 0.005}
-
-
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["no cap", "cap"])
 @pytest.mark.parametrize("window_left", [-1, 0, 11, 200])
 @pytest.mark.parametrize("mix", MIXES)
@@ -140,7 +137,12 @@ def test_numbers(
 ) -> None:
     batch = random_batch(mix, 32, DTYPES[dtype])
     output = attend(batch, window_left, softcap=softcap)
-    expected = batch.reference(
-        torch.float64, scale=0.3, window_left=window_left, softcap=softcap or 0.0
+    right = allowed(
+        batch,
+        scale=0.3,
+        window_left=window_left,
+        softcap=softcap or 0.0,
+        # vLLM's kernels cut fp32 off to bf16 on processors without instructions that round it.
+        cuts_off=not torch.cpu._is_avx512_bf16_supported(),
     )
-    assert rms_ratio(output, expected).max() < RMS_LIMITS[dtype]
+    right.check(output)

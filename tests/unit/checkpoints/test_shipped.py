@@ -11,6 +11,8 @@ from tests.paths import CHECKPOINTS
 from vllm_dllm.tools.pretrain.exact_match import answer_rows, read_rows, summarize
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
+pytestmark = pytest.mark.numerics
+
 ROOT = CHECKPOINTS
 CHECKPOINT = ROOT / "diffusiongemma-tiny"
 

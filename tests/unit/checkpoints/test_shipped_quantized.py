@@ -13,6 +13,8 @@ from vllm_dllm.tools.evaluate.report import sha256_sums
 from vllm_dllm.tools.pretrain.tasks import Example, calibration_examples
 from vllm_dllm.tools.quantize.quantize import quantize
 
+pytestmark = pytest.mark.numerics
+
 ROOT = CHECKPOINTS
 PLAIN = ROOT / "diffusiongemma-tiny"
 FP8, NVFP4 = ROOT / "diffusiongemma-tiny-FP8-dynamic", ROOT / "diffusiongemma-tiny-NVFP4"

@@ -9,6 +9,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     StableAndConfidentStoppingCriteria,
 )
 
+from tests import tolerances
 from vllm_dllm.denoise.acceptance import Reveal, accept_by_entropy_bound, reveal
 from vllm_dllm.denoise.convergence import (
     NO_TOKEN,
@@ -19,6 +20,8 @@ from vllm_dllm.denoise.convergence import (
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepRules, denoise_step
 from vllm_dllm.denoise.temperature import temperature
+
+pytestmark = pytest.mark.numerics
 
 N, C, V = 5, 16, 40
 
@@ -48,7 +51,7 @@ def test_temperature_is_the_reference_schedule(num_steps: int) -> None:
 def test_capped_schedule_ends_where_the_reference_with_that_many_steps_ends() -> None:
     # Stock vLLM keeps the schedule of 48 steps, and ends a cap of 16 at 0.675.
     last = temperature(torch.tensor([15]), torch.tensor([16]), 0.4, 0.8 - 0.4)
-    assert last.item() == pytest.approx(0.425)
+    torch.testing.assert_close(last.squeeze(), torch.tensor(0.425), **tolerances.short_formula())
 
 
 @pytest.mark.parametrize("bound", [1e-6, 0.1, 1.0, 50.0])
@@ -111,9 +114,11 @@ def test_candidates_follow_the_distribution() -> None:
     uniform = (torch.arange(draws) + 0.5) / draws
     stats = stats_of(probs.log().clamp(min=EXCLUDED).expand(draws, -1), uniform)
     counts = torch.bincount(stats.candidate, minlength=5) / draws
-    assert torch.allclose(counts, probs, atol=1e-4)
-    entropy = torch.distributions.Categorical(probs).entropy()
-    assert torch.allclose(stats.entropy_nats[0], entropy)
+    # Draws are evenly spaced: at either end of a token's interval one may fall on the other side.
+    assert (counts - probs).abs().max() <= 2 / draws
+    entropy = torch.distributions.Categorical(probs.double()).entropy()
+    allowed = tolerances.entropy(terms=5, largest_logit=2.1, spread=1.4)
+    assert (stats.entropy_nats[0] - entropy).abs() <= allowed
 
 
 @pytest.mark.parametrize("edge", [0.0, 1.0 - 2**-53])

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from vllm_dllm.drafters.passes import SCHEDULES, reveal, reveal_counts
 
+pytestmark = pytest.mark.numerics
+
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[int, int, str]:

@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
+from tests import tolerances
 from tests.unit.cpu.kernel_inputs import kernel_of
 from tests.unit.step.test_logits import Model, batch_of
 from vllm_dllm.compat import runner
@@ -18,6 +19,8 @@ from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits import StreamedLogits, whole_rows
 from vllm_dllm.step.logprob_tensors import LogprobRequest, token_logprobs
 from vllm_dllm.step.soft_embedding import SoftEmbedding
+
+pytestmark = pytest.mark.numerics
 
 V, H, C, NUM_CANVASES = 70_001, 8, 24, 8
 ROWS = C * NUM_CANVASES
@@ -145,4 +148,4 @@ def test_prompt_logprobs_keep_to_it_too(model: Model, stock_chunks: None) -> Non
     assert peak_bytes(score) > 3 * BUDGET
     runner.score_prompts_by(whole_rows(V, BUDGET))
     assert BUDGET / 8 < peak_bytes(score) <= BUDGET
-    torch.testing.assert_close(score(), whole)
+    tolerances.assert_within(score(), whole, 2 * tolerances.softmax(V, largest_logit=30.0))

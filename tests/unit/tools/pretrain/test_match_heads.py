@@ -1,5 +1,6 @@
 """The look-up heads attend where they should."""
 
+import pytest
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
@@ -12,6 +13,8 @@ from vllm_dllm.tools.pretrain.match_heads import (
     matching_rows,
 )
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
+
+pytestmark = pytest.mark.numerics
 
 
 def scores(forward: _Recorder, x: torch.Tensor, head: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """A few training steps on a tiny model lower the loss and keep it finite."""
 
+import pytest
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
@@ -10,6 +11,8 @@ from vllm_dllm.tools.pretrain.tasks import Example
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 from vllm_dllm.tools.pretrain.tokenizer import EOS_ID, build_tokenizer
 from vllm_dllm.tools.pretrain.train import diffusion_loss, initialize
+
+pytestmark = pytest.mark.numerics
 
 
 def test_loss_falls(tmp_path):

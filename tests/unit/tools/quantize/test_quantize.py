@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
+from tests import tolerances
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, read
 from vllm_dllm import cli
 from vllm_dllm.quantization import nvfp4_format
@@ -21,6 +22,8 @@ from vllm_dllm.tools.quantize.plan import make_plan
 from vllm_dllm.tools.quantize.quantize import quantize
 from vllm_dllm.tools.quantize.report import describe, quantized_bytes
 from vllm_dllm.tools.quantize.source import read_source
+
+pytestmark = pytest.mark.numerics
 
 
 def linears(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -54,7 +57,7 @@ def test_fp8_weights_within_their_rounding(checkpoint, fp8):
         error = (fp8_weight.float() * scale - weight).abs()
         # Three bits behind the point: half a gap is 1/16 of a power of two. Below fp8's normal
         # numbers the gap stays 2^-9. The last term is fp32's rounding of scale and product.
-        bound = torch.maximum(weight.abs() / 16, scale * 2**-10) + 2**-22 * weight.abs()
+        bound = torch.maximum(weight.abs() / 16, scale * 2**-10) + tolerances.SHORT * weight.abs()
         assert (error <= bound).all(), module
         assert error.max() > 0.1 * bound.max()
         assert (fp8_weight.float().abs().amax(1) == 448).all(), "a row's largest weight is 448"
@@ -71,7 +74,7 @@ def test_nvfp4_weights_bit_for_bit(checkpoint, fp4):
         assert written_groups.dtype == torch.float8_e4m3fn
         assert torch.equal(written_groups.view(torch.uint8), groups.view(torch.uint8)), module
         error = (nvfp4_format.dequantize(packed, groups, scale) - weight).abs()
-        bound = nvfp4_format.error_bound(weight, groups, scale) + 2**-22 * weight.abs()
+        bound = nvfp4_format.error_bound(weight, groups, scale) + tolerances.SHORT * weight.abs()
         assert (error <= bound).all(), module
 
 

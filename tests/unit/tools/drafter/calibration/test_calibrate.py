@@ -31,6 +31,8 @@ from vllm_dllm.tools.drafter.training.reference import load_drafter, save_drafte
 from vllm_dllm.tools.drafter.training.target_states import load_target
 from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
 
+pytestmark = pytest.mark.numerics
+
 V, BLOCK_SIZE, MAX_TOKENS = 40, 8, 16
 SIZES = (6, 7, 8)
 
@@ -96,7 +98,7 @@ def test_learns_what_the_logits_tell(variant: str, monkeypatch: pytest.MonkeyPat
     report = build_report(train_predictor(training, config, 0), training, held_out, 0)
     assert report["accuracy"] > 0.9 and report["better_than_best_fixed"]
     assert report["gain_over_best_fixed"] > 0.15
-    assert report["oracle_over_best_fixed"] == pytest.approx(0.2, abs=0.01)
+    assert report["oracle_over_best_fixed"] == pytest.approx(0.2)
 
 
 def test_gains_nothing_where_there_is_nothing_to_learn() -> None:

@@ -12,6 +12,8 @@ from vllm_dllm.tools.drafter.training.offline import replay
 from vllm_dllm.tools.drafter.training.reference import load_drafter
 from vllm_dllm.tools.drafter.training.target_states import load_target
 
+pytestmark = pytest.mark.numerics
+
 TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 EVERY = 8
 
@@ -45,4 +47,4 @@ def test_blocks_of_16_emit_four_tokens_and_more(summary: dict[str, dict[str, flo
 def test_evaluation_file_is_of_all_prompts() -> None:
     evaluation = json.loads((DRAFTER / "evaluation.json").read_text())
     assert evaluation["summary"]["all"]["rows"] == 506
-    assert evaluation["summary"]["all"]["tau"] == pytest.approx(9.30, abs=0.01)
+    assert round(evaluation["summary"]["all"]["tau"], 2) == 9.30  # as its card says

@@ -22,6 +22,8 @@ from vllm_dllm.tools.drafter.training.reference import load_drafter
 from vllm_dllm.tools.drafter.training.target_states import load_target, target_text_config
 from vllm_dllm.tools.drafter.training.tiny import MASK_TOKEN, make_tiny_drafter, make_tiny_target
 
+pytestmark = pytest.mark.numerics
+
 OPTIONS = Options(
     block_size=8, num_layers=1, mask_token=MASK_TOKEN, steps=8, max_tokens=12, tokens_per_batch=512
 )
