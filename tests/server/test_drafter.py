@@ -1,4 +1,4 @@
-"""`vllm serve` with a drafter, as docs/drafters.md has it: the target's answers, in fewer forwards."""
+"""`vllm serve` with a drafter, as docs/drafters.md has it: fewer forwards, the target's answers."""
 
 import json
 import shutil
