@@ -78,7 +78,7 @@ def measure(call: Call, name: str, concurrencies: list[int], rounds: int) -> dic
 
 def require_every_step(name: str, run: dict[str, float]) -> None:
     """Raises Refused unless all canvases took all steps and all requests got all tokens."""
-    if abs(run["steps_per_block"] - STEPS) > 1e-6 or run["shortest"] != BLOCKS * CANVAS:
+    if run["steps_per_block"] != STEPS or run["shortest"] != BLOCKS * CANVAS:
         raise harness.Refused(
             f"{name} took {run['steps_per_block']:.2f} steps a canvas, expected {STEPS}; its "
             f"shortest answer has {run['shortest']} tokens, expected {BLOCKS * CANVAS}."

@@ -45,7 +45,8 @@ def exact_match(answers: Sequence[str], expected: Sequence[str]) -> float:
 
 def require_accuracy(ours: float, reference: float, max_points_below: float) -> None:
     """Raises Refused unless `ours` is within `max_points_below` (percent) of `reference`."""
-    if not 100 * ours >= 100 * reference - max_points_below - 1e-9:
+    below = round(100 * (reference - ours), 9)  # of quotients: float64's last digits say nothing
+    if not below <= max_points_below:
         raise Refused(
             f"exact match is {ours:.1%}, the reference's {reference:.1%}; at most "
             f"{max_points_below:g} points below are allowed."

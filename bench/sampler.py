@@ -30,6 +30,7 @@ from torch import nn
 
 from bench import harness
 from bench.stock_vllm import install_stand_in_torchvision
+from tests import tolerances
 
 CANVAS, SOFTCAP = 256, 30.0
 REQUESTS = (1, 8, 32, 64)
@@ -299,8 +300,8 @@ def check(cell: dict[str, list[dict[str, Any]]]) -> None:
     one, *others = (runs[0] for runs in cell.values() if runs)
     for other in others:
         same = one["best_guess_sum"] == other["best_guess_sum"]
-        same &= abs(one["entropy"] - other["entropy"]) < 1e-2
-        same &= abs(one["soft_size"] / other["soft_size"] - 1) < 1e-2
+        same &= abs(one["entropy"] - other["entropy"]) < tolerances.OTHER_SYSTEM
+        same &= abs(one["soft_size"] / other["soft_size"] - 1) < tolerances.OTHER_SYSTEM
         if not same:
             raise harness.Refused(f"the systems disagree: {one} and {other}.")
 

@@ -4,7 +4,7 @@ What has one right answer is compared exactly: tokens, masks, packed weights, wh
 operations compute. What goes through sums in another order may be off by what dtypes and lengths
 say, on any machine (`attention_kernels.rounding`). Attention's own bound is
 `attention_kernels.testing.allowed`. What no rounding explains, an estimate or a sampled frequency,
-stands at the end.
+stands at the end. Python's own sums of a few numbers are compared with `pytest.approx` as it is.
 """
 
 from statistics import NormalDist
@@ -182,3 +182,8 @@ STEP_COSTS = 0.08
 """Share of a step's cost as fitted to times with 5% noise, some of them 8 times too long."""
 STEP_COSTS_OF_A_STEADY_MACHINE = 0.05
 """The same from times without noise, while those of another machine are being forgotten."""
+OTHER_SYSTEM = 1e-2
+"""Of mean entropies in nats, and as a share of a mean embedding's size, where another system takes
+the same bf16 logits: it rounds them, or what it makes of them, by up to 2^-8 once more or less."""
+PUBLISHED_BYTES = 5e4
+"""Sizes are published in GB with four digits behind the point."""

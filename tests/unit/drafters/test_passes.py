@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import tolerances
 from vllm_dllm.drafters.passes import SCHEDULES, reveal, reveal_counts
 
 pytestmark = pytest.mark.numerics
@@ -40,7 +41,9 @@ def test_one_step_is_the_default() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_go_from_all_to_nothing(schedule: str) -> None:
     shares = [SCHEDULES[schedule](t / 20) for t in range(21)]
-    assert shares[0] == 1 and shares[-1] == pytest.approx(0, abs=1e-12)
+    assert shares[0] == 1 and shares[-1] == pytest.approx(
+        0, abs=tolerances.unit_roundoff(torch.float64)
+    )
     assert shares == sorted(shares, reverse=True)
 
 
