@@ -20,6 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.engines import in_this_process
 from tests.paths import CHECKPOINTS
+from tests.processes import HANGS_S
 
 CHECKPOINT = CHECKPOINTS / "diffusiongemma-tiny"
 CANVAS = 64
@@ -41,7 +42,10 @@ class Server:
     @property
     def client(self) -> OpenAI:
         return OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", timeout=120, max_retries=0
+            base_url=f"http://127.0.0.1:{self.port}/v1",
+            api_key="none",
+            timeout=HANGS_S,
+            max_retries=0,
         )
 
     @property
@@ -69,7 +73,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         try:
-            process.wait(timeout=30)
+            process.wait(timeout=120)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -81,7 +85,7 @@ def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[Server]:
     tracing = ("--additional-config", json.dumps({"vllm_dllm": {"trace_path": str(trace)}}))
     process, port = start(checkpoint, log, *tracing, *options)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + HANGS_S
         while True:
             assert process.poll() is None, log.read_text()[-5000:]
             assert time.monotonic() < deadline, log.read_text()[-5000:]
@@ -125,7 +129,7 @@ def last_words(checkpoint: Path, log: Path, *options: str) -> str:
     """What a server logs that must end by itself, and not well."""
     process, _ = start(checkpoint, log, *options)
     try:
-        assert process.wait(timeout=240) != 0
+        assert process.wait(timeout=HANGS_S) != 0
     finally:
         stop(process)
     return log.read_text()

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -12,6 +11,7 @@ import pytest
 from bench import harness, serving_report, system, workload
 from bench.step_split import StepSplit, outside_forward, split_parts
 from bench.system import ROOT, System, SystemDied
+from tests.processes import is_running, wait_for
 
 
 def test_spread() -> None:
@@ -215,9 +215,9 @@ STUBBORN = """
 import subprocess, sys, time
 from bench import system
 
-helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"])
 system.serve(lambda: ({"helper": helper.pid}, {}))
-time.sleep(600)
+time.sleep(10**6)
 """
 
 
@@ -230,13 +230,14 @@ def test_a_system_that_does_not_end_is_killed_with_its_processes(
     child = System("stubborn_child", [], tmp_path / "log")
     helper = psutil.Process(child.description["helper"])
     child.close()
-    assert not psutil.wait_procs([helper], timeout=20)[1], "a process of the system is still there"
+    wait_for(lambda: not is_running(helper.pid), "the end of a process of the system")
 
 
 PARENT = """
 import sys
 from pathlib import Path
 from bench.system import System
+from tests.processes import HANGS_S, wait_for
 
 child = System("noisy_child", [], Path(sys.argv[1]))
 child.pause()
@@ -259,10 +260,7 @@ def test_a_paused_system_ends_when_the_bench_is_killed(
     assert parent.stdin and parent.stdout
     child = psutil.Process(int(parent.stdout.readline()))
     # A signal takes a moment; a group that is not stopped yet would only see its input end.
-    deadline = time.monotonic() + 20
-    while child.status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline, "the system does not pause"
-        time.sleep(0.01)
+    wait_for(lambda: child.status() == psutil.STATUS_STOPPED, "the pause of the system")
     parent.kill()
     parent.wait()
-    assert not psutil.wait_procs([child], timeout=20)[1], "the paused system is still there"
+    wait_for(lambda: not is_running(child.pid), "the end of the paused system")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import tolerances
+from tests.processes import HANGS_S
 from tests.unit.step.test_logits import LARGEST, LENGTHS, ROWS, Filters, H, Model, batch_of
 from vllm_dllm.denoise.vocab_stream import BLOCK
 from vllm_dllm.models import vocabulary
@@ -28,7 +29,7 @@ class Group:
     world_size = RANKS
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(RANKS, timeout=60)
+        self.barrier = threading.Barrier(RANKS, timeout=HANGS_S)
         self.parts: list[torch.Tensor] = [torch.empty(0)] * RANKS
         self.numbers_a_row: list[int] = []
         self.rank = threading.local()

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tests.processes import is_running, wait_for
+from tests.processes import HANGS_S, is_running, wait_for
 from vllm_dllm import cli
 from vllm_dllm.tools import demo
 from vllm_dllm.tools.demo import drawing, picture
@@ -306,7 +306,7 @@ def test_a_server_that_dies_while_it_answers(
 def test_a_signal_stops_the_server(tmp_path: Path, number: signal.Signals) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    forever = "import os, time; print(os.getpid(), flush=True); time.sleep(99)"
+    forever = "import os, time; print(os.getpid(), flush=True); time.sleep(10**6)"
     script = (
         # A shell starts background jobs with SIGINT ignored, and children inherit that.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -321,7 +321,7 @@ def test_a_signal_stops_the_server(tmp_path: Path, number: signal.Signals) -> No
         wait_for(lambda: log.read_text().endswith("\n"))
         pid = int(log.read_text())
         running.send_signal(number)
-        assert running.wait(20) == 128 + number
+        assert running.wait(HANGS_S) == 128 + number
     assert not is_running(pid)
 
 

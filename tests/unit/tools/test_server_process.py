@@ -44,7 +44,7 @@ def test_stopping_reaches_the_engine_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_process, "STOP_SECONDS", 0.3)
-    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(10**6)"
     parent = (
         "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}]); "
