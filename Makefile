@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast lint docs bench lock clean
+.PHONY: help setup serve demo test test-fast test-numerics lint docs bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -56,6 +56,11 @@ test: setup ## run the tests
 # What needs no engine and no ten seconds: an answer in about two minutes.
 test-fast: setup ## run the unit tests that are not slow
 	$(BIN)/pytest tests/unit -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# As older, newer and other processors compute: vector widths, kernels of the libraries, threads.
+# SHORT=1: two settings, the tests that take seconds.
+test-numerics: setup ## run the numeric tests as other processors compute (SHORT=1: some)
+	$(BIN)/python scripts/numerics.py $(if $(SHORT),--short)
 
 lint: setup ## ruff, import-linter and mypy
 	$(BIN)/ruff check

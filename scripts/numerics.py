@@ -90,8 +90,9 @@ MATRIX = (
     Setting(AVX512, "SkylakeX", 1),
     Setting(AVX512, "Zen", 2),
 )
-# For CI: the two that share least with each other, on what takes seconds.
+# For CI: the two that share least with each other, without what takes long or is exact.
 SHORT = (Setting(BASELINE, "SkylakeX", 1), Setting(AVX2, "Zen", 1))
+SHORT_TESTS = ("-m", "numerics and not slow", "-k", "not visibility and not visits", "tests/unit")
 
 
 def processor_flags() -> set[str]:
@@ -140,8 +141,8 @@ def run(setting: Setting, pytest_arguments: Sequence[str], logs: Path) -> tuple[
         rounded = subprocess.run(
             probe, env=environment, check=True, capture_output=True, text=True
         ).stdout.split()
-        # With a thread each, two files side by side.
-        workers = len(os.sched_getaffinity(0)) if setting.threads == 1 else 0
+        # With a thread each, files side by side.
+        workers = min(4, len(os.sched_getaffinity(0))) if setting.threads == 1 else 0
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += ["--numprocesses", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
         started = time.monotonic()
@@ -175,13 +176,13 @@ def main() -> int:
     settings = [s for s in (SHORT if args.short else MATRIX) if (args.only or "") in str(s)]
     if not settings:
         parser.error(f"no setting contains {args.only!r}: {'; '.join(map(str, MATRIX))}")
-    marked = ["-m", "numerics and not slow" if args.short else "numerics"]
+    chosen = SHORT_TESTS if args.short else ("-m", "numerics")
     logs = args.logs or Path(tempfile.mkdtemp(prefix="numerics-"))
     logs.mkdir(parents=True, exist_ok=True)
     print(f"{machine()}\npytest's output: {logs}", flush=True)
     results = []
     for setting in settings:
-        results.append(run(setting, [*marked, *args.arguments], logs))
+        results.append(run(setting, [*chosen, *args.arguments], logs))
         print(results[-1][1], flush=True)
     print("\nNumeric tests, and the last digits of some sums:", flush=True)
     for _, line in results:
