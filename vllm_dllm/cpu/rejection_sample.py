@@ -49,17 +49,7 @@ def rejection_sample(
         )
     if draft_logits is not None:  # a target's vocabulary may be padded further than its drafter's
         target_logits = target_logits[:, : draft_logits.shape[-1]]
-    seeds = seed[expanded_idx_mapping].numpy()
-    positions = pos.numpy()
-    vocabulary = np.arange(target_logits.shape[1])
-
-    def noise(rows: torch.Tensor) -> torch.Tensor:
-        chosen = rows.numpy()
-        return torch.from_numpy(
-            gumbel(seeds[chosen, None], positions[chosen, None], vocabulary, use_fp64)
-        )
-
-    draws = Draws(uniform=lambda: torch.from_numpy(philox_uniform(seeds, positions)), gumbel=noise)
+    draws = _draws(seed[expanded_idx_mapping], pos, target_logits.shape[1], use_fp64)
     greedy = temperature[idx_mapping] == 0
     drawn_from = None
     if draft_logits is not None and not bool(greedy.all()):
@@ -77,3 +67,21 @@ def rejection_sample(
         draws,
         drawn_from,
     )
+
+
+def _draws(
+    seed: torch.Tensor,  # [num_logits] int64
+    pos: torch.Tensor,  # [num_logits] int64
+    vocab_size: int,
+    use_fp64: bool,
+) -> Draws:
+    """vLLM's random numbers of each row."""
+    seeds, positions, vocabulary = seed.numpy(), pos.numpy(), np.arange(vocab_size)
+
+    def noise(rows: torch.Tensor) -> torch.Tensor:
+        chosen = rows.numpy()
+        return torch.from_numpy(
+            gumbel(seeds[chosen, None], positions[chosen, None], vocabulary, use_fp64)
+        )
+
+    return Draws(uniform=lambda: torch.from_numpy(philox_uniform(seeds, positions)), gumbel=noise)

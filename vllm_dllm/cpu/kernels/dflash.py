@@ -5,6 +5,9 @@ and the mask tokens behind it. The context is what the target has just computed,
 rejected.
 """
 
+from dataclasses import dataclass
+from itertools import pairwise
+
 import numpy as np
 import torch
 
@@ -51,58 +54,105 @@ def prepare_dflash_inputs(
     **block_sizes: int,
 ) -> None:
     assert CP_SIZE == 1, "context parallelism needs a GPU"
-    num_reqs, width = grid[0], num_query_per_req
-    slots = idx_mapping[:num_reqs]
-    tables = block_table.numpy()
+    num_reqs, slots = grid[0], idx_mapping[: grid[0]]
+    cache = _Cache(block_table.numpy(), block_table_stride, block_size, PAD_SLOT_ID)
+    context_out = out_context_positions, out_context_slot_mapping
+    bounds = target_query_start_loc[: num_reqs + 1]
+    firsts = _write_context(cache, *context_out, target_positions, bounds, num_rejected)
+    blocks = firsts[:, None] + np.arange(num_query_per_req)
+    query_out = out_query_positions, out_query_slot_mapping[:max_num_tokens]
+    _write_queries(cache, *query_out, blocks, max_model_len - 1)
+    _write_lengths(out_query_start_loc, out_seq_lens[:max_num_reqs], blocks, max_model_len)
 
-    def cache_slots(row: int, positions: np.ndarray) -> np.ndarray:
-        blocks = tables[row, np.minimum(positions // block_size, block_table_stride - 1)]
-        found = blocks.astype(np.int64) * block_size + positions % block_size
-        return np.where(blocks == 0, PAD_SLOT_ID, found)
-
-    context, context_out = out_context_positions.numpy(), out_context_slot_mapping.numpy()
-    positions, slots_out, targets = (
-        t.numpy() for t in (out_query_positions, out_query_slot_mapping, target_positions)
-    )
-    bounds, rejected = target_query_start_loc.tolist(), num_rejected.tolist()
-    blocks = np.empty((num_reqs, width), np.int64)
-    for row in range(num_reqs):
-        begin, end = bounds[row], bounds[row + 1]
-        kept = end - rejected[row]
-        context[begin:kept] = targets[begin:kept]
-        context_out[begin:kept] = cache_slots(row, targets[begin:kept])
-        context[kept:end], context_out[kept:end] = 0, PAD_SLOT_ID
-        first = int(targets[kept - 1]) + 1
-        blocks[row] = np.arange(first, first + width)
-        slots_out[row * width : (row + 1) * width] = cache_slots(row, blocks[row])
-    num_queries = num_reqs * width
-    positions[:num_queries] = np.minimum(blocks, max_model_len - 1).ravel()
-    slots_out[num_queries:max_num_tokens] = PAD_SLOT_ID
-
-    ids = out_input_ids[:num_queries].view(num_reqs, width)
+    ids = out_input_ids[: blocks.size].view(blocks.shape)
     ids.fill_(parallel_drafting_token_id)
-    anchors = torch.where(
-        num_sampled[:num_reqs] > 0, last_sampled[slots, 0].int(), next_prefill_tokens[0, slots]
-    )
-    ids[:, 0] = anchors
-    starts = out_query_start_loc.numpy()
-    starts[:num_reqs] = np.arange(0, num_queries, width)
-    starts[num_reqs : max_num_reqs + 1] = num_queries
-    lengths = out_seq_lens.numpy()
-    lengths[:num_reqs] = np.minimum(blocks[:, -1] + 1, max_model_len)
-    lengths[num_reqs:max_num_reqs] = 0
-
-    first_draft = 0 if SAMPLE_FROM_ANCHOR else 1
-    num_drafts = num_reqs * num_speculative_steps
-    columns = np.arange(first_draft, first_draft + num_speculative_steps)
-    rows = starts[:num_reqs, None] + columns
-    indices, draft_positions, draft_slots = (
-        t.numpy() for t in (out_sample_indices, out_sample_pos, out_sample_idx_mapping)
-    )
-    indices[:num_drafts] = rows.ravel()
-    draft_positions[:num_drafts] = (blocks[:, columns] + (1 - first_draft)).ravel()
-    draft_slots[:num_drafts] = np.repeat(slots.numpy(), num_speculative_steps)
+    sampled, prefilled = last_sampled[slots, 0].int(), next_prefill_tokens[0, slots]
+    ids[:, 0] = torch.where(num_sampled[:num_reqs] > 0, sampled, prefilled)
+    columns = np.arange(num_speculative_steps) + (0 if SAMPLE_FROM_ANCHOR else 1)
     last = max_num_reqs * num_speculative_steps
-    indices[num_drafts:last], draft_positions[num_drafts:last] = 0, 0
-    draft_slots[num_drafts:last] = -1
+    samples_out = out_sample_indices[:last], out_sample_pos[:last], out_sample_idx_mapping[:last]
+    _write_samples(*samples_out, blocks, columns, slots)
     out_temperature[slots], out_seeds[slots] = temperature[slots], seeds[slots]
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Where the drafter keeps its context."""
+
+    blocks: np.ndarray  # [>= num_reqs, max_num_blocks] int32
+    max_num_blocks: int
+    block_size: int
+    pad_slot: int
+
+    def slots(self, row: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Slots int64 of positions of a request; `pad_slot` where it has no block."""
+        columns = np.minimum(positions // self.block_size, self.max_num_blocks - 1)
+        blocks = self.blocks[row, columns]
+        found = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        return np.where(blocks == 0, self.pad_slot, found)
+
+
+def _write_context(
+    cache: _Cache,
+    out_positions: torch.Tensor,  # [max_num_tokens] int64
+    out_slots: torch.Tensor,  # [max_num_tokens] int64
+    target_positions: torch.Tensor,  # [num_tokens] int64
+    query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
+    num_rejected: torch.Tensor,  # [num_reqs] int32
+) -> np.ndarray:
+    """Writes what the target has just computed; returns the positions behind it [num_reqs]."""
+    positions, slots, targets = (t.numpy() for t in (out_positions, out_slots, target_positions))
+    firsts = np.empty(len(query_start_loc) - 1, np.int64)
+    rejected = num_rejected.tolist()
+    for row, (begin, end) in enumerate(pairwise(query_start_loc.tolist())):
+        kept = end - rejected[row]
+        positions[begin:kept] = targets[begin:kept]
+        slots[begin:kept] = cache.slots(row, targets[begin:kept])
+        positions[kept:end], slots[kept:end] = 0, cache.pad_slot
+        firsts[row] = targets[kept - 1] + 1
+    return firsts
+
+
+def _write_queries(
+    cache: _Cache,
+    out_positions: torch.Tensor,  # [max_num_tokens] int64
+    out_slots: torch.Tensor,  # [max_num_tokens] int64, written to its end
+    blocks: np.ndarray,  # [num_reqs, width] int64, positions of the draft blocks
+    last_position: int,
+) -> None:
+    positions, slots = out_positions.numpy(), out_slots.numpy()
+    positions[: blocks.size] = np.minimum(blocks, last_position).ravel()
+    slots[: blocks.size] = cache.slots(np.arange(len(blocks))[:, None], blocks).ravel()
+    slots[blocks.size :] = cache.pad_slot
+
+
+def _write_lengths(
+    out_query_start_loc: torch.Tensor,  # [max_num_reqs + 1] int32
+    out_seq_lens: torch.Tensor,  # [max_num_reqs] int32
+    blocks: np.ndarray,  # [num_reqs, width] int64
+    max_model_len: int,
+) -> None:
+    (num_reqs, width), num_slots = blocks.shape, len(out_seq_lens)
+    starts, lengths = out_query_start_loc.numpy(), out_seq_lens.numpy()
+    starts[:num_reqs] = np.arange(0, blocks.size, width)
+    starts[num_reqs : num_slots + 1] = blocks.size
+    lengths[:num_reqs] = np.minimum(blocks[:, -1] + 1, max_model_len)
+    lengths[num_reqs:] = 0
+
+
+def _write_samples(
+    out_indices: torch.Tensor,  # [max_num_reqs * N] int64
+    out_positions: torch.Tensor,  # [max_num_reqs * N] int64
+    out_slots: torch.Tensor,  # [max_num_reqs * N] int64
+    blocks: np.ndarray,  # [num_reqs, width] int64
+    columns: np.ndarray,  # [N] int64: slots of the block that drafts are sampled from
+    slots: torch.Tensor,  # [num_reqs] int64
+) -> None:
+    starts = np.arange(0, blocks.size, blocks.shape[1])
+    for out, values, rest in (
+        (out_indices, starts[:, None] + columns, 0),
+        (out_positions, blocks[:, columns] + (1 - columns[0]), 0),
+        (out_slots, np.repeat(slots.numpy(), len(columns)), -1),
+    ):
+        out.numpy()[: values.size] = values.ravel()
+        out.numpy()[values.size :] = rest
