@@ -1,4 +1,4 @@
-"""Paged variable-length attention with a causal flag a request and one- or two-sided windows."""
+"""Paged variable-length attention with a causal flag per request and one- or two-sided windows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,28 +32,28 @@ def attention(
     output: torch.Tensor | None = None,
     impl: Impl = "triton",
 ) -> torch.Tensor:
-    """Attention output [T, Hq, D] in the query's dtype; who sees whom is defined in `masks.py`.
+    """Attention output [T, Hq, D] in the query's dtype. `masks.py` defines who sees whom.
 
-    The queries' own keys and values are expected in the cache already. A query that sees no key
-    gives zeros. Nothing waits for the device, and nothing depends on values there, so a call can be
-    captured in a CUDA graph and replayed after the tensors have changed.
+    The cache must already hold the queries' own keys and values. A query that sees no key gives
+    zeros. Nothing waits for the device or depends on values there, so a call can be captured in a
+    CUDA graph and replayed after the tensors have changed.
 
     Args:
-        scale: of the scores, before the soft cap.
-        window_left: tokens a query sees back, not counting itself; negative = no window.
-        window_rule: of bidirectional requests, or [num_reqs] int32, 1 = symmetric, 0 = reference.
+        scale: factor of the scores, before the soft cap.
+        window_left: how many tokens back a query sees, not counting itself; negative = no window.
+        window_rule: for bidirectional requests; or [num_reqs] int32, 1 = symmetric, 0 = reference.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 = none.
-        key_scale, value_scale: [1] fp32, what an fp8 cache is multiplied by; None = 1.
+        key_scale, value_scale: [1] fp32, factors of an fp8 cache; None = 1.
         max_seq_len: upper bound of `seq_lens` (default: what the block table can hold). It only
-            steers how the work is split.
+            affects how the work is split.
         output: [T, Hq, D], written at the rows of requests; None = a new one, zero elsewhere.
         impl: "triton" (a GPU, or Triton's interpreter), "fa4" (FlashAttention-4, a GPU) or
             "reference" (plain PyTorch, anywhere). What it cannot do is an error, never another
-            implementation; `support.py` knows before. "fa4" may read a sequence's last page to its
-            end, which must then be finite.
+            implementation; `support.py` says beforehand. "fa4" may read a sequence's last page to
+            its end, which must then be finite.
 
     Raises:
-        ValueError: names the argument, what was expected and what came.
+        ValueError: names the argument, what was expected and what was passed.
         ImportError: a package of `impl` is missing; says which.
     """
     num_tokens, num_heads, head_size = _shape("query", query, 3)
@@ -85,7 +85,7 @@ def attention(
         )
     if num_heads % num_kv_heads != 0:
         raise ValueError(
-            f"query has {num_heads} heads, which is no multiple of key_cache's {num_kv_heads}"
+            f"query has {num_heads} heads, which is not a multiple of key_cache's {num_kv_heads}"
         )
     if softcap < 0:
         raise ValueError(f"softcap must be at least 0 (none), got {softcap}")
@@ -124,7 +124,7 @@ def attention(
 def _implementation(
     impl: Impl, query: torch.Tensor, key_cache: torch.Tensor, max_seq_len: int
 ) -> Callable[..., object]:
-    """The function that `impl` names. Raises ValueError if it cannot do this case."""
+    """The function that `impl` names. Raises ValueError if it does not support this case."""
     if impl == "reference":
         from attention_kernels import reference
 
@@ -137,7 +137,7 @@ def _implementation(
             f"impl 'fa4' takes tensors on a GPU, got query on {query.device}: move all tensors to "
             f"a GPU, or pass impl='reference', which runs anywhere"
         )
-    # Without a GPU, Triton's interpreter does what it would do on Hopper.
+    # Without a GPU, Triton's interpreter stands in for Hopper.
     capability = torch.cuda.get_device_capability(query.device) if on_gpu else (9, 0)
     case = Case(capability, query.shape[-1], query.dtype, key_cache.dtype)
     if reason := (triton_reason if impl == "triton" else fa4_reason)(case):

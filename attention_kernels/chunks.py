@@ -2,9 +2,8 @@
 neither per-request flags nor windows.
 
 A chunk is up to `CHUNK` queries of one request and the pages from its first visible key to its
-last: a sequence of its own, so that whoever attends to it skips the rest on both sides. Who sees
-whom inside is one band a chunk: query row q of it sees key k of it iff
-`low <= k - slope * q <= high`.
+last. The kernel sees it as a sequence, and so skips all other keys. Visibility inside a chunk is
+one band: its query row q sees its key k iff `low <= k - slope * q <= high`.
 
 Legend: N requests, T queries in all, C chunks.
 """
@@ -23,7 +22,7 @@ FAR = tl.constexpr(1 << 30)  # beyond any position
 
 @dataclass(frozen=True)
 class Chunks:
-    """All int32. Chunks without queries have no keys."""
+    """All tensors are int32. Chunks without queries have no keys."""
 
     query_start_loc: torch.Tensor  # [C + 1]
     seq_lens: torch.Tensor  # [C] keys, from the start of the first page
@@ -39,16 +38,16 @@ class Chunks:
         causal: torch.Tensor,  # [N] int32
         symmetric: torch.Tensor,  # [N] int32
         *,
-        num_tokens: int,  # T or more
+        num_tokens: int,  # at least T
         block_size: int,
         window_left: int,
     ) -> "Chunks":
-        """One small kernel; shapes depend on the arguments' shapes alone."""
+        """One small kernel. Shapes depend only on the arguments' shapes."""
         num_reqs, max_blocks = block_table.shape
         num_chunks = num_tokens // CHUNK + num_reqs  # see `tiling.find_request`
         num_pages = max_blocks
         if window_left >= 0:
-            # A request's queries and what the first of them sees back, wherever a page starts.
+            # A request's queries and what the first of them sees, wherever its pages start.
             num_pages = min(max_blocks, triton.cdiv(window_left + num_tokens, block_size) + 1)
         chunks = cls(
             block_table.new_empty(num_chunks + 1),
@@ -105,7 +104,7 @@ def _cut_kernel(
     first = min((chunk - (first_row // CHUNK + request)) * CHUNK, query_len)
     num_rows = min(query_len - first, CHUNK)
     tl.store(chunk_start_loc + chunk, first_row + first)
-    if chunk == num_chunks - 1:  # always of the last request
+    if chunk == num_chunks - 1:  # it always belongs to the last request
         tl.store(chunk_start_loc + num_chunks, first_row + query_len)
 
     seq_len = tl.load(seq_lens + request)

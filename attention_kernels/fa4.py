@@ -10,6 +10,6 @@ def import_fa4() -> ModuleType:
         return importlib.import_module("attention_kernels.fa4_fwd")
     except ImportError as error:
         raise ImportError(
-            f"FlashAttention-4 needs the package flash-attn-4 ({error}). Install the extra fa4, as "
-            f"in pip install 'vllm-dllm[fa4]', or leave FlashAttention-4 out."
+            f"FlashAttention-4 needs the package flash-attn-4 ({error}). Install the extra fa4 "
+            f"(pip install 'vllm-dllm[fa4]') or leave out FlashAttention-4."
         ) from error

@@ -1,9 +1,9 @@
-"""The same attention by FlashAttention-4 (package flash-attn-4), on Hopper and Blackwell.
+"""The same attention with FlashAttention-4 (package flash-attn-4), on Hopper and Blackwell.
 
-FlashAttention-4 has one causal flag and one window a launch, but takes a mask function with
-tensors of its own. So the batch is cut into chunks (`chunks.py`), which keeps the skipping of keys
-that no query sees, and `band_mask` masks inside of each. The function's hash is part of
-FlashAttention-4's compile key, so no other variant is taken for it.
+FlashAttention-4 has one causal flag and one window per launch, but accepts a mask function with
+tensors of its own. So the batch is cut into chunks (`chunks.py`), which still skips keys that no
+query sees, and `band_mask` masks inside each chunk. The function's hash is part of
+FlashAttention-4's compile key, so no other variant is mistaken for it.
 """
 
 import cutlass.cute as cute
@@ -15,12 +15,12 @@ from flash_attn.cute.utils import scalar_to_ssa
 from attention_kernels.chunks import CHUNK, Chunks
 from attention_kernels.support import check_last_strides
 
-_ALIGNMENT = 16  # bytes, of its vectorised loads
+_ALIGNMENT = 16  # bytes, for its vectorised loads
 
 
 @cute.jit
 def band_mask(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
-    """low <= k - slope * q <= high, of the chunk."""
+    """low <= k - slope * q <= high, with the chunk's numbers."""
     bands, chunk = aux_tensors[0], batch_idx[0]  # [C, 3]
     slope = scalar_to_ssa(bands[chunk, 0], Int32)
     low = scalar_to_ssa(bands[chunk, 1], Int32)
@@ -45,17 +45,17 @@ def attention(
     softcap: float,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
-    chunks: Chunks | None = None,  # of the same batch and window, from an earlier layer
+    chunks: Chunks | None = None,  # from an earlier layer with the same batch and window
 ) -> Chunks | None:
     """See `api.attention`, which checks the rest. Returns the chunks, for the next layer; None if
     there are no queries.
 
-    Where a page is a key tile, all of it is read: what lies behind the end of a sequence in its
-    last page is multiplied by 0, and must be finite.
+    If a page is one key tile, all of it is read: what follows the end of a sequence in its last
+    page is multiplied by 0 and must be finite.
 
     Raises:
-        ValueError: for scales, which only an fp8 cache has, for strides that FlashAttention-4
-            would copy a whole cache for, and for gaps along a last dimension.
+        ValueError: for scales, which only an fp8 cache has; for strides that would make
+            FlashAttention-4 copy a whole cache; and for gaps along a last dimension.
     """
     for name, scale_of in (("key_scale", key_scale), ("value_scale", value_scale)):
         if scale_of is not None:
@@ -97,7 +97,7 @@ def attend_chunks(
     scale: float,
     softcap: float,
 ) -> None:
-    """FlashAttention-4 over chunks, which it takes for requests."""
+    """FlashAttention-4 over chunks, which it sees as requests."""
     _flash_attn_fwd(
         query,
         key_cache,
@@ -105,7 +105,7 @@ def attend_chunks(
         cu_seqlens_q=chunks.query_start_loc,
         seqused_k=chunks.seq_lens,
         page_table=chunks.block_table,
-        max_seqlen_q=CHUNK,  # whatever the batch: it is part of the compile key
+        max_seqlen_q=CHUNK,  # constant, because it is part of the compile key
         max_seqlen_k=chunks.block_table.shape[1] * key_cache.shape[1],
         softmax_scale=scale,
         softcap=softcap,

@@ -1,8 +1,7 @@
 """Runs Triton kernels on a machine without a GPU, in Triton's own interpreter.
 
-As under TRITON_INTERPRET=1, for kernels that were compiled lazily: the variable has to be set
-before Triton is imported, these functions may be called later. Never with bf16, which the
-interpreter multiplies wrongly.
+Like TRITON_INTERPRET=1, but that variable must be set before Triton is imported; these functions
+may be called later. Never use it with bf16, which the interpreter multiplies wrongly.
 """
 
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 
 def interpret_kernels(*modules: ModuleType) -> None:
-    """Replaces the kernels and Triton functions of `modules` by interpreted ones."""
+    """Replaces the kernels and Triton functions of `modules` with interpreted ones."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -25,14 +24,14 @@ def interpret_kernels(*modules: ModuleType) -> None:
 
 @cache
 def interpret_language() -> None:
-    """Makes the functions of `triton.language` that are written in Triton callable from an
-    interpreted kernel, as they would be had TRITON_INTERPRET been set when Triton was loaded."""
+    """Makes those functions of `triton.language` that are written in Triton callable from an
+    interpreted kernel, as if TRITON_INTERPRET had been set when Triton was loaded."""
     import triton
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    # For parts of Triton that are loaded from here on; processes started from here are their own.
+    # For parts of Triton that are loaded later. Processes started from here are not affected.
     propagates, triton.knobs.propagate_env = triton.knobs.propagate_env, False
     triton.knobs.runtime.interpret = True
     triton.knobs.propagate_env = propagates
@@ -50,8 +49,8 @@ def interpret_language() -> None:
 
 
 def _accept_integer_masks() -> None:
-    """Triton 3.9's interpreter keeps `(a < b) & (c < d)` as the integers of the comparison, and
-    then refuses it as a mask."""
+    """Triton 3.9's interpreter keeps `(a < b) & (c < d)` as integers and then refuses it as a
+    mask."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store

@@ -1,8 +1,8 @@
-"""Who may see whom: the definition of visibility, which every attention version is tested by.
+"""Who may see whom: the definition of visibility, which every attention version is tested against.
 
 A request's queries are its last `query_len` tokens; the tokens before them are its context. A
 request is either causal (prefill, commit) or bidirectional (a canvas being denoised). `window_left`
-counts the tokens a query sees back, not counting itself (a sliding window of W tokens has
+is how many tokens back a query sees, not counting itself (a sliding window of W tokens has
 `window_left = W - 1`); a negative value means no window.
 
 | request       | rule        | a query at q sees the key at k iff            |
@@ -12,10 +12,10 @@ counts the tokens a query sees back, not counting itself (a sliding window of W 
 | bidirectional | `symmetric` | abs(q - k) <= window_left                     |
 
 `reference` is what transformers' DiffusionGemma does: the sliding layers' cache keeps the last
-W - 1 tokens of the prefix, and the canvas attends to all of that and all of itself.
+W - 1 tokens of the prefix, and the canvas attends to all of those and all of itself.
 
 `reference.py`, the CPU adapter (`vllm_dllm/attention/cpu.py`) and the picture of the masks call
-what is here. Kernels cannot: they restate it, and `tests/unit/attention_kernels` holds them equal:
+the functions here. Kernels cannot. They restate the rules, and tests check that they agree:
 
 - `triton_fwd._visible` is `visible`: `test_triton.py::test_visibility`.
 - `tiling.key_range` is `visible_range`: `test_triton.py::test_visits_all_keys_that_are_seen_...`.
@@ -35,8 +35,8 @@ def visible(
     window_left: int,
     symmetric: torch.Tensor | bool = False,  # True: `symmetric` rule, False: `reference`
 ) -> torch.Tensor:
-    """Visibility, bool, of the broadcast shape. Keys past the end of the request are the caller's
-    to leave out."""
+    """Visibility, bool, of the broadcast shape. The caller leaves out keys past the end of the
+    request."""
     causal = torch.as_tensor(causal, device=query_pos.device)
     symmetric = torch.as_tensor(symmetric, device=query_pos.device)
     back = query_pos - key_pos
@@ -57,8 +57,8 @@ def visible_range(
     window_left: int,
     symmetric: torch.Tensor | bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """First key that any query of the tile sees, and the end of those keys. Every key between them
-    is seen by one of the queries, so a kernel that visits no others visits none in vain."""
+    """First key that any query of the tile sees, and the end of those keys. Every key in between
+    is seen by at least one query, so a kernel that visits only these visits none in vain."""
     causal = torch.as_tensor(causal, device=first_query.device)
     symmetric = torch.as_tensor(symmetric, device=first_query.device)
     context_len = torch.as_tensor(context_len, device=first_query.device)

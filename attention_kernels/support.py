@@ -1,6 +1,6 @@
-"""What the GPU versions can do on which chip: one reason in words, or None.
+"""What the GPU versions support on which chip: the reason they do not, in words, or None.
 
-What FlashAttention-4 takes is from the source of flash-attn-4 4.0.0b36.
+What FlashAttention-4 supports was read in the source of flash-attn-4 4.0.0b36.
 """
 
 from typing import NamedTuple
@@ -9,15 +9,15 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 TRITON_HEAD_SIZES = range(16, 513)
-FIRST_FP8_CAPABILITY = (8, 9)  # of an fp8 cache, in Triton
+FIRST_FP8_CAPABILITY = (8, 9)  # for an fp8 cache, in Triton
 FA4_HEAD_SIZES = {  # by the major compute capability
-    # Of others its key tiles are no multiple of the rows that a pass of its loads from pages
-    # copies: the last pass would write past the tile.
+    # With other sizes a key tile is not a multiple of the rows that one pass loads from pages:
+    # the last pass would write past the tile.
     9: (32, 48, 64, 112, 128, 192, 256),
     10: (*range(32, 129, 16), 256),
 }
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
-_LEAST_SHARED_KIB = 99  # of all GPUs since Ampere
+_LEAST_SHARED_KIB = 99  # every GPU since Ampere has this much
 
 
 class Case(NamedTuple):
@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
 
 def shared_bytes(capability: tuple[int, int]) -> int:
-    """Shared memory that one program may have."""
+    """Shared memory that one program may use."""
     return _SHARED_KIB.get(capability, _LEAST_SHARED_KIB) * 1024
 
 
@@ -59,8 +59,8 @@ def fa4_reason(case: Case) -> str | None:
 
 
 def check_last_strides(impl: str, **tensors: torch.Tensor) -> None:
-    """Raises ValueError for a tensor whose last dimension has gaps: the kernels step along it by
-    one element."""
+    """Raises ValueError for a tensor whose last dimension has gaps: the kernels assume a stride
+    of 1 there."""
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Batches to test and time attention with: paged caches of random requests, NaN where none writes.
+"""Batches to test and time attention with: paged caches of random requests, NaN everywhere else.
 
-A NaN that reaches an output shows a kernel that reads what it was not given.
+A NaN in an output means that a kernel read what it was not given.
 """
 
 import math
@@ -23,7 +23,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Arguments of `api.attention`, with the keys and values of request r also side by side."""
+    """Arguments of `api.attention`."""
 
     query: torch.Tensor  # [T, Hq, D]
     key_cache: torch.Tensor  # [num_blocks, block_size, Hkv, D]
@@ -59,7 +59,7 @@ class PagedBatch:
         max_blocks = max(1, int(num_pages.max()))
         total = int(num_pages.sum()) + 2
         pages = torch.randperm(total, generator=generator, device=device)
-        # An entry past a request's end points nowhere: whoever follows it fails.
+        # An entry past a request's end points nowhere, so following it fails.
         block_table = torch.full((len(requests), max_blocks), 1 << 30, device=device)
         cache_shape = (len(pages), block_size, num_kv_heads, head_size)
         caches = [torch.full(cache_shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
@@ -96,7 +96,7 @@ class PagedBatch:
         return PagedBatch(**moved)
 
     def reference(self, dtype: torch.dtype, **options: Any) -> torch.Tensor:
-        """What `reference.attention` makes of the same numbers in `dtype`."""
+        """The result of `reference.attention` for the same numbers in `dtype`."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("query", "key_cache", "value_cache"):
             tensors[name] = tensors[name].to(dtype)
@@ -116,7 +116,7 @@ class PagedBatch:
 
 
 def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, with one that must not be read after each along the last dimension."""
+    """The same numbers, each followed along the last dimension by one that must not be read."""
     wrong = torch.full_like(tensor, 1 if tensor.dtype == torch.int32 else torch.nan)
     return torch.stack((tensor, wrong), dim=-1)[..., 0]
 

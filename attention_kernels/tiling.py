@@ -7,7 +7,7 @@ import triton.language as tl
 @triton.jit
 def find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
     """The request that owns `tile`. Request r owns the tiles from start[r] // BLOCK_Q + r on, which
-    leaves each of them at least ceil(query_len / BLOCK_Q)."""
+    gives each request at least ceil(query_len / BLOCK_Q) tiles."""
     low = 0
     high = num_reqs
     while low < high:

@@ -1,8 +1,8 @@
-"""Paged attention with a causal flag a request and one- or two-sided windows, in Triton.
+"""Paged attention with a causal flag per request and one- or two-sided windows, in Triton.
 
 A program computes a tile of queries of one request, for the query heads that share a key head (as
-many of them as the tile holds), over a share of the keys that tile sees (split-KV); a second, small
-kernel joins the shares. The grid depends on shapes alone, so that a captured CUDA graph fits
+many as the tile holds), over a share of the keys that the tile sees (split-KV). A second, small
+kernel joins the shares. The grid depends only on shapes, so a captured CUDA graph stays valid
 whatever the tensors hold at replay.
 
 Legend: T queries in all, Hq / Hkv query / key heads, D head size, G = Hq / Hkv, S splits.
@@ -20,23 +20,23 @@ from attention_kernels.tiling import find_request, key_range
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 16
-MIN_KEYS_PER_SPLIT = 256  # below that, joining costs more than the parallel work gains
-_SPARE_BYTES = 4096  # of shared memory, for what Triton adds
+MIN_KEYS_PER_SPLIT = 256  # below this, joining costs more than parallel work gains
+_SPARE_BYTES = 4096  # of shared memory, for what Triton itself adds
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the work is cut up for one head size, group size and element size."""
+    """How the work is divided for one head size, group size and element size."""
 
-    block_q: int  # queries a program
-    heads: int  # of a group, a program; a power of two. block_q * heads rows a program
-    block_n: int  # keys a step
+    block_q: int  # queries per program
+    heads: int  # heads of a group per program, a power of two: block_q * heads rows
+    block_n: int  # keys per step
     num_warps: int
     num_stages: int
 
     @classmethod
     def choose(cls, head_size: int, group: int, element_size: int, shared_memory: int) -> "Tiles":
-        """The largest whose queries and stages of keys and values fit `shared_memory` bytes."""
+        """The largest tile whose queries, keys and values fit `shared_memory` bytes."""
         bytes_a_row = triton.next_power_of_2(head_size) * element_size
         most_rows, num_stages = (128 if bytes_a_row <= 256 else 64), 2
         for rows, block_n in ((most_rows, 64), (most_rows, 32), (32, 32), (32, 16), (16, 16)):
@@ -76,8 +76,8 @@ def attention(
     """See `api.attention`, which checks the rest.
 
     Raises:
-        ValueError: for a tensor that is not contiguous along its last dimension, for tensors that
-            are not on a GPU, and for bf16 in Triton's interpreter, which multiplies it wrongly.
+        ValueError: for a tensor that is not contiguous along its last dimension; for tensors that
+            are not on a GPU; and for bf16 in Triton's interpreter, which multiplies it wrongly.
     """
     _check_device(query)
     check_last_strides(
@@ -104,7 +104,7 @@ def attention(
     parts = triton.cdiv(group, tiles.heads)  # programs that share a key head
     if num_splits is None:
         num_keys = max_seq_len if window_left < 0 else min(max_seq_len, window_left + num_tokens)
-        # Tiles with queries are at least so many; no request is expected to be empty.
+        # At least this many tiles have queries, if no request is empty.
         num_busy = max(num_tokens // tiles.block_q, num_reqs) * num_kv_heads * parts
         num_splits = _choose_splits(num_busy, num_keys, _num_processors(query.device))
     partial_output = partial_lse = output  # unused unless the keys are split
@@ -189,21 +189,21 @@ def _check_device(query: torch.Tensor) -> None:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes a program may have; without a GPU, as on Hopper."""
+    """Bytes a program may use; without a GPU, as many as on Hopper."""
     on_gpu = device.type == "cuda"
     return shared_bytes(torch.cuda.get_device_capability(device) if on_gpu else (9, 0))
 
 
 @cache
 def _num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; the interpreter runs one program after the other."""
+    """Streaming multiprocessors of the GPU; 1 for the interpreter, which runs programs in turn."""
     on_gpu = device.type == "cuda"
     return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
 
 def _choose_splits(num_programs: int, num_keys: int, num_processors: int) -> int:
-    """The fewest shares of the keys with which each processor has a program, if shares are not to
-    be too short for that: powers of two, since each number of them is compiled for."""
+    """How many shares to split the keys into: enough to give each processor a program, unless the
+    shares would be too short. A power of two, because each number is compiled separately."""
     wanted = triton.next_power_of_2(triton.cdiv(num_processors, num_programs))
     possible = max(1, min(num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
     return min(wanted, 1 << (possible.bit_length() - 1))
@@ -258,22 +258,22 @@ def _attention_kernel(
     output_stride_t,
     output_stride_h,
     HQ: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads a key head
-    HEADS: tl.constexpr,  # of them a program, power of two
+    GROUP: tl.constexpr,  # query heads per key head
+    HEADS: tl.constexpr,  # of those, per program; a power of two
     PARTS: tl.constexpr,  # programs that share a key head
     D: tl.constexpr,
     D_PADDED: tl.constexpr,  # power of two
     PAGE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,  # queries a program
-    BLOCK_N: tl.constexpr,  # keys a step
+    BLOCK_Q: tl.constexpr,  # queries per program
+    BLOCK_N: tl.constexpr,  # keys per step
     SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_KEY_SCALE: tl.constexpr,
     HAS_VALUE_SCALE: tl.constexpr,
 ):
-    # Heads and slots are 64 bits wide before they are multiplied by strides: a cache may have all
-    # pages of a head together.
+    # Heads and slots are widened to 64 bits before they are multiplied by strides: a cache may
+    # keep all pages of a head together.
     tile, part, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     key_head = part // PARTS
     request = find_request(query_start_loc, tile, num_reqs, BLOCK_Q)
@@ -287,7 +287,7 @@ def _attention_kernel(
     is_causal = tl.load(causal + request)
     is_symmetric = tl.load(symmetric + request)
 
-    # Rows of the tile: query after query, and for each the heads of the group.
+    # Rows of the tile: query by query, and for each of them the heads of the group.
     lane = tl.arange(0, BLOCK_Q * HEADS)
     step = first + lane // HEADS
     group_head = part % PARTS * HEADS + lane % HEADS
@@ -329,7 +329,7 @@ def _attention_kernel(
     accumulated = tl.zeros([BLOCK_Q * HEADS, D_PADDED], tl.float32)
     for key_tile in range(from_tile, to_tile):
         key_pos = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        # Whoever owns the pages before `start` by now may have left a NaN there.
+        # The pages before `start` may belong to another request by now and hold a NaN.
         in_range = (key_pos >= start) & (key_pos < end)
         if PAGE % BLOCK_N == 0:  # the tile lies in one page
             page = tl.load(table + key_tile * BLOCK_N // PAGE).to(tl.int64)
@@ -361,7 +361,7 @@ def _attention_kernel(
         scores = tl.where(seen & in_range[None, :], scores, float("-inf"))
 
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # A row that has seen no key yet: any finite number will do.
+        # For a row that has seen no key yet, any finite number will do.
         safe_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - safe_maximum[:, None])
         decay = tl.exp2(maximum - safe_maximum)
@@ -415,7 +415,7 @@ def _join_kernel(
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if row >= tl.load(query_start_loc + num_reqs):
-        return  # padding of a CUDA graph: no request's row
+        return  # padding of a CUDA graph, which belongs to no request
     split = tl.arange(0, SPLITS_PADDED)
     flat = (split.to(tl.int64) * num_tokens + row) * HQ + head
     lse = tl.load(partial_lse + flat, mask=split < SPLITS, other=float("-inf"))

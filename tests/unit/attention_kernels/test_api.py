@@ -110,5 +110,5 @@ def test_dtypes_and_groups_must_fit(batch: PagedBatch) -> None:
         call(batch, **half)
     with pytest.raises(ValueError, match="query must be float16, bfloat16 or float32, got"):
         call(batch, query=batch.query.double())
-    with pytest.raises(ValueError, match="query has 3 heads, which is no multiple of key_cache"):
+    with pytest.raises(ValueError, match="query has 3 heads, which is not a multiple of key_cache"):
         call(batch, query=batch.query[:, :3].contiguous())
