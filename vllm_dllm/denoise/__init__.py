@@ -3,6 +3,6 @@
 Shape legend used throughout: n = requests being denoised, C = canvas length (tokens),
 rows = the canvas positions of all n requests, concatenated, V = vocabulary size.
 
-Nothing here imports an engine; the definition of right is transformers'
-`DiffusionGemmaGenerationMixin` (generation_diffusion_gemma.py).
+Nothing here imports an engine. The reference is transformers' `DiffusionGemmaGenerationMixin`
+(generation_diffusion_gemma.py).
 """

@@ -1,4 +1,4 @@
-"""Which candidates of a step are kept."""
+"""Which of a step's candidates are kept."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,14 @@ import torch
 
 def accept_by_entropy_bound(
     entropy_nats: torch.Tensor,  # [n, C] fp32; +inf at positions that are not part of the canvas
-    entropy_bound: float | torch.Tensor,  # nats, of all canvases or [n]
+    entropy_bound: float | torch.Tensor,  # nats, for all canvases or [n]
 ) -> torch.Tensor:
     """Accepted positions [n, C] bool.
 
-    Positions are taken from the most certain on, while the entropy of those taken *before* stays
-    within the bound, so at least one position is always accepted. The bound limits how far the
-    accepted tokens can depend on each other (Ben-Hamu et al., "Accelerated Sampling from Masked
-    Diffusion Models via Entropy Bounded Unmasking", arXiv 2505.24857).
+    Positions are taken in order of rising entropy, while the summed entropy of those taken *before*
+    stays within the bound, so at least one position is always accepted. The bound limits how
+    strongly the accepted tokens can depend on each other (Ben-Hamu et al., "Accelerated Sampling
+    from Masked Diffusion Models via Entropy Bounded Unmasking", arXiv 2505.24857).
     """
     ascending, order = torch.sort(entropy_nats, dim=-1)
     # The reference subtracts the element from the inclusive sum; an exclusive sum computed
@@ -27,13 +27,13 @@ def accept_by_entropy_bound(
 
 
 class Reveal(NamedTuple):
-    """Canvases whose best guesses are revealed for good, position by position, as mask-noise
-    diffusion models do (Wu et al., "Fast-dLLM", arXiv 2505.22618: a probability threshold; Nie et
-    al., "Large Language Diffusion Models", arXiv 2502.09992: the k most certain ones a step)."""
+    """Canvases whose best guesses are revealed permanently, position by position, as in mask-noise
+    diffusion models (Wu et al., "Fast-dLLM", arXiv 2505.22618: a probability threshold; Nie et
+    al., "Large Language Diffusion Models", arXiv 2502.09992: the k most certain ones per step)."""
 
-    is_chosen: torch.Tensor  # [n] bool, canvases that are; the others go by the entropy bound
-    threshold: torch.Tensor  # [n] fp32, probability from which on a best guess is; > 1: none is
-    per_step: torch.Tensor  # [n] int64, at least so many a step, the most probable ones
+    is_chosen: torch.Tensor  # [n] bool, canvases that work so; the rest use the entropy bound
+    threshold: torch.Tensor  # [n] fp32, least probability of a best guess to reveal; > 1: none
+    per_step: torch.Tensor  # [n] int64, reveal at least this many per step, the most probable
     revealed: torch.Tensor  # [n, C] bool, revealed by earlier steps
     tokens: torch.Tensor  # [n, C] int64, the canvas of this step
 
@@ -43,8 +43,8 @@ def reveal(
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
     rule: Reveal,
 ) -> torch.Tensor:
-    """Positions revealed by this step [n, C] bool: hidden ones of at least the threshold, and as
-    many of the most probable ones as `per_step` says."""
+    """Positions revealed by this step [n, C] bool: hidden ones that reach the threshold, and the
+    `per_step` most probable ones."""
     hidden = ~rule.revealed if valid is None else ~rule.revealed & valid
     order = torch.where(hidden, probability, -1.0).argsort(dim=-1, descending=True, stable=True)
     rank = torch.arange(order.shape[-1], device=order.device).expand_as(order)

@@ -1,19 +1,19 @@
-"""When a canvas is finished: its best guess stands still and the model is sure of it."""
+"""When a canvas is finished: its best guess no longer changes and the model is sure of it."""
 
 import torch
 
 NO_TOKEN = -1
-"""The best guess before the first step, which thus repeats nothing: no token id equals it."""
+"""The best guess before the first step: equal to no token id, so that step repeats nothing."""
 
 
 def times_repeated(
     best_guess: torch.Tensor,  # [n, C] int64
-    earlier: torch.Tensor,  # [n, C] int64, the step before's best guess
+    earlier: torch.Tensor,  # [n, C] int64, the last step's best guess
     times: torch.Tensor,  # [n] int64, how often `earlier` had been repeated
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
 ) -> torch.Tensor:
-    """[n] int64: for how many steps on end the best guess has been what it was the step before. It
-    equals each of the s guesses before it iff that is at least s."""
+    """[n] int64: for how many consecutive steps the best guess has stayed the same. It equals each
+    of the s guesses before it iff this is at least s."""
     same = best_guess == earlier
     if valid is not None:
         same |= ~valid
@@ -23,9 +23,9 @@ def times_repeated(
 def is_confident(
     entropy_nats: torch.Tensor,  # [n, C] fp32
     valid: torch.Tensor | None,  # [n, C] bool; None: all
-    confidence_threshold: float | torch.Tensor,  # nats, of all canvases or [n]
+    confidence_threshold: float | torch.Tensor,  # nats, for all canvases or [n]
 ) -> torch.Tensor:
-    """[n] bool: the mean entropy over the canvas' own positions is below the threshold."""
+    """[n] bool: the mean entropy over the canvas' positions is below the threshold."""
     if valid is None:
         return entropy_nats.sum(dim=-1) / entropy_nats.shape[-1] < confidence_threshold
     total = torch.where(valid, entropy_nats, 0.0).sum(dim=-1)
@@ -37,8 +37,8 @@ def up_to_first_stop(
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
     stop_tokens: torch.Tensor,  # [n, K] int64, tokens that end an answer; unused places: < 0
 ) -> torch.Tensor:
-    """[n, C] bool: valid positions up to the first stop token, itself included: what comes after
-    it is dropped, so nobody has to wait for it."""
+    """[n, C] bool: valid positions up to and including the first stop token. What follows is
+    dropped, so there is no need to wait for it."""
     stops = (best_guess[..., None] == stop_tokens[:, None, :]).any(dim=-1)
     if valid is not None:
         stops &= valid

@@ -1,5 +1,5 @@
-"""`softmax(logits) @ E` from vocabulary tiles that come one by one, whole or without what does not
-matter.
+"""`softmax(logits) @ E` from vocabulary tiles that arrive one by one, exactly or without parts that
+do not matter.
 
 Legend: Vt = tokens of a tile, B = its blocks of `BLOCK` tokens, H = hidden size.
 """
@@ -13,19 +13,19 @@ from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 _MARGIN = 0.5
-"""Of the tolerance, for the rounding of sums."""
+"""The share of the tolerance that may be left out; the rest is for the rounding of sums."""
 
 
 class ExpectedEmbedding:
-    """Of rows whose logits come tile by tile; rescaled as the largest logit seen grows, as in
-    online softmax.
+    """For rows whose logits arrive tile by tile. Sums are rescaled as the largest logit seen grows,
+    as in online softmax.
 
-    With a tolerance, the product leaves out the blocks of a row that hold less than an even share
-    of it each, so that no row misses more probability than `tolerance`, and no embedding is off by
-    more than that times the longest row of E. How much of a row's total is known when a block comes
-    depends on the tiles and on the floor, so these change the result, within the tolerance. Logits
-    may have been rounded to the model's type, by the LM head and for the product, which is allowed
-    for: at low temperatures, less is left out in a 16-bit type.
+    With a tolerance, the product leaves out blocks of a row that hold less than an even share of
+    it, so that no row misses more probability than `tolerance`, and no embedding is off by more
+    than that times the longest row of E. How much of a row's total is known when a block arrives
+    depends on the tiles and on the floor, so they affect the result, within the tolerance. The LM
+    head and the product round logits to the model's type, and this is allowed for: at low
+    temperatures, less is left out in a 16-bit type.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class ExpectedEmbedding:
         hidden_size: int,
         device: torch.device,
         tolerance: float = 0.0,
-        num_blocks: int = 1,  # of the whole vocabulary
-        floor: torch.Tensor | None = None,  # [rows] fp32, logit of some token of each row
+        num_blocks: int = 1,  # in the whole vocabulary
+        floor: torch.Tensor | None = None,  # [rows] fp32, the logit of any token of each row
     ) -> None:
         self._sum = torch.zeros(rows, hidden_size, device=device)
         self._total = torch.zeros(rows, device=device)
@@ -50,11 +50,11 @@ class ExpectedEmbedding:
         self,
         logits: torch.Tensor,  # [rows, Vt] temperature-scaled, fp32 or in the embeddings' type
         blocks: VocabBlocks,
-        weights: torch.Tensor | None,  # [rows, B, BLOCK] fp32, of `read_blocks`, if there are any
+        weights: torch.Tensor | None,  # [rows, B, BLOCK] fp32, from `read_blocks`, if available
         embeddings: torch.Tensor,  # [Vt, H] the model's type
     ) -> None:
-        """As the reference does, the logits are rounded to the model's type first, and the weights
-        again for the product."""
+        """Like the reference, rounds the logits to the model's type first, and the weights again
+        for the product."""
         maximum = torch.maximum(self._maximum, blocks.maximum.amax(dim=-1))
         decay = (self._maximum - maximum).exp()
         self._total.mul_(decay)
@@ -77,7 +77,7 @@ class ExpectedEmbedding:
     ) -> None:
         masses = blocks.total * (blocks.maximum - self._maximum[:, None]).exp()
         self._known.add_(masses.sum(dim=-1))
-        rounding = torch.finfo(embeddings.dtype).eps / 2  # relative, of a logit
+        rounding = torch.finfo(embeddings.dtype).eps / 2  # of a logit, relative
         floor = self._floor - 4 * rounding * self._floor.abs()
         known = torch.maximum(self._known, (floor - self._maximum).exp())
         known = known * (-2 * rounding * self._maximum.abs()).exp()
@@ -87,8 +87,8 @@ class ExpectedEmbedding:
         add(self._sum, self._total, logits, self._maximum, needed, embeddings)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sum [rows, H], total [rows] and maximum [rows]: of one shard of the vocabulary, to be
-        joined with those of the others; the embedding is sum / total."""
+        """Sum [rows, H], total [rows] and maximum [rows] over one shard of the vocabulary, to be
+        joined with those of the others. The embedding is sum / total."""
         return self._sum, self._total, self._maximum
 
 
@@ -100,7 +100,7 @@ def add_needed_(
     needed: torch.Tensor,  # [rows, B] bool
     embeddings: torch.Tensor,  # [Vt, H]
 ) -> None:
-    """Adds `exp(logits - maximum)` of the needed blocks to the totals, and its product with their
+    """Adds `exp(logits - maximum)` over the needed blocks to the totals, and its product with their
     embeddings to the sums."""
     for block in range(needed.shape[1]):
         rows = needed[:, block].nonzero().squeeze(-1)

@@ -1,4 +1,4 @@
-"""`expected_embedding.add_needed_` for GPUs, where the host must not learn what is needed."""
+"""`expected_embedding.add_needed_` for GPUs, without the host knowing which blocks are needed."""
 
 import torch
 import triton
@@ -17,8 +17,8 @@ def add_needed_(
     needed: torch.Tensor,
     embeddings: torch.Tensor,
 ) -> None:
-    """A program takes 64 rows and 128 columns of the embeddings, and passes over the blocks that
-    none of its rows needs."""
+    """A program handles 64 rows and 128 columns of the embeddings, and skips the blocks that none
+    of its rows needs."""
     rows, hidden_size = sums.shape
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(hidden_size, _HIDDEN))
     _add_needed_kernel[grid](
@@ -77,7 +77,7 @@ def _add_needed_kernel(
                 is_token = token < width
                 used = (is_needed > 0)[:, None] & is_token[None, :]
                 logit = tl.load(row_logits + token[None, :], mask=used, other=0.0)
-                # Rounded to the model's type, as the reference does.
+                # Round to the model's type, as the reference does.
                 logit = logit.to(embeddings.dtype.element_ty).to(tl.float32)
                 weight = tl.where(used, tl.exp(logit - top[:, None]), 0.0)
                 total += tl.sum(weight, 1)

@@ -1,8 +1,8 @@
 """What a request's sampling parameters do to the logits of its canvas, before the temperature.
 
 The order is vLLM's: allowed tokens and biases, stop tokens that come too early, penalties, bad
-words. A canvas is decided at once, so "generated so far" needs a definition: at position i it is
-the blocks committed before, and the step before's best guess at the positions before i.
+words. All positions of a canvas are decided together, so "generated so far" needs a definition: at
+position i it is the blocks committed before, and the last step's best guess at positions before i.
 
 Legend: C = canvas length, V = vocabulary size, L rows = consecutive positions of one canvas.
 """
@@ -14,11 +14,11 @@ import torch
 from vllm_dllm.denoise.row_stats import argmax
 
 MASKED_LOGIT = -1e20
-"""Stands for an excluded token: its probability is 0, its share of the entropy is not NaN."""
+"""The logit of an excluded token: its probability is 0, and the entropy is not NaN."""
 
 _REPAIRS = 8
-"""How often the best guess is looked through for bad words of several tokens. Each time all it has
-are excluded, so that only a chain of substitutes that are bad words themselves needs another."""
+"""How often the best guess is searched for bad words of several tokens. Each pass excludes all it
+finds, so another is needed only if the substitutes are bad words themselves."""
 
 
 @dataclass
@@ -26,14 +26,14 @@ class Penalties:
     presence: float
     frequency: float
     repetition: float
-    counts: torch.Tensor  # [V] fp32, of the tokens committed so far
+    counts: torch.Tensor  # [V] fp32, how often each token was committed so far
     in_prompt: torch.Tensor  # [V] bool
 
     def apply_(
         self,
         logits: torch.Tensor,  # [L, V] fp32
         first: int,  # canvas position of the first row
-        guess: torch.Tensor,  # [C] int64, the step before's best guess; NO_TOKEN: none yet
+        guess: torch.Tensor,  # [C] int64, the last step's best guess; NO_TOKEN: none yet
     ) -> None:
         L, C = len(logits), len(guess)
         position = torch.arange(C, device=guess.device)
@@ -50,20 +50,20 @@ class Penalties:
             logits.add_((generated > 0).to(logits.dtype), alpha=-self.presence)
 
     def count_(self, block: torch.Tensor, is_emitted: torch.Tensor) -> None:
-        """Counts a block [C] int64 of tokens, NO_TOKEN where it has none, if `is_emitted` []."""
+        """Counts the tokens of a block [C] int64, without NO_TOKEN, if `is_emitted` []."""
         counted = (is_emitted & (block >= 0)).to(self.counts.dtype)
         self.counts.scatter_add_(0, block.clamp(min=0), counted)
 
 
 @dataclass
 class LogitRules:
-    """Of one request. All on the device of the logits."""
+    """The rules of one request. All tensors are on the device of the logits."""
 
     bias: torch.Tensor | None = None  # [V] fp32, MASKED_LOGIT for tokens that are never allowed
     early_stops: torch.Tensor | None = None  # [k] int64, tokens that may not come ...
     stops_from: int = 0  # ... before this absolute position
     penalties: Penalties | None = None
-    # Of each bad word of several tokens: all but its last one [>= 1] int64, and that one.
+    # For each bad word of several tokens: all but the last token [>= 1] int64, and the last.
     bad_words: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -75,9 +75,9 @@ class LogitRules:
         logits: torch.Tensor,  # [L, V] fp32, changed in place
         first: int,  # canvas position of the first row
         start: torch.Tensor,  # [] int64, absolute position of the canvas' first token
-        guess: torch.Tensor,  # [C] int64, the step before's best guess
+        guess: torch.Tensor,  # [C] int64, the last step's best guess
     ) -> None:
-        """All but the bad words of several tokens, which need the rows before."""
+        """Applies all rules but bad words of several tokens, which need the rows before."""
         if self.bias is not None:
             logits.add_(self.bias).clamp_(min=MASKED_LOGIT)
         if self.early_stops is not None:
@@ -87,7 +87,7 @@ class LogitRules:
             logits[:, self.early_stops] = stops
         if self.penalties is not None:
             self.penalties.apply_(logits, first, guess)
-            logits.clamp_(MASKED_LOGIT, -MASKED_LOGIT)  # of a very large or small penalty
+            logits.clamp_(MASKED_LOGIT, -MASKED_LOGIT)  # after very large or small penalties
 
     def exclude_bad_words_(
         self,
@@ -95,7 +95,7 @@ class LogitRules:
         before: torch.Tensor,  # [w] int64, the tokens before them; < 0: not the request's
     ) -> None:
         """Excludes the last token of each bad word of several tokens wherever this step's best
-        guess spells the rest of it before, so that the best guess holds none."""
+        guess spells the rest of it before, so that the best guess contains none."""
         for _ in range(_REPAIRS):
             spelled = torch.cat((before, argmax(logits)))
             for rest, last in self.bad_words:
@@ -106,13 +106,13 @@ class LogitRules:
 
 
 class CanvasRules:
-    """A request's rules, applied to the rows of its canvas from the left, some at a time."""
+    """A request's rules, applied to the rows of its canvas from left to right, some at a time."""
 
     def __init__(
         self,
         rules: LogitRules,
         start: torch.Tensor,  # [] int64, absolute position of the canvas' first token
-        guess: torch.Tensor,  # [C] int64, the step before's best guess
+        guess: torch.Tensor,  # [C] int64, the last step's best guess
         before: torch.Tensor,  # [w] int64, the tokens before the canvas; < 0: not the request's
     ) -> None:
         self.rules, self.start, self.guess = rules, start, guess
@@ -120,7 +120,7 @@ class CanvasRules:
         self._first = 0  # canvas position of the next row
 
     def apply_(self, logits: torch.Tensor) -> None:
-        """`logits` [L, V] fp32 of the next L rows, changed in place."""
+        """`logits` [L, V] fp32: the next L rows, changed in place."""
         self.rules.apply_(logits, self._first, self.start, self.guess)
         if self.rules.bad_words:
             self.rules.exclude_bad_words_(logits, self._before)
@@ -130,7 +130,7 @@ class CanvasRules:
 
 def exclude_below_min_p_(
     logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled, changed in place
-    min_p: torch.Tensor,  # [rows, 1] fp32, of the most probable token's probability; 0 = none
+    min_p: torch.Tensor,  # [rows, 1] fp32, share of the largest probability; 0 = none
 ) -> None:
     lowest = logits.amax(dim=-1, keepdim=True) + min_p.log()
     logits.masked_fill_(logits < lowest, MASKED_LOGIT)

@@ -1,6 +1,6 @@
 """Counter-based noise: each draw is a pure function of (seed, token position, step, stream).
 
-A request therefore sees the same noise alone, in any batch, and after a preemption. The mixer is
+So a request gets the same noise alone, in any batch, and after a preemption. The mixer is
 splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014),
 written in int64 arithmetic, which wraps.
 """
@@ -32,19 +32,19 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def keys(seeds: torch.Tensor) -> torch.Tensor:
-    """What `uniform` takes of a request's seed, the same shape int64: worked out once a request."""
+    """The key that `uniform` takes, from a request's seed; same shape, int64. Once per request."""
     return _mix(seeds.long() + _GOLDEN)
 
 
 def uniform(
     keys: torch.Tensor,  # [..., n] int64
-    positions: torch.Tensor,  # [..., n, C] int64, absolute token positions
-    steps: torch.Tensor,  # [..., n] int, steps done on this canvas
+    positions: torch.Tensor,  # [..., n, C] int64, absolute positions of tokens
+    steps: torch.Tensor,  # [..., n] int, steps already done on this canvas
     stream: int | torch.Tensor,  # a tensor broadcasts against `steps`
 ) -> torch.Tensor:
-    """Uniform numbers [..., n, C] float64 in [0, 1), 53 random bits each.
+    """Uniform numbers [..., n, C] float64 in [0, 1), with 53 random bits each.
 
-    Position, step and stream advance one counter by strides of their own.
+    Position, step and stream each advance one counter by a stride of their own.
     """
     origin = keys + steps.long() * _STEP_STRIDE + stream * _STREAM_STRIDE
     bits = _mix(positions.long() * _GOLDEN + origin[..., None])
@@ -65,18 +65,18 @@ def uniform_tokens(
 class StepNoise(NamedTuple):
     candidate: torch.Tensor  # [n, C] float64 in [0, 1)
     renoise: torch.Tensor  # [n, C] int64, tokens
-    next_canvas: torch.Tensor  # [n, C] int64, tokens: the next block's first canvas
+    next_canvas: torch.Tensor  # [n, C] int64, tokens of the next block's first canvas
 
 
 class _StepDraws(NamedTuple):
-    """What `step_noise` makes its counters and numbers of: [3, 1] each, a row a stream."""
+    """The constants of `step_noise`: [3, 1] each, one row per stream."""
 
-    streams: torch.Tensor  # int64, their place in the counter
-    per_step: torch.Tensor  # int64, what a step adds: the next canvas is drawn for its step 0
+    streams: torch.Tensor  # int64, what a stream adds to the counter
+    per_step: torch.Tensor  # int64, what a step adds; 0 for the next canvas, drawn for its step 0
     per_start: torch.Tensor  # int64, what a position adds
-    per_length: torch.Tensor  # int64, what the canvas' length adds: the next one lies behind it
+    per_length: torch.Tensor  # int64, what the canvas' length adds: the next one follows it
     along_canvas: torch.Tensor  # [C] int64
-    scale: torch.Tensor  # [3, 1, 1] float64, of 53 random bits
+    scale: torch.Tensor  # [3, 1, 1] float64, factor of 53 random bits
 
 
 @lru_cache
@@ -100,13 +100,13 @@ def _step_draws(canvas_length: int, vocab_size: int, device: torch.device) -> _S
 def step_noise(
     keys: torch.Tensor,  # [n] int64
     starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
-    lengths: torch.Tensor,  # [n] int64, how far behind it the next canvas starts
+    lengths: torch.Tensor,  # [n] int64, how far after that the next canvas starts
     steps: torch.Tensor,  # [n] int64
     canvas_length: int,
     vocab_size: int,
 ) -> StepNoise:
-    """All that a step draws, as `uniform` and `uniform_tokens` would, in one pass: on small batches
-    each of its operations costs the same, however little it does."""
+    """Everything a step draws, equal to what `uniform` and `uniform_tokens` give, in one pass: on
+    small batches every operation costs the same, however little it does."""
     draws = _step_draws(canvas_length, vocab_size, keys.device)
     origin = (keys + draws.streams).addcmul_(steps, draws.per_step)
     origin = origin.addcmul_(starts, draws.per_start).addcmul_(lengths, draws.per_length)

@@ -1,4 +1,4 @@
-"""What a step needs to know of each canvas position's distribution, and nothing vocabulary-wide."""
+"""What a step needs to know about each canvas position's distribution, in a few numbers."""
 
 from typing import NamedTuple
 
@@ -9,17 +9,17 @@ class RowStats(NamedTuple):
     best_guess: torch.Tensor  # [rows] int64, argmax
     candidate: torch.Tensor  # [rows] int64, one draw from softmax(logits)
     entropy_nats: torch.Tensor  # [rows] fp32
-    best_logprob: torch.Tensor  # [rows] fp32, of the best guess
+    best_logprob: torch.Tensor  # [rows] fp32, log-probability of the best guess
 
 
 def row_stats(
-    logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; excluded tokens far down, not -inf
+    logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; MASKED_LOGIT, never -inf
     uniform: torch.Tensor,  # [rows] float in [0, 1)
 ) -> tuple[RowStats, torch.Tensor]:
     """Statistics of every row's distribution, and softmax(logits) [rows, V].
 
-    The candidate is drawn by inverting the cumulative distribution at `uniform`: one random number
-    a position, where Gumbel-max needs one for every token of the vocabulary.
+    The candidate is drawn by inverting the cumulative distribution at `uniform`. This takes one
+    random number per position, where Gumbel-max takes one per token of the vocabulary.
     """
     log_probs = logits.log_softmax(dim=-1)
     probs = log_probs.exp()
@@ -35,8 +35,8 @@ def row_stats(
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The first largest entry along the last axis, int64. On a CPU NumPy's is vectorised, torch's
-    is not."""
+    """The first largest entry along the last axis, int64. On CPUs NumPy's argmax is vectorised and
+    torch's is not."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
@@ -48,12 +48,12 @@ def sample_by_inversion(
 ) -> torch.Tensor:
     """The first token [rows] int64 whose cumulative probability exceeds `uniform`.
 
-    Where the sum runs from left to right, as on a CPU, a token of probability 0 is never returned,
-    rounding included: the draw stays below the total.
+    If the sum runs from left to right, as on CPUs, a token of probability 0 is never returned, even
+    with rounding: the draw stays below the total.
     """
     cumulative = probs.cumsum(dim=-1)
-    # A factor of 1 would let a draw round to the total; this one always rounds to less.
+    # A factor of 1 would let a draw round up to the total; this one always rounds to less.
     draw = uniform.to(cumulative.dtype)[:, None] * (cumulative[:, -1:] * (1 - 2.0**-24))
     found = torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
-    # A row that holds a NaN has no answer, but must not point outside of the vocabulary.
+    # A row with a NaN has no answer, but must not point outside the vocabulary.
     return found.clamp_(max=probs.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""One denoising step over a batch of canvases: statistics in, next canvases and verdicts out."""
+"""One denoise step over a batch of canvases: statistics in, next canvases and verdicts out."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from vllm_dllm.denoise.row_stats import RowStats
 
 
 class StepRules(NamedTuple):
-    """How canvases are denoised: each a number for all of them, or a tensor [n]."""
+    """How canvases are denoised: each field is a number for all of them, or a tensor [n]."""
 
     entropy_bound: float | torch.Tensor  # nats
     confidence_threshold: float | torch.Tensor  # nats
@@ -18,16 +18,16 @@ class StepRules(NamedTuple):
 
 
 class AnswerOnly(NamedTuple):
-    """Canvases of which only what comes before the first stop token is waited for."""
+    """Canvases that are finished once everything up to the first stop token is."""
 
     is_chosen: torch.Tensor  # [n] bool
-    stop_tokens: torch.Tensor  # [n, K] int64, unused places < 0
+    stop_tokens: torch.Tensor  # [n, K] int64; unused places are < 0
 
 
 class CanvasState(NamedTuple):
-    """What a canvas carries from step to step."""
+    """What a canvas keeps from step to step."""
 
-    best_guess: torch.Tensor  # [n, C] int64, of the step before
+    best_guess: torch.Tensor  # [n, C] int64, from the last step
     times_repeated: torch.Tensor  # [n] int64, see `convergence.times_repeated`
     steps_done: torch.Tensor  # [n] int64
     num_steps: torch.Tensor  # [n] int64, step cap N
@@ -46,14 +46,14 @@ def denoise_step(
     state: CanvasState,
     renoise_tokens: torch.Tensor,  # [n, C] int64
     rules: StepRules,
-    revealing: Reveal | None = None,  # None: no canvas is revealed for good
-    answer_only: AnswerOnly | None = None,  # None: all positions of a canvas are waited for
+    revealing: Reveal | None = None,  # None: no canvas is revealed permanently
+    answer_only: AnswerOnly | None = None,  # None: every position of a canvas counts
 ) -> StepOutcome:
-    """Accept, renoise and judge, as one pass of the reference's `_denoising_step`.
+    """Accept, renoise and judge, like one pass of the reference's `_denoising_step`.
 
-    Acceptance is decided anew each step: a position accepted before can be renoised again. A canvas
-    that is revealed for good keeps the best guesses that were, and is finished when nothing is
-    hidden.
+    Acceptance is decided anew in each step: a position accepted before can be renoised again. A
+    canvas that is revealed permanently keeps the best guesses revealed so far, and is finished when
+    nothing is hidden.
     """
     entropy = stats.entropy_nats
     best_guess, candidate = stats.best_guess, stats.candidate

@@ -1,4 +1,4 @@
-"""The k most probable tokens of rows whose logits come tile by tile."""
+"""The k most probable tokens of rows whose logits arrive tile by tile."""
 
 import torch
 
@@ -30,9 +30,9 @@ class TopTokens:
         )
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits [rows, k] fp32 and tokens [rows, k] int64, the most probable first, fewer columns
-        where there are fewer tokens; and the logsumexp [rows, 1] fp32 of all that came."""
-        assert self._logits is not None and self._tokens is not None, "no tile has come"
+        """Logits [rows, k] fp32 and tokens [rows, k] int64, the most probable first, with fewer
+        columns if there are fewer tokens; and the logsumexp [rows, 1] fp32 over all tiles."""
+        assert self._logits is not None and self._tokens is not None, "no tile has been added"
         assert self._log_total is not None
         return self._logits, self._tokens, self._log_total
 

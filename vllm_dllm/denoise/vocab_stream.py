@@ -1,8 +1,9 @@
-"""The statistics of `row_stats` from vocabulary tiles that come one by one: no tensor is as wide as
-the vocabulary.
+"""The statistics of `row_stats` from vocabulary tiles that arrive one by one: no tensor is as wide
+as the vocabulary.
 
-Each tile leaves five numbers a row and block of 1024 tokens; which tiles the blocks came in has no
-effect on them. The candidate is drawn in two stages, a block by its share and a token inside of it.
+Each tile leaves five numbers per row and block of 1024 tokens, which do not depend on how blocks
+are grouped into tiles. The candidate is drawn in two stages: a block by its share, then a token in
+it.
 
 Legend: Vt = tokens of a tile, B = blocks.
 """
@@ -16,14 +17,14 @@ from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
 from vllm_dllm.denoise.row_stats import RowStats, argmax, sample_by_inversion
 
 BLOCK = 1024
-"""Tokens of a block. Tiles and shards of the vocabulary begin at multiples of it."""
+"""Tokens per block. Tiles and shards of the vocabulary begin at multiples of it."""
 STREAMED_FROM = 16 * BLOCK
-"""Tokens from which on a vocabulary is worth it."""
-_STAGE_BITS = 27  # of a draw's 53, for the choice of a block; the others choose inside of it
+"""Vocabularies of at least this many tokens are streamed."""
+_STAGE_BITS = 27  # of a draw's 53 bits, to choose a block; the rest choose a token in it
 
 
 class VocabBlocks(NamedTuple):
-    """Of each row and block, all [rows, B]."""
+    """For each row and block, all [rows, B]."""
 
     maximum: torch.Tensor  # fp32, largest logit m
     best: torch.Tensor  # int64, its token
@@ -57,7 +58,7 @@ def read_blocks(
         best=best + first,
         total=weights.sum(dim=-1),
         weighted=below.mul_(weights).sum(dim=-1),
-        # Padding is drawn from rows that hold a NaN alone.
+        # Padding can be drawn only from rows with a NaN.
         candidate=(drawn.view(rows, -1) + first).clamp_(max=first_token + width - 1),
     )
     return found, weights

@@ -1,8 +1,8 @@
-"""`vocab_stream.read_blocks` for GPUs: one pass over what the LM head leaves.
+"""`vocab_stream.read_blocks` for GPUs: one pass over the LM head's output.
 
-A program takes one row of one block: soft cap, temperature, largest logit, sums, draw. It leaves
-five numbers, and the scaled logits, rounded to the model's type as the reference rounds them, in
-the place of the LM head's output: what the expected embedding is made of.
+A program handles one row of one block: soft cap, temperature, largest logit, sums, draw. It leaves
+five numbers, and overwrites the LM head's output with the scaled logits, rounded to the model's
+type like the reference's. The expected embedding is computed from these.
 """
 
 import torch
@@ -13,7 +13,7 @@ from vllm_dllm.denoise.vocab_stream import _STAGE_BITS, BLOCK, VocabBlocks
 
 
 def read_blocks_(
-    output: torch.Tensor,  # [rows, Vt] fp16, bf16 or fp32, the LM head's; scaled logits afterwards
+    output: torch.Tensor,  # [rows, Vt] fp16, bf16 or fp32: the LM head's output, overwritten
     temperature: torch.Tensor,  # [rows] fp32
     uniform: torch.Tensor,  # [rows] float64 in [0, 1)
     first_token: int,  # of the tile, a multiple of BLOCK
