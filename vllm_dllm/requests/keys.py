@@ -1,7 +1,7 @@
-"""The `diffusion_*` keys of a request (`vllm_xargs`, offline `SamplingParams.extra_args`) that may
-have a server's default: what each takes. vLLM checks others (`STOCK_OPTIONS`).
+"""The `diffusion_*` keys of a request (`vllm_xargs`, offline `SamplingParams.extra_args`) that a
+server may have a default for, and what each accepts. vLLM checks the others (`STOCK_OPTIONS`).
 
-A server's own defaults are `--additional-config '{"vllm_dllm": {"defaults": {...}}}'`.
+A server's defaults are `--additional-config '{"vllm_dllm": {"defaults": {...}}}'`.
 """
 
 import math
@@ -25,12 +25,12 @@ STOCK_OPTIONS = frozenset(
 """Keys that stock vLLM checks in requests."""
 
 
-_MOST = 1 << 20  # of a number of steps or tokens
+_MOST = 1 << 20  # the largest number of steps or tokens
 
 
 @dataclass(frozen=True)
 class Option:
-    """What values a key takes."""
+    """The values a key accepts."""
 
     expected: str  # completes "must be"
     accepts: Callable[[Any], bool]
@@ -71,7 +71,7 @@ OPTIONS: Mapping[str, Option] = {
     "diffusion_acceptance": _one_of(ACCEPTANCE_RULES),
     "diffusion_entropy_bound": _number(above=0, at_most=1e6),  # nats
     "diffusion_accept_probability": _number(above=0, at_most=1),
-    "diffusion_accept_tokens": _integer(1),  # a step
+    "diffusion_accept_tokens": _integer(1),  # per step
     "diffusion_confidence_threshold": _number(above=0, at_most=1e6),  # nats
     "diffusion_stability_threshold": _integer(0),  # steps
     "diffusion_t_min": _number(at_least=1e-3, at_most=1e3),
@@ -82,8 +82,8 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def check_options(given: Mapping[str, Any], known: frozenset[str] = STOCK_OPTIONS) -> None:
-    """Raises ValueError for a key that is not known or a value that is out of range.
-    Those in `known` are checked elsewhere."""
+    """Raises ValueError for an unknown key or a value out of range. Keys in `known` are checked
+    elsewhere."""
     for key, value in given.items():
         if key in known or value is None:
             continue

@@ -17,12 +17,12 @@ from vllm_dllm.requests.keys import check_options
 DEFAULT_ACCEPT_PROBABILITY = 0.9
 JOINS_COMMITS = "vllm_dllm_joins_commits"
 FITS_CANVASES = "vllm_dllm_fits_canvases"
-_WIDTH_STEP = 16  # tokens; few widths, and a little room behind the last token asked for
+_WIDTH_STEP = 16  # tokens: few different widths, and a little room after the last token
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """The options of one admitted request; values are valid by then. None: the server's setting."""
+    """The options of one admitted request, already checked. None: the server's setting."""
 
     max_steps: int | None
     canvas_length: int | None
@@ -47,7 +47,7 @@ class RequestOptions:
     def from_sampling_params(
         cls, params: SamplingParams, defaults: Mapping[str, Any]
     ) -> "RequestOptions":
-        """`defaults`: the server's, for keys that the request leaves out."""
+        """`defaults`: the server's values for keys that the request leaves out."""
         own = params.extra_args or {}
         extra: dict[str, Any] = {}
         for source in (defaults, own):
@@ -79,18 +79,18 @@ class RequestOptions:
 
 
 def is_read_only(params: SamplingParams | None) -> bool:
-    """Whether a request emits its first canvas without a commit, and ends."""
+    """Whether a request emits its first canvas without a commit and then ends."""
     return bool(params is not None and (params.extra_args or {}).get("diffusion_read_only"))
 
 
 def fitted_width(num_tokens: Any) -> Any:
-    """Tokens of a canvas for so many that may still come: a number, or a tensor of them."""
+    """Width of a canvas for this many tokens that may still come; a number or a tensor."""
     return (num_tokens + _WIDTH_STEP - 1) // _WIDTH_STEP * _WIDTH_STEP
 
 
 def fit_canvas(params: SamplingParams | None, canvas_length: int) -> bool:
-    """Narrows the canvas of a request that may get fewer tokens than it holds. Whether its later
-    ones may be narrowed too: not if the request says how wide or what its canvas is."""
+    """Narrows the canvas of a request that may get fewer tokens than it holds. Returns whether
+    later canvases may be narrowed too: not if the request names a width or a canvas."""
     if params is None or params.max_tokens is None or is_read_only(params):
         return False
     extra = params.extra_args or {}
@@ -103,9 +103,9 @@ def fit_canvas(params: SamplingParams | None, canvas_length: int) -> bool:
 
 
 def mark(params: SamplingParams | None, *, joins_commits: bool, fits_canvases: bool) -> None:
-    """Tells the worker whether the scheduler commits this request's blocks beside their successors
-    and whether it fits its canvases to the tokens that may still come, whatever the request itself
-    says under these keys."""
+    """Tells the worker whether the scheduler commits this request's blocks next to their successors
+    and whether it fits canvases to the tokens that may still come. Overwrites what the request
+    itself says under these keys."""
     if params is not None:
         marks = {JOINS_COMMITS: joins_commits, FITS_CANVASES: fits_canvases}
         params.extra_args = {**(params.extra_args or {}), **marks}
@@ -116,7 +116,7 @@ def fits_canvases(params: SamplingParams | None) -> bool:
 
 
 def _culprits(key: str, value: Any, canvas_length: int | None, vocab_size: int) -> str:
-    """`value` in short; of a list, the entries that are wrong, if any is wrong by itself."""
+    """`value` in short; for a list, the entries that are out of range, if any are."""
     limits = {"diffusion_seed_canvas": vocab_size, "diffusion_pinned": canvas_length}
     limit = limits.get(key)
     if limit is not None and isinstance(value, (list, tuple)):
@@ -128,10 +128,10 @@ def _culprits(key: str, value: Any, canvas_length: int | None, vocab_size: int) 
 
 
 def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_size: int) -> None:
-    """Admission check: vLLM's own, then ours. May narrow `params` (read-only requests).
+    """Admission check: vLLM's own, then ours. May change `params` (read-only requests).
 
     Raises:
-        VLLMValidationError: answered with HTTP 400; says which key, what was expected, what came.
+        VLLMValidationError: becomes HTTP 400; names the key, what was expected and what came.
     """
     extra: dict[str, Any] = params.extra_args or {}
     try:
@@ -154,10 +154,10 @@ def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_si
 
 
 def check_choices(params: SamplingParams) -> None:
-    """Admission check of the tokens that a request leaves to choose among.
+    """Admission check of the tokens that a request may choose among.
 
     Raises:
-        VLLMValidationError: answered with HTTP 400; `bad_words` or `min_tokens` exclude them all.
+        VLLMValidationError: becomes HTTP 400; `bad_words` or `min_tokens` exclude them all.
     """
     key, allowed = "allowed_token_ids", set(params.allowed_token_ids or ())
     if (params.extra_args or {}).get("diffusion_constrained"):
@@ -176,6 +176,6 @@ def check_choices(params: SamplingParams) -> None:
             f"{key} must leave a token that {' and '.join(culprits)} do not exclude, got "
             f"{reprlib.repr(sorted(allowed))} with "
             + " and ".join(f"{name} = {getattr(params, name)!r}" for name in culprits)
-            + ". Allow another token, or leave one of them out.",
+            + ". Allow another token, or leave out one of them.",
             parameter=key,
         )

@@ -1,1 +1,1 @@
-"""The engine process: which canvases a step holds, and which forwards are spared."""
+"""The engine process: which canvases a step holds, and which forwards are saved."""

@@ -1,10 +1,10 @@
-"""Scheduling of canvases: vLLM's scheduler, without the forwards that a request can spare.
+"""Scheduling of canvases: vLLM's scheduler, without the forwards that a request can do without.
 
-A prompt's last rows and the first denoising step share a forward: their query rows lie side by
-side, the prompt's causal, the canvas' seeing everything. A finished block is emitted by the step
-that finishes it, and its tokens are then prefilled like a prompt's, beside the next canvas: that is
-its commit. The last block's commit would only write keys and values that nobody reads. And no
-canvas is wider than the tokens that its request may still get (`canvas_width`).
+A prompt's last rows and the first denoise step share a forward: their query rows lie side by side,
+the prompt's causal, the canvas' seeing everything. A finished block is emitted by the step that
+finishes it, and its tokens are then prefilled like a prompt's, next to the next canvas: that is its
+commit. The last block is not committed, because nobody would read its keys and values. No canvas is
+wider than the tokens that its request may still get (`canvas_width`).
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ logger = init_logger(__name__)
 
 
 def canvas_width(request: Request, canvas_length: int) -> int:
-    """Tokens of the canvas that follows what `request` has got, or of the one it is at."""
+    """Tokens of the canvas that `request` is at, or of the one that follows its tokens so far."""
     width = stock_canvas_width(request, canvas_length)
     if fits_canvases(request.sampling_params):
         width = min(width, fitted_width(request.max_tokens - request.num_output_tokens))
@@ -39,8 +39,8 @@ def canvas_width(request: Request, canvas_length: int) -> int:
 
 
 class CanvasScheduling(SchedulerHooks):
-    """What both of vLLM's diffusion schedulers get. Python looks it up after `AsyncScheduler`, so
-    that one's accounting sees the canvases that are added here."""
+    """Added to both of vLLM's diffusion schedulers. Python resolves it after `AsyncScheduler`, so
+    that class' accounting sees the canvases that are added here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,8 +49,8 @@ class CanvasScheduling(SchedulerHooks):
         self.fits_canvas = config.fit_canvas
         self.joins_canvases = joins_canvases(self.vllm_config)
         self.joins_commits = joins_commits(self.vllm_config)
-        self._spared_commits: list[int] = []  # their widths, until they are in the statistics
-        # Scores of prompts, by request, until its first block is emitted.
+        self._spared_commits: list[int] = []  # widths, until they are in the statistics
+        # Log-probabilities of prompts, by request, until its first block is emitted.
         self._prompt_scores: dict[str, tuple[Any, Any]] = {}
 
     def add_request(self, request: Request) -> None:
@@ -62,8 +62,8 @@ class CanvasScheduling(SchedulerHooks):
     # --- a prompt and its first canvas ------------------------------------------------------
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Schedules the canvas of every request whose prefill this step completes, where the
-        token budget and the KV cache have room for it; else it is scheduled in the next step."""
+        """Schedules the canvas of every request whose prefill this step completes, if the token
+        budget and the KV cache have room for it. Otherwise the next step does."""
         if not self.joins_canvases:
             return
         most_tokens = min(
@@ -77,11 +77,11 @@ class CanvasScheduling(SchedulerHooks):
             computed = request.num_computed_tokens + num_tokens
             if request_id in output.scheduled_spec_decode_tokens or computed < request.num_tokens:
                 continue
-            # Prompt log-probabilities take every row of their request for one of the prompt.
+            # vLLM's prompt log-probabilities take every row of the request for a prompt row.
             params = request.sampling_params
             if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
                 continue
-            # vLLM takes a single new token and its drafts for a decode, with CUDA graphs for it.
+            # vLLM treats a single new token with drafts as a decode, and has CUDA graphs for it.
             if num_tokens == 1 and request.num_computed_tokens > 0:
                 continue
             width = min(
@@ -102,8 +102,8 @@ class CanvasScheduling(SchedulerHooks):
             output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *new_blocks]
 
     def _drop_partial_canvas(self, output: SchedulerOutput, request: Request) -> int:
-        """Takes a canvas of which the budget held only a part, behind tokens that are prefilled,
-        back. Returns its tokens."""
+        """Takes back a canvas, behind prefilled tokens, that only partly fitted the budget. Returns
+        its tokens."""
         request_id = request.request_id
         num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         num_tokens = output.num_scheduled_tokens[request_id]
@@ -119,8 +119,8 @@ class CanvasScheduling(SchedulerHooks):
     # --- a prompt's log-probabilities -------------------------------------------------------
 
     def output_arrived(self, output: ModelRunnerOutput) -> None:
-        """Holds the log-probabilities of a prompt back until the request's first block: vLLM takes
-        them with the first tokens, which other models sample in the prompt's last step."""
+        """Holds back the log-probabilities of a prompt until the request's first block: vLLM
+        expects them with the first tokens, which other models sample in the prompt's last step."""
         scores = (output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict)
         for request_id in {*scores[0], *scores[1]}:
             self._prompt_scores[request_id] = tuple(s.pop(request_id, None) for s in scores)
@@ -139,10 +139,10 @@ class CanvasScheduling(SchedulerHooks):
 
     def block_emitted(self, request: Request, block_length: int) -> None:
         if self.joins_commits:
-            # vLLM took the canvas for accepted drafts. The next step computes its tokens.
+            # vLLM counted the canvas as accepted drafts, but the next step computes its tokens.
             request.num_computed_tokens -= block_length
             self._spared_commits.append(block_length)
-        # Drafts for the block before.
+        # These are still the last block's drafts.
         width = canvas_width(request, self.num_spec_tokens)
         request.spec_token_ids = request.spec_token_ids[:width]
 
@@ -153,8 +153,8 @@ class CanvasScheduling(SchedulerHooks):
         if self.joins_commits:
             is_committed &= was_foreseen(request, num_kept, self.max_model_len)
         if not is_committed:
-            # The last block's keys and values are a denoising step's, which no prompt may reuse:
-            # what is computed ends before it, placeholders of a step in flight aside.
+            # The last block's keys and values are from a denoise step, and no prompt may reuse
+            # them: what is computed ends before it, apart from placeholders of a step in flight.
             in_flight = max(request.num_output_placeholders - num_kept, 0)
             request.num_computed_tokens = request.num_tokens - num_kept + in_flight
             self._spared_commits.append(block_length)
@@ -167,9 +167,9 @@ class CanvasScheduling(SchedulerHooks):
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Counts a spared commit as a step, because vLLM's clients work the denoising steps out
-        as all steps less one commit a canvas. A last block that was committed, because its end was
-        not foreseen (`requests/ends.py`), is counted so, too."""
+        """Counts a saved commit as a step, because vLLM's clients compute the denoise steps as all
+        steps minus one commit per canvas. This includes a last block that was committed because
+        its end was not foreseen (`requests/ends.py`)."""
         if spec_decoding_stats is not None:
             for width in self._spared_commits:
                 spec_decoding_stats.observe_draft(width, num_accepted_tokens=0)
@@ -178,12 +178,12 @@ class CanvasScheduling(SchedulerHooks):
 
 
 class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
-    """For steps that wait for the last one's tokens."""
+    """For steps that wait for the tokens of the one before."""
 
-    knows_draft_tokens = True  # only a grammar would have to see them, and those are refused
+    knows_draft_tokens = True  # only grammars need to see them, and those are refused
 
     def output_counted(self, output: SchedulerOutput) -> None:
-        """The next step's drafts: the canvas, whose tokens are on the device."""
+        """Sets the next step's drafts: the canvas, whose tokens are on the device."""
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             if not request.is_prefill_chunk:
@@ -192,11 +192,11 @@ class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
 
 
 class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
-    """For steps that are scheduled before the last one's tokens are known."""
+    """For steps that are scheduled before the tokens of the one before are known."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Narrows the drafts of running requests, placeholders as many as the served canvas has
-        tokens, to what may still come. vLLM narrows them itself to what a request asks for."""
+        """Narrows the drafts of running requests, one placeholder per token of the served canvas,
+        to what may still come. vLLM itself narrows them to what the request asks for."""
         for request in self.running if self.fits_canvas else ():
             if request.max_tokens - request.num_output_tokens < len(request.spec_token_ids):
                 width = canvas_width(request, self.num_spec_tokens)
@@ -205,14 +205,14 @@ class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
 
 
 def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> CanvasScheduling:
-    """What vLLM's `scheduler_cls` names for our models (`serving_config.py`). When that is set, it
-    is not settled yet whether to schedule asynchronously."""
+    """The `scheduler_cls` of our models (`serving_config.py`): a factory, because when it is set,
+    vLLM has not yet decided whether to schedule asynchronously."""
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler_cls = CanvasAsyncScheduler if is_async else CanvasScheduler
-    # vLLM warns that custom schedulers may turn asynchronous scheduling off.
+    # vLLM warns that custom schedulers may turn off asynchronous scheduling.
     logger.info(
         "Canvases are scheduled by %s, with asynchronous scheduling %s. vLLM's warning about "
-        "custom schedulers does not apply to it.",
+        "custom schedulers does not apply.",
         scheduler_cls.__name__,
         "on" if is_async else "off",
     )
@@ -222,7 +222,7 @@ def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Canvas
 def _append_blocks(
     output: SchedulerOutput, request_id: str, block_ids: tuple[list[int], ...] | None
 ) -> None:
-    """Tells the worker of cache blocks [KV cache groups][blocks] that the request got late."""
+    """Tells the worker of more cache blocks [KV cache groups][blocks] for the request."""
     if block_ids is None:
         return
     for new in output.scheduled_new_reqs:

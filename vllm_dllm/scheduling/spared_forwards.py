@@ -1,5 +1,5 @@
-"""Which forwards a request is spared. The scheduler decides; requests carry what the worker must
-know (`requests.options.mark`), whose copy of the configuration may have changed."""
+"""Which forwards a request can do without. The scheduler decides, and marks each request for the
+worker (`requests.options.mark`), whose copy of the configuration may differ."""
 
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
@@ -12,8 +12,9 @@ def joins_canvases(vllm_config: VllmConfig) -> bool:
     """Whether a canvas may share the forward of the tokens before it: their query rows lie side by
     side, the tokens' causal, the canvas' seeing everything.
 
-    Not with a KV connector, which is told a step's tokens before the canvas is added, nor under a
-    full CUDA graph of mixed batches, which has no room for requests that attention sees as two.
+    Not with a KV connector, which is told a step's tokens before the canvas is added. Not under a
+    full CUDA graph of mixed batches either, which has no room for requests that attention sees as
+    two.
     """
     graphs = vllm_config.compilation_config.cudagraph_mode
     full = graphs is not None and graphs.mixed_mode() == CUDAGraphMode.FULL
@@ -21,9 +22,9 @@ def joins_canvases(vllm_config: VllmConfig) -> bool:
 
 
 def joins_commits(vllm_config: VllmConfig) -> bool:
-    """Whether a finished block is emitted at once, and committed in its successor's first forward.
+    """Whether a finished block is emitted at once and committed in its successor's first forward.
 
-    A step that is scheduled before the last one's tokens are known has no rows for both. And the
+    Not with asynchronous scheduling: a step that is scheduled too early has no rows for both. And the
     worker must know of it: those of other projects do not.
     """
     return (
@@ -34,7 +35,7 @@ def joins_commits(vllm_config: VllmConfig) -> bool:
 
 
 def spares_last_commit(vllm_config: VllmConfig) -> bool:
-    """Whether a request's last block is emitted without a commit. Not with a KV connector: it
-    would store or send what a denoising step left in the cache."""
+    """Whether a request's last block is emitted without a commit. Not with a KV connector, which
+    would store or send what a denoise step left in the cache."""
     config = ExtensionConfig.from_additional_config(vllm_config.additional_config)
     return not config.commit_last_block and vllm_config.kv_transfer_config is None
