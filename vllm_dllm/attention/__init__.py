@@ -23,15 +23,15 @@ GPU_BACKEND = "vllm_dllm.attention.gpu.GpuCanvasBackend"
 
 @dataclass(frozen=True)
 class WindowRules:
-    """What a step's metadata builders need beside vLLM's own arguments."""
+    """What a step's metadata builders need besides vLLM's own arguments."""
 
     symmetric: torch.Tensor | None = None  # [num_reqs] int32, 1 = symmetric rule, 0 = reference
-    shared: dict[Any, Any] = field(default_factory=dict)  # what one KV cache group leaves the next
+    shared: dict[Any, Any] = field(default_factory=dict)  # passed on between KV cache groups
 
 
 def gpu_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
-    """What our GPU attention is called in vLLM; None if it cannot serve this GPU or type of cache,
-    or if another extension has taken the name."""
+    """vLLM's name for our GPU attention. None if it does not support this GPU or type of cache, or
+    if another extension has taken the name."""
     name = vllm_attention.custom_attention_backend(GPU_BACKEND)
     if name is None:
         return None
@@ -51,10 +51,10 @@ def gpu_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
 
 @contextmanager
 def use_window_rules(attention_config: AttentionConfig) -> Iterator[None]:
-    """Attention layers built inside apply the reference window rule, unless a stock backend was
+    """Attention layers built in this context know the window rules, unless a stock backend was
     chosen for a GPU.
 
-    Scoped to one model's construction: other models of the process keep vLLM's own backends.
+    It covers one model's construction: other models of the process keep vLLM's own backends.
     """
     if current_platform.is_cpu():
         with vllm_attention.override_cpu_attention_backend(CPU_BACKEND):
@@ -63,13 +63,13 @@ def use_window_rules(attention_config: AttentionConfig) -> Iterator[None]:
     backend = attention_config.backend
     if backend is None or backend != vllm_attention.custom_attention_backend(GPU_BACKEND):
         logger.warning_once(
-            "Sliding-window layers run attention backend %s, which knows the window rule "
-            "'symmetric' only, whatever a request's diffusion_window_rule or the server's default: "
-            "it masks canvas rows by distance (|q-k| < window), where the rule 'reference' lets "
-            "each row see the last window-1 prefix tokens and the whole canvas. Prompts longer "
-            "than the window are decoded differently from the reference. Leave out "
-            "--attention-backend to decode as the reference does.",
-            backend.name if backend is not None else "by vLLM's choice",
+            "Sliding-window layers run attention backend %s, which only knows the window rule "
+            "'symmetric', so diffusion_window_rule and the server's default have no effect: it "
+            "masks canvas rows by distance (|q-k| < window), while 'reference' lets each row see "
+            "the last window-1 prefix tokens and the whole canvas. Prompts longer than the window "
+            "are decoded differently from the reference. Leave out --attention-backend to decode "
+            "as the reference does.",
+            backend.name if backend is not None else "of vLLM's choice",
         )
     yield
 

@@ -1,9 +1,9 @@
 """CPU attention with the reference window rule: vLLM's kernel plus one path for canvases.
 
-vLLM's CPU kernel takes a per-request causal flag and, for bidirectional requests, knows the
-`symmetric` rule. Under the `reference` rule all rows of a canvas see the same keys, the last
-W - 1 tokens of the context and the canvas itself, so attention is two plain matrix products over
-those keys, gathered from the cache, for all canvases at once.
+vLLM's CPU kernel takes a causal flag per request and, for bidirectional requests, applies the
+`symmetric` rule. Under the `reference` rule all rows of a canvas see the same keys: the last W - 1
+tokens of the context and the canvas itself. So attention is two plain matrix products over those
+keys, gathered from the cache, for all canvases together.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ from vllm_dllm.compat.cpu_ops import write_cpu_kv_cache
 
 @dataclass(frozen=True)
 class CanvasLayout:
-    """Where the n reference-rule canvases of a batch find their queries and keys, by position: the
-    same for all layers with one window and block size.
+    """Where the n reference-rule canvases of a batch find their queries and keys, by position. It
+    is the same for all layers with the same window and block size.
 
     Q = longest canvas (tokens), B = most cache blocks any canvas sees, K <= B * block_size = keys.
     """
@@ -36,11 +36,11 @@ class CanvasLayout:
     query_len: int  # Q
     rows: torch.Tensor | None  # [n, Q] int64, query row of each canvas position (clamped past its
     # end); None: the canvases are the batch, all of one length
-    valid_rows: torch.Tensor | None  # entries of the flat `rows` that are real canvas positions
+    valid_rows: torch.Tensor | None  # entries of flattened `rows` that are canvas positions
     block_columns: np.ndarray  # [n, B] int64, columns of the block table
     keys: slice  # the K keys of those blocks that any canvas sees
     bias: torch.Tensor | None  # [n, 1, 1, K] fp32, 0 for a visible key, else -inf; None: all are
-    only_canvases: bool  # no other request is in the batch
+    only_canvases: bool  # the batch holds no other requests
 
     @classmethod
     def build(
@@ -75,7 +75,7 @@ class CanvasLayout:
         first_blocks = first_keys // block_size
         last_steps = (ends - 1) // block_size - first_blocks
         block_steps = np.minimum(np.arange(last_steps.max() + 1), last_steps[:, None])
-        # Positions from here on count from the first block of each canvas.
+        # From here on, positions count from the first block of each canvas.
         first_seen, end_seen = (
             first_keys - first_blocks * block_size,
             ends - first_blocks * block_size,
@@ -118,7 +118,7 @@ class CanvasKeys:
 
 @dataclass
 class CpuCanvasMetadata(CPUAttentionMetadata):
-    """vLLM's CPU metadata and the canvases that need the reference rule (None: there are none)."""
+    """vLLM's CPU metadata, and the canvases under the reference rule (None: there are none)."""
 
     canvas_keys: CanvasKeys | None = None
 
@@ -179,7 +179,7 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class CpuCanvasImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, with reference-rule canvases computed here."""
+    """vLLM's CPU attention, except that canvases under the reference rule are computed here."""
 
     def forward(
         self,
@@ -212,7 +212,7 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
 
 
 class CpuCanvasBackend(CPUAttentionBackend):
-    """Stands in for vLLM's CPU backend in the layers of a diffusion model."""
+    """Replaces vLLM's CPU backend in the layers of a diffusion model."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
@@ -237,11 +237,11 @@ def attend_canvases(
     Hq, D = query.shape[1:]
     keys, values = _gather_blocks(kv_cache, canvas_keys.blocks, layout.keys)
     Hkv = keys.shape[1]
-    # The rows of a group share their keys, and the mask does not depend on the row: fold the
+    # The heads of a group share their keys, and the mask does not depend on the row: fold the
     # group's heads into the row axis.
     own = query[: n * Q] if layout.rows is None else query[layout.rows]
     grouped = own.view(n, Q, Hkv, Hq // Hkv, D).permute(0, 2, 3, 1, 4)
-    # fp32, as in vLLM's kernel: rounding scores to bf16 moves rows by up to 2% of their size.
+    # fp32, as in vLLM's kernel: rounding scores to bf16 changes rows by up to 2%.
     scores = torch.matmul(grouped.reshape(n, Hkv, -1, D).float() * scale, keys.float())
     if softcap > 0:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
@@ -264,7 +264,7 @@ def _gather_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Transposed keys [n, Hkv, D, K] and values [n, Hkv, K, D].
 
-    Inside a block and head the kernel stores the keys transposed, then the values as they are.
+    For each block and head the kernel stores the keys transposed, then the values as they are.
     """
     num_blocks, Hkv, block_size, width = kv_cache.shape
     D = width // 2
@@ -278,7 +278,7 @@ def _gather_blocks(
 
 
 def _check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_size: int) -> None:
-    """Writes one block the way vLLM does and reads it back the way `_gather_blocks` does.
+    """Writes one block as vLLM does and reads it back as `_gather_blocks` does.
 
     Raises:
         ValueError: this processor's kernels lay the cache out differently.

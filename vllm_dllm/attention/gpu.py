@@ -1,8 +1,8 @@
 """GPU attention of diffusion models: vLLM's cache and metadata around `attention_kernels`.
 
-`--attention-backend CUSTOM`, the default of our models on a GPU. A layer runs the Triton version,
-or FlashAttention-4 where that was asked for (`--attention-config.flash_attn_version 4`) and can do
-the layer's head size; sliding layers apply the window rule of each request.
+`--attention-backend CUSTOM`, the default for our models on a GPU. A layer runs the Triton version,
+or FlashAttention-4 if that was asked for (`--attention-config.flash_attn_version 4`) and supports
+the layer's head size. Sliding layers apply each request's window rule.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from vllm_dllm.compat.attention import cache_scales
 
 logger = init_logger(__name__)
 
-_CACHE_DTYPES = {  # others have the model's
+_CACHE_DTYPES = {  # others mean the model's
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "fp8": support.FP8,
@@ -41,7 +41,7 @@ _CACHE_DTYPES = {  # others have the model's
 
 @dataclass
 class GpuCanvasMetadata:
-    """N requests, T rows; the tensors are the runner's and the model state's own."""
+    """N requests, T rows. The tensors are those of the runner and the model state."""
 
     num_actual_tokens: int  # T, without the padding of a CUDA graph
     query_start_loc: torch.Tensor  # [N + 1] int32
@@ -51,11 +51,11 @@ class GpuCanvasMetadata:
     slot_mapping: torch.Tensor  # [T] int64
     causal: torch.Tensor  # [N] int32
     symmetric: torch.Tensor  # [N] int32
-    chunks: dict[int, Any] = field(default_factory=dict)  # by window: what a layer leaves the next
+    chunks: dict[int, Any] = field(default_factory=dict)  # by window, passed on between layers
 
 
 class GpuCanvasMetadataBuilder(AttentionMetadataBuilder[GpuCanvasMetadata]):
-    """Passes tensors on: nothing is worked out, so any step can be in a CUDA graph."""
+    """Passes tensors on and computes nothing, so any step can be in a CUDA graph."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     takes_window_rules = True
@@ -71,8 +71,8 @@ class GpuCanvasMetadataBuilder(AttentionMetadataBuilder[GpuCanvasMetadata]):
         window_rules: WindowRules | None = None,
     ) -> GpuCanvasMetadata:
         common = common_attn_metadata
-        assert isinstance(common.causal, torch.Tensor), "the model state passes flags a request"
-        # The model state's own buffers, whose addresses a captured CUDA graph keeps.
+        assert isinstance(common.causal, torch.Tensor), "the model state passes a flag per request"
+        # The model state's buffers, whose addresses a captured CUDA graph keeps.
         assert window_rules is not None and window_rules.symmetric is not None
         return GpuCanvasMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -87,11 +87,11 @@ class GpuCanvasMetadataBuilder(AttentionMetadataBuilder[GpuCanvasMetadata]):
 
 
 class GpuCanvasImpl(TritonAttentionImpl):
-    """Writes the cache as vLLM's Triton backend does, and reads it with our kernels."""
+    """Writes the cache like vLLM's Triton backend and reads it with our kernels."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Queries stay as they are: fp8 is for the cache alone.
+        # Queries stay as they are: only the cache is fp8.
         self.supports_quant_query_input = False
         self._fa4: ModuleType | None = None
         if runs_fa4(self.head_size, self.kv_cache_dtype):
@@ -109,7 +109,7 @@ class GpuCanvasImpl(TritonAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert output_scale is None and output_block_scale is None, "we do not offer to fuse this"
+        assert output_scale is None and output_block_scale is None, "not offered to vLLM"
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
@@ -155,8 +155,8 @@ class GpuCanvasImpl(TritonAttentionImpl):
 
 
 def runs_fa4(head_size: int, kv_cache_dtype: str) -> bool:
-    """Whether a layer of the model being built runs FlashAttention-4: if it was asked for and can
-    serve the layer. Said in the log."""
+    """Whether a layer of the model being built runs FlashAttention-4: if it was asked for and
+    supports the layer. Logs the answer."""
     config, capability = get_current_vllm_config_or_none(), current_platform.get_device_capability()
     reason: str | None = "it was not asked for (--attention-config.flash_attn_version 4)"
     if (
@@ -170,7 +170,7 @@ def runs_fa4(head_size: int, kv_cache_dtype: str) -> bool:
             (capability.major, capability.minor), head_size, query_dtype, cache_dtype
         )
         reason = support.fa4_reason(case)
-        reason = reason and f"it takes {reason}"
+        reason = reason and f"it only takes {reason}"
     if reason is None:
         logger.info_once("Layers of head size %d run FlashAttention-4.", head_size)
     else:
@@ -213,7 +213,7 @@ class GpuCanvasBackend(TritonAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return False  # the number of splits depends on the batch
+        return False  # the number of key splits depends on the batch
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -225,7 +225,7 @@ class GpuCanvasBackend(TritonAttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        return True  # asked for by every checkpoint with a vision tower; images are refused
+        return True  # every checkpoint with a vision tower requires it; images are refused
 
     @classmethod
     def supports_rswa(cls) -> bool:

@@ -1,10 +1,10 @@
 """Model runner v2 on a CPU whose vLLM has no Triton.
 
-vLLM's runner keeps its books in Triton kernels, and there is no Triton compiler for CPUs on the
-package index. Here each kernel is replaced by native code of the same meaning; one that nobody
-replaced runs in Triton's interpreter, and the log says so once. Nothing changes in a process until
-a worker of model runner v2 starts in it (`worker.py`), so models served by runner v1 never meet
-this code.
+vLLM's runner does its bookkeeping in Triton kernels, and the package index has no Triton compiler
+for CPUs. Here each kernel is replaced by native code that does the same. A kernel without a
+replacement runs in Triton's interpreter, and the log says so once. Nothing changes in a process
+until a worker of model runner v2 starts in it (`worker.py`), so models served by runner v1 never
+meet this code.
 """
 
 import os
@@ -36,8 +36,8 @@ def prepare(config: "VllmConfig") -> None:
     """Completes the configuration of a model that runner v2 will run on this CPU."""
     if config.parallel_config.worker_cls == runner.STOCK_CPU_WORKER:
         config.parallel_config.worker_cls = CPU_WORKER
-    # For the worker process, which inherits it: OpenMP threads that spin while they wait hold the
-    # cores that the other threads need. Where another process was busy on two cores, a denoise
-    # step took 200 ms with spinning and 12 ms without; the fastest steps of both were alike.
+    # The worker process inherits this. OpenMP threads that spin while they wait hold cores that
+    # other threads need. Next to another busy process on two cores, a denoise step took 200 ms with
+    # spinning and 12 ms without; the fastest steps were the same.
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "passive"

@@ -1,7 +1,7 @@
-"""How a CPU runs the model's forward: compiled, or as a flat trace, but not module by module.
+"""How a CPU runs the model's forward: compiled or as a flat trace, but not module by module.
 
-The shipped checkpoint's forward at batch 1 took 14 ms called module by module, 9 ms as the flat
-list of operations that Dynamo traces, and 6.5 ms compiled by Inductor, which needs a C++ compiler.
+With the shipped checkpoint at batch 1, a forward took 14 ms module by module, 9 ms as the flat list
+of operations that Dynamo traces, and 6.5 ms compiled by Inductor, which needs a C++ compiler.
 """
 
 import os
@@ -25,8 +25,8 @@ def has_compiler() -> bool:
 
 
 def choose(vllm_config: VllmConfig) -> None:
-    """Completes what the command line left open. `--enforce-eager` and `--compilation-config` are
-    obeyed."""
+    """Decides what the command line left open. `--enforce-eager` and `--compilation-config` take
+    precedence."""
     assert vllm_config.model_config is not None
     config = vllm_config.compilation_config
     is_eager = (
@@ -44,6 +44,6 @@ def choose(vllm_config: VllmConfig) -> None:
     if is_eager or config.backend == "eager":
         norm.prefer(vllm_config)
     if config.backend == "eager":
-        # For the worker, which inherits it: with this backend vLLM stores nothing ahead of time,
+        # The worker inherits this. With this backend vLLM stores nothing ahead of time,
         # yet would work out a key for it, 14 ms, at every forward.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")

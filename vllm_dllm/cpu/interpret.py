@@ -12,8 +12,8 @@ from vllm_dllm.compat.triton import is_placeholder_constexpr, real_triton_module
 def interpreted(fn: FunctionType) -> Any:
     """`fn` as `triton.jit` would return it under TRITON_INTERPRET=1.
 
-    The module of `fn` was loaded with stand-ins for `triton.language`; they are replaced by the
-    real modules, which is what the interpreter looks for.
+    The module of `fn` was loaded with placeholders for `triton.language`. They are replaced with
+    the real modules, which the interpreter looks for.
     """
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction

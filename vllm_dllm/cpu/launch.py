@@ -1,4 +1,4 @@
-"""Puts a launchable stand-in where vLLM's Triton kernels would be.
+"""Replaces vLLM's Triton kernels with objects that can be launched without Triton.
 
 Without Triton, vLLM's `@triton.jit` returns the decorated function, and `kernel[grid](...)` fails.
 """
@@ -22,7 +22,7 @@ Launch = Callable[..., None]
 
 
 class CpuKernel:
-    """Stands in for one Triton kernel: launched, it runs `native`, else Triton's interpreter."""
+    """Replaces one Triton kernel: a launch runs `native`, or else Triton's interpreter."""
 
     def __init__(self, fn: FunctionType, native: Launch | None) -> None:
         self.fn = fn
@@ -51,7 +51,7 @@ def kernel_name(fn: FunctionType) -> str:
 
 
 def jit(fn: FunctionType | None = None, **options: Any) -> Any:
-    """Takes the place of `triton.jit`; its options only steer Triton's compiler."""
+    """Replaces `triton.jit`, whose options only affect Triton's compiler."""
     if fn is None:
         return jit
     from vllm_dllm.cpu.kernels import NATIVE_KERNELS
@@ -60,7 +60,7 @@ def jit(fn: FunctionType | None = None, **options: Any) -> Any:
 
 
 def replace_kernels() -> None:
-    """Replaces all kernels of vLLM's modules, loaded already or later. Repeatable."""
+    """Replaces the kernels of all vLLM modules, whether loaded already or later. Repeatable."""
     triton.set_triton_jit(jit)
     modules = [
         module
@@ -68,7 +68,7 @@ def replace_kernels() -> None:
         if name.startswith("vllm.") and triton.uses_triton_placeholder(module)
     ]
     kernels = {id(fn): jit(fn) for module in modules for fn in _jitted_functions(module)}
-    # `from module import kernel` copies too.
+    # Also in modules that did `from module import kernel`.
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm."):
             for attribute, value in list(vars(module).items()):

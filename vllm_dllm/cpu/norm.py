@@ -30,14 +30,14 @@ def register() -> None:
     def rms_norm(
         x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
     ) -> Tensor:
-        x = x.contiguous()  # the kernel takes rows to be adjacent
+        x = x.contiguous()  # the kernel assumes that rows are adjacent
         output = torch.empty_like(x)
         cpp_rms_norm(output, x, weight, epsilon)
         return output
 
 
 def prefer(vllm_config: VllmConfig) -> None:
-    """Puts the kernel first among the norms of `vllm_config`'s model, where it is registered."""
+    """Makes the kernel the first choice for norms in `vllm_config`'s model, if registered."""
     if PROVIDER in ir.ops.rms_norm.impls:
         norms = vllm_config.kernel_config.ir_op_priority.rms_norm
         norms[:] = [PROVIDER, *(name for name in norms if name != PROVIDER)]

@@ -1,4 +1,4 @@
-"""Verification of drafts on CPUs: what stands in for vLLM's `rejection_sample`."""
+"""Verification of drafts on CPUs, in place of vLLM's `rejection_sample`."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def rejection_sample(
     **watermarking: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [num_reqs, num_speculative_steps + 1] int64 and how many of them count, [num_reqs]
-    int32, by vLLM's own random numbers. What `verify` lacks runs in Triton's interpreter."""
+    int32, with vLLM's own random numbers. What `verify` lacks runs in Triton's interpreter."""
     if synthetic_conditional_rates is not None or use_block_verification or watermarking:
         return stock_rejection_sample(
             target_logits,

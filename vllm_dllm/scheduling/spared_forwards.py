@@ -24,8 +24,8 @@ def joins_canvases(vllm_config: VllmConfig) -> bool:
 def joins_commits(vllm_config: VllmConfig) -> bool:
     """Whether a finished block is emitted at once and committed in its successor's first forward.
 
-    Not with asynchronous scheduling: a step that is scheduled too early has no rows for both. And the
-    worker must know of it: those of other projects do not.
+    Not with asynchronous scheduling: a step that is scheduled before the tokens of the one before
+    are known has no rows for both. And only with our workers: others do not know how.
     """
     return (
         joins_canvases(vllm_config)

@@ -172,7 +172,7 @@ def test_a_stock_backend_is_served_with_a_warning(gpu: Callable[[int, int], list
     with use_window_rules(AttentionConfig(backend=AttentionBackendEnum.TRITON_ATTN)):
         pass
     (warning,) = warnings
-    assert "attention backend TRITON_ATTN, which knows the window rule 'symmetric' only" in warning
+    assert "attention backend TRITON_ATTN, which only knows the window rule 'symmetric'" in warning
     assert "|q-k| < window" in warning and "decoded differently from the reference" in warning
 
 

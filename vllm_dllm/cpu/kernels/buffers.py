@@ -19,7 +19,7 @@ def apply_write(
     MULTI_GROUP: bool,
     **block_sizes: int,
 ) -> None:
-    """Writes runs of values into rows of an array, or of one int32 array a KV-cache group."""
+    """Writes runs of values into rows of an array, or of one int32 array per KV-cache group."""
     num_writes = grid[0]
     contents = write_contents.numpy()
     rows = write_indices.tolist()[:num_writes]

@@ -77,7 +77,7 @@ def prepare_dflash_inputs(
 
 @dataclass(frozen=True)
 class _Cache:
-    """Where the drafter keeps its context."""
+    """Where the drafter's context is stored."""
 
     blocks: np.ndarray  # [>= num_reqs, max_num_blocks] int32
     max_num_blocks: int

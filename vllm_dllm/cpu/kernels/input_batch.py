@@ -136,7 +136,7 @@ def post_update(
     total_len: torch.Tensor,  # [max_num_reqs] int32, advanced
     **launch_options: int,
 ) -> None:
-    """Books the outcome of a step: tokens gained, and KV positions kept."""
+    """Records the outcome of a step: tokens gained and KV positions kept."""
     computed, totals = num_computed_tokens.numpy(), total_len.numpy()
     tokens, last, sampled = (
         t.numpy() for t in (all_token_ids, last_sampled_tokens, sampled_tokens)

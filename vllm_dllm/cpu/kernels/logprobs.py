@@ -56,5 +56,5 @@ def prompt_logprobs_token_ids(
         first = slot * all_token_ids_stride + int(computed[slot]) + 1
         following = tokens[first : first + end - begin]
         targets[begin : begin + len(following)] = following
-        # Behind the last slot's row there is nothing; what the row is scored on is not reported.
+        # Nothing follows the last slot's row; what that row is scored on is not reported.
         targets[begin + len(following) : end] = 0

@@ -9,7 +9,7 @@ import numpy as np
 
 @lru_cache(maxsize=256)
 def int32_at(address: int, *shape: int) -> np.ndarray:
-    """The int32 array of this shape that starts at `address`. The caller knows that it is alive;
-    the view itself is nothing but an address and a length, so remembering it is harmless."""
+    """The int32 array of this shape that starts at `address`. The caller must know that it is
+    alive. The view is only an address and a length, so keeping it is harmless."""
     numbers = (ctypes.c_int32 * math.prod(shape)).from_address(address)
     return np.frombuffer(memoryview(numbers).cast("B"), dtype=np.int32).reshape(shape)

@@ -8,7 +8,7 @@ from vllm_dllm.cpu.random_numbers import gumbel
 
 Grid = tuple[int, ...]
 
-_DRAFT_POSITION = 1 << 30  # added to a draft's position: its noise is not its verification's
+_DRAFT_POSITION = 1 << 30  # added to a draft's position, so that its verification has other noise
 
 
 def apply_temperature(
@@ -94,7 +94,7 @@ def gather_draft_sampled(
     num_logits: int,
     **block_sizes: int,
 ) -> None:
-    """-1 stands for drafts of a step that starts within the prefill: nobody proposed them."""
+    """-1 marks drafts of a step that starts within the prefill: nobody proposed them."""
     torch.index_select(positions, 0, logits_indices, out=pos)
     torch.index_select(input_ids, 0, logits_indices, out=draft_sampled)
     starts_in_prefill = pos - expanded_local_pos < prefill_len[expanded_idx_mapping]
