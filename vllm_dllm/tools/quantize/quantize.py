@@ -17,6 +17,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from rich.progress import Progress
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import DiffusionGemmaConfig
@@ -87,6 +88,23 @@ def quantize(
     if out is None:
         raise InputError("expected the folder to write to (-o OUT), or --dry-run")
     partial = resumable.partial_folder(out)
+    _check_calibration(scheme, calibration)
+    prompts = read_prompts(calibration, checkpoint, config) if calibration else []
+    run = _fingerprint(source, scheme, prompts)
+    if resumable.is_finished(out, run, WORKING_FILES):
+        return
+    resumed = resumable.is_resumed(partial, run, "checkpoint, scheme or prompts")
+    with progress_bars() as progress:
+        weight_amax = _known_weight_amax(source, plan, partial, resumed, progress)
+        resumable.start(partial, run)
+        write_json(partial / WEIGHT_RANGES_FILE, weight_amax)
+        scales = Scales(weight_amax, _input_amax(checkpoint, prompts, partial, progress))
+        _write_shards(source, plan, scales, partial, progress)
+    _write_rest(source, plan, partial)
+    resumable.finish(partial, out, WORKING_FILES)
+
+
+def _check_calibration(scheme: str, calibration: Path | None) -> None:
     if scheme == "nvfp4" and calibration is None:
         raise InputError(
             "nvfp4 needs --calibration PROMPTS.jsonl: the scale of the inputs is measured while "
@@ -96,39 +114,6 @@ def quantize(
         raise InputError(
             f"{scheme} takes no --calibration: inputs are scaled token by token when served"
         )
-    prompts = read_prompts(calibration, checkpoint, config) if calibration else []
-    run = _fingerprint(source, scheme, prompts)
-    if resumable.is_finished(out, run, WORKING_FILES):
-        return
-    resumed = resumable.is_resumed(partial, run, "checkpoint, scheme or prompts")
-    with progress_bars() as progress:
-        weight_ranges = partial / WEIGHT_RANGES_FILE
-        if resumed and weight_ranges.exists():
-            weight_amax = json.loads(weight_ranges.read_text())
-        else:
-            task = progress.add_task("checking weights", total=len(source.tensors))
-            weight_amax = _weight_amax(source, plan, lambda: progress.advance(task))
-        resumable.start(partial, run)
-        write_json(weight_ranges, weight_amax)
-        input_ranges: Ranges = {}
-        if prompts:
-            task = progress.add_task("calibrating, prompts", total=len(prompts))
-            input_ranges = calibrate(
-                checkpoint,
-                prompts,
-                partial / INPUT_RANGES_FILE,
-                lambda count: progress.advance(task, count),
-            )
-            _report_idle_experts(input_ranges)
-        scales = Scales(weight_amax, {group: max(r) for group, r in input_ranges.items()})
-        task = progress.add_task(f"quantising to {scheme}", total=len(source.tensors))
-        for name, tensors in source.shards.items():
-            if not (partial / name).exists():
-                _write_shard(source, plan, name, scales, partial, lambda: progress.advance(task))
-            else:
-                progress.advance(task, len(tensors))
-    _write_rest(source, plan, partial)
-    resumable.finish(partial, out, WORKING_FILES)
 
 
 def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[str, Any]:
@@ -140,6 +125,17 @@ def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[
         "weights": resumable.file_marks(files),
         "prompts": resumable.digest(prompts),
     }
+
+
+def _known_weight_amax(
+    source: Source, plan: Plan, partial: Path, resumed: bool, progress: Progress
+) -> dict[str, float]:
+    """`_weight_amax`, from the file that a stopped run has left if there is one."""
+    left = partial / WEIGHT_RANGES_FILE
+    if resumed and left.exists():
+        return json.loads(left.read_text())
+    task = progress.add_task("checking weights", total=len(source.tensors))
+    return _weight_amax(source, plan, lambda: progress.advance(task))
 
 
 def _weight_amax(source: Source, plan: Plan, advance: Callable[[], None]) -> dict[str, float]:
@@ -164,6 +160,23 @@ def _weight_amax(source: Source, plan: Plan, advance: Callable[[], None]) -> dic
 def _matrix(weight: torch.Tensor, linear: Linear) -> torch.Tensor:
     matrix = weight if linear.expert is None else weight[linear.expert]
     return matrix[linear.rows]
+
+
+def _input_amax(
+    checkpoint: Path, prompts: list[list[int]], partial: Path, progress: Progress
+) -> dict[str, float]:
+    """Input group -> largest magnitude, while the model answers the prompts; nothing without."""
+    if not prompts:
+        return {}
+    task = progress.add_task("calibrating, prompts", total=len(prompts))
+    ranges = calibrate(
+        checkpoint,
+        prompts,
+        partial / INPUT_RANGES_FILE,
+        lambda count: progress.advance(task, count),
+    )
+    _report_idle_experts(ranges)
+    return {group: max(values) for group, values in ranges.items()}
 
 
 def _report_idle_experts(ranges: Ranges) -> None:
@@ -215,6 +228,18 @@ def compress(
 
 def _global_scale(amax: float) -> torch.Tensor:
     return generate_gparam(torch.tensor(-amax), torch.tensor(amax))
+
+
+def _write_shards(
+    source: Source, plan: Plan, scales: Scales, partial: Path, progress: Progress
+) -> None:
+    """All but those that a stopped run has written."""
+    task = progress.add_task(f"quantising to {plan.scheme}", total=len(source.tensors))
+    for name, tensors in source.shards.items():
+        if not (partial / name).exists():
+            _write_shard(source, plan, name, scales, partial, lambda: progress.advance(task))
+        else:
+            progress.advance(task, len(tensors))
 
 
 def _write_shard(

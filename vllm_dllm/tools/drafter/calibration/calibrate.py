@@ -6,7 +6,7 @@ Measuring takes nearly all the time; a stopped run goes on behind the last part 
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,7 @@ def calibrate_width(
     exist unfinished.
     """
     partial = resumable.partial_folder(out)
-    if options.variant not in HIDDEN_SIZES or options.draft_width not in DRAFT_WIDTHS:
-        raise InputError(
-            f"expected a variant of {', '.join(HIDDEN_SIZES)} and a draft width of "
-            f"{', '.join(DRAFT_WIDTHS)}, got {options.variant!r} and {options.draft_width!r}"
-        )
+    _check_options(options)
     drafter = load_drafter(drafter_path)
     text_config = target_text_config(target_path)
     check_fit(drafter.config, text_config)
@@ -93,6 +89,27 @@ def calibrate_width(
         return measure(target, drafter, part, sizes, options.draft_width, options.max_tokens)
 
     resumable.start(partial, run)
+    training, held_out = _measure_sides(measure_part, sides, partial)
+    report = _train_and_report(training, held_out, sizes, trained, options, partial)
+    resumable.finish(partial, out, MEASURED_FOLDERS)
+    print(describe(report))
+    return report
+
+
+def _check_options(options: Options) -> None:
+    if options.variant not in HIDDEN_SIZES or options.draft_width not in DRAFT_WIDTHS:
+        raise InputError(
+            f"expected a variant of {', '.join(HIDDEN_SIZES)} and a draft width of "
+            f"{', '.join(DRAFT_WIDTHS)}, got {options.variant!r} and {options.draft_width!r}"
+        )
+
+
+def _measure_sides(
+    measure_part: Callable[[Sequence[list[int]]], Measured],
+    sides: tuple[list[list[int]], list[list[int]]],  # training and held-out prompts
+    partial: Path,
+) -> list[Measured]:
+    """What each side's prompts measure; parts that a stopped run has measured are read."""
     measured: list[Measured] = []
     with progress_bars() as progress:
         for name, side in zip(MEASURED_FOLDERS, sides, strict=True):
@@ -101,17 +118,29 @@ def calibrate_width(
             task = progress.add_task(f"measuring {name} prompts", total=len(side))
             advance = functools.partial(progress.advance, task)
             measured.append(measure_in_parts(measure_part, side, folder, advance))
-    training, held_out = measured
-    if min(len(training), len(held_out)) < 2:
+    training, held_out = map(len, measured)
+    if min(training, held_out) < 2:
         raise InputError(
-            f"the target answers {len(training)} of the training and {len(held_out)} of the "
-            f"held-out prompts with two tokens or more: expected prompts it has something to say to"
+            f"the target answers {training} of the training and {held_out} of the held-out "
+            f"prompts with two tokens or more: expected prompts it has something to say to"
         )
+    return measured
+
+
+def _train_and_report(
+    training: Measured,
+    held_out: Measured,
+    sizes: tuple[int, ...],
+    trained_size: int,
+    options: Options,
+    partial: Path,
+) -> dict[str, Any]:
+    """Writes the predictor, its report and a plot to `partial`; returns the report."""
     config = PredictorConfig(
         variant=options.variant,
         vocab_size=training.logits.shape[1],
         block_sizes=sizes,
-        trained_block_size=trained,
+        trained_block_size=trained_size,
         hidden_size=HIDDEN_SIZES[options.variant],
     )
     found = train_predictor(training, config, options.seed)
@@ -125,8 +154,6 @@ def calibrate_width(
     save_predictor(found.predictor, partial, {"draft_width": options.draft_width})
     (partial / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
     save_plot(report, partial / PLOT_FILE)
-    resumable.finish(partial, out, MEASURED_FOLDERS)
-    print(describe(report))
     return report
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen3Config
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.drafter.training.blocks import KnownSequence
 from vllm_dllm.tools.drafter.training.collect import (
+    Completer,
     collect,
     complete,
     read_prompts,
@@ -82,22 +84,9 @@ def train(
     target = load_target(target_path, device)
     resumable.start(partial, run)
     if questions:
-        sequences = collect(
-            questions,
-            completer or (lambda batch: complete(target, batch, options.max_tokens)),
-            partial / COMPLETIONS_FILE,
-            _report_collecting,
-        )
-        if not sequences:
-            raise InputError(
-                f"the target answers none of the {len(questions)} prompts with two tokens or more: "
-                f"expected prompts it has something to say to"
-            )
-    torch.manual_seed(options.seed)
-    drafter = DFlashDrafter(config)
-    initialize(drafter)
-    if start is not None:
-        drafter.load_state_dict(start.state_dict())
+        completer = completer or (lambda batch: complete(target, batch, options.max_tokens))
+        sequences = _answered(questions, completer, partial)
+    drafter = _new_drafter(config, start, options.seed)
     log = fit(target, drafter.to(device), sequences, options, partial)
     dflash: dict[str, Any] = config.dflash_config
     if start is None or "trained_context" in dflash:  # nobody knows a published drafter's
@@ -107,6 +96,29 @@ def train(
     (partial / LOG_FILE).write_text(json.dumps(log) + "\n")
     save_plots(log, partial)
     resumable.finish(partial, out, WORKING_FILES)
+
+
+def _answered(
+    questions: list[list[int]], completer: Completer, partial: Path
+) -> list[KnownSequence]:
+    """The questions with their answers. Those that a stopped run has asked are read."""
+    sequences = collect(questions, completer, partial / COMPLETIONS_FILE, _report_collecting)
+    if not sequences:
+        raise InputError(
+            f"the target answers none of the {len(questions)} prompts with two tokens or more: "
+            f"expected prompts it has something to say to"
+        )
+    return sequences
+
+
+def _new_drafter(config: Qwen3Config, start: DFlashDrafter | None, seed: int) -> DFlashDrafter:
+    """Random weights, or those of `start`."""
+    torch.manual_seed(seed)
+    drafter = DFlashDrafter(config)
+    initialize(drafter)
+    if start is not None:
+        drafter.load_state_dict(start.state_dict())
+    return drafter
 
 
 def _check_arguments(
