@@ -19,6 +19,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from vllm_dllm.compat.prompt_privacy import keep_prompts_private
 from vllm_dllm.compat.runner import prefill_emitted_tokens, score_prompts_by
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
@@ -67,6 +68,7 @@ class DiffusionSampler:
         self._spares_last_commit = spares_last_commit(state.vllm_config)
         self.prefills_emitted_tokens = False  # until a request says what the scheduler does
         prefill_emitted_tokens()
+        keep_prompts_private()
         self._added: list[int] = []  # slots of requests that came since the last step
         self.policies = Policies(
             self.config, state.max_num_reqs, self.canvas_length, self.slots.canvas.device
