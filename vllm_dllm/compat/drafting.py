@@ -14,6 +14,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu import spec_decode
 
+from vllm_dllm.compat.prompt_privacy import keep_prompts_private
 from vllm_dllm.compat.scheduler import SchedulerHooks
 
 
@@ -109,6 +110,7 @@ def set_dflash_speculator(path: str) -> None:
     Repeatable."""
 
     def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
+        keep_prompts_private()
         if drafts_blocks(vllm_config):
             _tell_speculator_widths()
             return resolve_obj_by_qualname(path)(vllm_config, device, req_states)

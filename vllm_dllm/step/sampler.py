@@ -8,6 +8,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from vllm_dllm.compat.prompt_privacy import keep_prompts_private
 from vllm_dllm.compat.runner import score_prompts_by
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.logits import step_bytes, whole_rows
@@ -25,6 +26,7 @@ class DiffusionSampler:
         self.req_states = step.requests.req_states
         self.sampling_states = step.requests.sampling_states
         self._max_rows = max_rows
+        keep_prompts_private()
         score_prompts_by(whole_rows(step.vocab_size, step.budget_bytes))
 
     @property

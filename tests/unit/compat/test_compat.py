@@ -210,6 +210,38 @@ SEAMS = {
         ("v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker"),
         "b = min(a + CHUNK_SIZE, hi)",
     ),
+    "a request with one token left is padded with drafts": (
+        ("v1.core.sched.scheduler", "Scheduler", "schedule"),
+        "padded_num_tokens = 1 + self.num_spec_tokens",
+    ),
+    "prompts are scored to the end of what is scheduled": (
+        ("v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker", "compute_prompt_logprobs"),
+        """end_idx = query_start_loc_np[i + 1]
+            assert start_idx < end_idx, (
+                f"start_idx ({start_idx}) >= end_idx ({end_idx})"
+            )
+            if not req_is_prompt_chunked:
+                end_idx -= 1""",
+    ),
+    "the runner scores prompts by": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "sample_tokens"),
+        """self.prompt_logprobs_worker.compute_prompt_logprobs(
+            self.model.compute_logits,
+            hidden_states,
+            input_batch,
+            self.req_states.all_token_ids.gpu,
+            self.req_states.num_computed_tokens.gpu,
+            self.req_states.prompt_len.np,
+        )""",
+    ),
+    "the runner frees a slot": (
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "_remove_request"),
+        "req_idx = self.req_states.remove_request(req_id)",
+    ),
+    "tokens of a request that comes are written to its slot": (
+        ("v1.worker.gpu.states", "RequestState", "add_request"),
+        "self.all_token_ids.stage_write(req_idx, 0, all_token_ids)",
+    ),
     "in chunks of so many rows": (
         ("v1.worker.gpu.sample.prompt_logprob",),
         f"\nCHUNK_SIZE = {PROMPT_ROWS}\n",
