@@ -19,7 +19,7 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv with everything pinned in requirements/cpu.txt
 
-$(READY): requirements/cpu.txt pyproject.toml packaging/vllm-metadata/pyproject.toml
+$(READY): requirements/cpu.txt pyproject.toml
 	@echo "[1/4] Python: $(PYTHON)"
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "Python 3.11, 3.12 or 3.13 is needed; name one with: make setup PYTHON=/path/to/python"; exit 1; }
@@ -34,7 +34,7 @@ $(READY): requirements/cpu.txt pyproject.toml packaging/vllm-metadata/pyproject.
 	  echo "Trying again with the PyTorch CPU index."; \
 	  $(PIP_INSTALL) --no-deps --extra-index-url $(TORCH_CPU_INDEX) -r requirements/cpu.txt; }
 	@echo "[3/4] this project"
-	@$(PIP_INSTALL) -qq --no-deps --no-build-isolation ./packaging/vllm-metadata --editable .
+	@$(PIP_INSTALL) -qq --no-deps --no-build-isolation --editable .
 	@echo "[4/4] first start of vLLM"
 	@$(BIN)/vllm --version
 	@touch $@
