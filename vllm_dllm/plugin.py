@@ -26,6 +26,7 @@ def register() -> None:
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.requests.options import check_choices, check_request
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig
+    from vllm_dllm.startup import hooks
 
     ModelRegistry.register_model(
         DIFFUSION_GEMMA,
@@ -45,6 +46,7 @@ def register() -> None:
     )
     drafting.set_dflash_speculator("vllm_dllm.drafters.dflash.WidthDFlashSpeculator")
     cpu.install()
+    hooks.install()
 
 
 def _log_like_vllm() -> None:

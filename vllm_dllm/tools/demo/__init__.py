@@ -33,6 +33,7 @@ from vllm_dllm.tools.server_process import (
     serve_command,
     wait_on_console,
 )
+from vllm_dllm.tools.shipped_checkpoint import serving_note
 
 __all__ = ["QUESTIONS", "run"]
 
@@ -207,6 +208,8 @@ class View:
         self.say(f"Log: {server.log}")
         seconds = wait_on_console(server, self._console)
         self.say(f"Ready after {seconds:.0f} s.")
+        if note := serving_note(checkpoint):
+            self.say(note)
 
     def show(self, answer: Answer, steps: Iterator[Step]) -> None:
         """Draws the steps as they come, then the answer."""
