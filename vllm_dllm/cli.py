@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.calibration.cli import add_calibrate_width
 from vllm_dllm.tools.drafter.training.cli import add_train
 from vllm_dllm.tools.resumable import exit_status
-from vllm_dllm.tools.shipped_checkpoint import SHIPPED_CHECKPOINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,10 +8,10 @@ from safetensors import safe_open
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from tests.paths import CHECKPOINTS
+from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT
 from vllm_dllm.tools.pretrain.exact_match import answer_rows, read_rows, summarize
 from vllm_dllm.tools.pretrain.tasks import SERVING_NOTE
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
-from vllm_dllm.tools.shipped_checkpoint import SHIPPED_CHECKPOINT
 
 pytestmark = pytest.mark.numerics
 

@@ -87,6 +87,26 @@ SEAMS = {
             if self.tokenizer is not None:
                 sampling_params.update_from_tokenizer(self.tokenizer)""",
     ),
+    "chats are rendered by the method we replace": (
+        ("entrypoints.openai.chat_completion.serving",),
+        "return await self.online_renderer.render_chat(request)",
+    ),
+    "completions, too": (
+        ("entrypoints.openai.completion.serving",),
+        "self.online_renderer.render_completion(request)",
+    ),
+    "and responses": (
+        ("entrypoints.openai.responses.serving",),
+        "self.online_renderer.render_responses(",
+    ),
+    "a tool parser is known by its class": (
+        ("renderers.online_renderer", "OnlineRenderer", "render_chat"),
+        "tool_parser = self.parser.tool_parser_cls if self.parser is not None else None",
+    ),
+    "beam search begins with its parameters": (
+        ("entrypoints.generate.beam_search.offline", "BeamSearchOfflineMixin", "beam_search"),
+        "self.llm_engine.input_processor.resolve_watermarking(params)",
+    ),
     "the check of diffusion sampling parameters": (
         ("sampling_params", "SamplingParams", "verify"),
         "self._validate_diffusion(model_config)",

@@ -1,8 +1,9 @@
-"""A model that can only be a folder, or that no hub can be asked for, is refused before vLLM asks."""
+"""A model that can only be a folder, or that no hub can be asked for, is refused at once."""
 
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -98,9 +99,7 @@ def test_a_proxy_is_not_second_guessed(
 
 
 def test_the_drafter_too(clone: Path, no_network: None) -> None:
-    class Arguments:
-        model = "checkpoints/small"
-        speculative_config = {"method": "dflash", "model": "checkpoints/drafter"}
-
+    drafter = {"method": "dflash", "model": "checkpoints/drafter"}
+    arguments = SimpleNamespace(model="checkpoints/small", speculative_config=drafter)
     with pytest.raises(ValueError, match="There is no model 'checkpoints/drafter'"):
-        check_models(Arguments())  # type: ignore[arg-type]
+        check_models(arguments)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from vllm_dllm.checkpoints import serving_note
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.picture import save as save_picture
@@ -33,7 +34,6 @@ from vllm_dllm.tools.server_process import (
     serve_command,
     wait_on_console,
 )
-from vllm_dllm.tools.shipped_checkpoint import serving_note
 
 __all__ = ["QUESTIONS", "run"]
 

@@ -1,9 +1,12 @@
-"""The small checkpoint that comes with the package, in a wheel as in a clone."""
+"""The small checkpoint that comes with the package, in a wheel as in a clone.
+
+The folder beside this file is a link to the clone's `checkpoints/`.
+"""
 
 import json
 from pathlib import Path
 
-SHIPPED_CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "diffusiongemma-tiny"
+SHIPPED_CHECKPOINT = Path(__file__).parent / "diffusiongemma-tiny"
 
 
 def serving_note(checkpoint: Path) -> str | None:
