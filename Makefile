@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast lint docs bench lock clean
+.PHONY: help setup serve demo test test-fast lint docs wheel bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -66,6 +66,11 @@ lint: setup ## ruff, import-linter and mypy
 docs: setup ## build the documentation into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open build/site/index.html, or run: $(BIN)/mkdocs serve"
+
+# From a clean slate: setuptools puts what an older build left behind into the wheel, too.
+wheel: setup ## build dist/vllm_dllm-*.whl, which needs no clone
+	rm -rf build/lib build/bdist.* dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 bench: setup ## measure serving on this machine
 	$(BIN)/python -m bench.serving
