@@ -1,8 +1,7 @@
 """The commands and programs that README.md and the pages of `docs/` show a reader.
 
 Fenced blocks of `bash` hold commands, those of `python` whole programs. A comment `# needs a GPU`
-or `# needs a network` marks the command after it as one that not every machine can run. Commands
-may also be indented by four spaces.
+or `# needs a network` marks the command after it as one that not every machine can run.
 """
 
 import re
@@ -38,30 +37,18 @@ def pages() -> list[Path]:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks, and the indented ones where no list and no other block is around them."""
-    fence: Block | None = None
-    indented: Block | None = None
+    """The fenced blocks of a page."""
+    block: Block | None = None
     for number, line in enumerate(page.read_text().splitlines(), start=1):
-        place = f"{page.relative_to(ROOT)}:{number}"
-        if match := re.fullmatch(r"\s*```(\w*).*", line):
-            if fence is None:
-                fence = Block(place, match[1], [])
-            else:
-                yield fence
-                fence = None
-        elif fence is not None:
-            fence.lines.append(line)
-        elif re.match(r" {4}\S|\t\S", line):
-            indented = indented or Block(place, "bash", [])
-            indented.lines.append(line[4:])
-        elif indented is not None and line.startswith("    "):
-            indented.lines.append(line[4:])
-        elif indented is not None:
-            yield indented
-            indented = None
-    assert fence is None, f"{fence.place if fence else ''}: the block does not end"
-    if indented is not None:
-        yield indented
+        fence = re.fullmatch(r"\s*```(\w*).*", line)
+        if block is None and fence:
+            block = Block(f"{page.relative_to(ROOT)}:{number}", fence[1], [])
+        elif block is not None and fence:
+            yield block
+            block = None
+        elif block is not None:
+            block.lines.append(line)
+    assert block is None, f"{page}: a block does not end"
 
 
 def split_commands(block: Block) -> Iterator[Snippet]:

@@ -27,12 +27,11 @@ def install() -> None:
 def _check(arguments: EngineArgs) -> None:
     last_line.take_first_error()  # of an engine that this process tried before
     check_models(arguments)
-    for package, reason in installation.left_out.items():
+    if installation.left_out:
         logger.info(
-            "%s cannot be imported and is treated as not installed (%s). Text models do not need "
-            "it; for others install the build of the PyTorch CPU index.",
-            package,
-            reason,
+            "Not used, because they cannot be imported: %s. Text models do not need them; for "
+            "others install the builds of the PyTorch CPU index.",
+            ", ".join(f"{name} ({reason})" for name, reason in installation.left_out.items()),
         )
 
 

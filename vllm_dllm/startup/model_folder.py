@@ -32,22 +32,25 @@ def check_model(model: str) -> None:
     if path.exists() or "://" in model or envs.VLLM_USE_MODELSCOPE:
         return
     if path.is_absolute() or model.startswith(("./", "../", "~")) or len(path.parts) > 2:
-        raise ValueError(f"{_missing(path)} Name the folder of a checkpoint.")
+        raise ValueError(
+            f"There is no model '{path}': no such folder ({_instead(path)}). Name the folder of a "
+            f"checkpoint."
+        )
     if _is_cached(model) or _hub_answers():
         return
     raise ValueError(
-        f"{_missing(path)} Nor can it be a name on {constants.ENDPOINT}, which does not answer. "
-        f"Name the folder of a checkpoint, or connect this machine to the network."
+        f"There is no model '{path}': no such folder ({_instead(path)}), nor does "
+        f"{constants.ENDPOINT} answer, where models of other names are. Name the folder of a "
+        f"checkpoint, or connect this machine to the network."
     )
 
 
-def _missing(path: Path) -> str:
-    """Expected a folder, and what there is instead."""
-    there = f"there is no '{path.parent}' either"
-    if path.parent.is_dir():
-        names = sorted(p.parent.name for p in path.parent.glob("*/config.json"))
-        there = f"'{path.parent}' has {', '.join(names) if names else 'no checkpoints'}"
-    return f"There is no model '{path}': no such folder ({there})."
+def _instead(path: Path) -> str:
+    """What there is where the folder was expected."""
+    if not path.parent.is_dir():
+        return f"there is no '{path.parent}' either"
+    names = sorted(config.parent.name for config in path.parent.glob("*/config.json"))
+    return f"'{path.parent}' has {', '.join(names) if names else 'no checkpoints'}"
 
 
 def _is_cached(model: str) -> bool:

@@ -50,8 +50,8 @@ def test_a_wrong_folder_on_a_machine_without_network(clone: Path, no_network: No
     with pytest.raises(ValueError) as refusal:
         check_model("checkpoints/nope")
     assert str(refusal.value) == (
-        "There is no model 'checkpoints/nope': no such folder ('checkpoints' has large, small). "
-        "Nor can it be a name on https://huggingface.co, which does not answer. Name the folder "
+        "There is no model 'checkpoints/nope': no such folder ('checkpoints' has large, small), "
+        "nor does https://huggingface.co answer, where models of other names are. Name the folder "
         "of a checkpoint, or connect this machine to the network."
     )
 
