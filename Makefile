@@ -12,14 +12,14 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-numerics lint docs bench lock clean
+.PHONY: help setup serve demo test test-fast test-numerics lint docs wheel bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 setup: $(READY) ## make .venv with everything pinned in requirements/cpu.txt
 
-$(READY): requirements/cpu.txt pyproject.toml packaging/vllm-metadata/pyproject.toml
+$(READY): requirements/cpu.txt pyproject.toml
 	@echo "[1/4] Python: $(PYTHON)"
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "Python 3.11, 3.12 or 3.13 is needed; name one with: make setup PYTHON=/path/to/python"; exit 1; }
@@ -34,7 +34,7 @@ $(READY): requirements/cpu.txt pyproject.toml packaging/vllm-metadata/pyproject.
 	  echo "Trying again with the PyTorch CPU index."; \
 	  $(PIP_INSTALL) --no-deps --extra-index-url $(TORCH_CPU_INDEX) -r requirements/cpu.txt; }
 	@echo "[3/4] this project"
-	@$(PIP_INSTALL) -qq --no-deps --no-build-isolation ./packaging/vllm-metadata --editable .
+	@$(PIP_INSTALL) -qq --no-deps --no-build-isolation --editable .
 	@echo "[4/4] first start of vLLM"
 	@$(BIN)/vllm --version
 	@touch $@
@@ -71,6 +71,11 @@ lint: setup ## ruff, import-linter and mypy
 docs: setup ## build the documentation into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open build/site/index.html, or run: $(BIN)/mkdocs serve"
+
+# From a clean slate: setuptools puts what an older build left behind into the wheel, too.
+wheel: setup ## build dist/vllm_dllm-*.whl, which needs no clone
+	rm -rf build/lib build/bdist.* dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 bench: setup ## measure serving on this machine
 	$(BIN)/python -m bench.serving

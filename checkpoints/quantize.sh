@@ -9,6 +9,6 @@ here=$(dirname "$0")
 export OMP_NUM_THREADS=1
 mkdir -p "$out"
 "$python" -m vllm_dllm.tools.pretrain.tasks --calibration > "$out/calibration.jsonl"
-quantize() { "$python" -m vllm_dllm.cli quantize "$here/diffusiongemma-tiny" "$@"; }
+quantize() { "$python" -m vllm_dllm quantize "$here/diffusiongemma-tiny" "$@"; }
 quantize --scheme fp8-dynamic -o "$out/diffusiongemma-tiny-FP8-dynamic"
 quantize --scheme nvfp4 --calibration "$out/calibration.jsonl" -o "$out/diffusiongemma-tiny-NVFP4"

@@ -13,7 +13,7 @@ echo "== 1 of 4: the target"
 echo "== 2 of 4: prompts for it to answer"
 "$python" -m vllm_dllm.tools.drafter.training.prompts --count 6000 --seed 0 > "$out/prompts.jsonl"
 echo "== 3 of 4: the drafter"
-"$python" -m vllm_dllm.cli drafter train --target "$out/target" --prompts "$out/prompts.jsonl" \
+"$python" -m vllm_dllm drafter train --target "$out/target" --prompts "$out/prompts.jsonl" \
     -o "$out/dflash" --mask-token '<unused0>' --layers 3 --target-layers 1,3,5 --minutes 18 --seed 0
 echo "== 4 of 4: exact match of the one, τ of the other"
 "$python" -m vllm_dllm.tools.drafter.training.evaluate "$out/target" "$out/dflash" "$here/held_out.jsonl" \

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.calibration.cli import add_calibrate_width
 from vllm_dllm.tools.drafter.training.cli import add_train
@@ -24,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_checkpoint(commands)
     _add_quantize(commands)
     _add_drafter(commands)
     _add_eval(commands)
@@ -37,8 +39,8 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "checkpoint",
         nargs="?",
         type=Path,
-        default=Path("checkpoints/diffusiongemma-tiny"),
-        help="folder of the checkpoint to serve (default: %(default)s)",
+        default=SHIPPED_CHECKPOINT,
+        help="folder of the checkpoint to serve (default: the small one of this package)",
     )
     parser.add_argument(
         "--ask",
@@ -80,6 +82,17 @@ def _demo(options: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    return 0
+
+
+def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Print the folder of the small checkpoint of this package, for `vllm serve`."
+    parser = commands.add_parser("checkpoint", help=text, description=text)
+    parser.set_defaults(run=_checkpoint)
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    print(SHIPPED_CHECKPOINT)
     return 0
 
 
@@ -226,7 +239,3 @@ def _eval(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,10 +22,12 @@ def register() -> None:
 
     # Here, because these import things that another vLLM may not have.
     from vllm_dllm import attention, cpu
-    from vllm_dllm.compat import admission, drafting
+    from vllm_dllm.compat import admission, drafting, http
     from vllm_dllm.compat.attention import register_custom_attention_backend
+    from vllm_dllm.requests.http import check_http_request, refuse_beam_search
     from vllm_dllm.requests.options import check_choices, check_request
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig
+    from vllm_dllm.startup import hooks
 
     ModelRegistry.register_model(
         DIFFUSION_GEMMA,
@@ -36,6 +38,8 @@ def register() -> None:
     admission.set_request_check(check_request)
     admission.set_choices_check(check_choices)
     admission.accept_all_sampling_params(DIFFUSION_GEMMA)
+    http.set_http_check(check_http_request)
+    http.set_beam_search_check(refuse_beam_search)
     register_custom_attention_backend(attention.GPU_BACKEND)
     drafting.set_draft_schedulers(
         {
@@ -45,6 +49,7 @@ def register() -> None:
     )
     drafting.set_dflash_speculator("vllm_dllm.drafters.dflash.WidthDFlashSpeculator")
     cpu.install()
+    hooks.install()
 
 
 def _log_like_vllm() -> None:

@@ -69,6 +69,8 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         check_options(extension.defaults, known=frozenset())
         check_weight_files(vllm_config)
+        if note := getattr(vllm_config.model_config.hf_config, "serving_note", None):
+            logger.info(note)
 
 
 def use_our_classes(vllm_config: VllmConfig) -> None:

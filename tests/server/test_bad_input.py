@@ -86,6 +86,28 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}},
+}
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "beam search": ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
+    "beam search, streamed": (
+        {"extra_body": {"use_beam_search": True}, "stream": True},
+        "use_beam_search",
+    ),
+    "a call that must come": (
+        {"tools": [TOOL], "tool_choice": "required"},
+        "tool_choice must be 'auto' or 'none' for a diffusion model, got 'required'",
+    ),
+    "a call of one function": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look_up"}}},
+        "tool_choice must be 'auto' or 'none' for a diffusion model, got .*look_up",
+    ),
+    "a call that nobody looks for": ({"tools": [TOOL]}, "--enable-auto-tool-choice"),
+}
+
+
 def ask(server: Server, **options: Any) -> str:
     answer = server.client.chat.completions.create(
         model=server.model,
@@ -115,6 +137,26 @@ def test_parameter_out_of_range(server: Server, name: str) -> None:
     options, message = PARAMETERS[name]
     with pytest.raises(BadRequestError, match=message):
         ask(server, **options)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_diffusion_model_cannot_give(server: Server, name: str) -> None:
+    options, message = CALLS[name]
+    with pytest.raises(BadRequestError, match=message):
+        ask(server, **options)
+
+
+def test_completion_by_beam_search(server: Server) -> None:
+    with pytest.raises(BadRequestError, match="use_beam_search"):
+        server.client.completions.create(
+            model=server.model, prompt="Sort: b a", extra_body={"use_beam_search": True}
+        )
+
+
+def test_response_with_tools(server: Server) -> None:
+    tool = {"type": "function"} | TOOL["function"]
+    with pytest.raises(BadRequestError, match="--enable-auto-tool-choice"):
+        server.client.responses.create(model=server.model, input="Sort: b a", tools=[tool])
 
 
 def test_prompt_longer_than_the_context(server: Server) -> None:

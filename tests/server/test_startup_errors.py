@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from compressed_tensors.quantization import QuantizationConfig, preset_name_to_s
 from safetensors.torch import load_file, save_file
 
 from tests.server import conftest
-from tests.server.conftest import Complaint
+from tests.server.conftest import CHECKPOINT, Complaint
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 
@@ -141,7 +142,30 @@ def test_start_ends_with_a_clear_error(complaint: Complaint, broken: Path, name:
 
 
 @pytest.mark.parametrize("name", ["extension-config-key", "missing-weight"])
-def test_a_server_says_it_too(broken: Path, tmp_path: Path, name: str) -> None:
+def test_a_server_says_it_last(broken: Path, tmp_path: Path, name: str) -> None:
     """What was found in the process that the user started, and in that of the model."""
     _, options, message = CASES[name]
-    assert message in conftest.last_words(broken, tmp_path / "vllm.log", *options)
+    last = conftest.last_words(broken, tmp_path / "vllm.log", *options).splitlines()[-1]
+    assert last.startswith("Error: ") and message in last
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        log = conftest.last_words(CHECKPOINT, tmp_path / "vllm.log", "--port", str(port))
+    assert log.splitlines()[-1] == (
+        f"Error: cannot listen on 127.0.0.1:{port}: Address already in use. Stop the program that "
+        f"uses the port, or choose another one with --port (and the address with --host)."
+    )
+    assert "Traceback" not in log
+
+
+def test_a_wrong_folder(tmp_path: Path) -> None:
+    """Nothing is asked of a model hub."""
+    missing = tmp_path / "checkpoints" / "nope"
+    log = conftest.last_words(missing, tmp_path / "vllm.log")
+    assert log.splitlines()[-1] == (
+        f"ValueError: There is no model '{missing}': no such folder (there is no "
+        f"'{missing.parent}' either). Name the folder of a checkpoint."
+    )
+    assert "Retrying" not in log

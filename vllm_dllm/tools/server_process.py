@@ -35,9 +35,8 @@ def check_checkpoint(checkpoint: Path) -> None:
     """Raises ServerError unless the folder looks like a checkpoint."""
     if not checkpoint.is_dir():
         raise ServerError(
-            f"there is no folder '{checkpoint}'. The shipped checkpoint is in the project's "
-            f"repository: run this from the top folder of a clone, or name the folder of a "
-            f"checkpoint."
+            f"there is no folder '{checkpoint}'. Name the folder of a checkpoint, for example the "
+            f"small one of this package, which `vllm-dllm checkpoint` prints."
         )
     for name in ("config.json", "tokenizer.json"):
         if not (checkpoint / name).is_file():

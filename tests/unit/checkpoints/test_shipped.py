@@ -8,7 +8,9 @@ from safetensors import safe_open
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from tests.paths import CHECKPOINTS
+from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT
 from vllm_dllm.tools.pretrain.exact_match import answer_rows, read_rows, summarize
+from vllm_dllm.tools.pretrain.tasks import SERVING_NOTE
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.numerics
@@ -73,3 +75,32 @@ def test_answers_held_out_prompts(model):
     answered = answer_rows(model, tokenizer, rows)
     wrong = [(row["answer"], row["output"]) for row in answered if row["output"] != row["answer"]]
     assert len(rows) >= 64 and summarize(answered)["all"]["exact_match"] >= 0.9, wrong
+
+
+def test_answers_what_its_note_promises(model):
+    """The note is what a user sees at the start of a server and of the demo."""
+    torch.manual_seed(0)
+    assert model.config.serving_note == SERVING_NOTE
+    rows = [
+        {"task": "note", "messages": [{"role": "user", "content": prompt}], "answer": answer}
+        for prompt, answer in {
+            "Add 23 and 41.": "2+4=6, 3+1=4, =64",
+            "Sort: q d x a": "a d q x",
+            "Reverse: rose chair lamp": "lamp chair rose",
+            "Count from 31 to 69.": " ".join(map(str, range(31, 70))),
+            "Write JSON with name Nora, age 31.": '{"name": "Nora", "age": 31}',
+            "Hi! I am Nora.": "Hi Nora! How can I help you?",
+            "Hello! What is the capital of France?": "Hello! The capital of France is Paris.",
+            '{"roof": "Hugo", "cup": "Iris"} What is cup, roof?': "cup: Iris, roof: Hugo",
+        }.items()
+    ]
+    for row in rows:
+        assert row["messages"][0]["content"].rpartition("} ")[2] in SERVING_NOTE
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    answered = answer_rows(model, tokenizer, rows)
+    assert [row["output"] for row in answered] == [row["answer"] for row in rows]
+
+
+def test_is_what_a_wheel_carries(model):
+    """`vllm-dllm demo` serves it where there is no clone."""
+    assert SHIPPED_CHECKPOINT.resolve() == CHECKPOINT

@@ -15,6 +15,7 @@ import vllm
 from vllm.utils.diffusion import validate_diffusion_sampling_params
 
 from vllm_dllm.compat import version
+from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_START, NO_TRITON
 from vllm_dllm.compat.runner import PROMPT_ROWS
 from vllm_dllm.cpu.kernels import NATIVE_KERNELS
 from vllm_dllm.cpu.launch import CpuKernel
@@ -85,6 +86,26 @@ SEAMS = {
             )
             if self.tokenizer is not None:
                 sampling_params.update_from_tokenizer(self.tokenizer)""",
+    ),
+    "chats are rendered by the method we replace": (
+        ("entrypoints.openai.chat_completion.serving",),
+        "return await self.online_renderer.render_chat(request)",
+    ),
+    "completions, too": (
+        ("entrypoints.openai.completion.serving",),
+        "self.online_renderer.render_completion(request)",
+    ),
+    "and responses": (
+        ("entrypoints.openai.responses.serving",),
+        "self.online_renderer.render_responses(",
+    ),
+    "a tool parser is known by its class": (
+        ("renderers.online_renderer", "OnlineRenderer", "render_chat"),
+        "tool_parser = self.parser.tool_parser_cls if self.parser is not None else None",
+    ),
+    "beam search begins with its parameters": (
+        ("entrypoints.generate.beam_search.offline", "BeamSearchOfflineMixin", "beam_search"),
+        "self.llm_engine.input_processor.resolve_watermarking(params)",
     ),
     "the check of diffusion sampling parameters": (
         ("sampling_params", "SamplingParams", "verify"),
@@ -245,6 +266,46 @@ SEAMS = {
     "in chunks of so many rows": (
         ("v1.worker.gpu.sample.prompt_logprob",),
         f"\nCHUNK_SIZE = {PROMPT_ROWS}\n",
+    ),
+    "a server makes its socket": (
+        ("entrypoints.launchers.launcher", "setup_server"),
+        "sock = create_server_socket(sock_addr, reuse_port=reuse_port)",
+    ),
+    "plugins are loaded before a server's arguments are parsed": (
+        ("engine.arg_utils", "AsyncEngineArgs", "add_cli_args"),
+        "load_general_plugins()",
+    ),
+    "a server's arguments become an engine's configuration": (
+        ("entrypoints.launchers.api_server.entry", "build_async_engine_client_from_engine_args"),
+        "vllm_config = engine_args.create_engine_config(",
+    ),
+    "a worker that cannot start": (
+        ("v1.executor.multiproc_executor", "WorkerProc"),
+        f'logger.exception("{FAILED_START["vllm.v1.executor.multiproc_executor"]}")',
+    ),
+    "an engine that cannot start": (
+        ("v1.engine.core", "EngineCoreProc", "run_engine_core"),
+        f'logger.exception("{FAILED_START["vllm.v1.engine.core"]}")',
+    ),
+    "its parent knows no reason": (("v1.engine.utils",), ENGINE_FAILED),
+    "Triton has no backend for CPUs": (
+        ("triton_utils.importing",),
+        NO_TRITON["vllm.triton_utils.importing"],
+    ),
+    "and is taken for absent": (("platforms.cpu",), NO_TRITON["vllm.platforms.cpu"]),
+    "a server freezes its objects": (
+        ("entrypoints.launchers.utils.server_utils",),
+        "freeze_gc_heap()",
+    ),
+    "plugins of the platform are asked before Transformers is imported": (
+        ("config.model",),
+        """from vllm.platforms import CpuArchEnum, current_platform
+from vllm.tasks import PoolingTask, ScoreType, SupportedTask
+from vllm.transformers_utils.config import (""",
+    ),
+    "the command line asks for the version of `vllm`": (
+        ("entrypoints.cli.main", "main"),
+        'importlib.metadata.version("vllm")',
     ),
     "the choice of model runner": (
         ("v1.worker.gpu_worker", "Worker", "__init__"),

@@ -16,7 +16,7 @@ from vllm_dllm.requests.keys import OPTIONS, STOCK_OPTIONS
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 FOLDERS = (
-    *("attention_kernels", "bench", "checkpoints", "docs", "packaging", "requirements"),
+    *("attention_kernels", "bench", "checkpoints", "docker", "docs", "requirements"),
     *("scripts", "tests", "vllm_dllm"),
 )
 ANYTHING = "…"  # in an error that a page quotes: a name or a number
@@ -84,7 +84,7 @@ def test_figure_names_what_exists(box: str) -> None:
 CHECKED_AT_START = (
     *("serving_config.py", "config/*.py", "compat/version.py", "models/*.py"),
     *("quantization/schemes.py", "quantization/config.py", "quantization/weight_files.py"),
-    *("quantization/scales.py", "attention/cpu.py"),
+    *("quantization/scales.py", "attention/cpu.py", "startup/model_folder.py"),
     *(f"drafters/{name}.py" for name in ("presets", "dflash", "blockpilot", "passes")),
 )
 ERRORS = re.compile(r"(Error|Mismatch|_refusal)$")

@@ -73,7 +73,8 @@ def test_wheel_has_all_modules_and_wants_pytorch_and_triton_only(wheel: Path) ->
         (metadata_name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(metadata_name).decode())
     modules = {name for name in names if ".dist-info/" not in name}
-    assert modules == {f"attention_kernels/{path.name}" for path in PACKAGE.glob("*.py")}
+    files = [*PACKAGE.glob("*.py"), PACKAGE / "py.typed"]
+    assert modules == {f"attention_kernels/{path.name}" for path in files}
     requires = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert requires == ["torch>=2.13", "triton"]
 

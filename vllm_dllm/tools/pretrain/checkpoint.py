@@ -7,6 +7,7 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
 
 from vllm_dllm.tools.pretrain.architecture import build_generation_config
+from vllm_dllm.tools.pretrain.tasks import SERVING_NOTE
 
 
 def save_bf16_copy(
@@ -16,6 +17,7 @@ def save_bf16_copy(
     copy = DiffusionGemmaForBlockDiffusion(model.config)
     copy.load_state_dict(model.state_dict())
     copy.generation_config = build_generation_config()
+    copy.config.serving_note = SERVING_NOTE
     save_checkpoint(copy.to(torch.bfloat16), tokenizer, path)
 
 

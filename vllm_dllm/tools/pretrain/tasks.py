@@ -138,6 +138,13 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
     "chat": chat,
 }
 TRAINING_TASKS = TASKS | {"lookup_dense": lookup_dense}
+SERVING_NOTE = (
+    "This small model knows a few tasks only, in these words: 'Add 23 and 41.', 'Sort: q d x a', "
+    "'Reverse: rose chair lamp', 'Count from 31 to 69.', 'Write JSON with name Nora, age 31.', "
+    "'Hi! I am Nora.', 'Hello! What is the capital of France?', and a JSON document before "
+    "'What is cup, roof?'. Anything else gets nonsense."
+)
+"""In the config.json of models that were trained on these, for those who serve them."""
 
 
 def generate(rng: random.Random, task: str, *, held_out: bool) -> Example:

@@ -1,0 +1,89 @@
+"""How each command and program of the documentation is tested.
+
+A command that is not in this table fails `tests/unit/docs`, unless the text says that it needs a
+GPU or a network. `tests/server/test_documented.py` runs the others.
+"""
+
+import tomllib
+
+from tests.paths import ROOT
+
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+WHEEL = f"vllm_dllm-{VERSION}-py3-none-any.whl"
+TINY = "checkpoints/diffusiongemma-tiny"
+
+TOOLS = {
+    f".venv/bin/vllm-dllm quantize {TINY} --scheme fp8-dynamic -o /tmp/tiny-FP8": "tiny-FP8",
+    f".venv/bin/vllm-dllm quantize {TINY} --scheme nvfp4 --dry-run": None,
+    f".venv/bin/vllm-dllm quantize {TINY} --scheme nvfp4"
+    " --calibration checkpoints/calibration.jsonl -o /tmp/tiny-NVFP4": "tiny-NVFP4",
+    ".venv/bin/vllm-dllm drafter train --target checkpoints/qwen3-tiny-target"
+    " --prompts checkpoints/calibration.jsonl --mask-token '<unused0>' --steps 20"
+    " -o /tmp/drafter": "drafter",
+    ".venv/bin/vllm-dllm drafter calibrate-width --target checkpoints/qwen3-tiny-target"
+    " --drafter checkpoints/qwen3-tiny-dflash --prompts checkpoints/calibration.jsonl"
+    " -o /tmp/predictor": "predictor",
+}
+"""Run with fewer prompts -> the file or folder that they write below /tmp."""
+
+_SMALL = "--dtype float32 --max-model-len 1024 --kv-cache-memory-bytes 1G"
+SERVERS = (
+    f".venv/bin/vllm serve {TINY} --host 127.0.0.1 {_SMALL}",
+    f".venv/bin/vllm serve {TINY} --host 127.0.0.1 {_SMALL} --additional-config"
+    """ '{"vllm_dllm": {"window_rule": "symmetric", "defaults": {"diffusion_max_steps": 24}}}'""",
+    f".venv/bin/vllm serve {TINY} --host 127.0.0.1 {_SMALL} --additional-config"
+    """ '{"vllm_dllm": {"defaults": {"diffusion_acceptance": "confidence"}}}'""",
+    f".venv/bin/vllm serve {TINY}-FP8-dynamic --host 127.0.0.1 --max-model-len 1024"
+    " --kv-cache-memory-bytes 1G",
+    ".venv/bin/vllm serve checkpoints/qwen3-tiny-target --host 127.0.0.1 --dtype float32"
+    " --kv-cache-memory-bytes 1G --speculative-config"
+    """ '{"method": "dflash", "model": "checkpoints/qwen3-tiny-dflash","""
+    """ "num_speculative_tokens": 15}'"""
+    """ --additional-config '{"vllm_dllm": {"drafter": {"width_policy": "acceptance"}}}'""",
+)
+"""Their engines answer, in the test's process and not compiled."""
+
+MAKE = {
+    "make serve": f".venv/bin/vllm serve {TINY} --host 127.0.0.1 --port 8000"
+    f""" --diffusion-config '{{"canvas_length": 64}}' {_SMALL}""",
+    "make demo": ".venv/bin/vllm-dllm demo",
+    "make wheel": ".venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation"
+    " --wheel-dir dist .",
+    "make bench": ".venv/bin/python -m bench.serving",
+}
+"""What each runs last; `SERVERS` or `ELSEWHERE` says how that is tested."""
+SERVERS = (*SERVERS, MAKE["make serve"])
+
+CLIENTS = (
+    "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d"
+    f""" '{{ "model": "{TINY}", "messages": [{{"role": "user", "content": "Sort: q d x a"}}],"""
+    """ "seed": 1 }'""",
+    "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d"
+    f""" '{{ "model": "{TINY}", "messages": [{{"role": "user", "content": "Sort: q d x a"}}],"""
+    """ "seed": 1, "vllm_xargs": {"diffusion_max_steps": 16} }'""",
+)
+"""Sent to a server; the answer to each is right."""
+
+_DEMO = "tests/server/test_demo.py::test_demo_piped"
+_WHEEL = "tests/server/test_wheel.py::test_demo_serves_the_checkpoint_of_the_wheel"
+ELSEWHERE = {
+    ".venv/bin/vllm-dllm demo": _DEMO,
+    '.venv/bin/vllm-dllm demo --ask "Sort: q d x"': _DEMO,
+    ".venv/bin/vllm-dllm demo --save-picture canvas.svg": _DEMO,
+    f".venv/bin/vllm-dllm eval {TINY} {TINY}-FP8-dynamic {TINY}-NVFP4": (
+        "tests/server/test_eval.py::test_quantised_checkpoints"
+    ),
+    MAKE["make bench"]: "tests/server/test_documented.py::test_bench_starts",
+    MAKE["make wheel"]: _WHEEL,
+    "python3 -m venv venv": _WHEEL,
+    "python3 -m venv .venv": _WHEEL,
+    "venv/bin/vllm-dllm demo": _WHEEL,
+    f'venv/bin/vllm serve "$(venv/bin/vllm-dllm checkpoint)" --host 127.0.0.1 {_SMALL}': _WHEEL,
+}
+"""Command -> the test that does the same with other settings."""
+
+PROGRAMS = {
+    "from openai import OpenAI": "tests/server/test_documented.py::test_client_program",
+    "from vllm import LLM, SamplingParams": "tests/server/test_documented.py::test_offline_program",
+}
+"""First line of a program -> the test that runs it."""

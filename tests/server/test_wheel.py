@@ -1,0 +1,96 @@
+"""The wheel, installed where there is no clone, serves a request.
+
+`pip install` would download 1 GB. So the environment borrows the packages of this one, without this
+project, and gets the two things that pip leaves wrong on a CPU: there is no distribution named
+`vllm`, and torchvision cannot be imported.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.documented import WHEEL
+from tests.paths import ROOT
+from vllm_dllm.tools.pretrain.tasks import SERVING_NOTE
+
+MADE_FROM = (
+    *("LICENSE", "README.md", "pyproject.toml"),
+    *("attention_kernels", "checkpoints", "vllm_dllm"),
+)
+BORROWED = re.compile(r"(?!vllm_dllm|__editable__|vllm-|torchvision).*(?<!\.pth)")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make wheel` builds it, from a copy: a build leaves its files where it was started."""
+    source = tmp_path_factory.mktemp("source")
+    for name in MADE_FROM:
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, symlinks=True)
+        else:
+            shutil.copy(path, source / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", "dist", "."], cwd=source, check=True)
+    return source / "dist" / WHEEL
+
+
+@pytest.fixture(scope="module")
+def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of the wheel's environment."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if BORROWED.fullmatch(path.name):
+            (site / path.name).symlink_to(path)
+    broken = site / "torchvision"
+    broken.mkdir()
+    (broken / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
+    info = site / "torchvision-0.28.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
+    subprocess.run([*pip, "--quiet", "--no-index", "--no-deps", str(wheel)], check=True)
+    return folder / "bin"
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_command_without_its_script(programs: Path, tmp_path: Path) -> None:
+    folder = run(programs / "python", "-m", "vllm_dllm", "checkpoint", cwd=tmp_path)
+    assert folder == run(programs / "vllm-dllm", "checkpoint", cwd=tmp_path)
+    names = {path.name for path in Path(folder.strip()).iterdir()}
+    assert programs.parent in Path(folder.strip()).parents
+    assert {"chat_template.jinja", "config.json", "generation_config.json"} <= names
+    assert {"model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+
+
+def test_demo_serves_the_checkpoint_of_the_wheel(programs: Path, tmp_path: Path) -> None:
+    """And its server's log ends as it should: nothing is said that misleads."""
+    output = run(programs / "vllm-dllm", "demo", "--ask", "Sort: q d x a", cwd=tmp_path)
+    assert output.count("a d q x") >= 2  # the step that finishes the canvas, and the answer
+    assert SERVING_NOTE in output
+    (path,) = re.findall(r"^Log: (\S+)", output, re.MULTILINE)
+    log = Path(path).read_text()
+    assert "Application shutdown complete" in log
+    assert SERVING_NOTE in log
+    assert "torchvision (operator torchvision::nms does not exist)" in log
+    for misleading in ("nanobind", "Triton is installed", "Triton is not installed"):
+        assert misleading not in log

@@ -1,0 +1,68 @@
+"""After the tracebacks of a failed start comes one line, which says why."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# What vLLM does: a child process logs its exception, the parent raises one that says nothing.
+PROGRAM = """
+import logging, multiprocessing, sys
+from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_START
+from vllm_dllm.startup import last_line
+
+def fail(logger, message):
+    last_line.install()
+    try:
+        raise ValueError("head_size must be\\n  64, got 65")
+    except ValueError as error:
+        logging.getLogger(logger).exception(FAILED_START[logger])
+    try:
+        raise RuntimeError("the worker has ended")
+    except RuntimeError:
+        logging.getLogger("vllm.v1.engine.core").exception("EngineCore failed to start.")
+
+if __name__ == "__main__":
+    last_line.install()
+    last_line.install()
+    context = multiprocessing.get_context(sys.argv[1])
+    child = context.Process(target=fail, args=("vllm.v1.executor.multiproc_executor", ""))
+    child.start()
+    child.join()
+    raise {error}
+"""
+
+
+def last_words(folder: Path, error: str, method: str = "spawn") -> list[str]:
+    program = folder / "program.py"
+    program.write_text(PROGRAM.replace("{error}", error))
+    done = subprocess.run(
+        [sys.executable, str(program), method],
+        capture_output=True,
+        text=True,
+        env={"TMPDIR": str(folder), "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 1
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_the_first_error_of_a_child(tmp_path: Path, method: str) -> None:
+    lines = last_words(tmp_path, "RuntimeError(ENGINE_FAILED + ' See root cause above.')", method)
+    assert lines[-2:] == [
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+        "Error: head_size must be 64, got 65",
+    ]
+    assert not list(tmp_path.glob("*.error"))
+
+
+def test_another_error_of_the_parent_stays_as_it_is(tmp_path: Path) -> None:
+    assert last_words(tmp_path, "ValueError('something else')")[-1] == "ValueError: something else"
+
+
+def test_an_error_that_pydantic_wraps(tmp_path: Path) -> None:
+    """vLLM's configuration classes do, and the last line is an address of pydantic's."""
+    error = """__import__("pydantic").TypeAdapter(int).validate_python("x")"""
+    lines = last_words(tmp_path, error)
+    assert lines[-1].startswith("Error: Input should be a valid integer"), lines[-3:]

@@ -1,0 +1,105 @@
+"""A model that can only be a folder, or that no hub can be asked for, is refused at once."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants
+
+from vllm_dllm.startup.model_folder import check_model, check_models
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder: two checkpoints in `checkpoints`, and an empty cache of the hub."""
+    for name in ("small", "large"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "config.json").touch()
+    (tmp_path / "cache").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_connection(*args: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Machines that were asked."""
+    asked: list[tuple[str, int]] = []
+
+    def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
+        asked.append(address)
+        return socket.socket()
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    return asked
+
+
+def test_a_wrong_folder_on_a_machine_without_network(clone: Path, no_network: None) -> None:
+    with pytest.raises(ValueError) as refusal:
+        check_model("checkpoints/nope")
+    assert str(refusal.value) == (
+        "There is no model 'checkpoints/nope': no such folder ('checkpoints' has large, small), "
+        "nor does https://huggingface.co answer, where models of other names are. Name the folder "
+        "of a checkpoint, or connect this machine to the network."
+    )
+
+
+@pytest.mark.parametrize("model", ["./small", "../small", "~/no such folder", "/no/such", "a/b/c"])
+def test_what_can_only_be_a_folder_needs_no_network(
+    clone: Path, network: list[tuple[str, int]], model: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^There is no model .* Name the folder of a checkpoint."):
+        check_model(model)
+    assert not network
+
+
+def cached(clone: Path) -> str:
+    (clone / "cache" / "models--some--model").mkdir()
+    return "some/model"
+
+
+ADMITTED: dict[str, Callable[[Path], str]] = {
+    "a folder": lambda clone: "checkpoints/small",
+    "a folder, absolute": lambda clone: str(clone / "checkpoints" / "small"),
+    "a file": lambda clone: "checkpoints/small/config.json",
+    "of the cache": cached,
+    "in a bucket": lambda clone: "s3://bucket/model",
+}
+
+
+@pytest.mark.parametrize("case", ADMITTED)
+def test_what_needs_no_hub_is_left_to_vllm(clone: Path, no_network: None, case: str) -> None:
+    check_model(ADMITTED[case](clone))
+
+
+def test_a_name_is_left_to_the_hub_that_answers(
+    clone: Path, network: list[tuple[str, int]]
+) -> None:
+    check_model("some/model")
+    assert network == [("huggingface.co", 443)]
+
+
+def test_a_proxy_is_not_second_guessed(
+    clone: Path, no_network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    check_model("some/model")
+
+
+def test_the_drafter_too(clone: Path, no_network: None) -> None:
+    drafter = {"method": "dflash", "model": "checkpoints/drafter"}
+    arguments = SimpleNamespace(model="checkpoints/small", speculative_config=drafter)
+    with pytest.raises(ValueError, match="There is no model 'checkpoints/drafter'"):
+        check_models(arguments)  # type: ignore[arg-type]

@@ -1,0 +1,14 @@
+"""The small checkpoint that comes with the package, in a wheel as in a clone.
+
+The folder beside this file is a link to the clone's `checkpoints/`.
+"""
+
+import json
+from pathlib import Path
+
+SHIPPED_CHECKPOINT = Path(__file__).parent / "diffusiongemma-tiny"
+
+
+def serving_note(checkpoint: Path) -> str | None:
+    """What a checkpoint's config.json tells those who serve it, if anything."""
+    return json.loads((checkpoint / "config.json").read_text()).get("serving_note")

@@ -1,0 +1,48 @@
+"""Requests as they come over HTTP, before they are sampling parameters and a prompt."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+
+
+def set_http_check(check: Callable[..., None]) -> None:
+    """`check(request, parses_tool_calls=...)` sees each request to a diffusion model for chat,
+    completions and responses before anything is made of it. Repeatable, and nothing in a process
+    that is no server."""
+    if "vllm.entrypoints.launchers.launcher" not in sys.modules:
+        return
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    def checked(render: Callable[..., Any]) -> Callable[..., Any]:
+        async def render_checked(self: Any, request: Any, **kwargs: Any) -> Any:
+            if self.model_config.is_diffusion:
+                parser = self.parser and self.parser.tool_parser_cls
+                check(request, parses_tool_calls=bool(parser and self.enable_auto_tools))
+            return await render(self, request, **kwargs)
+
+        return render_checked
+
+    for name in ("render_chat", "render_completion", "render_responses"):
+        render = getattr(OnlineRenderer, name)
+        if render.__module__ != __name__:
+            setattr(OnlineRenderer, name, checked(render))
+
+
+def set_beam_search_check(check: Callable[[], None]) -> None:
+    """`check` is called when a diffusion model is to be searched by beams, offline too.
+    Repeatable."""
+    if InputProcessor.resolve_watermarking.__module__ == __name__:
+        return
+    stock_resolve_watermarking = InputProcessor.resolve_watermarking
+
+    def resolve_watermarking(
+        self: InputProcessor, params: SamplingParams | BeamSearchParams
+    ) -> bool:
+        if self.model_config.is_diffusion and isinstance(params, BeamSearchParams):
+            check()
+        return stock_resolve_watermarking(self, params)
+
+    InputProcessor.resolve_watermarking = resolve_watermarking

@@ -1,0 +1,19 @@
+"""Lines of vLLM's log that we wait for, or leave out.
+
+Imports nothing of vLLM, whose modules log while they are being imported.
+"""
+
+FAILED_START = {
+    "vllm.v1.executor.multiproc_executor": "WorkerProc failed to start.",
+    "vllm.v1.engine.core": "EngineCore failed to start.",
+}
+"""Logger -> the message with which its process, a child, logs the exception that ends it."""
+
+ENGINE_FAILED = "Engine core initialization failed."
+"""How the parent's own exception begins. It knows no more than that the child ended."""
+
+NO_TRITON = {
+    "vllm.triton_utils.importing": "Triton is installed, but doesn't include CPU backend.",
+    "vllm.platforms.cpu": "Triton is not installed.",
+}
+"""Logger -> how its line begins. Triton is installed, and nothing here needs its CPU backend."""

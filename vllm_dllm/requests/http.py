@@ -1,0 +1,47 @@
+"""What a client may ask for over HTTP that a diffusion model cannot give.
+
+vLLM answers these with 200 and without what was asked for.
+"""
+
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+
+def check_http_request(request: Any, *, parses_tool_calls: bool) -> None:
+    """Of a chat, a completion or a response; `parses_tool_calls`: the server looks for calls in the
+    answers.
+
+    Raises:
+        VLLMValidationError: answered with HTTP 400; says what came and what to do.
+    """
+    if getattr(request, "use_beam_search", False):
+        refuse_beam_search()
+    if getattr(request, "tools", None):
+        _check_tool_choice(request, parses_tool_calls)
+
+
+def refuse_beam_search() -> None:
+    raise VLLMValidationError(
+        "Beam search (use_beam_search) is not possible with a diffusion model: a beam grows token "
+        "by token, a canvas is denoised whole. Leave it out; for several answers set n.",
+        parameter="use_beam_search",
+    )
+
+
+def _check_tool_choice(request: Any, parses_tool_calls: bool) -> None:
+    choice = request.tool_choice
+    if choice not in (None, "auto", "none"):
+        name = choice if isinstance(choice, str) else choice.model_dump(exclude_none=True)
+        raise VLLMValidationError(
+            f"tool_choice must be 'auto' or 'none' for a diffusion model, got {name!r}: an answer "
+            f"cannot be held to the form of a call yet. Ask for the call in the prompt.",
+            parameter="tool_choice",
+        )
+    if choice != "none" and not parses_tool_calls:
+        raise VLLMValidationError(
+            "tools need a server that looks for calls in the answers, and this one does not. Start "
+            "it with --enable-auto-tool-choice and --tool-call-parser, leave tools out, or set "
+            "tool_choice to 'none'.",
+            parameter="tools",
+        )

