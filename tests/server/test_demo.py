@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.processes import HANGS_S
 
+
 def test_demo_piped(tmp_path: Path) -> None:
     """With the checkpoint of the package, from a folder of the user's."""
     command = [str(Path(sys.executable).with_name("vllm-dllm")), "demo", "--ask", "Sort: q d x"]
