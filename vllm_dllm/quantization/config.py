@@ -1,4 +1,4 @@
-"""vLLM's reading of a compressed-tensors checkpoint: checked, and completed for CPUs."""
+"""vLLM's configuration of a compressed-tensors checkpoint, checked, and completed for CPUs."""
 
 import torch
 from transformers import PretrainedConfig
@@ -29,8 +29,8 @@ _LINEAR = torch.nn.Linear(1, 1, device="meta")  # what an expert's projection is
 def adapt(
     config: QuantizationConfig | None, text_config: PretrainedConfig
 ) -> QuantizationConfig | None:
-    """`config` as a DiffusionGemma needs it. Methods other than compressed-tensors are returned as
-    they are on GPUs, with a warning.
+    """`config` as DiffusionGemma needs it. On GPUs, methods other than compressed-tensors are
+    returned unchanged, with a warning.
 
     Raises:
         ValueError: a layer's scheme cannot be served.
@@ -45,8 +45,8 @@ def adapt(
         return config
     kv_cache_scheme = config.kv_cache_scheme
     if kv_cache_scheme is not None and current_platform.is_cpu():
-        # vLLM would make the cache fp8, which the reference window rule cannot read on a CPU.
-        logger.info_once("The KV cache keeps the model's type: on CPUs it is not quantised.")
+        # vLLM would use an fp8 cache, which the reference window rule cannot read on CPUs.
+        logger.info_once("The KV cache has the model's type: on CPUs it is not quantised.")
         kv_cache_scheme = None
     adapted = ServedCompressedTensors(
         target_scheme_map=dict(config.target_scheme_map),
@@ -68,19 +68,19 @@ def adapt(
 def _leave_to_vllm(scheme: str, layers: str) -> None:
     logger.warning_once(
         "Quantisation by %s is neither compressed-tensors' FP8_DYNAMIC nor its NVFP4. vLLM loads "
-        "and computes %s: whether a tensor is missing is not checked, nor have answers been "
-        "compared with a reference.",
+        "and computes %s: missing tensors are not detected, and answers have not been compared "
+        "with a reference.",
         scheme,
         layers,
     )
 
 
 class ServedCompressedTensors(CompressedTensorsConfig):
-    """vLLM's configuration, with experts that CPUs can run too."""
+    """vLLM's configuration, plus experts that CPUs can run."""
 
     def check(self, text_config: PretrainedConfig) -> None:
-        """Raises ValueError, naming a layer, for each scheme in use that cannot be served; says of
-        the others how they are computed, where that is not by our choice of vLLM's kernels."""
+        """Raises ValueError, naming a layer, for a scheme in use that cannot be served. Logs how
+        the others are computed, if not by one of vLLM's kernels that we know."""
         on_cpu = current_platform.is_cpu()
         for scheme in {id(s): s for s in self.target_scheme_map.values()}.values():
             names = (
@@ -97,15 +97,15 @@ class ServedCompressedTensors(CompressedTensorsConfig):
                 _leave_to_vllm(describe(scheme), layers)
             elif on_cpu and (kind is Scheme.NVFP4 or has_experts):
                 logger.info_once(
-                    "vLLM has no CPU kernel for %s: %s run in an emulation of the GPUs' "
-                    "arithmetic, with weights unpacked at every use. It is exact, and slow.",
+                    "vLLM has no CPU kernel for %s: %s run in an emulation of the GPU's "
+                    "arithmetic that unpacks the weights at every use. It is exact but slow.",
                     kind.name if kind is Scheme.NVFP4 else f"experts in {kind.name}",
                     "these layers" if kind is Scheme.NVFP4 else "they",
                 )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if current_platform.is_cpu():
-            # Its import makes vLLM know the kernel of NVFP4 linears.
+            # Importing it registers the kernel for NVFP4 linears.
             from vllm_dllm.quantization import linear as linear
 
             if isinstance(layer, RoutedExperts):
@@ -114,8 +114,8 @@ class ServedCompressedTensors(CompressedTensorsConfig):
         is_embedding = is_embedding and not isinstance(layer, ParallelLMHead)
         if is_embedding and self.get_scheme_dict(layer, prefix) is not None:
             raise ValueError(
-                f"quantization_config quantises {IN_CHECKPOINT}embed_tokens: denoising reads the "
-                f"embeddings themselves. Leave them out, with an entry in `ignore`."
+                f"quantization_config quantises {IN_CHECKPOINT}embed_tokens, but denoising reads "
+                f"the embeddings themselves. Exclude them with an entry in `ignore`."
             )
         return super().get_quant_method(layer, prefix)
 

@@ -1,6 +1,6 @@
-"""Quantised experts on a CPU: one at a time is unpacked, for the rows it gets.
+"""Quantised experts on a CPU, unpacked one at a time for the rows they get.
 
-Each form is one operation of PyTorch's, because no compiler is to trace the loop over experts.
+Each format is one PyTorch operation, because the compiler must not trace the loop over experts.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from vllm_dllm.quantization import fp8, nvfp4
 from vllm_dllm.quantization.scaled import Scaled, multiply
 
 Quantize = Callable[[torch.Tensor], Scaled]
-Weight = Callable[[int], Scaled]  # of an expert
+Weight = Callable[[int], Scaled]  # by expert
 
 
 def mix(
@@ -26,7 +26,7 @@ def mix(
 ) -> torch.Tensor:
     """Sum over a token's experts of `weight * down(act(gate(x)) * up(x))`, [T, H].
 
-    Between operations numbers have the model's type, as on GPUs; the sum is in fp32.
+    Between operations, numbers have the model's type, as on GPUs. The sum is in fp32.
     """
     rows_of_all = gate_up[0](x)
     total = torch.zeros(x.shape, dtype=torch.float32)
@@ -93,7 +93,7 @@ def nvfp4_experts(
 
 
 def _like_x(x: torch.Tensor, *args: object) -> torch.Tensor:
-    """What a compiler needs to know of the operations."""
+    """What the compiler needs to know about the operations."""
     return torch.empty_like(x)
 
 

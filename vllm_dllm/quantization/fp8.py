@@ -1,4 +1,4 @@
-"""FP8 (e4m3) values with one scale a row, in plain PyTorch."""
+"""FP8 (e4m3) values with one scale per row, in plain PyTorch."""
 
 import torch
 
@@ -6,12 +6,12 @@ from vllm_dllm.quantization.scaled import Scaled
 
 FP8 = torch.float8_e4m3fn
 MAX = torch.finfo(FP8).max
-# The smallest scale of vLLM's GPU kernel, which a row of zeros gets.
+# The smallest scale in vLLM's GPU kernel, used for a row of zeros.
 MIN_SCALE = 1 / (MAX * 512)
 
 
 def quantize(x: torch.Tensor) -> Scaled:
-    """x [n, K], each row scaled so that its largest magnitude becomes e4m3's."""
+    """x [n, K], each row scaled so that its largest magnitude becomes e4m3's largest."""
     x = x.float()
     scale = (x.abs().amax(dim=-1, keepdim=True) / MAX).clamp_(min=MIN_SCALE)
     return Scaled((x / scale).clamp_(-MAX, MAX).to(FP8).float(), scale)

@@ -1,7 +1,8 @@
-"""The names that a checkpoint's `quantization_config` gives to layers, as vLLM's names.
+"""vLLM's names for the layers that a checkpoint's `quantization_config` names.
 
-vLLM renames what is written out in full, but compares patterns (`re:...`) with its own names, and
-it looks for the value projection that full-attention layers lack. So both are written out here.
+vLLM renames layers that are written in full, but matches patterns (`re:...`) against its own names,
+and it looks for the value projection that full-attention layers lack. So both are written in full
+here.
 """
 
 import re
@@ -17,7 +18,7 @@ IN_VLLM, IN_CHECKPOINT = "model.", "model.decoder."
 
 
 def linears(text_config: PretrainedConfig) -> Iterator[str]:
-    """The text model's linears that may be quantised, experts one by one, from `layers.` on."""
+    """Linears of the text model that may be quantised, expert by expert, named from `layers.`."""
     for i, layer_type in enumerate(text_config.layer_types):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             if name != "v_proj" or layer_type != "full_attention":
@@ -28,7 +29,7 @@ def linears(text_config: PretrainedConfig) -> Iterator[str]:
 
 
 def write_out(config: CompressedTensorsConfig, text_config: PretrainedConfig) -> None:
-    """Completes `ignore` and the targets of `config` in place, by vLLM's names."""
+    """Adds vLLM's names to `ignore` and the targets of `config`, in place."""
     names = list(linears(text_config))
     values = [
         f"layers.{i}.self_attn."
@@ -43,7 +44,7 @@ def write_out(config: CompressedTensorsConfig, text_config: PretrainedConfig) ->
 
 
 def _missing(patterns: list[str], names: list[str], values: list[str]) -> Iterator[str]:
-    """vLLM's names of layers that the patterns mean and do not match."""
+    """vLLM's names of layers that the patterns mean but do not match."""
     compiled = [re.compile(p.removeprefix("re:")) for p in patterns if p.startswith("re:")]
     in_full = set(patterns)
 

@@ -1,4 +1,4 @@
-"""NVFP4 linears on a CPU, for vLLM's choice of kernels. FP8 ones run in vLLM's own CPU kernel."""
+"""A CPU kernel for NVFP4 linears that vLLM can choose. FP8 linears run in vLLM's own kernel."""
 
 import torch
 from vllm.model_executor.kernels.linear import (
@@ -20,7 +20,7 @@ def nvfp4_linear(
     scale: torch.Tensor,  # [] fp32, multiplies
     x_global_scale: torch.Tensor,  # [] fp32, divides
 ) -> torch.Tensor:
-    """x @ weight.T [..., N]; one operation of PyTorch's, that compiled models round alike."""
+    """x @ weight.T [..., N]. One PyTorch operation, so that compiled models round the same."""
     rows = nvfp4.quantize(x.flatten(0, -2), x_global_scale)
     out = multiply(rows, nvfp4.decode(packed, block_scale, scale))
     return out.to(x.dtype).unflatten(0, x.shape[:-1])
@@ -58,5 +58,5 @@ class CpuNvFp4LinearKernel(NvFp4LinearKernel):
         return out if bias is None else out + bias
 
 
-# Once a process, where vLLM knows no kernel; it would end the start.
+# Once per process. Without a kernel, vLLM would refuse to start.
 register_linear_kernel(CpuNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")

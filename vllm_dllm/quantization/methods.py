@@ -21,7 +21,7 @@ from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 
 
 class _OnCpu(CompressedTensorsMoEMethod):
-    """Experts that run themselves: no kernel of vLLM's to choose, to feed or to lay weights out
+    """Experts that compute by themselves: there is no vLLM kernel to choose or to prepare weights
     for."""
 
     @property
@@ -44,7 +44,7 @@ class _OnCpu(CompressedTensorsMoEMethod):
         shared_experts: SharedExperts | None,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        # Of this rank's experts; -1 for those of others.
+        # Numbers of this rank's experts; -1 for those of others.
         own_ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
         return self.run(layer, x, topk_weights, own_ids, layer.activation.value)
 
@@ -54,10 +54,10 @@ class _OnCpu(CompressedTensorsMoEMethod):
 
 
 class CompressedTensorsFp8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Fp8MoEMethod):
-    """A scale a channel for weights, one a row for activations."""
+    """One scale per channel for weights, one per row for activations."""
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Weights stay as they are stored."""
+        """Weights stay as stored."""
 
     def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
         return torch.ops.vllm.vllm_dllm_fp8_experts(
@@ -70,17 +70,17 @@ class CompressedTensorsFp8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Fp8MoEMeth
 
 
 class CompressedTensorsNvfp4MoEMethodOnCpu(_OnCpu, CompressedTensorsW4A4Nvfp4MoEMethod):
-    """All experts of a layer share the global scales of their inputs, as on GPUs: the ones with
-    room for the largest activation of any expert."""
+    """All experts of a layer share the global scales of their inputs, as on GPUs: those that fit
+    the largest activation of any expert."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
-        # Not vLLM's: that looks for a kernel, finds none on CPUs and ends the start.
+        # Not vLLM's own __init__, which looks for a kernel, finds none on CPUs and fails.
         CompressedTensorsMoEMethod.__init__(self, moe)
         self.group_size = GROUP_SIZE
         self.use_a16 = self.use_global_sf = False
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Weights stay as they are stored; their global scales multiply from here on."""
+        """Weights stay as stored. From here on, their global scales multiply instead of divide."""
         for name, scale in (
             ("w13_weight_scale_2", 1 / layer.w13_weight_global_scale[:, 0]),
             ("w2_weight_scale_2", 1 / layer.w2_weight_global_scale),

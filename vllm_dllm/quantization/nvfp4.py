@@ -1,9 +1,9 @@
-"""NVFP4 in plain PyTorch: e2m1 values, an e4m3 scale for 16 of them, a global scale for all.
+"""NVFP4 in plain PyTorch: e2m1 values, an e4m3 scale per 16 values, one global scale.
 
-vLLM has an emulation of its own. This one multiplies values and block scales, which have six bits,
-before it applies the global scales, as GPUs do: theirs rounds the operands to the model's type.
-And it is faster: weights of 1408 x 2816 are unpacked in 20 instead of 177 ms, inputs of 256 x 2816
-rounded in 99 instead of 248 ms (medians of ten, two cores).
+vLLM has an emulation of its own, which rounds the operands to the model's type. This one multiplies
+values and block scales, a product of six bits, before it applies the global scales, as GPUs do. It
+is also faster: unpacking weights of 1408 x 2816 takes 20 ms instead of 177, rounding inputs of 256
+x 2816 takes 99 ms instead of 248 (medians of ten, two cores).
 """
 
 import torch
@@ -13,8 +13,8 @@ from vllm_dllm.quantization.scaled import Scaled
 
 
 def _pairs() -> torch.Tensor:
-    """The two fp32 values of each byte, low nibble first, as one element of 64 bits: [256]."""
-    # Modules are imported while a model is built, under its type and device.
+    """The two fp32 values of each byte, low nibble first, as one 64-bit element: [256]."""
+    # dtype and device are given because modules are imported while a model is being built.
     values = torch.tensor([*E2M1, *(-m for m in E2M1)], dtype=torch.float32, device="cpu")
     byte = torch.arange(256, device="cpu")
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=1).view(torch.float64)[:, 0]
@@ -37,8 +37,8 @@ def quantize(
     x: torch.Tensor,  # [n, K]
     global_scale: torch.Tensor,  # [] fp32, 448 * 6 / the largest magnitude expected; divides
 ) -> Scaled:
-    """Each 16 of a row are scaled so that their largest magnitude becomes e2m1's, and rounded to
-    the nearest value, ties to the even code."""
+    """Scales each 16 values of a row so that their largest magnitude becomes e2m1's largest, and
+    rounds to the nearest value, ties to the even code."""
     blocks = x.float().unflatten(-1, (-1, GROUP_SIZE))
     scale = global_scale * (blocks.abs().amax(dim=-1, keepdim=True) / E2M1_MAX)
     scale = scale.clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn).float()

@@ -1,10 +1,10 @@
-"""NVFP4 in plain PyTorch: 4-bit floats, an fp8 scale for each 16, an fp32 scale for all.
+"""NVFP4 in plain PyTorch: 4-bit floats, an fp8 scale per 16 values, one fp32 scale.
 
     value = e2m1 * group_scale / global_scale
 
 `global_scale` divides: it is 448 * 6 / amax, so that the largest group scale is fp8's largest
-number. This file says what the bits mean. `quantize` packs with compressed-tensors
-(`NVFP4PackedCompressor`), and the tests hold the two equal bit for bit.
+number. This file defines what the bits mean. `vllm-dllm quantize` packs with compressed-tensors
+(`NVFP4PackedCompressor`), and the tests check that the two agree bit for bit.
 
 Sources: compressed-tensors 0.17 `quantization/utils/helpers.py`, `compressors/nvfp4/`; NVIDIA,
 "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference".
@@ -18,12 +18,12 @@ GROUP_SIZE = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of the codes 0 to 7; bit 3 is the sign
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-# Stands in for a group scale that rounds to zero; 0.125 is compressed-tensors' choice.
+# Replaces a group scale that rounds to zero; 0.125 is compressed-tensors' choice.
 SMALLEST_GROUP_SCALE = 0.125
 
 
 def global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """fp32 [1] from the largest magnitude (fp32, one value). All zeros, or too small: 1."""
+    """fp32 [1] from the largest magnitude (fp32, one value). 1 if that is zero or too small."""
     scale = E4M3_MAX * E2M1_MAX / amax.float().clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(scale.isinf(), 1.0, scale).reshape(1)
 
@@ -90,10 +90,10 @@ def error_bound(
 ) -> torch.Tensor:
     """[rows, columns] fp32, the largest |dequantised - value| that rounding allows.
 
-    In units of a group's step S, neighbouring e2m1 values lie 0.5 apart up to 2, 1 apart up to 4
-    and 2 apart up to 6, so rounding moves a value by at most 0.25, 0.5 and 1. Beyond 6 a value is
+    In units of a group's step S, neighbouring e2m1 values are 0.5 apart up to 2, 1 apart up to 4
+    and 2 apart up to 6, so rounding changes a value by at most 0.25, 0.5 and 1. Values beyond 6 are
     cut off: the group scale itself is rounded, by at most 1/16 unless it is below fp8's normal
-    numbers, so that the largest value of a group may lie at 6 / (1 - 1/16) = 6.4.
+    numbers, so the largest value of a group can be 6 / (1 - 1/16) = 6.4.
     """
     steps = (groups.float() / scale).repeat_interleave(GROUP_SIZE, dim=-1)
     size = values.abs() / steps

@@ -1,4 +1,4 @@
-"""Quantised matrices as kernels multiply them: the values first, their scales afterwards."""
+"""Quantised matrices as kernels multiply them: first the values, then their scales."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ import torch
 
 
 class Scaled(NamedTuple):
-    """The matrix `values * scale`. Its values are few bits wide: products of two are exact in fp32,
+    """The matrix `values * scale`. The values have few bits, so products of two are exact in fp32
     and only their sum is rounded."""
 
     values: torch.Tensor  # [n, K] fp32
-    scale: torch.Tensor  # [n, 1], or [] for all rows, fp32
+    scale: torch.Tensor  # fp32, [n, 1], or [] for all rows
 
     def __getitem__(self, rows: torch.Tensor) -> "Scaled":
         return Scaled(self.values[rows], self.scale[rows] if self.scale.dim() else self.scale)

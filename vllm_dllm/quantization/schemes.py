@@ -1,4 +1,4 @@
-"""Which schemes of compressed-tensors are served, and what is said of the others."""
+"""Which schemes of compressed-tensors can be served, and the errors for the others."""
 
 from enum import Enum
 from typing import Any
@@ -11,15 +11,15 @@ from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 
 class Scheme(Enum):
     FP8_DYNAMIC = "float-quantized"
-    """e4m3 weights with a scale a channel, activations quantised a token at a time."""
+    """e4m3 weights with a scale per channel, activations quantised token by token."""
     NVFP4 = "nvfp4-pack-quantized"
     """e2m1 weights and activations in groups of 16, with e4m3 scales and global ones."""
     OTHER = None
-    """One that vLLM may have a GPU kernel for."""
+    """Any other: vLLM may have a GPU kernel for it."""
 
 
 def recognize(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
-    """The scheme of a layer, from vLLM's dictionary of it.
+    """The scheme of a layer, from vLLM's dictionary.
 
     Raises:
         ValueError: it cannot be served, on a CPU or at all.
@@ -30,9 +30,7 @@ def recognize(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
     if layout not in [known.value for known in CompressionFormat]:
         raise _refusal(layer, f"format must be one of compressed-tensors', got {layout!r}")
     if not weights.symmetric:
-        raise _refusal(
-            layer, f"weights must be symmetric, got zero-points, {layer}.weight_zero_point"
-        )
+        raise _refusal(layer, f"weights must not have zero points, got {layer}.weight_zero_point")
     is_fp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP and weights.num_bits == 4
     if is_fp4 and weights.group_size != GROUP_SIZE:
         raise _refusal(layer, f"group_size must be {GROUP_SIZE}, got {weights.group_size}")
@@ -44,23 +42,23 @@ def recognize(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
     if layout == Scheme.NVFP4.value and _is_nvfp4(weights) and _is_nvfp4(inputs):
         return Scheme.NVFP4
     if on_cpu:
-        raise _refusal(layer, f"no CPU computes {describe(scheme)} here")
+        raise _refusal(layer, f"CPUs cannot run {describe(scheme)}")
     return Scheme.OTHER
 
 
 def check_method(layer: str, method: str, has_zero_points: bool, on_cpu: bool) -> None:
-    """Raises ValueError where vLLM's `method`, one that is not compressed-tensors, cannot be served
+    """Raises ValueError if vLLM's `method`, which is not compressed-tensors, cannot be served
     here."""
     if has_zero_points:
-        raise _refusal(layer, f"weights must be symmetric, got zero-points, {layer}.qzeros")
+        raise _refusal(layer, f"weights must not have zero points, got {layer}.qzeros")
     if on_cpu:
-        raise _refusal(layer, f"no CPU computes the method '{method}' here")
+        raise _refusal(layer, f"CPUs cannot run the method '{method}'")
 
 
 def describe(scheme: dict[str, Any]) -> str:
-    """A scheme in words, from vLLM's dictionary of it."""
+    """A scheme in words, from vLLM's dictionary."""
     parts = [
-        f"{args.num_bits}-bit {args.type} {name}, a scale a {args.strategy}"
+        f"{args.num_bits}-bit {args.type} {name}, a scale per {args.strategy}"
         for name, args in (
             ("weights", scheme["weights"]),
             ("inputs", scheme.get("input_activations")),
@@ -92,6 +90,6 @@ def _is_nvfp4(args: QuantizationArgs | None) -> bool:
 
 def _refusal(layer: str, complaint: str) -> ValueError:
     return ValueError(
-        f"quantization_config of {layer}: {complaint}. Served are FP8_DYNAMIC and NVFP4: quantise "
-        f"the bf16 checkpoint with `vllm-dllm quantize`, --scheme fp8-dynamic or nvfp4."
+        f"quantization_config of {layer}: {complaint}. FP8_DYNAMIC and NVFP4 can be served: "
+        f"quantise the bf16 checkpoint with `vllm-dllm quantize --scheme fp8-dynamic` or nvfp4."
     )

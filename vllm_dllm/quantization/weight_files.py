@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint, read without their weights."""
+"""The weight files of a checkpoint, read without the weights."""
 
 import json
 import math
@@ -30,8 +30,8 @@ class TensorInfo:
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[Any]:
-    """safetensors' reader of one file; its errors name the file, and of one that was cut short the
-    first tensor that it lacks."""
+    """safetensors' reader for one file. Errors name the file and, if it was cut short, the first
+    tensor it lacks."""
     try:
         with safe_open(path, "pt") as file:
             yield file
@@ -43,8 +43,8 @@ def open_shard(path: Path) -> Iterator[Any]:
 
 
 def _cut(path: Path) -> str | None:
-    """Where a file was cut short, from its header, which comes first and says where each tensor
-    lies; None if the header is not whole.
+    """Where a file was cut short, according to its header, which comes first and says where each
+    tensor is. None if the header itself is incomplete.
 
     https://huggingface.co/docs/safetensors, "Format": 8 bytes for the header's length, the header,
     and the tensors at `data_offsets` from its end.
@@ -63,14 +63,14 @@ def _cut(path: Path) -> str | None:
     if not lost:
         return None
     first = min(lost, key=lost.__getitem__)
-    rest = f", and {len(lost) - 1} tensors behind it" if len(lost) > 1 else ""
+    rest = f", and so would {len(lost) - 1} more tensors" if len(lost) > 1 else ""
     return f"it ends at byte {size}; {first} would end at byte {lost[first]}{rest}"
 
 
 def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
-    """File name -> tensor name -> what it is, of a checkpoint of any types.
+    """File name -> tensor name -> shape and type, for a checkpoint of any types.
 
-    Raises InputError, naming the file, when one is missing, cut short or of another checkpoint.
+    Raises InputError, naming the file, if one is missing, cut short or from another checkpoint.
     """
     wanted: dict[str, set[str]] = {}
     if (path / INDEX_FILE).exists():
@@ -78,11 +78,11 @@ def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
         if "weight_map" not in index:
             raise InputError(f"{path / INDEX_FILE} has no weight_map: copy or download it again")
         for name, file in index["weight_map"].items():
-            # vLLM finds no file below the folder, and "../" would lead out of OUT.
+            # vLLM does not find files in subfolders, and "../" would lead out of OUT.
             if Path(file).name != file:
                 raise InputError(
                     f"{path / INDEX_FILE}: {name} is said to be in '{file}', expected the name of "
-                    f"a file in {path}: put all weight files there and name them so in the index"
+                    f"a file in {path}: put all weight files there and correct the index"
                 )
             wanted.setdefault(file, set()).add(name)
     elif (path / WEIGHTS_FILE).exists():

@@ -50,14 +50,14 @@ FOREIGN: dict[str, tuple[str, Callable[[dict], None], str]] = {
             or c.update(format="pack-quantized")
             or c["config_groups"]["group_0"].update(input_activations=None, format=None)
         ),
-        r"layers\.0\.self_attn\.q_proj: weights must be symmetric, got zero-points, "
-        r"model\.decoder\.layers\.0\.self_attn\.q_proj\.weight_zero_point\. Served are FP8_DYNAMIC",
+        r"layers\.0\.self_attn\.q_proj: weights must not have zero points, got "
+        r"model\.decoder\.layers\.0\.self_attn\.q_proj\.weight_zero_point\. FP8_DYNAMIC and NVFP4 ",
     ),
     "no-kernel-on-a-cpu": (
         "FP8_DYNAMIC",
         lambda c: set_group(c, strategy="tensor"),
-        r"q_proj: no CPU computes float-quantized \(8-bit float weights, a scale a tensor; 8-bit "
-        r"float inputs, a scale a token\) here\. Served are FP8_DYNAMIC",
+        r"q_proj: CPUs cannot run float-quantized \(8-bit float weights, a scale per tensor; 8-bit "
+        r"float inputs, a scale per token\)\. FP8_DYNAMIC and NVFP4 can be served",
     ),
     "embeddings": (
         "FP8_DYNAMIC",
@@ -117,7 +117,7 @@ def test_an_emulation_is_logged_once(
     build(checkpoints[scheme], "meta")
     build(checkpoints[scheme], "meta")
     (message,) = logged
-    assert message.startswith(EMULATED[scheme]) and message.endswith("It is exact, and slow.")
+    assert message.startswith(EMULATED[scheme]) and message.endswith("It is exact but slow.")
 
 
 @pytest.mark.parametrize(("scheme", "count"), [("FP8_DYNAMIC", 0), ("NVFP4", 1)])
@@ -131,7 +131,7 @@ def test_an_emulation_without_experts_is_logged(
 
 
 def test_schemes_that_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
-    """On a GPU, with a warning that names them; but for zero-points."""
+    """On a GPU, with a warning that names them, except those with zero points."""
     on_gpu = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setattr(quantization_config, "current_platform", on_gpu)
     text_config = DiffusionGemmaTextConfig(**SHAPE_26B)
@@ -145,13 +145,13 @@ def test_schemes_that_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch, logged: 
     assert quantization_config.adapt(other, text_config) is other
     first, second = logged
     assert re.search(
-        r"by float-quantized \(8-bit float weights, a scale a tensor; 8-bit float inputs, a "
-        r"scale a tensor\) is .* vLLM loads and computes model\.decoder\.layers\.0\.self_attn\."
-        r"q_proj and others of this scheme: whether a tensor is missing is not checked",
+        r"by float-quantized \(8-bit float weights, a scale per tensor; 8-bit float inputs, a "
+        r"scale per tensor\) is .* vLLM loads and computes model\.decoder\.layers\.0\.self_attn\."
+        r"q_proj and others of this scheme: missing tensors are not detected",
         first,
     )
     assert second.startswith("Quantisation by fp8 is neither")
-    with pytest.raises(ValueError, match=r"got zero-points, .*q_proj\.qzeros"):
+    with pytest.raises(ValueError, match=r"zero points, got .*q_proj\.qzeros"):
         quantization_config.adapt(AutoAWQConfig.from_config(AWQ), text_config)
 
 

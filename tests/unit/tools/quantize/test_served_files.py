@@ -82,7 +82,7 @@ def test_the_first_tensor_that_is_cut_is_named(fp8: Path, tmp_path: Path) -> Non
     file.write_bytes(content[: data + begin + 1])
     message = (
         rf"it ends at byte {data + begin + 1}; {re.escape(first)} would end at byte {data + end}, "
-        r"and 4 tensors behind it\): copy"
+        r"and so would 4 more tensors\): copy"
     )
     with pytest.raises(ValueError, match=message):
         create_config(file.parent)
