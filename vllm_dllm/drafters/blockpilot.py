@@ -29,7 +29,7 @@ DROPOUT = 0.2
 
 
 class PredictorError(ValueError):
-    """A predictor that is not there, or not for this target and drafter; one line for the user."""
+    """A predictor is missing, or is for another target or drafter; one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PredictorConfig:
         return (inputs + 1 + hidden + 1) * hidden + (hidden + 1) * outputs + scaling
 
     def memory_bytes(self, element_size: int = 2) -> int:
-        """Of the weights; a batch of n requests adds n * num_inputs numbers while it runs."""
+        """Memory of the weights; a running batch of n requests adds n * num_inputs numbers."""
         return self.num_parameters() * element_size
 
 
@@ -157,7 +157,7 @@ def load_predictor(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,  # None: as stored
 ) -> BlockPilot:
-    """Raises PredictorError for a predictor that is not there or was made for another pair."""
+    """Raises PredictorError for a predictor that is missing or was made for another pair."""
     config_file = path / CONFIG_FILE
     if not config_file.is_file():
         raise PredictorError(

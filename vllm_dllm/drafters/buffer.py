@@ -1,9 +1,9 @@
 """Blocks a serving drafter got right and wrong, kept on disk to train it on later.
 
-A bounded folder of shards, one JSON object a line. Serving hands blocks over and never waits: a
+A bounded folder of shards, one JSON object per line. Serving hands over blocks and never waits: a
 thread writes them, and what the queue or the disk cannot take is dropped, counted and logged once.
-Over `max_bytes` the oldest shard goes. A file never keeps half a line: a failed write is taken
-back, and what a killed process left without an end is not read.
+Above `max_bytes` the oldest shard is deleted. Half a line is never used: a failed write is undone,
+and an unfinished line left by a killed process is not read.
 """
 
 import json

@@ -1,9 +1,9 @@
 """vLLM's DFlash speculator, drafting as many tokens for each request as the scheduler asks for.
 
-A step's draft is one forward of the drafter over a block for each request: the token sampled last
-and mask tokens behind it. Keys and values of what the target computed before are made of the
-target's hidden states, whether or not anything is drafted, so that drafting can be taken up again
-any time: up to the context length from which on it never is, and many at a time while it is not.
+A step's draft is one forward of the drafter over a block per request: the token sampled last,
+followed by mask tokens. The drafter's keys and values for earlier tokens are computed from the
+target's hidden states even while nothing is drafted, so that drafting can resume at any time. They
+are computed in bulk while it pauses, and not at all beyond the longest context that is drafted for.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +41,7 @@ class WidthDFlashSpeculator(DFlashHooks):
     ) -> None:
         config = ExtensionConfig.from_additional_config(vllm_config.additional_config).drafter
         draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
-        # As it is written: vLLM's configuration of a drafter lacks the size of its block.
+        # Read from the file: vLLM's configuration of a drafter lacks its block size.
         written = get_hf_file_to_dict("config.json", draft.model, draft.revision)
         layout = check_drafter(
             written or draft.hf_config.to_dict(),
@@ -117,15 +117,15 @@ class WidthDFlashSpeculator(DFlashHooks):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Drafts [num_reqs, num_speculative_tokens] int64; arguments are vLLM's. Rows of requests
-        that ask for no draft are undefined."""
+        """Drafts [num_reqs, num_speculative_tokens] int64; the arguments are vLLM's. Rows of
+        requests that ask for no draft are undefined."""
         inputs = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled)
         # Ranks of data parallelism draft together.
         if dummy_run or self.dp_size > 1:
             return super().propose(input_batch, *inputs, *args, dummy_run=dummy_run, **kwargs)
         if self._predictor is not None:
             self._predict_widths(input_batch, last_hidden_states)
-        # A scheduler of the user's own asks for no widths: all is drafted.
+        # A custom scheduler asks for no widths, so everything is drafted.
         widest = self.num_speculative_steps
         widths = np.array([self._widths.get(name, widest) for name in input_batch.req_ids])
         wanted = widths > 0
@@ -284,9 +284,9 @@ def check_width(num_drafted: int, layout: DrafterLayout, drafter: str) -> None:
 
 
 def see_window(draft_model_config: Any, window: int) -> None:
-    """Makes the drafter of a configuration see the last `window` tokens and its block.
+    """Limits a configuration's drafter to the last `window` tokens and its block.
 
-    vLLM then keeps and frees its cache like that of any layer with a sliding window.
+    vLLM then manages its cache like that of any layer with a sliding window.
     """
     hf_config = draft_model_config.hf_config
     settings = dict(getattr(hf_config, "dflash_config", None) or {})

@@ -30,7 +30,7 @@ def reveal_counts(num_masked: int, num_steps: int = 1, schedule: str = "cosine")
     """How many positions each step reveals: at least one, and all of them together.
 
     Raises:
-        ValueError: for a schedule that there is not, or more steps than positions.
+        ValueError: for an unknown schedule, or more steps than positions.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"expected a schedule of {', '.join(SCHEDULES)}, got {schedule!r}")

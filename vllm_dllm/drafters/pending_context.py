@@ -1,4 +1,4 @@
-"""Target states that no draft needs yet, kept to be made keys and values of many at a time."""
+"""Target states that no draft needs yet, kept so that keys and values are computed in bulk."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Context:
 
 
 class PendingContext:
-    """Up to `capacity` tokens, in buffers that are made when the first ones come."""
+    """Up to `capacity` tokens, in buffers that are allocated when the first ones arrive."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -16,7 +16,7 @@ PADDING = 1024  # tokens that a target's vocabulary may be padded by beyond its 
 
 
 class DrafterMismatch(ValueError):
-    """A drafter and what it was given with do not belong together; one line for the user."""
+    """A drafter does not belong with what it was given; one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ PRESETS = (
 
 @dataclass(frozen=True)
 class DrafterLayout:
-    """What of a drafter's config has to fit something else."""
+    """The parts of a drafter's config that must fit something else."""
 
     num_layers: int
     block_size: int | None  # None, here and below: the config does not say
@@ -166,7 +166,7 @@ def read_layout(
     config: Mapping[str, Any],  # a drafter's config.json, in either layout
     name: str,
 ) -> DrafterLayout:
-    """Raises DrafterMismatch where the config is no DFlash drafter's."""
+    """Raises DrafterMismatch if the config is not a DFlash drafter's."""
     is_speculators = "transformer_layer_config" in config
     inner = config["transformer_layer_config"] if is_speculators else config
     options = config if is_speculators else {**config, **(config.get("dflash_config") or {})}
@@ -187,13 +187,13 @@ def read_layout(
         )
     except KeyError as error:
         raise DrafterMismatch(
-            f"{name} is no DFlash drafter: expected {error.args[0]} in its config, in z-lab's "
+            f"{name} is not a DFlash drafter: expected {error.args[0]} in its config, in z-lab's "
             f"layout (dflash_config) or that of speculators (transformer_layer_config)"
         ) from None
 
 
 def find_preset(drafter: str) -> Preset | None:
-    """By repository, or by the last part of a local path that bears a repository's name."""
+    """By repository, or by the last part of a local path with a repository's name."""
     name = drafter.rstrip("/").rsplit("/", 1)[-1].lower()
     return next((p for p in PRESETS if p.drafter.rsplit("/", 1)[-1].lower() == name), None)
 
@@ -247,6 +247,6 @@ def _check_preset(layout: DrafterLayout, preset: Preset, drafter: str) -> None:
             wrong.append(f"{what} {ours}, published with {published}")
     if wrong:
         raise DrafterMismatch(
-            f"{drafter} bears the name of the published {preset.drafter} but has another config: "
+            f"{drafter} has the name of the published {preset.drafter} but another config: "
             f"{'; '.join(wrong)}. Download it again, or give a drafter of your own another name"
         )

@@ -1,8 +1,8 @@
-"""vLLM's schedulers with a width of drafts for each request.
+"""vLLM's schedulers with a draft width for each request.
 
-The scheduler decides: it knows the batch, what was accepted and how long each request is. Drafts
-beyond a request's width are not scheduled; the worker hears, with each step, how many tokens to
-draft for each request.
+The scheduler decides, because it knows the batch, what was accepted and how long each request is.
+Drafts beyond a request's width are not scheduled. With each step, the worker is told how many
+tokens to draft for each request.
 """
 
 from collections.abc import Mapping
@@ -40,8 +40,8 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
         self._just_verified: str | None = None
         self._asked: dict[str, int] = {}  # tokens to draft after a request's last scheduled step
         logger.info(
-            "Verifying at most %d of %d drafted tokens a request (width policy: %s), of requests "
-            "of up to %d tokens (drafter.max_context).",
+            "Verifying at most %d of %d drafted tokens per request (width policy: %s), for "
+            "requests of up to %d tokens (drafter.max_context).",
             self._policy.widest,
             self.num_spec_tokens,
             config.width_policy,
@@ -49,7 +49,7 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
         )
 
     def room(self, request: Request) -> int:
-        """Drafts that `request` has a use for: the target adds a token of its own to those that it
+        """How many drafts `request` can use: the target adds one token of its own to those it
         accepts."""
         if request.num_tokens > self._max_context:
             return 0
@@ -61,11 +61,11 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
         return min(width, self.room(request))
 
     def verified_width(self, request: Request) -> int:
-        # No more than was asked for, though the policy may think better of it by now.
+        # No more than was asked for, even if the policy has changed its mind.
         return min(self._asked.get(request.request_id, 0), self.draft_width(request))
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """What is drafted after this step, for the next: nothing while a prefill goes on."""
+        """Sets what is drafted after this step for the next: nothing during a prefill."""
         scheduled = output.num_scheduled_tokens
         requests = {request_id: self.requests[request_id] for request_id in scheduled}
         could_draft = [
@@ -86,7 +86,7 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
         self._just_verified = request_id
 
     def block_emitted(self, request: Request, block_length: int) -> None:
-        # The tokens of a verification arrive right after its count.
+        # The tokens of a verification arrive right after their number.
         if self._buffer is not None and self._just_verified == request.request_id:
             anchor = request.num_tokens - block_length - 1
             self._buffer.add(request.all_token_ids, anchor, block_length - 1)
@@ -114,7 +114,7 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
 
 
 def step_of(output: SchedulerOutput, widths: Mapping[str, int]) -> Step:
-    """What `output` schedules, and drafts as wide as `widths` after it."""
+    """The step that `output` schedules, followed by drafts of `widths`."""
     drafts = output.scheduled_spec_decode_tokens
     num_rows = num_prefilled = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -126,8 +126,8 @@ def step_of(output: SchedulerOutput, widths: Mapping[str, int]) -> Step:
 
 
 class DraftWidthScheduler(_DraftWidths, drafting.StockScheduler):
-    """Spares the engine a round trip to the worker after each step: how many tokens are drafted is
-    known, and which ones only the worker needs to know, unless a grammar constrains them."""
+    """Saves the engine a round trip to the worker after each step: it knows how many tokens are
+    drafted, and only the worker needs to know which, unless a grammar constrains them."""
 
     _knows_drafts = False
 

@@ -1,4 +1,4 @@
-"""What a step takes, with drafts and without, learnt from the steps that were run."""
+"""How long a step takes with and without drafts, learnt from the steps so far."""
 
 import time
 from collections import deque
@@ -12,25 +12,25 @@ from scipy.optimize import nnls
 @dataclass(frozen=True)
 class Step:
     num_rows: int
-    """Tokens of requests that decode: one each, and the drafts that are verified."""
+    """Tokens of decoding requests: one each, plus the drafts that are verified."""
     num_prefilled: int
     """Tokens of prompts."""
     num_drafted: int
-    """Requests that are drafted for at the step's end."""
+    """Requests drafted for at the end of the step."""
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """What its time is a sum of, but for factors: each at least 0."""
+        """The terms of its time, up to factors; each at least 0."""
         drafts = self.num_drafted > 0
         return (1.0, self.num_rows, self.num_prefilled, float(drafts), self.num_drafted)
 
 
 class StepCosts:
-    """Fits seconds to `Step.parts`: factors of at least 0 that explain the last steps, errors
-    relative to a step's time, slow outliers counting little."""
+    """Fits seconds to `Step.parts`: factors of at least 0 that explain recent steps, with errors
+    relative to a step's time, and little weight for slow outliers."""
 
-    MEMORY = 64  # steps of each kind; kinds that no longer occur are not forgotten
-    LEAST = 4  # steps with and without drafts before anything is said
+    MEMORY = 64  # steps of each kind, so that a kind that no longer occurs is not forgotten
+    LEAST = 4  # steps of each kind needed before a fit
     RIDGE = 0.03
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class StepCosts:
         seconds = np.array([seconds for _, seconds in samples])
         relative = parts / seconds[:, None]
         scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-9)
-        # What the samples leave open is shared among the parts, not given to one of them.
+        # What the samples leave open is shared among the parts instead of going to one of them.
         shared, nothing = self.RIDGE * np.eye(len(scale)), np.zeros(len(scale))
         weights = np.ones(len(samples))
         for _ in range(3):
@@ -73,7 +73,7 @@ class StepCosts:
 
     @property
     def known(self) -> bool:
-        """Whether there is enough to go by for `seconds`."""
+        """Whether there is enough data for `seconds`."""
         return self.num_fits > 0
 
     def seconds(self, num_rows: float, num_drafted: int) -> float:
@@ -83,7 +83,7 @@ class StepCosts:
 
 
 class StepClock:
-    """Times the steps of a busy engine: what lies between the answers of one and the next."""
+    """Times the steps of a busy engine: the time from one step's answer to the next."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -94,8 +94,8 @@ class StepClock:
         self._scheduled.append((step, request_ids))
 
     def arrived(self) -> tuple[Step, float] | None:
-        """The oldest step on its way has been answered: it, and the seconds it took. None if the
-        engine may have waited for requests before it."""
+        """The oldest step on its way has been answered. Returns it and the seconds it took, or None
+        if the engine may have been idle before it."""
         step, request_ids = self._scheduled.popleft()
         (since, before), self._last = self._last, (self._now(), request_ids)
         if set(before).isdisjoint(request_ids):

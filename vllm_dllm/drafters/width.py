@@ -1,7 +1,7 @@
-"""How many of a request's drafts the target verifies: one class a policy.
+"""How many of a request's drafts the target verifies: one class per policy.
 
-A policy is asked for a width before each draft and told what became of it. Widths count drafts; 0
-means that the request is served without them.
+A policy is asked for a width before each draft and told the outcome. Widths count drafts; 0 means
+that the request is served without drafts.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from vllm_dllm.drafters.step_costs import Step, StepCosts
 
 
 class WidthPolicy:
-    """Always the widest; the others' base."""
+    """Always the widest. Base class of the others."""
 
     def __init__(self, widest: int) -> None:
         self.widest = widest
@@ -21,11 +21,11 @@ class WidthPolicy:
         return self.widest
 
     def step_scheduled(self, request_ids: list[str], num_requests: int) -> None:
-        """A step of `num_requests` is on its way, at the end of which a draft could be made for
-        `request_ids`; widths asked for from here on are for that."""
+        """A step of `num_requests` is on its way, after which `request_ids` could be drafted for.
+        Widths asked for from now on are for that draft."""
 
     def step_ended(self, step: Step, seconds: float) -> None:
-        """What a step took."""
+        """How long a step took."""
 
     def verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         """The target accepted `num_accepted` of `num_drafts` > 0."""
@@ -38,7 +38,7 @@ class WidthPolicy:
 
 
 class Predicted(WidthPolicy):
-    """What the predictor says, once a request; the widest until it has."""
+    """What the predictor says, once per request; the widest until then."""
 
     def __init__(self, widest: int) -> None:
         super().__init__(widest)
@@ -57,7 +57,7 @@ class Predicted(WidthPolicy):
 
 @dataclass
 class _Course:
-    """How a request's drafts have fared: each counts half as much as the one after it."""
+    """How a request's drafts have done: each counts half as much as the next one."""
 
     width: int
     accepted: float
@@ -71,19 +71,19 @@ class _Course:
 
 
 class ByAcceptance(WidthPolicy):
-    """Drafts for the requests with which the batch gets most tokens a second, judged by what of
-    their drafts was accepted and by what steps with and without drafts have taken.
+    """Drafts for those requests with which the batch makes the most tokens per second, judging by
+    how many of their drafts were accepted and how long steps with and without drafts took.
 
-    The width of a request shrinks by a quarter, rounded up, while under `LOW` of its drafts are
-    accepted, and grows by as much over `HIGH`. A new request is expected to fare as the last ones
-    of all. Those left out are tried again every `TRY_EVERY` steps, ever less often while nothing
-    at all is drafted.
+    A request's width shrinks by a quarter, rounded up, while under `LOW` of its drafts are
+    accepted, and grows by as much over `HIGH`. A new request is expected to do as well as recent
+    ones. Requests left out are tried again every `TRY_EVERY` steps, and less and less often while
+    nothing is drafted at all.
     """
 
     LOW, HIGH = 0.6, 0.9
-    MEMORY = 0.8  # what all drafts so far count for against the next one
+    MEMORY = 0.8  # weight of all drafts so far against the next one
     TRY_EVERY, TRY_LEAST = 64, 512  # steps
-    LEARN_EVERY, PLAIN_EVERY = 8, 256  # steps between those without drafts, at first and later
+    LEARN_EVERY, PLAIN_EVERY = 8, 256  # steps between steps without drafts, at first and later
 
     def __init__(self, widest: int) -> None:
         super().__init__(widest)
@@ -124,7 +124,7 @@ class ByAcceptance(WidthPolicy):
         return set(request_ids)
 
     def _paying(self, request_ids: list[str], num_requests: int) -> set[str]:
-        """The requests that are worth drafting for; all while the costs are not known."""
+        """The requests worth drafting for; all of them while the costs are unknown."""
         judged = (request_ids, num_requests, self._costs.num_fits)
         if judged != self._judged:  # nor has anything been verified since
             self._judged, self._judgement = judged, self._judge(request_ids, num_requests)
@@ -135,7 +135,7 @@ class ByAcceptance(WidthPolicy):
             return set(request_ids)
         courses = [(self._course(request_id), request_id) for request_id in request_ids]
         courses.sort(key=lambda course: -course[0].accepted)
-        # In plain Python: between two steps caches are cold, and numpy's code costs 0.4 ms to load.
+        # Plain Python: caches are cold between steps, and loading numpy's code takes 0.4 ms.
         num_rows = num_tokens = float(num_requests)
         best_rate, num_best = num_tokens / self._costs.seconds(num_rows, 0), 0
         for num_drafted, (course, _) in enumerate(courses, start=1):

@@ -1,8 +1,8 @@
 """DiffusionGemma for vLLM: one Gemma4 backbone in two modes that share all weights.
 
 Encoder mode (prefill, commit) is causal and sees plain token embeddings; decoder mode (denoising)
-is bidirectional and sees self-conditioned ones. The mode of a row is decided outside the model: by
-the embeddings and the attention metadata that `DiffusionModelState` prepares.
+is bidirectional and sees self-conditioned ones. The mode of a row is decided outside the model, by
+the embeddings and attention metadata that `DiffusionModelState` prepares.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -119,8 +119,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
         one set of weights.
 
         Raises:
-            ValueError: a tensor is missing, unknown, of another shape or type, or no possible
-                scale; it is named.
+            ValueError: names a tensor that is missing, unknown, of another shape or type, or an
+                impossible scale.
         """
         mapper = self.hf_to_vllm_mapper
         if self.config.tie_word_embeddings:
@@ -145,10 +145,10 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
 
 
 class _WeightReader:
-    """Passes a checkpoint's weights on, checks them, and knows how far it has come.
+    """Passes on a checkpoint's weights, checks them, and keeps track of the position.
 
-    Refuses layers whose scalar differs between encoder and decoder: transformers ties every layer
-    weight of the two but keeps `layer_scalar`, a buffer, twice, and one backbone holds one value.
+    Refuses layers whose scalar differs between encoder and decoder. transformers ties all layer
+    weights of the two but keeps two copies of `layer_scalar`, a buffer; one backbone holds one.
     """
 
     def __init__(

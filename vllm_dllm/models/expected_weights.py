@@ -1,9 +1,9 @@
-"""The tensors that a checkpoint must hold for a model as it was built: names, shapes, types, and
-what scales must not be.
+"""The tensors that a checkpoint must hold for the model as built: names, shapes, types and valid
+scales.
 
-vLLM counts parameters. One is put together from many tensors (q, k and v; all experts), counts as
-loaded with the first of them, and takes smaller tensors and other types without a word. Here every
-tensor is counted and measured, so that nothing half-loaded serves.
+vLLM counts parameters. A parameter assembled from many tensors (q, k and v; all experts) counts as
+loaded after the first, and silently accepts smaller tensors and other types. Here every tensor is
+counted and checked, so that no half-loaded model is served.
 
 Names have the prefixes that the model's `hf_to_vllm_mapper` gives to the checkpoint's.
 """
@@ -27,17 +27,17 @@ from vllm_dllm.quantization import scales
 from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 
 _MOST_NAMED = 8
-FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted into each other when loaded
+FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted when loaded
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, or one that may stand for several."""
+    """A tensor of a checkpoint, or one that may replace several."""
 
     shape: tuple[int, ...]
     dtypes: set[torch.dtype]
     stands_for: tuple[str, ...] = ()
     equal_in: str = ""
-    """The fused linear whose parts must have one value of it; vLLM takes one of them for all."""
+    """The fused linear whose parts must share its value: vLLM uses one for all of them."""
 
     def complaint(self, tensor: torch.Tensor) -> str | None:
         if tensor.dtype not in self.dtypes:
@@ -50,7 +50,7 @@ class Tensor(NamedTuple):
 
 
 class ExpectedWeights:
-    """Checks each tensor on its way into `model` and knows which are missing.
+    """Checks each tensor on its way into `model` and knows which are still missing.
 
     Layers of formats other than FP8 and NVFP4 are left to vLLM, unchecked.
     """
@@ -71,8 +71,8 @@ class ExpectedWeights:
         self._first_of_fused: dict[str, tuple[str, float]] = {}
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises ValueError when a tensor does not fit, belongs to a layer that has no use for it,
-        or holds a scale that cannot be."""
+        """Raises ValueError if a tensor does not fit, belongs to a layer that has no use for it, or
+        holds an impossible scale."""
         if complaint := scales.complaint(name.rpartition(".")[2], tensor):
             raise ValueError(complaint)
         expected = self._expected.get(name)
@@ -98,7 +98,7 @@ class ExpectedWeights:
         self._missing -= {name, *expected.stands_for}
 
     def check_complete(self) -> None:
-        """Raises ValueError, naming them as checkpoints do, when tensors have not come."""
+        """Raises ValueError if tensors are missing, with their names in checkpoints."""
         if self._missing:
             first = [in_checkpoint(name) for name in sorted(self._missing)[:_MOST_NAMED]]
             rest = len(self._missing) - len(first)
@@ -107,7 +107,7 @@ class ExpectedWeights:
 
 
 def in_checkpoint(name: str) -> str:
-    """transformers' name for what our model calls `name`."""
+    """transformers' name for our model's `name`."""
     if name.startswith("self_conditioning."):
         return f"model.decoder.{name}"
     return re.sub(r"^model\.", "model.decoder.", name)
@@ -141,7 +141,7 @@ def _tensors(
 
 
 def _scheme(parameters: Mapping[str, torch.Tensor]) -> str | None:
-    """What a layer with these parameters holds; None for a format that is left to vLLM."""
+    """The format of a layer with these parameters; None if it is left to vLLM."""
     names = parameters.keys() - {"bias"}
     if names == {"weight"} and parameters["weight"].dtype in FLOATS:
         return "unquantised"

@@ -9,8 +9,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 class SelfConditioning(nn.Module):
     """`post_norm(e + down(gelu_tanh(gate(u)) * up(u)))`, `u = pre_norm(soft)`.
 
-    Source: transformers' `DiffusionGemmaSelfConditioning`. `post_norm` has no weight and applies
-    even to a zero signal, so prefill and commit rows must not pass through here at all.
+    Source: transformers' `DiffusionGemmaSelfConditioning`. `post_norm` has no weight and changes
+    embeddings even for a zero signal, so prefill and commit rows must not use the result.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, eps: float) -> None:

@@ -1,5 +1,5 @@
-"""A model's vocabulary as the sampler reads it: which part of it is here, logits of single tokens,
-expected embeddings. It may be sharded over the tensor-parallel ranks.
+"""A model's vocabulary as the sampler reads it: this rank's part, logits of single tokens, expected
+embeddings. It may be sharded over the tensor-parallel ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,13 +19,13 @@ logger = init_logger(__name__)
 
 
 def shards_begin_at_blocks(vocab_size: int, num_ranks: int) -> bool:
-    """Whether the shards that vLLM gives tensor-parallel ranks begin at multiples of `BLOCK`, so
-    that draws do not depend on their number. The last block may be a part of one."""
+    """Whether vLLM's shards for the tensor-parallel ranks begin at multiples of `BLOCK`, so that
+    draws do not depend on the number of ranks. The last block may be incomplete."""
     return num_ranks == 1 or pad_vocab_size(vocab_size) // num_ranks % BLOCK == 0
 
 
 class Vocabulary:
-    """Of a model with Gemma's names: `model.embed_tokens`, `model.normalizer`, `lm_head`,
+    """For a model with Gemma's names: `model.embed_tokens`, `model.normalizer`, `lm_head`,
     `config`."""
 
     config: Any
@@ -37,14 +37,14 @@ class Vocabulary:
         return self.config.final_logit_softcapping
 
     def cap(self, logits: torch.Tensor) -> torch.Tensor:
-        """The LM head's output, soft-capped in fp32; a copy."""
+        """A soft-capped fp32 copy of the LM head's output."""
         capped, cap = logits.to(torch.float32, copy=True), self.softcap
         return capped if cap is None else capped.div_(cap).tanh_().mul_(cap)
 
     @cached_property
     def streams_vocabulary(self) -> bool:
-        """Whether the sampler may read the vocabulary tile by tile; of a large one that it may not
-        the log says why."""
+        """Whether the sampler may read the vocabulary tile by tile. If a large one prevents that,
+        logs why."""
         if self.config.vocab_size < STREAMED_FROM:
             return False
         obstacle = self._obstacle_to_streaming()
@@ -59,7 +59,7 @@ class Vocabulary:
     def _obstacle_to_streaming(self) -> str | None:
         for layer in (self.model.embed_tokens, self.lm_head):
             weight = getattr(layer, "weight", None)  # packed ones have other names
-            # The types that products with the embeddings are made in.
+            # The types in which products with the embeddings are computed.
             if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 return "the embeddings or the LM head are quantised"
         ranks = get_tp_group().world_size
@@ -88,7 +88,7 @@ class Vocabulary:
         columns, group = tuple(columns), get_tp_group()
         if group.world_size == 1:
             return columns
-        # In one piece; fp32 holds every token below 2^24.
+        # In one message; fp32 represents every token below 2^24 exactly.
         shards = group.all_gather(torch.stack([c.float() for c in columns], dim=-1), dim=1)
         return [c.to(own.dtype) for c, own in zip(shards.unbind(-1), columns, strict=True)]
 
@@ -98,7 +98,7 @@ class Vocabulary:
         weight: torch.Tensor,  # [rows] fp32, of exp(logit - maximum)
         maximum: torch.Tensor,  # [rows] fp32
     ) -> torch.Tensor:
-        """What `soft_embeddings` gives, from sums over shards of the vocabulary."""
+        """The same as `soft_embeddings`, from sums over shards of the vocabulary."""
         group = get_tp_group()
         if group.world_size > 1:
             top = group.all_gather(maximum[:, None], dim=1).amax(dim=1)
@@ -113,7 +113,7 @@ class Vocabulary:
         hidden: torch.Tensor,  # [rows, H]
         tokens: torch.Tensor,  # [rows] int64
     ) -> torch.Tensor:
-        """Each row's soft-capped logit [rows] fp32 of its own token; far down where that is < 0."""
+        """Each row's soft-capped logit [rows] fp32 of its token; MASKED_LOGIT if that is < 0."""
         first, _ = self.vocabulary_shard()
         weight, place = self.output_shard(), tokens - first
         is_here = (place >= 0) & (place < len(weight))
@@ -128,7 +128,7 @@ class Vocabulary:
         tokens: torch.Tensor,  # [rows, k] int64
         probs: torch.Tensor,  # [rows, k] fp32
     ) -> torch.Tensor:
-        """What `soft_embeddings` gives [rows, H] where all other tokens have probability 0."""
+        """The same as `soft_embeddings` [rows, H] if all other tokens have probability 0."""
         first, weight = self.vocabulary_shard()
         place = tokens - first
         is_here = (place >= 0) & (place < len(weight))

@@ -145,5 +145,5 @@ def test_not_a_drafter(missing: str) -> None:
     config = z_lab(QWEN3_8B)
     del config[missing]
     expected = "mask_token_id" if missing == "dflash_config" else missing
-    with pytest.raises(DrafterMismatch, match=f"D is no DFlash drafter: expected {expected} in"):
+    with pytest.raises(DrafterMismatch, match=f"D is not a DFlash drafter: expected {expected} in"):
         read_layout(config, "D")
