@@ -36,7 +36,7 @@ def read_rows(path: Path) -> list[Row]:
             raise InputError(f'{place}: expected {{"messages": [...]}} or {{"prompt": "text"}}')
         rows.append((place, row))
     if not rows:
-        raise InputError(f"{path} holds no prompts: expected one JSON object a line")
+        raise InputError(f"{path} holds no prompts: expected one JSON object per line")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Commands that write a folder: the whole of it or none, and a stopped one goes on when repeated.
+"""Commands that write a folder, all of it or nothing, and continue when repeated after a stop.
 
 Everything is written to OUT.partial and renamed to OUT at the end. A file in it says what makes two
 runs the same run; whatever else lies there was made by that run and is made once. What OUT is not

@@ -22,7 +22,7 @@ FIRST_ERRORS, LAST_LINES = 3, 12  # lines of its log to show when it ends
 
 
 class ServerError(Exception):
-    """There is no server, or none any more; the message says why and what to do."""
+    """The server did not start or has ended; the message says why and what to do."""
 
 
 def serve_command(checkpoint: Path, port: int, *options: str) -> list[str]:

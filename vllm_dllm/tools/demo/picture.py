@@ -1,4 +1,4 @@
-"""A canvas from noise to text as one SVG: a row a step, a column a position."""
+"""A canvas from noise to text as one SVG: one row per step, one column per position."""
 
 from collections.abc import Sequence
 from itertools import groupby

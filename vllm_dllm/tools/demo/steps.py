@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Step:
-    """One denoising step of one canvas; all lists have one entry a canvas position."""
+    """One denoise step of one canvas; all lists have one entry per canvas position."""
 
     request_id: str
     number: int  # 1-based, starts anew with every canvas

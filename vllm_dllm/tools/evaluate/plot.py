@@ -1,4 +1,4 @@
-"""The picture of an evaluation: one panel a measure, one bar a checkpoint and score."""
+"""The picture of an evaluation: one panel per measure, one bar per checkpoint and score."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +12,12 @@ Measure = Callable[[Row], float | None]
 PANELS: list[tuple[str, str, Measure, bool]] = [
     ("accuracy, %", "{:.1f}", lambda row: 100 * row.accuracy, True),
     ("recovery, % of the first", "{:.1f}", lambda row: _percent(row.recovery), True),
-    ("denoising steps a block", "{:.2f}", lambda row: row.steps_per_block, True),
+    ("denoising steps per block", "{:.2f}", lambda row: row.steps_per_block, True),
     ("generated tokens per second", "{:.0f}", lambda row: row.tokens_per_second, True),
     ("weights on disk, MB", "{:.2f}", lambda row: row.disk_bytes / 1e6, False),
     ("weights in memory, MB", "{:.2f}", lambda row: row.weight_bytes / 1e6, False),
 ]
-"""Heading, format of the labels, measure, whether it differs from task to task."""
+"""Heading, label format, measure, whether it differs between tasks."""
 
 
 def _percent(share: float | None) -> float | None:
@@ -25,7 +25,7 @@ def _percent(share: float | None) -> float | None:
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """`title` says under which circumstances it was measured."""
+    """`title` says how it was measured."""
     checkpoints = list(dict.fromkeys(row.checkpoint for row in rows))
     scores = list(dict.fromkeys((row.task, row.score) for row in rows))
     panel_inches = max(3.3, len(scores) * max(1.1, 0.55 * len(checkpoints)))

@@ -1,4 +1,4 @@
-"""The result: one row a checkpoint and score, as a table and as JSON."""
+"""The result: one row per checkpoint and score, as a table and as JSON."""
 
 import hashlib
 import importlib.metadata

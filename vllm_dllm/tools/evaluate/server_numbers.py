@@ -1,4 +1,4 @@
-"""What a server knows of itself: tokens, denoising steps, the memory of its weights."""
+"""What a server reports about itself: tokens, denoise steps, memory of the weights."""
 
 import http.client
 import json
@@ -11,7 +11,7 @@ from vllm_dllm.tools.server_process import HOST
 
 WEIGHT_SIZES = "vllm_dllm.tools.evaluate.weight_sizes.WeightSizes"
 OPTIONS = ("--worker-extension-cls", WEIGHT_SIZES)
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # opens /collective_rpc; the server is ours alone
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # enables /collective_rpc; only we use the server
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Counters:
     """What the server has done since its start."""
 
     tokens: int
-    forwards: int  # a denoising step each, or a commit
+    forwards: int  # denoise steps and commits
     canvas_positions: int  # that all forwards computed
-    committed: int  # tokens in blocks, also those behind an answer's end
+    committed: int  # tokens in blocks, including those after the end of an answer
 
     def __sub__(self, before: "Counters") -> "Counters":
         return Counters(
@@ -32,7 +32,7 @@ class Counters:
         )
 
     def steps_per_block(self) -> float | None:
-        """Denoising steps a canvas took, as `vllm bench serve` computes them: exact where all
+        """Denoise steps per canvas, as `vllm bench serve` computes them: exact if all
         canvases have one width. None for a model that has no canvases."""
         if not self.committed:
             return None

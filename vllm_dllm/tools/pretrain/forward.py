@@ -41,7 +41,7 @@ class TrainingForward:
         self.embedding = decoder.embed_tokens.weight
         self.embed_scale = self.config.hidden_size**0.5
         self.window_left = self.config.sliding_window - 1  # prefix tokens a canvas row may see
-        self.load_balance: list[Tensor] = []  # one term a layer and pass, see `_experts`
+        self.load_balance: list[Tensor] = []  # one term per layer and pass, see `_experts`
 
     def encode(self, ids: Tensor, is_token: Tensor) -> Prefix:
         """Causal pass over the prefix. ids [B, P], is_token [B, P] bool."""

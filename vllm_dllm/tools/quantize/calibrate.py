@@ -24,7 +24,7 @@ from vllm_dllm.tools.resumable import write_json
 NUM_PROMPTS = 128
 """llm-compressor's NVFP4 examples use 20; the largest input grows slowly with the prompts."""
 NUM_CANVASES = 2
-"""Canvases a prompt: the second one is denoised behind a block that the model wrote."""
+"""Canvases per prompt: the second is denoised after a block that the model wrote."""
 
 Ranges = dict[str, list[float]]
 """Input group (see `Linear`) -> largest magnitude: one number, or one for each expert."""

@@ -26,7 +26,7 @@ class KnownSequence:
 
 @dataclass(frozen=True)
 class Blocks:
-    """B sequences, N blocks each, W slots a block; Q = N · W, T tokens the longest sequence."""
+    """B sequences, N blocks each, W slots per block; Q = N · W, T = length of the longest."""
 
     tokens: Tensor  # [B, Q] int64: anchor, mask, mask, …
     positions: Tensor  # [B, Q] int64

@@ -24,7 +24,7 @@ from vllm_dllm.tools.drafter.training.target_states import load_target
 def summarize(
     tasks: Sequence[str], right: Sequence[bool], replayed: Sequence[Replayed], verify_width: int
 ) -> dict[str, dict[str, float]]:
-    """Rows, exact match, answer tokens a row and τ, for each task and over all."""
+    """Rows, exact match, answer tokens per row and τ, for each task and over all."""
     by_task: dict[str, list[int]] = defaultdict(list)
     for i, task in enumerate(tasks):
         by_task[task].append(i)

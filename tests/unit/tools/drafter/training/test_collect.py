@@ -60,7 +60,7 @@ def test_reads_messages_and_texts(model: Path, tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "cannot read the prompts"),
-        ("", "holds no prompts: expected one JSON object a line"),
+        ("", "holds no prompts: expected one JSON object per line"),
         ("Sort: b a\n", "line 1 is not JSON"),
         ('{"text": "Sort: b a"}\n', r'line 1: expected \{"messages": \[...\]\} or \{"prompt"'),
         ('{"prompt": ["Sort"]}\n', "line 1 cannot be encoded"),
