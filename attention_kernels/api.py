@@ -22,14 +22,14 @@ def attention(
     seq_lens: torch.Tensor,  # [num_reqs] int32, context and queries together
     causal: torch.Tensor,  # [num_reqs] int32, 1 = causal, 0 = bidirectional
     *,
-    scale: float,
-    window_left: int = -1,
-    window_rule: WindowRule | torch.Tensor = "reference",
-    softcap: float = 0.0,
-    key_scale: torch.Tensor | None = None,
+    scale: float,  # of the scores, before the soft cap
+    window_left: int = -1,  # tokens a query sees back, not counting itself; negative = no window
+    window_rule: WindowRule | torch.Tensor = "reference",  # or [num_reqs] int32, 1 = symmetric
+    softcap: float = 0.0,  # scores become `softcap * tanh(score / softcap)`; 0 = none
+    key_scale: torch.Tensor | None = None,  # [1] fp32, what an fp8 cache is multiplied by; None = 1
     value_scale: torch.Tensor | None = None,
-    max_seq_len: int | None = None,
-    output: torch.Tensor | None = None,
+    max_seq_len: int | None = None,  # bound of seq_lens (None = the block table's)
+    output: torch.Tensor | None = None,  # [T, Hq, D], written at the rows of requests
     impl: Impl = "triton",
 ) -> torch.Tensor:
     """Attention output [T, Hq, D] in the query's dtype. `masks.py` defines who sees whom.
@@ -38,30 +38,58 @@ def attention(
     zeros. Nothing waits for the device or depends on values there, so a call can be captured in a
     CUDA graph and replayed after the tensors have changed.
 
-    Args:
-        scale: factor of the scores, before the soft cap.
-        window_left: how many tokens back a query sees, not counting itself; negative = no window.
-        window_rule: for bidirectional requests; or [num_reqs] int32, 1 = symmetric, 0 = reference.
-        softcap: scores become `softcap * tanh(score / softcap)`; 0 = none.
-        key_scale, value_scale: [1] fp32, factors of an fp8 cache; None = 1.
-        max_seq_len: upper bound of `seq_lens` (default: what the block table can hold). It only
-            affects how the work is split.
-        output: [T, Hq, D], written at the rows of requests; None = a new one, zero elsewhere.
-        impl: "triton" (a GPU, or Triton's interpreter), "fa4" (FlashAttention-4, a GPU) or
-            "reference" (plain PyTorch, anywhere). What it cannot do is an error, never another
-            implementation; `support.py` says beforehand. "fa4" may read a sequence's last page to
-            its end, which must then be finite.
+    impl: "triton" (a GPU, or Triton's interpreter), "fa4" (FlashAttention-4, a GPU) or "reference"
+    (plain PyTorch, anywhere). What it cannot do is an error, never another implementation;
+    `support.py` knows before. "fa4" may read a sequence's last page to its end, which must then be
+    finite. `max_seq_len` only steers how the work is split. A new `output` is zero elsewhere.
 
     Raises:
         ValueError: names the argument, what was expected and what was passed.
         ImportError: a package of `impl` is missing; says which.
     """
+    tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, causal)
+    _check_tensors(*tensors, window_rule, key_scale, value_scale, output)
+    _check_options(query, key_cache, softcap, window_rule)
+    longest = block_table.shape[1] * key_cache.shape[1]
+    longest = longest if max_seq_len is None else min(max_seq_len, longest)
+    run = _implementation(impl, query, key_cache, longest)
+    if output is None:
+        output = query.new_zeros(query.shape)
+    if isinstance(window_rule, str):
+        window_rule = torch.full_like(causal, int(window_rule == "symmetric"))
+    run(
+        *tensors,
+        symmetric=window_rule,
+        output=output,
+        scale=scale,
+        window_left=window_left,
+        softcap=softcap,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+    return output
+
+
+def _check_tensors(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    causal: torch.Tensor,
+    window_rule: WindowRule | torch.Tensor,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    output: torch.Tensor | None,
+) -> None:
+    """Raises ValueError for a shape, dtype or device other than `attention` says."""
     num_tokens, num_heads, head_size = _shape("query", query, 3)
     num_blocks, block_size, num_kv_heads, _ = _shape("key_cache", key_cache, 4)
     num_reqs, max_blocks = _shape("block_table", block_table, 2)
     cache_shape = (num_blocks, block_size, num_kv_heads, head_size)
     expected: tuple[tuple[str, object, tuple[int, ...], torch.dtype], ...] = (
-        ("key_cache", key_cache, cache_shape, key_cache.dtype),  # dtype: below
+        ("key_cache", key_cache, cache_shape, key_cache.dtype),  # dtype: `_check_options`
         ("value_cache", value_cache, cache_shape, key_cache.dtype),
         ("block_table", block_table, (num_reqs, max_blocks), torch.int32),
         ("query_start_loc", query_start_loc, (num_reqs + 1,), torch.int32),
@@ -77,12 +105,22 @@ def attention(
             _expect(name, "shape", shape, tuple(tensor.shape))
             _expect(name, "dtype", dtype, tensor.dtype)
             _expect(name, "query's device", query.device, tensor.device)
+
+
+def _check_options(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    softcap: float,
+    window_rule: WindowRule | torch.Tensor,
+) -> None:
+    """Raises ValueError for what no implementation can do."""
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"query must be float16, bfloat16 or float32, got {query.dtype}")
     if key_cache.dtype not in (query.dtype, FP8):
         raise ValueError(
             f"key_cache must have the query's dtype {query.dtype} or {FP8}, got {key_cache.dtype}"
         )
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
     if num_heads % num_kv_heads != 0:
         raise ValueError(
             f"query has {num_heads} heads, which is not a multiple of key_cache's {num_kv_heads}"
@@ -93,32 +131,6 @@ def attention(
         raise ValueError(
             f"window_rule must be 'reference', 'symmetric' or a tensor, got {window_rule!r}"
         )
-    longest = max_blocks * block_size
-    longest = longest if max_seq_len is None else min(max_seq_len, longest)
-    run = _implementation(impl, query, key_cache, longest)
-    if output is None:
-        output = query.new_zeros(query.shape)
-    if isinstance(window_rule, str):
-        symmetric = torch.full_like(causal, int(window_rule == "symmetric"))
-    else:
-        symmetric = window_rule
-    run(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        causal,
-        symmetric=symmetric,
-        output=output,
-        scale=scale,
-        window_left=window_left,
-        softcap=softcap,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
-    return output
 
 
 def _implementation(

@@ -92,42 +92,82 @@ def attention(
         window_rule=symmetric,
         output=output,
     )
+    if len(query) == 0 or len(seq_lens) == 0:
+        return
+    cut = _Cut.choose(query, key_cache, len(seq_lens), window_left, max_seq_len, num_splits)
+    partial_output = partial_lse = output  # unused unless the keys are split
+    if cut.num_splits > 1:
+        shape = (cut.num_splits, *query.shape[:2])
+        partial_output = query.new_empty(*shape, query.shape[2], dtype=torch.float32)
+        partial_lse = query.new_empty(shape, dtype=torch.float32)
+    _attend(
+        (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, causal, symmetric),
+        (key_scale, value_scale),
+        (output, partial_output, partial_lse),
+        cut,
+        scale=scale,
+        window_left=window_left,
+        softcap=softcap,
+    )
+    if cut.num_splits > 1:
+        _join(partial_output, partial_lse, output, query_start_loc, cut.num_reqs)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How one launch is cut up: into tiles of queries, heads of a tile, shares of the keys."""
+
+    tiles: Tiles
+    num_reqs: int
+    num_tiles: int
+    num_parts: int  # programs that share a key head
+    num_splits: int
+
+    @classmethod
+    def choose(
+        cls,
+        query: torch.Tensor,  # [T, Hq, D]
+        key_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
+        num_reqs: int,
+        window_left: int,
+        max_seq_len: int,
+        num_splits: int | None,
+    ) -> "_Cut":
+        num_tokens, num_heads, head_size = query.shape
+        num_kv_heads = key_cache.shape[2]
+        group = num_heads // num_kv_heads
+        tiles = Tiles.choose(head_size, group, query.element_size(), _shared_memory(query.device))
+        num_parts = triton.cdiv(group, tiles.heads)
+        if num_splits is None:
+            in_window = min(max_seq_len, window_left + num_tokens)
+            num_keys = max_seq_len if window_left < 0 else in_window
+            # Tiles with queries are at least so many; no request is expected to be empty.
+            num_busy = max(num_tokens // tiles.block_q, num_reqs) * num_kv_heads * num_parts
+            num_splits = _choose_splits(num_busy, num_keys, _num_processors(query.device))
+        # A request of q queries has at most q // block_q + 1 tiles; see `find_request`.
+        num_tiles = num_tokens // tiles.block_q + num_reqs
+        return cls(tiles, num_reqs, num_tiles, num_parts, num_splits)
+
+
+def _attend(
+    inputs: tuple[torch.Tensor, ...],  # those of `attention`, from `query` to `symmetric`
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],  # of keys, of values
+    outputs: tuple[torch.Tensor, ...],  # whole; of each share: partial, log-sum-exp
+    cut: _Cut,
+    *,
+    scale: float,
+    window_left: int,
+    softcap: float,
+) -> None:
+    query, key_cache, value_cache, block_table = inputs[:4]
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
-    num_reqs = len(seq_lens)
-    if num_tokens == 0 or num_reqs == 0:
-        return
-    group = num_heads // num_kv_heads
-    tiles = Tiles.choose(head_size, group, query.element_size(), _shared_memory(query.device))
-    # A request of q queries has at most q // block_q + 1 tiles; see `find_request`.
-    num_tiles = num_tokens // tiles.block_q + num_reqs
-    parts = triton.cdiv(group, tiles.heads)  # programs that share a key head
-    if num_splits is None:
-        num_keys = max_seq_len if window_left < 0 else min(max_seq_len, window_left + num_tokens)
-        # At least this many tiles have queries, if no request is empty.
-        num_busy = max(num_tokens // tiles.block_q, num_reqs) * num_kv_heads * parts
-        num_splits = _choose_splits(num_busy, num_keys, _num_processors(query.device))
-    partial_output = partial_lse = output  # unused unless the keys are split
-    if num_splits > 1:
-        shape = (num_splits, num_tokens, num_heads)
-        partial_output = query.new_empty(*shape, head_size, dtype=torch.float32)
-        partial_lse = query.new_empty(shape, dtype=torch.float32)
-    padded = triton.next_power_of_2(head_size)
-    _attention_kernel[(num_tiles, num_kv_heads * parts, num_splits)](
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        causal,
-        symmetric,
-        query if key_scale is None else key_scale,
-        query if value_scale is None else value_scale,
-        output,
-        partial_output,
-        partial_lse,
-        num_reqs,
+    tiles = cut.tiles
+    _attention_kernel[(cut.num_tiles, num_kv_heads * cut.num_parts, cut.num_splits)](
+        *inputs,
+        *(query if scale_of is None else scale_of for scale_of in scales),
+        *outputs,
+        cut.num_reqs,
         num_tokens,
         window_left,
         scale,
@@ -136,39 +176,48 @@ def attention(
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         block_table.stride(0),
-        *output.stride()[:2],
+        *outputs[0].stride()[:2],
         HQ=num_heads,
-        GROUP=group,
+        GROUP=num_heads // num_kv_heads,
         HEADS=tiles.heads,
-        PARTS=parts,
+        PARTS=cut.num_parts,
         D=head_size,
-        D_PADDED=padded,
+        D_PADDED=triton.next_power_of_2(head_size),
         PAGE=block_size,
         BLOCK_Q=tiles.block_q,
         BLOCK_N=tiles.block_n,
-        SPLITS=num_splits,
+        SPLITS=cut.num_splits,
         HAS_WINDOW=window_left >= 0,
         HAS_SOFTCAP=softcap > 0,
-        HAS_KEY_SCALE=key_scale is not None,
-        HAS_VALUE_SCALE=value_scale is not None,
+        HAS_KEY_SCALE=scales[0] is not None,
+        HAS_VALUE_SCALE=scales[1] is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    if num_splits > 1:
-        _join_kernel[(num_tokens, num_heads)](
-            partial_output,
-            partial_lse,
-            output,
-            query_start_loc,
-            num_reqs,
-            num_tokens,
-            *output.stride()[:2],
-            HQ=num_heads,
-            D=head_size,
-            D_PADDED=padded,
-            SPLITS=num_splits,
-            SPLITS_PADDED=triton.next_power_of_2(num_splits),
-        )
+
+
+def _join(
+    partial_output: torch.Tensor,  # [S, T, Hq, D] fp32
+    partial_lse: torch.Tensor,  # [S, T, Hq] fp32
+    output: torch.Tensor,  # [T, Hq, D]
+    query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
+    num_reqs: int,
+) -> None:
+    num_splits, num_tokens, num_heads, head_size = partial_output.shape
+    _join_kernel[(num_tokens, num_heads)](
+        partial_output,
+        partial_lse,
+        output,
+        query_start_loc,
+        num_reqs,
+        num_tokens,
+        *output.stride()[:2],
+        HQ=num_heads,
+        D=head_size,
+        D_PADDED=triton.next_power_of_2(head_size),
+        SPLITS=num_splits,
+        SPLITS_PADDED=triton.next_power_of_2(num_splits),
+    )
 
 
 def _check_device(query: torch.Tensor) -> None:
