@@ -68,7 +68,9 @@ def test_commands_stand_in_fenced_blocks() -> None:
     assert [line for line in lines - fenced if command.match(line)] == []
 
 
-@pytest.mark.parametrize("test", {*documented.ELSEWHERE.values(), *documented.PROGRAMS.values()})
+@pytest.mark.parametrize(
+    "test", sorted({*documented.ELSEWHERE.values(), *documented.PROGRAMS.values()})
+)
 def test_tests_named_in_the_table_exist(test: str) -> None:
     path, _, name = test.partition("::")
     assert f"def {name}(" in (ROOT / path).read_text()
