@@ -33,7 +33,10 @@ class Block:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Those for users; `docs/upstream` holds reports of defects in vLLM."""
+    docs = ROOT / "docs"
+    ours = (page for page in docs.rglob("*.md") if docs / "upstream" not in page.parents)
+    return [ROOT / "README.md", *sorted(ours)]
 
 
 def blocks(page: Path) -> Iterator[Block]:

@@ -25,7 +25,7 @@ def install() -> None:
 
 
 def _check(arguments: EngineArgs) -> None:
-    last_line.take_first_error()  # of an engine that this process tried before
+    last_line.forget()
     check_models(arguments)
     if installation.left_out:
         logger.info(

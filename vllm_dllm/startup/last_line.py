@@ -70,8 +70,14 @@ def last_line(error: BaseException) -> str | None:
     return None
 
 
+def forget() -> None:
+    """Before this process, the first of its tree, starts another engine."""
+    if multiprocessing.parent_process() is None:
+        take_first_error()
+
+
 def take_first_error() -> str | None:
-    """What a child left, and leaves it no more."""
+    """What a child left, once."""
     path = Path(os.environ[FILE])
     try:
         line = path.read_text()

@@ -1,5 +1,6 @@
 """What a client may ask for over HTTP is decided before anything is made of it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +8,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import BeamSearchParams
+from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_dllm import plugin
 from vllm_dllm.requests.http import check_http_request
 
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -71,3 +75,19 @@ def test_calls_need_somebody_who_looks_for_them(case: str) -> None:
 @pytest.mark.parametrize("case", ADMITTED)
 def test_admitted(case: str) -> None:
     check_http_request(ADMITTED[case], parses_tool_calls=False)
+
+
+def test_offline_beam_search_is_refused_for_diffusion_models_alone() -> None:
+    """`LLM.beam_search` asks this first."""
+    plugin.register()
+    stock = SimpleNamespace(_check_supports_watermarking=lambda params: False)
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+
+    def resolve(is_diffusion: bool) -> bool:
+        config = SimpleNamespace(is_diffusion=is_diffusion)
+        processor = SimpleNamespace(model_config=config, vllm_config=stock)
+        return InputProcessor.resolve_watermarking(processor, params)  # type: ignore[arg-type]
+
+    with pytest.raises(VLLMValidationError, match="set n"):
+        resolve(is_diffusion=True)
+    assert resolve(is_diffusion=False) is False
