@@ -9,7 +9,11 @@ Up to `_FUSED_ROWS` tokens, one tile, the weights are read once whatever multipl
 projection is part of the kernel. The norm of the states then is a factor of the row, applied after
 it. Beyond, cuBLAS multiplies, and the kernel takes what it made. (Where the one overtakes the other
 is an estimate: a kernel that keeps to heads reads the weights again for every tile of tokens.)
+
+What travels together is a named tuple, which Triton takes apart when it launches.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +28,37 @@ _FUSED_ROWS = 64
 _ROWS = 16  # of the kernel without a projection
 _SPARE_BYTES = 4096  # of shared memory, for what Triton adds
 _LARGEST_FP8 = tl.constexpr(LARGEST_FP8)
+
+
+class Tokens(NamedTuple):
+    positions: Any  # [T] int64
+    slots: Any  # [L, T] int64
+    slots_stride: Any
+
+
+class Head(NamedTuple):
+    """What a projection becomes a key or a value by."""
+
+    k_norm: Any  # [L, D]
+    cos_sin: Any  # [max_position, R]
+    cos_sin_stride: Any
+    eps: Any
+    value_factor: Any
+    NUM_HEADS: Any  # constants, as the following
+    SIZE: Any
+    ROTATING: Any
+    HALF: Any  # pairs, rounded up to a power of two
+    IS_NEOX: Any
+
+
+class Caches(NamedTuple):
+    like: Any  # one of them, for its type
+    addresses: Any  # [L, 2] int64
+    scales: Any  # [L, 2] fp32
+    block_size: Any
+    block_stride: Any
+    slot_stride: Any
+    head_stride: Any
 
 
 def store_context_kv_(
@@ -83,10 +118,12 @@ def _project_and_store(
         weights.projection if weights.bias is None else weights.bias,
         states.stride(0),
         weights.projection.stride(0),
-        *_common(len(states), positions, slots, weights, caches),
+        len(states),
+        Tokens(positions, slots, slots.stride(0)),
+        _head(weights),
+        _caches(caches),
         HIDDEN_SIZE=states.shape[1],
         HAS_BIAS=weights.bias is not None,
-        **_constants(weights),
         **tiles,
     )
 
@@ -103,60 +140,47 @@ def _store_projected(
     _store_projected_kernel[grid](
         projected,
         projected.stride(0),
-        *_common(num_tokens, positions, slots, weights, caches),
+        num_tokens,
+        Tokens(positions, slots, slots.stride(0)),
+        _head(weights),
+        _caches(caches),
         ROWS=_ROWS,
-        **_constants(weights),
     )
 
 
-def _common(
-    num_tokens: int,
-    positions: Tensor,
-    slots: Tensor,
-    weights: ContextWeights,
-    caches: DrafterCaches,
-) -> tuple[object, ...]:
-    first = caches.keys[0]
-    return (
-        num_tokens,
-        positions,
-        slots,
-        slots.stride(0),
+def _head(weights: ContextWeights) -> Head:
+    constants = (
+        weights.num_kv_heads,
+        weights.head_size,
+        weights.cos_sin.shape[1],
+        max(16, triton.next_power_of_2(weights.head_size // 2)),
+        weights.is_neox,
+    )
+    return Head(
         weights.k_norm,
         weights.cos_sin,
         weights.cos_sin.stride(0),
         weights.eps,
         weights.value_factor,
-        first,
-        caches.addresses,
-        caches.scales,
-        first.shape[1],
-        *first.stride()[:3],
+        *map(tl.constexpr, constants),
     )
 
 
-def _constants(weights: ContextWeights) -> dict[str, object]:
-    return {
-        "NUM_HEADS": weights.num_kv_heads,
-        "HEAD_SIZE": weights.head_size,
-        "ROTATING": weights.cos_sin.shape[1],
-        "HALF": max(16, triton.next_power_of_2(weights.head_size // 2)),
-        "IS_NEOX": weights.is_neox,
-    }
+def _caches(caches: DrafterCaches) -> Caches:
+    like = caches.keys[0]
+    return Caches(like, caches.addresses, caches.scales, like.shape[1], *like.stride()[:3])
 
 
 @triton.jit
-def _pairs(
-    HEAD_SIZE: tl.constexpr, ROTATING: tl.constexpr, HALF: tl.constexpr, IS_NEOX: tl.constexpr
-):
+def _pairs(heads):
     """Dimensions of each pair's first and second member, and which pairs there are."""
-    pair = tl.arange(0, HALF)
+    pair = tl.arange(0, heads.HALF)
     first, second = 2 * pair, 2 * pair + 1
-    if IS_NEOX:
-        rest = pair + ROTATING // 2
-        first = tl.where(pair < ROTATING // 2, pair, rest)
-        second = tl.where(pair < ROTATING // 2, rest, pair + HEAD_SIZE // 2)
-    return pair, first, second, pair < HEAD_SIZE // 2
+    if heads.IS_NEOX:
+        turning = heads.ROTATING // 2
+        first = tl.where(pair < turning, pair, pair + turning)
+        second = tl.where(pair < turning, pair + turning, pair + heads.SIZE // 2)
+    return pair, first, second, pair < heads.SIZE // 2
 
 
 @triton.jit
@@ -165,63 +189,49 @@ def _store(
     second,
     row,
     slot,  # [ROWS] int64
-    layer,
-    is_value,
-    head,
-    positions,
-    k_norm,
-    cos_sin,
-    cos_sin_stride,
-    eps,
-    value_factor,
-    like_caches,
-    addresses,
-    scales,
-    block_size,
-    block_stride,
-    slot_stride,
-    head_stride,
+    head,  # of all layers' keys and values
+    tokens,
+    heads,
+    caches,
     element_type: tl.constexpr,  # of the states
-    HEAD_SIZE: tl.constexpr,
-    ROTATING: tl.constexpr,
-    HALF: tl.constexpr,
-    IS_NEOX: tl.constexpr,
 ):
     """Norm and rotation of a key head, or the factor of a value head, and the write."""
-    pair, first_dim, second_dim, is_pair = _pairs(HEAD_SIZE, ROTATING, HALF, IS_NEOX)
+    layer, is_value = head // (2 * heads.NUM_HEADS), head // heads.NUM_HEADS % 2
+    pair, first_dim, second_dim, is_pair = _pairs(heads)
     first = first.to(element_type).to(tl.float32)
     second = second.to(element_type).to(tl.float32)
     if is_value != 0:
-        first *= value_factor
-        second *= value_factor
+        first *= heads.value_factor
+        second *= heads.value_factor
     else:
-        mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_SIZE
-        factor = tl.rsqrt(mean + eps)[:, None]
-        norm = k_norm + layer * HEAD_SIZE
+        mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / heads.SIZE
+        factor = tl.rsqrt(mean + heads.eps)[:, None]
+        norm = heads.k_norm + layer * heads.SIZE
         first_norm = tl.load(norm + first_dim, mask=is_pair, other=0.0).to(tl.float32)
         second_norm = tl.load(norm + second_dim, mask=is_pair, other=0.0).to(tl.float32)
         first = first * factor * first_norm[None, :]
         second = second * factor * second_norm[None, :]
         # Rows without a slot need not have a position either.
-        position = tl.load(positions + row, mask=slot >= 0, other=0).to(tl.int64)
-        angles = cos_sin + position[:, None] * cos_sin_stride + pair[None, :]
-        turns = (slot >= 0)[:, None] & (pair < ROTATING // 2)[None, :]
+        position = tl.load(tokens.positions + row, mask=slot >= 0, other=0).to(tl.int64)
+        angles = heads.cos_sin + position[:, None] * heads.cos_sin_stride + pair[None, :]
+        turns = (slot >= 0)[:, None] & (pair < heads.ROTATING // 2)[None, :]
         cos = tl.load(angles, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(angles + ROTATING // 2, mask=turns, other=0.0).to(tl.float32)
+        sin = tl.load(angles + heads.ROTATING // 2, mask=turns, other=0.0).to(tl.float32)
         turned = first * cos - second * sin
         second = second * cos + first * sin
         first = turned
     first = first.to(element_type).to(tl.float32)
     second = second.to(element_type).to(tl.float32)
-    cache_type = like_caches.dtype.element_ty
+    cache_type = caches.like.dtype.element_ty
     if cache_type == tl.float8e4nv:
-        scale = tl.load(scales + layer * 2 + is_value)
+        scale = tl.load(caches.scales + layer * 2 + is_value)
         first = tl.clamp(first / scale, -_LARGEST_FP8, _LARGEST_FP8)
         second = tl.clamp(second / scale, -_LARGEST_FP8, _LARGEST_FP8)
-    address = tl.load(addresses + layer * 2 + is_value)
+    address = tl.load(caches.addresses + layer * 2 + is_value)
     cache = tl.multiple_of(address.to(tl.pointer_type(cache_type)), 16)
-    place = slot // block_size * block_stride + slot % block_size * slot_stride
-    place += head.to(tl.int64) * head_stride
+    place = slot // caches.block_size * caches.block_stride
+    place += slot % caches.block_size * caches.slot_stride
+    place += (head % heads.NUM_HEADS).to(tl.int64) * caches.head_stride
     written = (slot >= 0)[:, None] & is_pair[None, :]
     entry = cache + place[:, None]
     tl.store(entry + first_dim[None, :], first.to(cache_type), mask=written)
@@ -237,45 +247,28 @@ def _project_and_store_kernel(
     states_stride,
     projection_stride,
     num_tokens,
-    positions,  # [T] int64
-    slots,  # [L, T] int64
-    slots_stride,
-    k_norm,  # [L, D]
-    cos_sin,  # [max_position, R]
-    cos_sin_stride,
-    eps,
-    value_factor,
-    like_caches,  # a cache, for its type
-    addresses,  # [L, 2] int64
-    scales,  # [L, 2] fp32
-    block_size,
-    block_stride,
-    slot_stride,
-    head_stride,
+    tokens,
+    heads,
+    caches,
     HIDDEN_SIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    ROTATING: tl.constexpr,
-    HALF: tl.constexpr,
-    IS_NEOX: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
     head = tl.program_id(1)  # of all layers' keys and values
-    layer = head // (2 * NUM_HEADS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(slots + layer * slots_stride + row, mask=row < num_tokens, other=-1)
+    slots = tokens.slots + head // (2 * heads.NUM_HEADS) * tokens.slots_stride
+    slot = tl.load(slots + row, mask=row < num_tokens, other=-1)
     if tl.max(slot, 0) < 0:  # padding of a captured graph, or rejected drafts
         return
-    _, first_dim, second_dim, is_pair = _pairs(HEAD_SIZE, ROTATING, HALF, IS_NEOX)
-    rows_of_head = head.to(tl.int64) * HEAD_SIZE
+    _, first_dim, second_dim, is_pair = _pairs(heads)
+    rows_of_head = head.to(tl.int64) * heads.SIZE
     first_rows = projection + (rows_of_head + first_dim)[None, :] * projection_stride
     second_rows = projection + (rows_of_head + second_dim)[None, :] * projection_stride
     token = states + row[:, None].to(tl.int64) * states_stride
     squares = tl.zeros((ROWS,), dtype=tl.float32)
-    first = tl.zeros((ROWS, HALF), dtype=tl.float32)
-    second = tl.zeros((ROWS, HALF), dtype=tl.float32)
+    first = tl.zeros((ROWS, heads.HALF), dtype=tl.float32)
+    second = tl.zeros((ROWS, heads.HALF), dtype=tl.float32)
     for start in range(0, HIDDEN_SIZE, INPUTS):
         column = start + tl.arange(0, INPUTS)
         is_column = column < HIDDEN_SIZE
@@ -290,40 +283,14 @@ def _project_and_store_kernel(
         first = tl.dot(scaled, weight, first, input_precision="ieee")
         weight = tl.load(second_rows + column[:, None], mask=used, other=0.0)
         second = tl.dot(scaled, weight, second, input_precision="ieee")
-    factor = tl.rsqrt(squares / HIDDEN_SIZE + eps)[:, None]
+    factor = tl.rsqrt(squares / HIDDEN_SIZE + heads.eps)[:, None]
     first *= factor
     second *= factor
     if HAS_BIAS:
         of_head = bias + rows_of_head
         first += tl.load(of_head + first_dim, mask=is_pair, other=0.0).to(tl.float32)[None, :]
         second += tl.load(of_head + second_dim, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-    _store(
-        first,
-        second,
-        row,
-        slot,
-        layer,
-        head // NUM_HEADS % 2,
-        head % NUM_HEADS,
-        positions,
-        k_norm,
-        cos_sin,
-        cos_sin_stride,
-        eps,
-        value_factor,
-        like_caches,
-        addresses,
-        scales,
-        block_size,
-        block_stride,
-        slot_stride,
-        head_stride,
-        states.dtype.element_ty,
-        HEAD_SIZE,
-        ROTATING,
-        HALF,
-        IS_NEOX,
-    )
+    _store(first, second, row, slot, head, tokens, heads, caches, states.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -331,64 +298,20 @@ def _store_projected_kernel(
     projected,  # [T, L * 2 * N * D]
     projected_stride,
     num_tokens,
-    positions,
-    slots,
-    slots_stride,
-    k_norm,
-    cos_sin,
-    cos_sin_stride,
-    eps,
-    value_factor,
-    like_caches,
-    addresses,
-    scales,
-    block_size,
-    block_stride,
-    slot_stride,
-    head_stride,
+    tokens,
+    heads,
+    caches,
     ROWS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    ROTATING: tl.constexpr,
-    HALF: tl.constexpr,
-    IS_NEOX: tl.constexpr,
 ):
-    """From `positions` on, arguments are those of `_project_and_store_kernel`."""
     head = tl.program_id(1)
-    layer = head // (2 * NUM_HEADS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(slots + layer * slots_stride + row, mask=row < num_tokens, other=-1)
+    slots = tokens.slots + head // (2 * heads.NUM_HEADS) * tokens.slots_stride
+    slot = tl.load(slots + row, mask=row < num_tokens, other=-1)
     if tl.max(slot, 0) < 0:
         return
-    _, first_dim, second_dim, is_pair = _pairs(HEAD_SIZE, ROTATING, HALF, IS_NEOX)
+    _, first_dim, second_dim, is_pair = _pairs(heads)
     used = (slot >= 0)[:, None] & is_pair[None, :]
-    token = projected + row[:, None].to(tl.int64) * projected_stride + head * HEAD_SIZE
+    token = projected + row[:, None].to(tl.int64) * projected_stride + head * heads.SIZE
     first = tl.load(token + first_dim[None, :], mask=used, other=0.0)
     second = tl.load(token + second_dim[None, :], mask=used, other=0.0)
-    _store(
-        first,
-        second,
-        row,
-        slot,
-        layer,
-        head // NUM_HEADS % 2,
-        head % NUM_HEADS,
-        positions,
-        k_norm,
-        cos_sin,
-        cos_sin_stride,
-        eps,
-        value_factor,
-        like_caches,
-        addresses,
-        scales,
-        block_size,
-        block_stride,
-        slot_stride,
-        head_stride,
-        projected.dtype.element_ty,
-        HEAD_SIZE,
-        ROTATING,
-        HALF,
-        IS_NEOX,
-    )
+    _store(first, second, row, slot, head, tokens, heads, caches, projected.dtype.element_ty)

@@ -1,33 +1,70 @@
 """What Triton makes of the drafters' kernels, compiled where there is no GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from attention_kernels.support import shared_bytes
-from tests.paths import ROOT
+from attention_kernels.support import FIRST_FP8_CAPABILITY, shared_bytes
+from tests.triton_for_gpus import Case, check, compile_apart
+from vllm_dllm.drafters import context_kv_triton as kernels
 
-SCRIPT = Path(__file__).parent / "compile_triton.py"
-TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+TUPLES = {"tokens": kernels.Tokens, "heads": kernels.Head, "caches": kernels.Caches}
+POINTERS = {
+    **dict.fromkeys(("states", "hidden_norm", "projection", "bias", "projected"), "bf16"),
+    **dict.fromkeys(("heads.k_norm", "caches.like"), "bf16"),
+    **dict.fromkeys(("heads.cos_sin", "caches.scales"), "fp32"),
+    **dict.fromkeys(("tokens.positions", "tokens.slots", "caches.addresses"), "i64"),
+}
+FLOATS = ("heads.eps", "heads.value_factor")
+HEAD = {"NUM_HEADS": 8, "SIZE": 128, "ROTATING": 128, "HALF": 64, "IS_NEOX": True}
+WIDE = HEAD | {"SIZE": 256, "ROTATING": 64, "HALF": 128, "IS_NEOX": False}
 
 
-@pytest.mark.parametrize("capability", TENSOR_CORES)
-def test_compiles_and_fits(capability: int) -> None:
-    process = subprocess.run(
-        [sys.executable, SCRIPT, str(capability)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+def of_heads(head: dict[str, int]) -> dict[str, object]:
+    return {f"heads.{name}": value for name, value in head.items()}
+
+
+def fused(capability: int, num_tokens: int, head: dict[str, int] = HEAD) -> Case:
+    shared_memory = shared_bytes(divmod(capability, 10))
+    tiles = kernels.fused_tiles(num_tokens, head["SIZE"], 2, shared_memory)
+    options = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
+    return Case(
+        capability,
+        kernels._project_and_store_kernel,
+        POINTERS,
+        {**of_heads(head), "HIDDEN_SIZE": 4096, "HAS_BIAS": False, **tiles},
+        FLOATS,
+        TUPLES,
+        options,
+        multiplies=num_tokens == 64,  # a tile of 16 rows is too small for Hopper's own
+        loads_ahead=True,
     )
-    assert process.returncode == 0, process.stderr
-    found = json.loads(process.stdout)
-    assert found["fused, 64 tokens"][TENSOR_CORES[capability]] > 0, found
-    for name, kernel in found.items():
-        assert kernel["ld.local"] == 0, f"{name}: registers spill"
-        assert kernel["shared_bytes"] <= shared_bytes(divmod(capability, 10)), name
-        if name.startswith("fused"):
-            assert kernel["cp.async"] > 0, f"{name}: the weights are not read ahead"
+
+
+def after_gemm(capability: int, cache: str = "bf16") -> Case:
+    return Case(
+        capability,
+        kernels._store_projected_kernel,
+        POINTERS | {"caches.like": cache},
+        {**of_heads(HEAD), "ROWS": kernels._ROWS},
+        FLOATS,
+        TUPLES,
+    )
+
+
+CASES: dict[str, Case] = {}
+for capability in (80, 90, 100):
+    CASES[f"sm_{capability} fused, 64 tokens"] = fused(capability, 64)
+    CASES[f"sm_{capability} fused, 16 tokens"] = fused(capability, 16)
+    CASES[f"sm_{capability} fused, heads of 256"] = fused(capability, 64, WIDE)
+    CASES[f"sm_{capability} after a GEMM"] = after_gemm(capability)
+    if divmod(capability, 10) >= FIRST_FP8_CAPABILITY:
+        CASES[f"sm_{capability} after a GEMM, fp8 cache"] = after_gemm(capability, "fp8e4nv")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, int]]:
+    return compile_apart(__file__)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_and_fits(compiled: dict[str, dict[str, int]], case: str) -> None:
+    check(CASES[case], compiled[case])
