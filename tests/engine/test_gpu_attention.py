@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +12,12 @@ from tests.paths import ROOT
 
 pytestmark = pytest.mark.numerics
 
-SCRIPT = Path(__file__).parent / "gpu_attention.py"
+SCRIPT = "tests.engine.gpu_attention"
 
 
 def test_answers_are_those_of_the_cpu() -> None:
     process = subprocess.run(
-        [sys.executable, SCRIPT, TRAINED, "8"],
+        [sys.executable, "-m", SCRIPT, TRAINED, "8"],
         capture_output=True,
         text=True,
         cwd=ROOT,
