@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-numerics lint docs wheel bench lock clean
+.PHONY: help setup serve demo test test-fast test-numerics test-vllm lint docs wheel bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -61,6 +61,12 @@ test-fast: setup ## run the unit tests that are not slow
 # SHORT=1: two settings, the tests that take seconds.
 test-numerics: setup ## run the numeric tests as other processors compute (SHORT=1: some)
 	$(BIN)/python scripts/numerics.py $(if $(SHORT),--short)
+
+# An environment of its own: 340 MB to download, deleted afterwards.
+VLLM ?= 0.33.0
+TESTS ?= tests/unit/compat tests/unit/cpu tests/engine/test_one_step.py tests/engine/test_scheduling.py
+test-vllm: setup ## check another vLLM and run tests with it (VLLM=0.33.0 TESTS=tests/engine)
+	$(BIN)/python scripts/try_vllm.py $(VLLM) $(TESTS)
 
 lint: setup ## ruff, import-linter and mypy
 	$(BIN)/ruff check

@@ -15,11 +15,15 @@ DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
 def register() -> None:
     """Makes this process know our models. Repeatable, and cheap: models are named by string."""
     _log_like_vllm()
-    if not version.is_supported():
-        logger.error(version.complaint())
-        ModelRegistry.register_model(DIFFUSION_GEMMA, f"{version.__name__}:{DIFFUSION_GEMMA}")
-        return
+    # Until ours is registered. Where this fails, vLLM logs it, goes on, and would serve its own.
+    ModelRegistry.register_model(DIFFUSION_GEMMA, f"{version.__name__}:{DIFFUSION_GEMMA}")
+    if not version.is_known():
+        (logger.warning if version.is_served() else logger.error)(version.complaint())
+    if version.is_served():
+        _register()
 
+
+def _register() -> None:
     # Here, because these import things that another vLLM may not have.
     from vllm_dllm import attention, cpu
     from vllm_dllm.compat import admission, drafting, http
@@ -29,10 +33,6 @@ def register() -> None:
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig
     from vllm_dllm.startup import hooks
 
-    ModelRegistry.register_model(
-        DIFFUSION_GEMMA,
-        "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
-    )
     ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
     admission.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
     admission.set_request_check(check_request)
@@ -50,6 +50,10 @@ def register() -> None:
     drafting.set_dflash_speculator("vllm_dllm.drafters.dflash.WidthDFlashSpeculator")
     cpu.install()
     hooks.install()
+    ModelRegistry.register_model(
+        DIFFUSION_GEMMA,
+        "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
+    )
 
 
 def _log_like_vllm() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from typing import Any
 
 import pytest
 import vllm
@@ -62,16 +63,79 @@ def test_register_is_repeatable(registered: None) -> None:
     assert logging.getLogger("vllm_dllm").parent is logging.getLogger("vllm")
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0+cpu", "dev"])
-def test_another_vllm_is_refused_with_the_supported_versions(
-    version: str, registered: None, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def complaints(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {"error": [], "warning": []}
+    for level, lines in found.items():
+        monkeypatch.setattr(plugin.logger, level, lines.append)
+    return found
+
+
+def served_model() -> Any:
+    return ModelRegistry.models["DiffusionGemmaForBlockDiffusion"]
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"),
+    [
+        ("0.31.2", "install vLLM 0.32 or 0.33, or an older vllm-dllm."),
+        ("0.34.0+cpu", "or set VLLM_DLLM_UNKNOWN_VLLM=1 to go on at your own risk."),
+        ("1.2.0", "or set VLLM_DLLM_UNKNOWN_VLLM=1 to go on at your own risk."),
+        ("dev", "or set VLLM_DLLM_UNKNOWN_VLLM=1 to go on at your own risk."),
+    ],
+)
+def test_another_vllm_is_told_the_known_versions(
+    version: str,
+    remedy: str,
+    registered: None,
+    complaints: dict[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    complaints = []
-    monkeypatch.setattr(plugin.logger, "error", complaints.append)
     monkeypatch.setattr(vllm, "__version__", version)
     plugin.register()
-    (complaint,) = complaints
-    assert "vLLM 0.32.*" in complaint and version in complaint
+    (complaint,) = complaints["error"]
+    assert f"knows vLLM 0.32 and 0.33, found {version}. Diffusion models cannot" in complaint
+    assert complaint.endswith(remedy)
     # Asking for one of our models says so again, instead of serving vLLM's own version of it.
-    with pytest.raises(RuntimeError, match=r"supports vLLM 0\.32\.\*"):
-        ModelRegistry.models["DiffusionGemmaForBlockDiffusion"].load_model_cls()
+    with pytest.raises(RuntimeError, match=r"knows vLLM 0\.32 and 0\.33"):
+        served_model().load_model_cls()
+
+
+@pytest.mark.parametrize("version", ["0.32.0+cpu", "0.32.7", "0.33.0", "0.33.0rc1"])
+def test_known_versions_are_served_without_a_word(
+    version: str,
+    registered: None,
+    complaints: dict[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    plugin.register()
+    assert complaints == {"error": [], "warning": []}
+    assert served_model().module_name == "vllm_dllm.models.diffusion_gemma"
+
+
+@pytest.mark.parametrize(("version", "is_served"), [("0.34.0", True), ("0.31.2", False)])
+def test_a_newer_vllm_is_tried_at_the_users_own_risk(
+    version: str,
+    is_served: bool,
+    registered: None,
+    complaints: dict[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setenv("VLLM_DLLM_UNKNOWN_VLLM", "1")
+    plugin.register()
+    assert (len(complaints["warning"]), len(complaints["error"])) == (is_served, not is_served)
+    ours = "vllm_dllm.models.diffusion_gemma"
+    assert (served_model().module_name == ours) is is_served
+
+
+def test_what_does_not_load_is_not_replaced_by_vllms_own(
+    registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM logs the error and goes on."""
+    monkeypatch.setitem(sys.modules, "vllm_dllm.serving_config", None)
+    with pytest.raises(ImportError):
+        plugin.register()
+    with pytest.raises(RuntimeError, match="did not load with vLLM"):
+        served_model().load_model_cls()

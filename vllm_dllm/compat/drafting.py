@@ -92,7 +92,13 @@ def set_draft_schedulers(schedulers: Mapping[type, str]) -> None:
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls
 
 
-_OTHER_DFLASH = ("LiLiCorrDraftModel", "DFlash2DraftModel")  # with speculators of their own
+_OTHER_DFLASH = {  # with speculators of their own
+    "LiLiCorrDraftModel",
+    "DFlash2DraftModel",
+    "DFlash2BeamDraftModel",
+    "Qwen3XPressModel",
+    "DFlashQwen3XPressModel",
+}
 
 
 def drafts_blocks(vllm_config: VllmConfig) -> bool:
@@ -101,7 +107,7 @@ def drafts_blocks(vllm_config: VllmConfig) -> bool:
     return (
         speculative is not None
         and speculative.method == "dflash"
-        and not set(_OTHER_DFLASH) & set(speculative.draft_model_config.architectures)
+        and not _OTHER_DFLASH & set(speculative.draft_model_config.architectures)
     )
 
 
@@ -129,6 +135,7 @@ def set_draft_widths(output: SchedulerOutput, widths: dict[str, int]) -> None:
     output.draft_widths = widths
     # vLLM's own number: the most that any of them needs.
     output.num_spec_tokens_to_schedule = max(widths.values(), default=0)
+    output.skip_drafts = False  # what 0.33 finds by itself; those widths are 0
 
 
 def expect_drafts(scheduler: Scheduler, output: SchedulerOutput) -> None:

@@ -11,6 +11,8 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_dllm.compat import version
+
 
 @torch.inference_mode()
 def prefill_emitted_tokens(runner: Any, scheduler_output: SchedulerOutput) -> None:
@@ -42,13 +44,30 @@ def replace_rejection_sample(replacement: Callable[..., Any]) -> None:
     """Makes this process verify drafts with `replacement`. Repeatable."""
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler  # made this process' worker
 
-    rejection_sampler.rejection_sample = replacement
+    def without_fly(*args: Any, fly_window_size: int = 0, **kwargs: Any) -> Any:
+        """0.33 passes the settings of FLY with every call; a window of 0 turns it off."""
+        if fly_window_size > 0:
+            return stock_rejection_sample(*args, fly_window_size=fly_window_size, **kwargs)
+        fly = ("fly_entropy_threshold", "fly_entropy_top_k")
+        return replacement(*args, **{key: kwargs[key] for key in kwargs.keys() - set(fly)})
+
+    knows_fly = version.is_at_least("0.33")
+    rejection_sampler.rejection_sample = without_fly if knows_fly else replacement
 
 
 def stock_rejection_sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
     return rejection_sampler_utils.rejection_sample(*args, **kwargs)
+
+
+def allow_v2_worker_without_triton() -> None:
+    """In a process that is about to make a worker of `allow_v2_runner_without_triton`: from 0.33 on
+    the worker asks for Triton by itself. Repeatable."""
+    if version.is_at_least("0.33"):
+        from vllm.v1.worker import gpu_worker  # made this process' worker
+
+        gpu_worker.HAS_TRITON = True
 
 
 STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"

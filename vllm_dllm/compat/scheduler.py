@@ -8,6 +8,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from vllm_dllm.compat import version
+
 
 class SchedulerHooks(Scheduler):
     """vLLM's scheduler, with some of its steps open to subclasses."""
@@ -84,6 +86,14 @@ def _ask_for_draft_tokens_only_if_needed() -> None:
             stock_post_step(self, model_executed)
 
     EngineCore.post_step = post_step
+
+
+def tokens_in_flight(request: Request, num_kept: int) -> int:
+    """For `SchedulerHooks.request_stopped`: tokens of a step whose output is still to come, which
+    vLLM counts as computed, and takes off again when it caches blocks."""
+    if version.is_at_least("0.33"):
+        return request.num_in_flight_tokens
+    return max(request.num_output_placeholders - num_kept, 0)
 
 
 StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler

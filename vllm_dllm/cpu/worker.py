@@ -6,12 +6,20 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_dllm.compat.runner import prefill_emitted_tokens, replace_rejection_sample
+from vllm_dllm.compat.runner import (
+    allow_v2_worker_without_triton,
+    prefill_emitted_tokens,
+    replace_rejection_sample,
+)
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.rejection_sample import rejection_sample
 
 
 class TritonFreeCPUWorker(CPUWorker):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        allow_v2_worker_without_triton()
+        super().__init__(*args, **kwargs)
+
     def init_device(self) -> None:
         replace_kernels()
         replace_rejection_sample(rejection_sample)

@@ -21,6 +21,7 @@ from vllm_dllm.compat.scheduler import (
     StockDiffusionAsyncScheduler,
     StockDiffusionScheduler,
     stock_canvas_width,
+    tokens_in_flight,
 )
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.ends import was_foreseen
@@ -155,7 +156,7 @@ class CanvasScheduling(SchedulerHooks):
         if not is_committed:
             # The last block's keys and values are from a denoise step, and no prompt may reuse
             # them: what is computed ends before it, apart from placeholders of a step in flight.
-            in_flight = max(request.num_output_placeholders - num_kept, 0)
+            in_flight = tokens_in_flight(request, num_kept)
             request.num_computed_tokens = request.num_tokens - num_kept + in_flight
             self._spared_commits.append(block_length)
         else:

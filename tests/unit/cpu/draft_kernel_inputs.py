@@ -5,7 +5,16 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tests.unit.cpu.kernel_inputs import MAX_REQS, VOCAB, Batch, KernelInputs, int32, stale, tokens
+from tests.unit.cpu.kernel_inputs import (
+    MAX_REQS,
+    SINCE_0_33,
+    VOCAB,
+    Batch,
+    KernelInputs,
+    int32,
+    stale,
+    tokens,
+)
 
 
 def seeds(rng: np.random.Generator) -> torch.Tensor:
@@ -118,6 +127,7 @@ def dflash(sample_from_anchor: bool) -> Callable[[np.random.Generator], KernelIn
         args = [
             stale(max_tokens),
             stale(max_tokens, dtype=torch.int64),
+            *([torch.from_numpy(rng.random(max_tokens) < 0.5)] if SINCE_0_33 else []),
             stale(MAX_REQS + 1),
             stale(MAX_REQS),
             stale(max_tokens, dtype=torch.int64),

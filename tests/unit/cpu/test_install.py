@@ -43,7 +43,10 @@ def test_a_gpu_machine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_with_worker(worker_cls: str) -> SimpleNamespace:
-    return SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker_cls))
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(worker_cls=worker_cls),
+        kernel_config=SimpleNamespace(enable_jit_warmup=True),
+    )
 
 
 def test_prepare_replaces_only_vllms_own_worker(no_openmp_settings: None) -> None:
@@ -52,6 +55,7 @@ def test_prepare_replaces_only_vllms_own_worker(no_openmp_settings: None) -> Non
     cpu.prepare(custom)
     assert stock.parallel_config.worker_cls == OURS
     assert custom.parallel_config.worker_cls == "my.Worker"
+    assert not stock.kernel_config.enable_jit_warmup  # its requests would be no canvases
 
 
 @pytest.mark.parametrize("setting", OPENMP)

@@ -15,6 +15,7 @@ from tests.unit.cpu.kernel_inputs import (
     MAX_LEN,
     MAX_REQS,
     RUNNER,
+    SINCE_0_33,
     VOCAB,
     Batch,
     KernelInputs,
@@ -135,6 +136,9 @@ def outcome(
             MAX_LEN,
             int32(rng.integers(0, MAX_LEN - 12, MAX_REQS)),
         ]
+        if SINCE_0_33:  # from another rank, drafts come along
+            drafts = [tokens(rng, batch.num_reqs, 5), stale(MAX_REQS, 5)]
+            args += [*drafts, 5] if with_queries else [None, None, 0]
         return KernelInputs((batch.num_reqs,), args, {"num_warps": 1})
 
     return draw
@@ -173,8 +177,16 @@ def gather(rng: np.random.Generator) -> KernelInputs:
         MAX_REQS,
         batch.num_reqs,
     ]
+    options: dict[str, int] = {"BLOCK_SIZE": 4}
+    if SINCE_0_33:
+        args += [
+            int32(rng.integers(0, 50, MAX_REQS)),
+            int32(rng.choice([0, 3, 16], len(widths))),
+            int32(rng.choice([2, 4], len(widths))),
+        ]
+        options["MASK_SLIDING_WINDOW"] = bool(rng.integers(2))
     memory = [*sources, *targets]
-    return KernelInputs((len(widths), num_rows), args, {"BLOCK_SIZE": 4}, memory)
+    return KernelInputs((len(widths), num_rows), args, options, memory)
 
 
 def slot_mappings(dummies: bool = False) -> Callable[[np.random.Generator], KernelInputs]:
@@ -235,7 +247,8 @@ def writes(
             groups,
         ]
         options = {"BLOCK_SIZE": 4, "MULTI_GROUP": num_groups > 0}
-        return KernelInputs((num_writes,), args, options, outputs)
+        grid = (num_writes, -(-int(lengths.max()) // 4)) if SINCE_0_33 else (num_writes,)
+        return KernelInputs(grid, args, options, outputs)
 
     return draw
 

@@ -5,8 +5,10 @@ import re
 import tomllib
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.paths import ROOT
+from vllm_dllm.compat.version import KNOWN
 
 LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
 
@@ -57,3 +59,11 @@ def test_pins_cover_the_extras():
     for line in [*project["dependencies"], *locked_extras]:
         requirement = Requirement(line)
         assert requirement.specifier.contains(pins()[canonical(requirement.name)], prereleases=True)
+
+
+def test_cuda_extra_takes_the_known_versions():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (vllm,) = map(Requirement, extras["optional-dependencies"]["cuda"])
+    newer = Version(KNOWN[-1]).release
+    versions = [*KNOWN, f"{newer[0]}.{newer[1] + 1}.0", "0.31.9"]
+    assert [v for v in versions if vllm.specifier.contains(v)] == list(KNOWN)

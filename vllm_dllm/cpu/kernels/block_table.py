@@ -20,23 +20,42 @@ def gather_block_tables(
     num_blocks: torch.Tensor,  # [num_groups, max_num_reqs] int32, blocks each request has
     num_blocks_stride: int,
     num_reqs: int,
-    **block_sizes: int,
+    num_computed_tokens: torch.Tensor | None = None,  # [max_num_reqs] int32
+    sliding_window_reach: torch.Tensor | None = None,  # [num_groups] int32 tokens back, 0 = all
+    block_sizes: torch.Tensor | None = None,  # [num_groups] int32
+    MASK_SLIDING_WINDOW: bool = False,
+    **launch_options: int,
 ) -> None:
-    """Copies the batch's rows, as far as they are in use, and clears the padding rows."""
+    """Copies the batch's rows, as far as they are in use, and clears the padding rows.
+
+    `MASK_SLIDING_WINDOW`: without the blocks that no query of the step sees, as theirs may have
+    changed hands.
+    """
     num_rows, max_slots = grid[1], num_blocks.shape[1]
     slots = batch_idx_to_req_idx.tolist()
-    for used, source, target, stride in zip(
-        num_blocks.numpy(),
-        src_block_table_ptrs.tolist(),
-        dst_block_table_ptrs.tolist(),
-        block_table_strides.tolist(),
-        strict=True,
+    for group, (used, source, target, stride) in enumerate(
+        zip(
+            num_blocks.numpy(),
+            src_block_table_ptrs.tolist(),
+            dst_block_table_ptrs.tolist(),
+            block_table_strides.tolist(),
+            strict=True,
+        )
     ):
         table = int32_at(source, max_slots, stride)
         rows = int32_at(target, num_rows, stride)
         for row, slot in enumerate(slots):
             rows[row, : used[slot]] = table[slot, : used[slot]]
         rows[num_reqs:] = 0
+        if not MASK_SLIDING_WINDOW:
+            continue
+        assert num_computed_tokens is not None
+        assert sliding_window_reach is not None and block_sizes is not None
+        if (reach := int(sliding_window_reach[group])) > 0:
+            unseen = num_computed_tokens.numpy()[slots] - reach
+            blocks = np.maximum(unseen, 0) // int(block_sizes[group])
+            for row, (count, slot) in enumerate(zip(blocks, slots, strict=True)):
+                rows[row, : min(count, used[slot])] = 0
 
 
 def compute_slot_mappings(

@@ -18,6 +18,7 @@ def prepare_dflash_inputs(
     grid: Grid,  # (num_reqs, num_blocks)
     out_input_ids: torch.Tensor,  # [max_num_tokens] int32, written: the draft blocks
     out_query_positions: torch.Tensor,  # [max_num_tokens] int64, written
+    out_is_padding: torch.Tensor | None,  # [max_num_tokens] bool, written; None: nobody asks
     out_query_start_loc: torch.Tensor,  # [max_num_reqs + 1] int32, written
     out_seq_lens: torch.Tensor,  # [max_num_reqs] int32, written: with the block; 0 beyond them
     out_query_slot_mapping: torch.Tensor,  # [max_num_tokens] int64, written for the block
@@ -62,6 +63,10 @@ def prepare_dflash_inputs(
     blocks = firsts[:, None] + np.arange(num_query_per_req)
     query_out = out_query_positions, out_query_slot_mapping[:max_num_tokens]
     _write_queries(cache, *query_out, blocks, max_model_len - 1)
+    if out_is_padding is not None:
+        for out, rest in ((out_is_padding, 1), (out_input_ids, 0), (out_query_positions, 0)):
+            out[blocks.size : max_num_tokens] = rest
+        out_is_padding[: blocks.size] = False
     _write_lengths(out_query_start_loc, out_seq_lens[:max_num_reqs], blocks, max_model_len)
 
     ids = out_input_ids[: blocks.size].view(blocks.shape)

@@ -134,9 +134,13 @@ def post_update(
     all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len] int32, appended to
     all_token_ids_stride: int,
     total_len: torch.Tensor,  # [max_num_reqs] int32, advanced
+    draft_tokens: torch.Tensor | None = None,  # [num_reqs, num_draft_tokens]
+    draft_tokens_out: torch.Tensor | None = None,  # [max_num_reqs, num_draft_tokens], written
+    num_draft_tokens: int = 0,
     **launch_options: int,
 ) -> None:
-    """Records the outcome of a step: tokens gained and KV positions kept."""
+    """Records the outcome of a step: tokens gained, KV positions kept and, where they come from
+    another rank, drafts."""
     computed, totals = num_computed_tokens.numpy(), total_len.numpy()
     tokens, last, sampled = (
         t.numpy() for t in (all_token_ids, last_sampled_tokens, sampled_tokens)
@@ -146,6 +150,8 @@ def post_update(
     for row, slot in enumerate(idx_mapping.tolist()):
         if slot < 0:
             continue
+        if draft_tokens is not None and draft_tokens_out is not None:
+            draft_tokens_out[slot, :num_draft_tokens] = draft_tokens[row, :num_draft_tokens]
         query_len = 0 if bounds is None else bounds[row + 1] - bounds[row]
         computed[slot] += query_len - rejected[row]
         if (count := counts[row]) > 0:

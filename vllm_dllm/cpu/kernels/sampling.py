@@ -4,6 +4,7 @@
 import numpy as np
 import torch
 
+from vllm_dllm.compat.kernels import draft_seeds
 from vllm_dllm.cpu.random_numbers import gumbel
 
 Grid = tuple[int, ...]
@@ -56,10 +57,12 @@ def gumbel_sample(
     noise at temperature 0."""
     slots = expanded_idx_mapping
     live = slots >= 0
+    row_seeds = seeds[slots.clamp(min=0)]
     if logits_cache is not None:
         assert logits_cache_col is not None and logits_cache_source is not None
         columns = logits_cache_col.expand(len(slots)).long()
         logits_cache[slots[live], columns[live], :vocab_size] = logits_cache_source[live]
+        row_seeds = draft_seeds(row_seeds, columns)
     temperatures = torch.where(live, temp[slots.clamp(min=0)], 0.0)
     scores = logits.to(torch.float64 if USE_FP64 else torch.float32)
     rows = torch.nonzero(temperatures != 0)[:, 0]
@@ -69,7 +72,7 @@ def gumbel_sample(
             noised /= temperatures[rows, None]
         positions = pos[rows] + (_DRAFT_POSITION if IS_DRAFTING else 0)
         noise = gumbel(
-            seeds[slots[rows], None].numpy(),
+            row_seeds[rows, None].numpy(),
             positions[:, None].numpy(),
             np.arange(vocab_size)[None],
             USE_FP64,

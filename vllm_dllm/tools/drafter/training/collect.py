@@ -84,8 +84,8 @@ def server_completer(url: str, max_tokens: int, vocab_size: int) -> Completer:
         tokens = getattr(completion.choices[0], "token_ids", None)
         if tokens is None:
             raise InputError(
-                f"the server at {url} sent no token ids: expected vLLM 0.32, which does when asked "
-                f"for return_token_ids"
+                f"the server at {url} sent no token ids: expected vLLM 0.32 or 0.33, which do when "
+                f"asked for return_token_ids"
             )
         if max(tokens) >= vocab_size:
             raise InputError(

@@ -1,0 +1,267 @@
+"""Looks in a copy of vLLM's sources for all that this project needs of them.
+
+Nothing of that copy is imported or run. Each function returns complaints, one a line; none: fine.
+"""
+
+import ast
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import vllm_dllm
+from vllm_dllm.compat.seams import SEAMS, SIGNATURES
+from vllm_dllm.compat.version import is_at_least
+from vllm_dllm.cpu.kernels import native_kernels
+
+BLOCK_SIZES = ("BLOCK_SIZE", "LOOKAHEAD_BLOCK", "TOPK_BLOCK_SIZE", "TRITON_BLOCK_SIZE")
+"""Parameters of Triton kernels that are of no use to native code."""
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Sources:
+    """The Python files of one vLLM."""
+
+    def __init__(self, package: Path) -> None:
+        """`package`: the folder `vllm`."""
+        self.package = package
+        self._modules: dict[str, tuple[str, ast.Module] | None] = {}
+
+    def module(self, name: str) -> tuple[str, ast.Module] | None:
+        """Text and syntax tree of a module below `vllm`, "" for itself; None if there is none."""
+        if name not in self._modules:
+            path = self.package.joinpath(*filter(None, name.split(".")))
+            files = [path.with_suffix(".py"), path / "__init__.py"]
+            file = next((file for file in files if file.is_file()), None)
+            text = file.read_text() if file else ""
+            self._modules[name] = (text, ast.parse(text)) if file else None
+        return self._modules[name]
+
+    @cached_property
+    def version(self) -> str:
+        found = re.search(r"^__version__ = .*?'(.+)'$", self.text("_version") or "", re.MULTILINE)
+        return found[1] if found else "dev"
+
+    def definition(self, place: str) -> Definition | None:
+        """The function or class at "module:Class.function"."""
+        module_name, _, names = place.partition(":")
+        module = self.module(module_name)
+        nodes: list[ast.stmt] = module[1].body if module else []
+        found = None
+        for name in names.split("."):
+            defined = (node for node in nodes if isinstance(node, Definition) and node.name == name)
+            if (found := next(defined, None)) is None:
+                return None
+            nodes = found.body
+        return found
+
+    def text(self, place: str) -> str | None:
+        module = self.module(place.partition(":")[0])
+        if module is None:
+            return None
+        if ":" not in place:
+            return module[0]
+        found = self.definition(place)
+        return ast.get_source_segment(module[0], found) if found else None
+
+    def parameters(self, place: str) -> ast.arguments | None:
+        found = self.definition(place)
+        return None if found is None or isinstance(found, ast.ClassDef) else found.args
+
+
+def moved_seams(sources: Sources) -> Iterator[str]:
+    for seam in SEAMS:
+        if not is_at_least(seam.since, sources.version):
+            continue
+        if seam.until is not None and is_at_least(seam.until, sources.version):
+            continue
+        text = sources.text(seam.place)
+        if text is None:
+            yield f"{seam.what}: vllm.{seam.place} is gone"
+        elif seam.line not in text:
+            yield f"{seam.what}: vllm.{seam.place} no longer says: {seam.line}"
+
+
+def changed_signatures(sources: Sources) -> Iterator[str]:
+    """Of functions that are replaced or called."""
+    for place, expected in SIGNATURES.items():
+        if (found := sources.parameters(place)) is None:
+            yield f"vllm.{place} is gone"
+        elif _names(found) != expected.split():
+            yield f"vllm.{place} takes {_names(found)}, expected {expected.split()}"
+
+
+def changed_kernels(sources: Sources) -> Iterator[str]:
+    """Kernels that no longer take what their native versions take, in this order; those may take
+    more, of later versions. `tests/unit/cpu` compares what they do."""
+    for name, native in native_kernels(sources.version).items():
+        place = ":".join(name.removeprefix("vllm.").rsplit(".", 1))
+        if (found := sources.parameters(place)) is None:
+            yield f"kernel {name} is gone"
+            continue
+        kernel = [p.removesuffix("_ptr") for p in _names(found) if p not in BLOCK_SIZES]
+        own = list(inspect.signature(native).parameters.values())[1:]  # after the grid
+        own = [p for p in own if p.kind is not p.VAR_KEYWORD]
+        same = [p.name for p in own[: len(kernel)]] == kernel
+        if not same or any(p.default is p.empty for p in own[len(kernel) :]):
+            yield f"kernel {name} takes {kernel}, ours {[p.name for p in own]}"
+
+
+def rewritten_kernels(sources: Sources, others: Sources) -> Iterator[str]:
+    """Kernels with a native version that do not read alike in two vLLMs, or call what does not."""
+    for name in native_kernels(sources.version):
+        place = ":".join(name.removeprefix("vllm.").rsplit(".", 1))
+        if _read(sources, place) != _read(others, place):
+            yield name
+
+
+def _read(sources: Sources, place: str) -> dict[str, str]:
+    """The code of a kernel and of the functions that it calls, by name, without comments."""
+    found: dict[str, str] = {}
+    waiting = [place]
+    while waiting:
+        module_name, _, name = waiting.pop().partition(":")
+        definition = sources.definition(f"{module_name}:{name}")
+        if definition is None or name in found:
+            continue
+        found[name] = ast.unparse(definition)
+        module = sources.module(module_name)
+        assert module is not None
+        imported = {
+            alias.name: str(node.module).removeprefix("vllm.")
+            for node in ast.walk(module[1])
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        names = {n.func.id for n in _calls(definition) if isinstance(n.func, ast.Name)}
+        waiting += [f"{imported.get(called, module_name)}:{called}" for called in names]
+    return found
+
+
+def _calls(tree: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def missing_imports(sources: Sources) -> Iterator[str]:
+    """Names of vLLM that this project imports."""
+    for file, module_name, name in _imports():
+        below = module_name.removeprefix("vllm").removeprefix(".")
+        if sources.module(below) is None:
+            yield f"{file} imports {module_name}, which is gone"
+        elif not _has(sources, below, name):
+            yield f"{file} imports {name} of {module_name}, which has none"
+
+
+def changed_overrides(sources: Sources) -> Iterator[str]:
+    """Methods of vLLM's classes that ours override, and that take what ours do not."""
+    for cls in _our_classes():
+        bases = [base for base in cls.__mro__ if base.__module__.startswith("vllm.")]
+        for name, method in vars(cls).items():
+            if not isinstance(method, FunctionType) or name.startswith("__"):
+                continue
+            if not any(name in vars(base) for base in bases):
+                continue
+            places = [f"{base.__module__[5:]}:{base.__qualname__}.{name}" for base in bases]
+            found = filter(None, map(sources.parameters, places))
+            if (theirs := next(found, None)) is None:
+                yield f"{cls.__qualname__}.{name} overrides a method of vLLM that is gone"
+            elif refused := _refused(theirs, inspect.signature(method)):
+                yield f"{cls.__qualname__}.{name} does not take {refused} as vLLM's does"
+
+
+def _names(arguments: ast.arguments) -> list[str]:
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return [argument.arg for argument in every]
+
+
+def _refused(theirs: ast.arguments, ours: inspect.Signature) -> list[str]:
+    """Parameters of vLLM's method that ours lacks, or has elsewhere, or has without need."""
+    own = list(ours.parameters.values())
+    kinds = {p.kind for p in own}
+    by_position = [p for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
+    refused = []
+    for i, argument in enumerate([*theirs.posonlyargs, *theirs.args]):
+        placed = i < len(by_position) and by_position[i].name == argument.arg
+        swallowed = i >= len(by_position) and inspect.Parameter.VAR_POSITIONAL in kinds
+        named = argument.arg in ours.parameters or inspect.Parameter.VAR_KEYWORD in kinds
+        if not (placed or (swallowed and named)):
+            refused.append(argument.arg)
+    for argument in theirs.kwonlyargs:
+        if argument.arg not in ours.parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+            refused.append(argument.arg)
+    needed = {p.name for p in by_position if p.default is p.empty}
+    return refused + sorted(needed - set(_names(theirs)))
+
+
+def _has(sources: Sources, module_name: str, name: str) -> bool:
+    """Whether `name` can be imported from a module: bound there, a module itself, bound in one that
+    is imported whole, or in a dict of what the package `vllm` imports when it is asked for it."""
+    if (module := sources.module(module_name)) is None:
+        return False
+    text, tree = module
+    if name in _bound(tree) or sources.module(f"{module_name}.{name}".strip(".")) is not None:
+        return True
+    if module_name == "" and f'"{name}"' in text:
+        return True
+    whole = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"]
+    return any(_has(sources, f"{module_name}.{node.module}".strip("."), name) for node in whole)
+
+
+def _bound(tree: ast.AST) -> set[str]:
+    """Names that a module binds at its top, also under `if` and `try`."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Definition):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = (n for target in targets for n in ast.walk(target))
+            found |= {n.id for n in names if isinstance(n, ast.Name)}
+        else:
+            found |= _bound(node)
+    return found
+
+
+def _imports() -> Iterator[tuple[str, str, str]]:
+    """(file, module, name) of every `from vllm... import name`."""
+    folder = Path(vllm_dllm.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and re.match(r"vllm(\.|$)", node.module or ""):
+                for alias in node.names:
+                    yield str(file.relative_to(folder.parent)), str(node.module), alias.name
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.startswith("vllm."):
+                        parent, _, name = alias.name.rpartition(".")
+                        yield str(file.relative_to(folder.parent)), parent, name
+
+
+def _our_classes() -> Iterator[type]:
+    for module in _our_modules():
+        for value in vars(module).values():
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                yield value
+
+
+def _our_modules() -> Iterator[ModuleType]:
+    """What serves; tools are no subclasses of vLLM's."""
+    for info in pkgutil.walk_packages(vllm_dllm.__path__, "vllm_dllm."):
+        if not info.name.startswith("vllm_dllm.tools") and "triton" not in info.name.split(".")[-1]:
+            yield import_module(info.name)
+
+
+CHECKS = (
+    missing_imports,
+    moved_seams,
+    changed_signatures,
+    changed_kernels,
+    changed_overrides,
+)
