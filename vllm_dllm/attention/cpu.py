@@ -18,9 +18,11 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attention_kernels.masks import visible_range
 from vllm_dllm.attention import WindowRules
+from vllm_dllm.compat.attention import use_cpu_kernels
 from vllm_dllm.compat.cpu_ops import write_cpu_kv_cache
 
 
@@ -128,9 +130,13 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
 
     takes_window_rules = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
         if self.window_size > 0:
+            if self.isa == "amx":  # its cache is laid out for tiles
+                use_cpu_kernels(self, "vec", layer_names)
             _check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
 
     def build(
@@ -303,5 +309,5 @@ def _check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block
     raise ValueError(
         f"The reference window rule on CPU needs a KV cache with transposed keys per block, which "
         f"kv_cache_dtype={kv_cache_dtype!r} with the {isa!r} kernels does not have. Serve with "
-        f"--kv-cache-dtype auto, and --dtype float32 on a processor with AMX."
+        f"--kv-cache-dtype auto."
     )

@@ -42,3 +42,10 @@ def cache_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """What an attention layer's cached keys and values are multiplied with when read: [1] fp32
     each."""
     return layer._k_scale.view(1), layer._v_scale.view(1)
+
+
+def use_cpu_kernels(metadata_builder: Any, isa: str, layer_names: list[str]) -> None:
+    """The layers of `metadata_builder`, a CPU one, store and read their keys with the kernels for
+    `isa`: "vec" runs on every x86 processor, "amx" is what vLLM takes for bf16 where it can."""
+    metadata_builder.isa = isa
+    metadata_builder._set_isa_to_layers(layer_names)

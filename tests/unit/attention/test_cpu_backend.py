@@ -49,8 +49,14 @@ VISIBILITY = [
 Attend = Callable[..., torch.Tensor]
 
 
+@pytest.fixture(params=["vec"])  # as without AMX
+def isa(request: pytest.FixtureRequest) -> str:
+    """What vLLM's choice of kernels is made to be."""
+    return request.param
+
+
 @pytest.fixture
-def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
+def attend(isa: str, monkeypatch: pytest.MonkeyPatch) -> Attend:
     """Output [T, Hq, D] of a layer that has the backend to itself."""
 
     def run(
@@ -70,7 +76,7 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
             cpu_attn, "get_layers_from_vllm_config", lambda *_: {"the layer": layer}
         )
         monkeypatch.setattr(cpu_attn, "get_num_attention_heads_from_layers", lambda *_: HQ)
-        monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "vec")  # as without AMX
+        monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: isa)
         spec = SimpleNamespace(num_kv_heads=HKV, head_size=D, block_size=block_size)
         builder = CpuCanvasBackend.get_builder_cls()(
             spec, ["the layer"], config, torch.device("cpu")
@@ -146,3 +152,18 @@ def test_numbers(
         cuts_off=not torch.cpu._is_avx512_bf16_supported(),
     )
     right.check(output)
+
+
+@pytest.mark.parametrize("isa", ["amx"], indirect=True)
+@pytest.mark.parametrize("window_left", [0, 11])
+def test_a_processor_with_amx_serves_bf16(attend: Attend, window_left: int) -> None:
+    """vLLM's kernels for it lay the cache out in another way than canvases read it."""
+    batch = random_batch("mixed", 32, torch.bfloat16)
+    output = attend(batch, window_left)
+    allowed(
+        batch,
+        scale=0.3,
+        window_left=window_left,
+        softcap=0.0,
+        cuts_off=not torch.cpu._is_avx512_bf16_supported(),
+    ).check(output)
