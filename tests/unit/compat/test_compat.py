@@ -327,6 +327,31 @@ from vllm.transformers_utils.config import (""",
         ("v1.worker.cpu_worker", "CPUWorker", "init_device"),
         "if self.use_v2_model_runner:",
     ),
+    "a compiled model is loaded, then completed": (
+        ("compilation.decorators", "_try_load_aot_compiled_fn"),
+        "loaded_fn._artifacts.compiled_fn.finalize_loading(model.vllm_config)",
+    ),
+    "a compiled model is looked for by a key": (
+        ("compilation.decorators", "_support_torch_compile"),
+        "factors.append(_model_hash_key(self.forward))",
+    ),
+    "what cannot be loaded is compiled": (
+        ("compilation.decorators", "_support_torch_compile"),
+        """loaded_fn = _try_load_aot_compiled_fn(self, aot_compilation_path)
+                if loaded_fn is not None:""",
+    ),
+    "on CPUs Inductor compiles the model in one piece": (
+        ("platforms.cpu", "CpuPlatform", "check_and_update_config"),
+        "compilation_config.mode = CompilationMode.DYNAMO_TRACE_ONCE",
+    ),
+    "a CPU worker's kernels for the cache": (
+        ("v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder", "_set_isa_to_layers"),
+        "layer.isa = self.isa",
+    ),
+    "a worker that does not answer": (
+        ("distributed.device_communicators.shm_broadcast",),
+        "VLLM_RINGBUFFER_WARNING_INTERVAL = envs.VLLM_RINGBUFFER_WARNING_INTERVAL",
+    ),
     "the stand-ins for Triton": (("triton_utils",), "triton = TritonPlaceholder()"),
     "the stand-in for its language": (("triton_utils",), "tl = TritonLanguagePlaceholder()"),
     "their constexpr": (
