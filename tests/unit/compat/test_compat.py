@@ -344,6 +344,28 @@ from vllm.transformers_utils.config import (""",
         ("platforms.cpu", "CpuPlatform", "check_and_update_config"),
         "compilation_config.mode = CompilationMode.DYNAMO_TRACE_ONCE",
     ),
+    "the cores of CPU workers": (
+        ("utils.ompmultiprocessing", "OMPProcessManager", "_parse_omp_threads_bind_env"),
+        """cpu_list, reserve_list = self._get_autobind_cpu_ids(
+                    lambda cpus: cpus[-1:]
+                )""",
+    ),
+    "are chosen when the workers are started": (
+        ("v1.executor.multiproc_executor", "MultiprocExecutor", "_init_executor"),
+        "cpu_omp_manager = OMPProcessManager(self.vllm_config)",
+    ),
+    "how many are reserved": (
+        ("utils.ompmultiprocessing", "OMPProcessManager", "_get_autobind_cpu_ids"),
+        "if total_cpu_num <= self.reserve_cpu_num:",
+    ),
+    "the cores that a quota leaves": (
+        ("utils.torch_utils", "available_cpu_count"),
+        "limit = _cgroup_cpu_limit()",
+    ),
+    "the threads of a worker that has loaded its model": (
+        ("v1.worker.gpu_worker", "Worker", "load_model"),
+        "set_torch_threads_for_runtime()",
+    ),
     "a CPU worker's kernels for the cache": (
         ("v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder", "_set_isa_to_layers"),
         "layer.isa = self.isa",
