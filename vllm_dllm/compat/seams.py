@@ -436,6 +436,65 @@ from vllm.transformers_utils.config import (""",
         "triton_utils.importing:TritonLanguagePlaceholder.__init__",
         "self.constexpr =",
     ),
+    # --- compiled models, cores and threads of CPU workers --------------------------------------
+    Seam(
+        "a compiled model is loaded, then completed",
+        "compilation.decorators:_try_load_aot_compiled_fn",
+        "loaded_fn._artifacts.compiled_fn.finalize_loading(model.vllm_config)",
+    ),
+    Seam(
+        "a compiled model is looked for by a key",
+        "compilation.decorators:_support_torch_compile",
+        "factors.append(_model_hash_key(self.forward))",
+    ),
+    Seam(
+        "what cannot be loaded is compiled",
+        "compilation.decorators:_support_torch_compile",
+        """loaded_fn = _try_load_aot_compiled_fn(self, aot_compilation_path)
+                if loaded_fn is not None:""",
+    ),
+    Seam(
+        "on CPUs Inductor compiles the model in one piece",
+        "platforms.cpu:CpuPlatform.check_and_update_config",
+        "compilation_config.mode = CompilationMode.DYNAMO_TRACE_ONCE",
+    ),
+    Seam(
+        "the cores of CPU workers",
+        "utils.ompmultiprocessing:OMPProcessManager._parse_omp_threads_bind_env",
+        """cpu_list, reserve_list = self._get_autobind_cpu_ids(
+                    lambda cpus: cpus[-1:]
+                )""",
+    ),
+    Seam(
+        "are chosen when the workers are started",
+        "v1.executor.multiproc_executor:MultiprocExecutor._init_executor",
+        "cpu_omp_manager = OMPProcessManager(self.vllm_config)",
+    ),
+    Seam(
+        "how many are reserved",
+        "utils.ompmultiprocessing:OMPProcessManager._get_autobind_cpu_ids",
+        "if total_cpu_num <= self.reserve_cpu_num:",
+    ),
+    Seam(
+        "the cores that a quota leaves",
+        "utils.torch_utils:available_cpu_count",
+        "limit = _cgroup_cpu_limit()",
+    ),
+    Seam(
+        "the threads of a worker that has loaded its model",
+        "v1.worker.gpu_worker:Worker.load_model",
+        "set_torch_threads_for_runtime()",
+    ),
+    Seam(
+        "a CPU worker's kernels for the cache",
+        "v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
+        "layer.isa = self.isa",
+    ),
+    Seam(
+        "a worker that does not answer",
+        "distributed.device_communicators.shm_broadcast",
+        "VLLM_RINGBUFFER_WARNING_INTERVAL = envs.VLLM_RINGBUFFER_WARNING_INTERVAL",
+    ),
 ]
 
 SIGNATURES = {
