@@ -1,7 +1,8 @@
-"""What every test gets: a fixed seed, threads that sleep while they wait, and the GPU it needs."""
+"""What every test gets: a fixed seed, threads that sleep while they wait, and what it needs."""
 
 import importlib.metadata
 import os
+import shutil
 
 # libgomp reads it when torch is imported. Engines and transformers share the cores, and threads
 # that spin between parallel regions take them from the others.
@@ -36,6 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         absent.add("gpu")
     if not any(d.name == "flash-attn-4" for d in importlib.metadata.distributions()):
         absent.add("fa4")
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        absent.add("compiler")
     left_out = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

@@ -61,6 +61,11 @@ SEAMS = [
         "platforms.cpu:CpuPlatform.get_attn_backend_cls",
         "return AttentionBackendEnum.CPU_ATTN.get_path()",
     ),
+    Seam(
+        "a CPU worker's kernels for the cache",
+        "v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
+        "layer.isa = self.isa",
+    ),
     # --- admission and configuration ------------------------------------------------------------
     Seam(
         "the admission check of diffusion requests",
@@ -436,9 +441,38 @@ from vllm.transformers_utils.config import (""",
         "triton_utils.importing:TritonLanguagePlaceholder.__init__",
         "self.constexpr =",
     ),
+    # --- compiled models on CPUs ----------------------------------------------------------------
+    Seam(
+        "a compiled model is loaded, then completed",
+        "compilation.decorators:_try_load_aot_compiled_fn",
+        "loaded_fn._artifacts.compiled_fn.finalize_loading(model.vllm_config)",
+    ),
+    Seam(
+        "a compiled model is looked for by a key",
+        "compilation.decorators:_support_torch_compile",
+        "factors.append(_model_hash_key(self.forward))",
+    ),
+    Seam(
+        "what cannot be loaded is compiled",
+        "compilation.decorators:_support_torch_compile",
+        """loaded_fn = _try_load_aot_compiled_fn(self, aot_compilation_path)
+                if loaded_fn is not None:""",
+    ),
+    Seam(
+        "on CPUs Inductor compiles the model in one piece",
+        "platforms.cpu:CpuPlatform.check_and_update_config",
+        "compilation_config.mode = CompilationMode.DYNAMO_TRACE_ONCE",
+    ),
+    Seam(
+        "when a worker that does not answer is said to hang",
+        "distributed.device_communicators.shm_broadcast",
+        "VLLM_RINGBUFFER_WARNING_INTERVAL = envs.VLLM_RINGBUFFER_WARNING_INTERVAL",
+    ),
 ]
 
 SIGNATURES = {
+    "compilation.decorators:_model_hash_key": "fn",
+    "compilation.decorators:_try_load_aot_compiled_fn": "model aot_compilation_path",
     "config.scheduler:SchedulerConfig.get_scheduler_cls": "self",
     "config.vllm:VllmConfig._validate_v2_model_runner": "self",
     "config.vllm:VllmConfig.use_v2_model_runner": "self",

@@ -37,6 +37,9 @@ def prepare(config: "VllmConfig") -> None:
     if config.parallel_config.worker_cls == runner.STOCK_CPU_WORKER:
         config.parallel_config.worker_cls = CPU_WORKER
     config.kernel_config.enable_jit_warmup = False  # there is nothing to compile
+    # The engine inherits this. A worker that compiles does not answer for some minutes; vLLM would
+    # say after one that processes hang. One that hangs while it serves is reported after 300 s.
+    os.environ.setdefault("VLLM_RINGBUFFER_WARNING_INTERVAL", "600")
     # The worker process inherits this. OpenMP threads that spin while they wait hold cores that
     # other threads need. Next to another busy process on two cores, a denoise step took 200 ms with
     # spinning and 12 ms without; the fastest steps were the same.

@@ -4,18 +4,24 @@ With the shipped checkpoint at batch 1, a forward took 14 ms module by module, 9
 of operations that Dynamo traces, and 6.5 ms compiled by Inductor, which needs a C++ compiler.
 """
 
+import hashlib
 import os
+import platform
 import shutil
 import sysconfig
 from pathlib import Path
 
+import torch
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.vllm import OptimizationLevel
 from vllm.logger import init_logger
 
+import vllm_dllm
 from vllm_dllm.cpu import norm
 
 logger = init_logger(__name__)
+
+MODEL_ROOMS = ("attention", "compat", "cpu", "drafters", "models", "quantization")
 
 
 def has_compiler() -> bool:
@@ -47,3 +53,55 @@ def choose(vllm_config: VllmConfig) -> None:
         # The worker inherits this. With this backend vLLM stores nothing ahead of time,
         # yet would work out a key for it, 14 ms, at every forward.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+
+
+def reuse_compiled_models() -> None:
+    """Lets this worker load what an earlier start compiled, if it would be the same. Repeatable."""
+    from vllm_dllm.compat import compiled_models
+
+    compiled_models.load_what_inductor_compiled()
+    compiled_models.add_to_cache_key(cache_key)
+    compiled_models.announce_compilation(_announce)
+
+
+def cache_key() -> str:
+    """What a compiled model depends on and vLLM's key lacks. That has the versions of vLLM and
+    torch, the configurations, and the sources that are called in the forward: vLLM's, as ours shape
+    the model when it is built."""
+    return ", ".join(
+        [
+            sources(),
+            f"{torch.get_num_threads()} threads",
+            torch.backends.cpu.get_cpu_capability(),  # the vectors in the generated code
+            platform.machine(),
+            instruction_set(),  # what the compiler was free to use
+        ]
+    )
+
+
+def sources(package: Path = Path(vllm_dllm.__path__[0])) -> str:
+    """A digest of all our code that builds models."""
+    digest = hashlib.sha256()
+    for room in MODEL_ROOMS:
+        for path in sorted((package / room).rglob("*.py")):
+            digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The names of all extensions that this CPU has."""
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, names = line.partition(":")
+            if name.strip() in ("flags", "Features"):  # on x86 and Arm
+                return " ".join(sorted(names.split()))
+    return str(sorted(torch.cpu.get_capabilities().items()))
+
+
+def _announce(model: str, folder: str) -> None:
+    logger.info(
+        "Compiling %s for this machine, once: about a minute, longer for a large model. Later "
+        "starts load it from %s.",
+        model,
+        folder,
+    )

@@ -11,6 +11,7 @@ from vllm_dllm.compat.runner import (
     prefill_emitted_tokens,
     replace_rejection_sample,
 )
+from vllm_dllm.cpu import compilation
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.rejection_sample import rejection_sample
 
@@ -23,6 +24,7 @@ class TritonFreeCPUWorker(CPUWorker):
     def init_device(self) -> None:
         replace_kernels()
         replace_rejection_sample(rejection_sample)
+        compilation.reuse_compiled_models()
         super().init_device()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

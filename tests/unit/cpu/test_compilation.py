@@ -1,12 +1,16 @@
 """Which way a CPU runs the forward."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.compilation import decorators
 from vllm.config import CompilationMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+import vllm_dllm
 from vllm_dllm.cpu import compilation, norm
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
@@ -62,3 +66,57 @@ def test_a_compiler_without_the_headers_is_none(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(compilation.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(compilation.sysconfig, "get_path", lambda name: "/nonexistent")
     assert not compilation.has_compiler()
+
+
+def forward() -> None:
+    pass
+
+
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Of a compiled model in vLLM's cache, as far as it depends on the model's class and on us."""
+    for name in ("_model_hash_key", "_try_load_aot_compiled_fn"):
+        monkeypatch.setattr(decorators, name, getattr(decorators, name))
+    compilation.reuse_compiled_models()
+    return lambda: decorators._model_hash_key(forward)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (compilation, "instruction_set", "avx avx2"),
+        (compilation, "sources", "edited"),
+        (compilation.torch, "get_num_threads", 97),
+        (compilation.torch.backends.cpu, "get_cpu_capability", "DEFAULT 2"),
+        (compilation.platform, "machine", "aarch64"),
+    ],
+    ids=["instructions", "sources", "threads", "vectors", "architecture"],
+)
+def test_a_compiled_model_is_not_loaded_after_a_change(
+    key: Callable[[], str], monkeypatch: pytest.MonkeyPatch, place: Any, name: str, value: Any
+) -> None:
+    before = key()
+    assert key() == before
+    monkeypatch.setattr(place, name, lambda: value)
+    assert key() != before
+
+
+def test_instruction_set(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("model name\t: A CPU\nflags\t\t: sse avx2 amx_tile\nflags\t\t: sse\n")
+    assert compilation.instruction_set(cpuinfo) == "amx_tile avx2 sse"
+    cpuinfo.write_text("Features\t: sve asimd\n")
+    assert compilation.instruction_set(cpuinfo) == "asimd sve"
+    assert compilation.instruction_set(tmp_path / "none") != ""
+
+
+def test_sources(tmp_path: Path) -> None:
+    """Every file of the rooms that build models counts, and where the package lies does not."""
+    package = Path(vllm_dllm.__path__[0])
+    for room in compilation.MODEL_ROOMS:
+        assert list((package / room).glob("*.py"))
+        shutil.copytree(package / room, tmp_path / room)
+    assert compilation.sources(tmp_path) == compilation.sources()
+    with (tmp_path / "models" / "diffusion_gemma.py").open("a") as file:
+        file.write("# edited")
+    assert compilation.sources(tmp_path) != compilation.sources()
