@@ -468,6 +468,34 @@ from vllm.transformers_utils.config import (""",
         "distributed.device_communicators.shm_broadcast",
         "VLLM_RINGBUFFER_WARNING_INTERVAL = envs.VLLM_RINGBUFFER_WARNING_INTERVAL",
     ),
+    # --- cores and threads of CPU workers -------------------------------------------------------
+    Seam(
+        "the cores of CPU workers",
+        "utils.ompmultiprocessing:OMPProcessManager._parse_omp_threads_bind_env",
+        """cpu_list, reserve_list = self._get_autobind_cpu_ids(
+                    lambda cpus: cpus[-1:]
+                )""",
+    ),
+    Seam(
+        "are chosen when the workers are started",
+        "v1.executor.multiproc_executor:MultiprocExecutor._init_executor",
+        "cpu_omp_manager = OMPProcessManager(self.vllm_config)",
+    ),
+    Seam(
+        "how many are reserved",
+        "utils.ompmultiprocessing:OMPProcessManager._get_autobind_cpu_ids",
+        "if total_cpu_num <= self.reserve_cpu_num:",
+    ),
+    Seam(
+        "the cores that a quota leaves",
+        "utils.torch_utils:available_cpu_count",
+        "limit = _cgroup_cpu_limit()",
+    ),
+    Seam(
+        "the threads of a worker that has loaded its model",
+        "v1.worker.gpu_worker:Worker.load_model",
+        "set_torch_threads_for_runtime()",
+    ),
 ]
 
 SIGNATURES = {
@@ -478,6 +506,8 @@ SIGNATURES = {
     "config.vllm:VllmConfig.use_v2_model_runner": "self",
     "sampling_params:SamplingParams._validate_diffusion": "self model_config",
     "utils.diffusion:validate_diffusion_sampling_params": "params canvas_length vocab_size",
+    "utils.ompmultiprocessing:OMPProcessManager.__init__": "self config",
+    "utils.ompmultiprocessing:OMPProcessManager._get_autobind_cpu_ids": "self cpu_selector",
     "v1.core.sched.diffusion_scheduler:diffusion_canvas_width": "request canvas_length",
     "v1.engine.core:EngineCore.post_step": "self model_executed",
     "v1.engine.input_processor:InputProcessor._validate_params": "self params supported_tasks",

@@ -10,9 +10,9 @@ meet this code.
 import os
 from typing import TYPE_CHECKING
 
-from vllm_dllm.compat import runner, triton
+from vllm_dllm.compat import cpu_cores, runner, triton
 from vllm_dllm.config.workers import CPU_WORKER
-from vllm_dllm.cpu import norm
+from vllm_dllm.cpu import cores, norm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,6 +30,7 @@ def install() -> None:
     if is_needed():
         norm.register()
         runner.allow_v2_runner_without_triton(prepare)
+        cpu_cores.choose_cores(cores.choose, CPU_WORKER)
 
 
 def prepare(config: "VllmConfig") -> None:

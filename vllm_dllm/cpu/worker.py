@@ -6,17 +6,20 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_dllm.compat import cpu_cores
 from vllm_dllm.compat.runner import (
     allow_v2_worker_without_triton,
     prefill_emitted_tokens,
     replace_rejection_sample,
 )
-from vllm_dllm.cpu import compilation
+from vllm_dllm.cpu import compilation, threads
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.rejection_sample import rejection_sample
 
 
 class TritonFreeCPUWorker(CPUWorker):
+    _threads: threads.StepThreads | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         allow_v2_worker_without_triton()
         super().__init__(*args, **kwargs)
@@ -25,11 +28,20 @@ class TritonFreeCPUWorker(CPUWorker):
         replace_kernels()
         replace_rejection_sample(rejection_sample)
         compilation.reuse_compiled_models()
+        cpu_cores.keep_threads()
         super().init_device()
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        self._threads = threads.of_worker(
+            self.model_runner.model, self.model_config.get_total_num_hidden_layers()
+        )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Samples at once where nothing is left to wait for, and returns the tokens. Otherwise the
         engine would be told that the model has run and ask for them: a round trip a step."""
+        if self._threads is not None and (num_rows := scheduler_output.total_num_scheduled_tokens):
+            self._threads.choose(num_rows)
         prefill_emitted_tokens(self.model_runner, scheduler_output)
         output = super().execute_model(scheduler_output)
         samples_at_once = (

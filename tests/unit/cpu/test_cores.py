@@ -1,0 +1,118 @@
+"""Which cores the model gets, and how many threads a step."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from vllm.utils import ompmultiprocessing
+from vllm.utils.cpu_resource_utils import LogicalCPUInfo
+
+from vllm_dllm import cpu
+from vllm_dllm.compat import cpu_cores
+from vllm_dllm.compat.runner import STOCK_CPU_WORKER
+from vllm_dllm.config.workers import CPU_WORKER
+from vllm_dllm.cpu import cores
+from vllm_dllm.cpu.threads import LEAST_WORK, StepThreads
+
+USER = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in USER:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "usable", "used"),
+    [(1, 1, 1), (2, 2, 2), (8, 8, 8), (9, 9, 8), (64, 64, 63), (64, 4, 4), (2, 1, 1)],
+    ids=["one", "two", "eight", "nine", "many", "a quota of four", "a quota of one"],
+)
+def test_a_small_machine_gives_all(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, usable: int, used: int
+) -> None:
+    monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: usable)
+    assert cores.choose([list(range(num_cores))]) == [list(range(used))]
+
+
+@pytest.mark.parametrize(("wish", "used"), [("1", 1), ("12", 12), (" 3,1", 3), ("", 8), ("x", 8)])
+def test_omp_num_threads_is_obeyed(monkeypatch: pytest.MonkeyPatch, wish: str, used: int) -> None:
+    monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", wish)
+    count = 12 if wish == "12" else 8
+    assert len(cores.choose([list(range(count))])[0]) == used
+
+
+def test_workers_share_a_quota(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: 4)
+    with caplog.at_level(logging.INFO, "vllm_dllm"):
+        assert cores.choose([[0, 1, 2, 3], [4, 5, 6, 7]]) == [[0, 1], [4, 5]]
+    (record,) = caplog.records
+    assert "computes on core 0, 1; 4, 5;" in record.getMessage()
+
+
+def given(
+    monkeypatch: pytest.MonkeyPatch,
+    worker: str = CPU_WORKER,
+    kv_transfer: object = None,
+    num_cores: int = 2,
+) -> tuple[list[list[int]], list[int]]:
+    """The cores that vLLM gives its worker on a machine, and those it reserves."""
+    found = [LogicalCPUInfo(id=i, physical_core=i, numa_node=0) for i in range(num_cores)]
+    utils = ompmultiprocessing.cr_utils
+    monkeypatch.setattr(utils, "get_allowed_cpu_list", lambda: found)
+    monkeypatch.setattr(utils, "get_visible_memory_node", lambda: [0])
+    monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: num_cores)
+    cpu.install()
+    parallel = SimpleNamespace(
+        worker_cls=worker,
+        local_world_size=1,
+        data_parallel_rank_local=None,
+        _api_process_count=1,
+    )
+    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=kv_transfer)
+    manager = ompmultiprocessing.OMPProcessManager(config)
+    return manager.cpu_lists, manager.reserved_cpu_list
+
+
+def test_our_worker_gets_both_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert given(monkeypatch) == ([[0, 1]], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("VLLM_CPU_NUM_OF_RESERVED_CPU", "1", ([[0]], [1])),
+        ("VLLM_CPU_NUM_OF_RESERVED_CPU", "0", ([[0, 1]], [])),
+        ("VLLM_CPU_OMP_THREADS_BIND", "1", ([[1]], [])),
+        ("VLLM_CPU_OMP_THREADS_BIND", "nobind", ([], [])),
+        ("OMP_NUM_THREADS", "1", ([[0]], [1])),
+    ],
+)
+def test_the_user_is_obeyed(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: object
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert given(monkeypatch) == expected
+
+
+def test_others_keep_vllms_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert given(monkeypatch, worker=STOCK_CPU_WORKER) == ([[0]], [1])
+    assert given(monkeypatch, kv_transfer=object(), num_cores=4) == ([[0, 1]], [2, 3])
+
+
+def test_small_steps_run_on_one_thread() -> None:
+    used: list[int] = []
+    threads = StepThreads(LEAST_WORK // 1000, most=4, set_num_threads=used.append)
+    for num_rows in (999, 64, 1000, 5000, 1):
+        threads.choose(num_rows)
+    assert used == [1, 4, 1]  # set when it changes
+
+
+def test_one_row_of_a_large_model_runs_on_all() -> None:
+    """Reading its weights is work enough."""
+    used: list[int] = []
+    StepThreads(LEAST_WORK // 20, most=2, set_num_threads=used.append).choose(1)
+    assert used == []
