@@ -11,8 +11,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
-from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig
+from transformers import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+    DiffusionGemmaTextConfig,
+)
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    DiffusionGemmaGenerationConfig,
+)
 
 from bench.harness import ROOT
 from vllm_dllm.tools.pretrain.architecture import VISION_CONFIG, build_generation_config
@@ -51,7 +59,23 @@ SHAPE_SMALL: dict[str, Any] = {
     "top_k_experts": 4,
     "moe_intermediate_size": 96,
 }
-SHAPES = {"26B": SHAPE_26B, "small": SHAPE_SMALL}
+# What a laptop might serve. 267 million weights, of which a token of a canvas uses 192.
+SHAPE_267M: dict[str, Any] = {
+    "vocab_size": 32_768,
+    "hidden_size": 1024,
+    "intermediate_size": 1056,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "global_head_dim": 256,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 256,
+    "num_experts": 8,
+    "top_k_experts": 4,
+    "moe_intermediate_size": 512,
+}
+SHAPES = {"26B": SHAPE_26B, "small": SHAPE_SMALL, "267M": SHAPE_267M}
 
 # As RedHatAI publishes them: NVFP4 leaves the attention in bf16.
 KEPT = ["lm_head", "re:.*(embed|vision|self_conditioning|router).*"]
@@ -87,6 +111,15 @@ def write(folder: Path, shape: str, scheme: str, num_steps: int) -> None:
     generation.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(ROOT / "checkpoints" / "diffusiongemma-tiny" / name, folder)
+
+
+def add_weights(folder: Path) -> None:
+    """Random ones, in bf16, for systems that do not make them up. The same each time."""
+    torch.manual_seed(0)
+    config = DiffusionGemmaConfig.from_pretrained(folder)
+    model = DiffusionGemmaForBlockDiffusion._from_config(config, dtype=torch.bfloat16)
+    model.generation_config = DiffusionGemmaGenerationConfig.from_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 def _quantized(scheme: str, kept: list[str]) -> dict[str, Any]:

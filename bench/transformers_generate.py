@@ -4,8 +4,10 @@ The sequence of prompts is cut into batches; a batch ends when its slowest row d
 """
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from bench import system
@@ -17,9 +19,10 @@ class Reference:
         checkpoint: str,
         canvas_length: int,
         num_threads: int,
-        attention: str,
-        cache: str,
-        experts: str,
+        attention: str = "sdpa",
+        cache: str = "",
+        experts: str = "",
+        dtype: str = "float32",
     ) -> None:
         import torch
         from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
@@ -31,19 +34,20 @@ class Reference:
         self.cache = cache
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.model = DiffusionGemmaForBlockDiffusion.from_pretrained(
-            checkpoint, dtype=torch.float32, attn_implementation=attention
+            checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention
         ).eval()
         if experts:
             self.model.set_experts_implementation(experts)
-        self._forwards = 0
-        self._count(self.model.model.encoder)
-        self._count(self.model.model.decoder)
+        self._encodings = 0
+        self._steps_ms: list[float] = []  # when each denoise step began
+        self.model.model.encoder.register_forward_pre_hook(self._count_encoding)
+        self.model.model.decoder.register_forward_pre_hook(self._time_step)
 
-    def _count(self, module: Any) -> None:
-        def increment(*_: Any) -> None:
-            self._forwards += 1
+    def _count_encoding(self, *_: Any) -> None:
+        self._encodings += 1
 
-        module.register_forward_pre_hook(increment)
+    def _time_step(self, *_: Any) -> None:
+        self._steps_ms.append(1000 * time.perf_counter())
 
     def run(self, prompts: list[list[int]], batch: int, max_tokens: int) -> dict[str, Any]:
         """Decodes `prompts` in batches of `batch`, left-padded."""
@@ -52,7 +56,7 @@ class Reference:
         outputs: list[list[int]] = []
         first_token_seconds: list[float] = []
         denoise_steps = num_blocks = 0.0
-        forwards = self._forwards
+        encodings, steps = self._encodings, len(self._steps_ms)
         started = time.perf_counter()
         with torch.inference_mode():
             for first in range(0, len(prompts), batch):
@@ -78,7 +82,11 @@ class Reference:
         return {
             "seconds": time.perf_counter() - started,
             "outputs": outputs,
-            "forwards": self._forwards - forwards,
+            "forwards": self._encodings - encodings + len(self._steps_ms) - steps,
+            # From the start of one to that of the next.
+            "ms_per_step": statistics.median(
+                after - before for before, after in pairwise(self._steps_ms[steps:])
+            ),
             "steps_per_block": denoise_steps / num_blocks,
             "first_token_seconds": first_token_seconds,
         }
