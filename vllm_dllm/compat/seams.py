@@ -61,6 +61,11 @@ SEAMS = [
         "platforms.cpu:CpuPlatform.get_attn_backend_cls",
         "return AttentionBackendEnum.CPU_ATTN.get_path()",
     ),
+    Seam(
+        "a CPU worker's kernels for the cache",
+        "v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
+        "layer.isa = self.isa",
+    ),
     # --- admission and configuration ------------------------------------------------------------
     Seam(
         "the admission check of diffusion requests",
@@ -436,7 +441,7 @@ from vllm.transformers_utils.config import (""",
         "triton_utils.importing:TritonLanguagePlaceholder.__init__",
         "self.constexpr =",
     ),
-    # --- compiled models, cores and threads of CPU workers --------------------------------------
+    # --- compiled models on CPUs ----------------------------------------------------------------
     Seam(
         "a compiled model is loaded, then completed",
         "compilation.decorators:_try_load_aot_compiled_fn",
@@ -458,6 +463,12 @@ from vllm.transformers_utils.config import (""",
         "platforms.cpu:CpuPlatform.check_and_update_config",
         "compilation_config.mode = CompilationMode.DYNAMO_TRACE_ONCE",
     ),
+    Seam(
+        "when a worker that does not answer is said to hang",
+        "distributed.device_communicators.shm_broadcast",
+        "VLLM_RINGBUFFER_WARNING_INTERVAL = envs.VLLM_RINGBUFFER_WARNING_INTERVAL",
+    ),
+    # --- cores and threads of CPU workers -------------------------------------------------------
     Seam(
         "the cores of CPU workers",
         "utils.ompmultiprocessing:OMPProcessManager._parse_omp_threads_bind_env",
@@ -485,24 +496,18 @@ from vllm.transformers_utils.config import (""",
         "v1.worker.gpu_worker:Worker.load_model",
         "set_torch_threads_for_runtime()",
     ),
-    Seam(
-        "a CPU worker's kernels for the cache",
-        "v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
-        "layer.isa = self.isa",
-    ),
-    Seam(
-        "a worker that does not answer",
-        "distributed.device_communicators.shm_broadcast",
-        "VLLM_RINGBUFFER_WARNING_INTERVAL = envs.VLLM_RINGBUFFER_WARNING_INTERVAL",
-    ),
 ]
 
 SIGNATURES = {
+    "compilation.decorators:_model_hash_key": "fn",
+    "compilation.decorators:_try_load_aot_compiled_fn": "model aot_compilation_path",
     "config.scheduler:SchedulerConfig.get_scheduler_cls": "self",
     "config.vllm:VllmConfig._validate_v2_model_runner": "self",
     "config.vllm:VllmConfig.use_v2_model_runner": "self",
     "sampling_params:SamplingParams._validate_diffusion": "self model_config",
     "utils.diffusion:validate_diffusion_sampling_params": "params canvas_length vocab_size",
+    "utils.ompmultiprocessing:OMPProcessManager.__init__": "self config",
+    "utils.ompmultiprocessing:OMPProcessManager._get_autobind_cpu_ids": "self cpu_selector",
     "v1.core.sched.diffusion_scheduler:diffusion_canvas_width": "request canvas_length",
     "v1.engine.core:EngineCore.post_step": "self model_executed",
     "v1.engine.input_processor:InputProcessor._validate_params": "self params supported_tasks",
