@@ -64,11 +64,6 @@ class Altered(Sources):
             "vllm_dllm/compat/drafting.py imports DraftTokenIds of vllm.v1.outputs",
         ),
         (
-            missing_imports,
-            ("distributed.parallel_state", "def get_tp_group", "def tp_group"),
-            "vllm_dllm/models/vocabulary.py imports get_tp_group of vllm.distributed",
-        ),
-        (
             moved_seams,
             ("v1.core.sched.scheduler", "self._update_after_schedule(", "self._after_schedule("),
             "the scheduler counts a step after building it",
