@@ -31,15 +31,21 @@ def is_served() -> bool:
 
 def complaint() -> str:
     """What to say of a vLLM that is not known."""
-    found = f"vllm-dllm knows vLLM {' and '.join(KNOWN)}, found {vllm.__version__}"
+    known = " and ".join(KNOWN)
     if is_served():
-        return f"{found}. It goes on because {AT_OWN_RISK} is set: answers may be wrong."
+        return (
+            f"vllm-dllm knows vLLM {known}, found {vllm.__version__}. It goes on because "
+            f"{AT_OWN_RISK} is set: answers may be wrong."
+        )
     if _is_newer():
         remedy = f"install vLLM {KNOWN[-1]} or a newer vllm-dllm, or set {AT_OWN_RISK}=1 to go on "
         remedy += "at your own risk."
     else:
         remedy = f"install vLLM {' or '.join(KNOWN)}, or an older vllm-dllm."
-    return f"{found}. Diffusion models cannot be served, other models are unaffected: {remedy}"
+    return (
+        f"vllm-dllm knows vLLM {known}, found {vllm.__version__}. Diffusion models cannot be "
+        f"served, other models are unaffected: {remedy}"
+    )
 
 
 def _is_newer() -> bool:
@@ -56,7 +62,7 @@ def __getattr__(name: str) -> type:
     """Where our models cannot be served, they are registered as attributes of this module, so that
     serving one ends with the reason instead of silently using vLLM's own version of it."""
     if not name[0].isupper():
-        raise AttributeError(f"module {__name__} has no attribute {name}")
+        raise AttributeError(name)
     if is_served():
         raise RuntimeError(
             f"vllm-dllm did not load with vLLM {vllm.__version__}, so diffusion models cannot be "
