@@ -14,7 +14,7 @@ from vllm import RequestOutput, SamplingParams
 from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine
-from tests.engine.rounding import assert_same, decided
+from tests.engine.rounding import assert_same
 
 pytestmark = pytest.mark.numerics
 
@@ -297,9 +297,7 @@ def test_a_seed_gives_the_same_canvases_in_any_batch(served: Engine, batch_size:
         )
         for seed in range(50)
     ]
-    alone = decided(
-        served.llm, lambda: decoded(served, [answers(served, [ODD], [params])[0] for params in own])
-    )
+    alone = decoded(served, [answers(served, [ODD], [params])[0] for params in own])
     together = []
     for params in own:
         prompts, batch = [ODD], [params]

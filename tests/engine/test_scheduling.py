@@ -11,7 +11,7 @@ from vllm import RequestOutput, SamplingParams
 from tests import tolerances
 from tests.engine.conftest import Engine, preemptions
 from tests.engine.one_step import FEW_STEPS, random_ids
-from tests.engine.rounding import assert_same, decided
+from tests.engine.rounding import assert_same
 from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
 
 pytestmark = pytest.mark.numerics
@@ -85,19 +85,18 @@ def tokens_of(answer: Answer) -> list[int]:
     return answer[0]
 
 
-def assert_undisturbed(answers: list[Answer], expected: list[Answer | None]) -> None:
+def assert_undisturbed(answers: list[Answer], expected: list[Answer]) -> None:
     assert_same(answers, expected, tokens_of)
     for (_, scores), other in zip(answers, expected, strict=True):
-        if other is not None:
-            assert scores == pytest.approx(other[1], rel=0, abs=tolerances.LOGPROB_OF_LAST_STEP)
+        assert scores == pytest.approx(other[1], rel=0, abs=tolerances.LOGPROB_OF_LAST_STEP)
     assert sum(len(scores) > 0 for _, scores in answers) > 10
 
 
 @pytest.fixture(scope="module")
-def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> list[Answer | None]:
+def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> list[Answer]:
     """Each request alone, without async scheduling."""
     served = engine(tiny(64), settings=FITTED, max_num_seqs=1)
-    return decided(served.llm, lambda: answers_of(served), tokens_of)
+    return answers_of(served)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> l
 def test_tokens_are_those_of_an_undisturbed_run(
     engine: Callable[..., Engine],
     tiny: Callable[[int], Path],
-    undisturbed: list[Answer | None],
+    undisturbed: list[Answer],
     options: dict[str, Any],
 ) -> None:
     served = engine(tiny(64), settings=FITTED, disable_log_stats=False, **options)
@@ -126,7 +125,7 @@ def test_tokens_are_those_of_an_undisturbed_run(
 def test_asynchronous_scheduling(
     engine: Callable[..., Engine],
     tiny: Callable[[int], Path],
-    undisturbed: list[Answer | None],
+    undisturbed: list[Answer],
     asynchronous: None,
 ) -> None:
     served = engine(tiny(64), settings=FITTED, async_scheduling=True)
