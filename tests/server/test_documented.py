@@ -51,8 +51,9 @@ def few_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", TOOLS)
 def test_tool(command: str, few_prompts: Path, tmp_path: Path) -> None:
-    cheap = command.replace("checkpoints/calibration.jsonl", str(few_prompts))
-    program, *arguments = shlex.split(cheap.replace("/tmp/", f"{tmp_path}/"))
+    here = command.replace("/tmp/", f"{tmp_path}/")  # first: the prompts may lie there, too
+    cheap = here.replace("checkpoints/calibration.jsonl", str(few_prompts))
+    program, *arguments = shlex.split(cheap)
     assert program == ".venv/bin/vllm-dllm"
     assert cli.main(arguments) == 0
     written = [path.name for path in tmp_path.iterdir()]
