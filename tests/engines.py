@@ -1,6 +1,7 @@
 """Engines of vLLM in the process that starts them."""
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ def in_this_process() -> Iterator[None]:
     """An engine started inside takes no processes of its own, which would import torch and vLLM for
     20 s. At the end the process is ready for another one.
     """
+    before = dict(os.environ)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # vLLM's worker forbids it from then on.
@@ -26,6 +28,10 @@ def in_this_process() -> Iterator[None]:
             yield
         finally:
             cleanup_dist_env_and_memory()
+            # What an engine leaves to its workers would reach the next engine, and processes.
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -24,6 +25,7 @@ from tests.paths import CHECKPOINTS, ROOT
 from tests.server.conftest import Server
 from vllm_dllm import cli
 
+MAKES_OWN = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}
 NUM_PROMPTS = 12  # of the 128 that the documented commands name
 
 
@@ -34,8 +36,10 @@ def in_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("target", MAKE)
 def test_make_runs_what_is_tested_below(target: str) -> None:
+    # By itself, even where `make` runs the tests: make hands its options on, and announces folders.
+    environment = {name: value for name, value in os.environ.items() if name not in MAKES_OWN}
     shown = subprocess.run(
-        ["make", "--dry-run", *target.split()[1:]], capture_output=True, text=True
+        ["make", "--dry-run", *target.split()[1:]], env=environment, capture_output=True, text=True
     )
     last = shown.stdout.replace("\\\n", " ").strip().splitlines()[-1]
     assert shlex.split(last) == shlex.split(MAKE[target]), shown.stderr
@@ -117,7 +121,7 @@ def test_offline_program(tmp_path: Path) -> None:
         program.write_text(text.replace("max_model_len", "enforce_eager=True, max_model_len"))
         done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == "a d q x", done.stdout
+        assert "a d q x" in done.stdout.splitlines(), done.stdout
         assert "nanobind" not in done.stderr
 
 

@@ -60,9 +60,9 @@ def _is_cached(model: str) -> bool:
 
 def _hub_answers() -> bool:
     """Whether the hub's machine takes connections; behind a proxy only the attempt would tell."""
-    if urllib.request.getproxies():
-        return True
     address = urlsplit(constants.ENDPOINT)
+    if urllib.request.getproxies().keys() & {address.scheme, "all"}:
+        return True
     port = address.port or (80 if address.scheme == "http" else 443)
     try:
         socket.create_connection((address.hostname or "", port), _CONNECT_SECONDS).close()

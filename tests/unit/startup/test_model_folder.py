@@ -20,8 +20,12 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cache").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
+    for name in ("https_proxy", "all_proxy", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    # Neither concerns the hub.
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     return tmp_path
 
 
@@ -91,10 +95,11 @@ def test_a_name_is_left_to_the_hub_that_answers(
     assert network == [("huggingface.co", 443)]
 
 
+@pytest.mark.parametrize("name", ["https_proxy", "HTTPS_PROXY", "all_proxy"])
 def test_a_proxy_is_not_second_guessed(
-    clone: Path, no_network: None, monkeypatch: pytest.MonkeyPatch
+    clone: Path, no_network: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setenv(name, "http://proxy:3128")
     check_model("some/model")
 
 

@@ -332,7 +332,7 @@ def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert cli.main(["demo", *arguments]) == 1
         return capsys.readouterr().err
 
-    assert re.search(r"no folder '.*missing'.* top folder of a clone", error(str(missing)))
+    assert re.search(r"no folder '.*missing'.* `vllm-dllm checkpoint` prints", error(str(missing)))
     assert "has no config.json" in error(str(tmp_path))
     assert "name one FILE.svg" in error(str(tmp_path), "--save-picture", "canvas.png")
     assert "0 to 5 seconds, got -1" in error(str(tmp_path), "--pace", "-1")

@@ -1,0 +1,33 @@
+"""Places in vLLM that `compat/` takes hold of: what each must still say, as data.
+
+`tools/vllm_seams.py` looks for them in any copy of vLLM's sources: `tests/unit/compat` in the
+installed one, `scripts/check_vllm.py VERSION` in any other. A seam that moved means: read the new
+source, then change `compat/`.
+"""
+
+from vllm_dllm.compat.seams import engine, processes, worker
+
+SEAMS = [*engine.SEAMS, *worker.SEAMS, *processes.SEAMS]
+
+SIGNATURES = {
+    "compilation.decorators:_model_hash_key": "fn",
+    "compilation.decorators:_try_load_aot_compiled_fn": "model aot_compilation_path",
+    "config.scheduler:SchedulerConfig.get_scheduler_cls": "self",
+    "config.vllm:VllmConfig._validate_v2_model_runner": "self",
+    "config.vllm:VllmConfig.use_v2_model_runner": "self",
+    "sampling_params:SamplingParams._validate_diffusion": "self model_config",
+    "utils.diffusion:validate_diffusion_sampling_params": "params canvas_length vocab_size",
+    "utils.ompmultiprocessing:OMPProcessManager.__init__": "self config",
+    "utils.ompmultiprocessing:OMPProcessManager._get_autobind_cpu_ids": "self cpu_selector",
+    "v1.core.sched.diffusion_scheduler:diffusion_canvas_width": "request canvas_length",
+    "v1.engine.core:EngineCore.post_step": "self model_executed",
+    "v1.engine.input_processor:InputProcessor._validate_params": "self params supported_tasks",
+    "v1.engine.input_processor:InputProcessor.resolve_watermarking": "self params",
+    "v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker.compute_prompt_logprobs": (
+        "self logits_fn hidden_states input_batch all_token_ids num_computed_tokens prompt_lens"
+    ),
+    "v1.worker.gpu.spec_decode:init_speculator": "vllm_config device req_states",
+    "v1.worker.gpu.states:RequestState.remove_request": "self req_id",
+}
+"""Parameters of the functions that are replaced or called, by place. Those of overridden methods
+are compared with the methods that override them."""

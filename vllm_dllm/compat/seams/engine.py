@@ -1,0 +1,161 @@
+"""Seams in the engine process and the API server: configuration, requests, schedulers."""
+
+from vllm_dllm.compat.seams.seam import Seam
+
+_SCHEDULER = "v1.core.sched.scheduler:Scheduler"
+_ASYNC_SCHEDULER = "v1.core.sched.async_scheduler:AsyncScheduler"
+
+SEAMS = [
+    # --- admission and configuration --------------------------------------------------------------
+    Seam(
+        "the admission check of diffusion requests",
+        "v1.engine.input_processor:InputProcessor",
+        "validate_diffusion_sampling_params(",
+    ),
+    Seam(
+        "all of a request's parameters are checked at once",
+        "v1.engine.input_processor:InputProcessor.process_inputs",
+        "watermarking = self._validate_params(params, supported_tasks)",
+    ),
+    Seam(
+        "stop tokens and bad words are known after the check",
+        "v1.engine.input_processor:InputProcessor.process_inputs",
+        """sampling_params.update_from_generation_config(
+                self.generation_config_fields,
+                self.renderer.get_eos_token_id(),
+            )
+            if self.tokenizer is not None:
+                sampling_params.update_from_tokenizer(self.tokenizer)""",
+    ),
+    Seam(
+        "the check of diffusion sampling parameters",
+        "sampling_params:SamplingParams.verify",
+        "self._validate_diffusion(model_config)",
+    ),
+    Seam(
+        "configurations by architecture",
+        "config.vllm:VllmConfig.try_verify_and_update_config",
+        "MODELS_CONFIG_MAP.get(architecture, None)",
+    ),
+    # --- requests over HTTP -----------------------------------------------------------------------
+    Seam(
+        "chats are rendered by the method we replace",
+        "entrypoints.openai.chat_completion.serving",
+        "return await self.online_renderer.render_chat(request)",
+    ),
+    Seam(
+        "completions, too",
+        "entrypoints.openai.completion.serving",
+        "self.online_renderer.render_completion(request)",
+    ),
+    Seam(
+        "and responses",
+        "entrypoints.openai.responses.serving",
+        "self.online_renderer.render_responses(",
+    ),
+    Seam(
+        "a tool parser is known by its class",
+        "renderers.online_renderer:OnlineRenderer.render_chat",
+        "tool_parser = self.parser.tool_parser_cls if self.parser is not None else None",
+    ),
+    Seam(
+        "beam search begins with its parameters",
+        "entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
+        "self.llm_engine.input_processor.resolve_watermarking(params)",
+    ),
+    # --- schedulers -------------------------------------------------------------------------------
+    Seam(
+        "vLLM names its diffusion schedulers where nobody has named one",
+        "config.vllm:VllmConfig.__post_init__",
+        "and self.scheduler_config.scheduler_cls is None",
+    ),
+    Seam(
+        "the engine asks the configuration for its scheduler",
+        "v1.engine.core:EngineCore.__init__",
+        "Scheduler = vllm_config.scheduler_config.get_scheduler_cls()",
+    ),
+    Seam(
+        "the engine calls what is named",
+        "v1.engine.core:EngineCore.__init__",
+        "self.scheduler: SchedulerInterface = Scheduler(\n            vllm_config=vllm_config,",
+    ),
+    Seam(
+        "a scheduler that runs ahead leaves drafts alone that are narrow enough",
+        "v1.core.sched.diffusion_scheduler:DiffusionAsyncScheduler.schedule",
+        """width = diffusion_canvas_width(request, self.num_spec_tokens)
+            # The placeholders are as wide as the served canvas.
+            if len(request.spec_token_ids) > width:""",
+    ),
+    Seam(
+        "the scheduler counts a step after building it",
+        f"{_SCHEDULER}.schedule",
+        "self._update_after_schedule(scheduler_output)",
+    ),
+    Seam(
+        "the scheduler takes a request's tokens",
+        f"{_SCHEDULER}.update_from_output",
+        "new_token_ids, stopped = self._update_request_with_output(",
+    ),
+    Seam(
+        "tokens that have arrived are on their way no more, after our hook",
+        f"{_ASYNC_SCHEDULER}._update_request_with_output",
+        "request.num_output_placeholders -= len(new_token_ids)",
+        until="0.33",
+    ),
+    Seam(
+        "tokens that have arrived are on their way no more, before our hook",
+        f"{_SCHEDULER}._update_request_with_output",
+        "request.num_output_placeholders -= num_new_tokens",
+        since="0.33",
+    ),
+    Seam(
+        "blocks are cached up to what is on its way",
+        f"{_ASYNC_SCHEDULER}._update_request_with_output",
+        "request, request.num_computed_tokens - request.num_output_placeholders",
+        until="0.33",
+    ),
+    Seam(
+        "blocks are cached up to what is on its way",
+        f"{_SCHEDULER}.update_from_output",
+        "request.num_computed_tokens - request.num_in_flight_tokens,",
+        since="0.33",
+    ),
+    Seam(
+        "the cache blocks to be zeroed",
+        f"{_SCHEDULER}.schedule",
+        "new_block_ids_to_zero=self._get_new_block_ids_to_zero(),",
+    ),
+    Seam(
+        "the scheduler says how many tokens a request has got",
+        f"{_SCHEDULER}._make_cached_request_data",
+        "req.num_output_tokens + req.num_output_placeholders",
+    ),
+    Seam(
+        "the scheduler takes drafts",
+        f"{_SCHEDULER}.update_draft_token_ids",
+        "request.spec_token_ids = self.structured_output_manager.validate_tokens(",
+    ),
+    Seam(
+        "a scheduler that runs ahead shares one list of drafts",
+        f"{_ASYNC_SCHEDULER}._update_after_schedule",
+        "request.spec_token_ids = self._spec_token_placeholders",
+    ),
+    Seam(
+        "the scheduler counts verified drafts",
+        f"{_SCHEDULER}.update_from_output",
+        "spec_decoding_stats = self.make_spec_decoding_stats(",
+    ),
+    Seam(
+        "the scheduler frees a request",
+        f"{_SCHEDULER}.finish_requests",
+        "self._free_request(request",
+    ),
+    Seam(
+        "after a step the engine only asks for draft tokens",
+        "v1.engine.core:EngineCore.post_step",
+        """if self.check_for_draft_tokens and not self.async_scheduling and model_executed:
+            draft_token_ids = self.model_executor.take_draft_token_ids()
+            if draft_token_ids is not None:
+                self.scheduler.update_draft_token_ids(draft_token_ids)""",
+    ),
+]

@@ -1,0 +1,158 @@
+"""Seams in how processes start and end, and where a CPU worker computes."""
+
+from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_START, NO_TRITON
+from vllm_dllm.compat.seams.seam import Seam
+
+SEAMS = [
+    # --- processes start, and end -----------------------------------------------------------------
+    Seam(
+        "a server makes its socket",
+        "entrypoints.launchers.launcher:setup_server",
+        "sock = create_server_socket(sock_addr, reuse_port=reuse_port)",
+    ),
+    Seam(
+        "plugins are loaded before a server's arguments are parsed",
+        "engine.arg_utils:AsyncEngineArgs.add_cli_args",
+        "load_general_plugins()",
+    ),
+    Seam(
+        "a server's arguments become an engine's configuration",
+        "entrypoints.launchers.api_server.entry:build_async_engine_client_from_engine_args",
+        "vllm_config = engine_args.create_engine_config(",
+    ),
+    Seam(
+        "a worker that cannot start",
+        "v1.executor.multiproc_executor:WorkerProc",
+        f'logger.exception("{FAILED_START["vllm.v1.executor.multiproc_executor"]}")',
+    ),
+    Seam(
+        "an engine that cannot start",
+        "v1.engine.core:EngineCoreProc.run_engine_core",
+        f'logger.exception("{FAILED_START["vllm.v1.engine.core"]}")',
+    ),
+    Seam("its parent knows no reason", "v1.engine.utils", ENGINE_FAILED),
+    Seam(
+        "Triton has no backend for CPUs",
+        "triton_utils.importing",
+        NO_TRITON["vllm.triton_utils.importing"],
+    ),
+    Seam("and is taken for absent", "platforms.cpu", NO_TRITON["vllm.platforms.cpu"]),
+    Seam(
+        "a server freezes its objects",
+        "entrypoints.launchers.utils.server_utils",
+        "freeze_gc_heap()",
+    ),
+    Seam(
+        "plugins of the platform are asked before Transformers is imported",
+        "config.model",
+        """from vllm.platforms import CpuArchEnum, current_platform
+from vllm.tasks import PoolingTask, ScoreType, SupportedTask
+from vllm.transformers_utils.config import (""",
+    ),
+    Seam(
+        "the command line asks for the version of `vllm`",
+        "entrypoints.cli.main:main",
+        'importlib.metadata.version("vllm")',
+    ),
+    # --- CPUs without Triton ----------------------------------------------------------------------
+    Seam(
+        "the choice of model runner",
+        "v1.worker.gpu_worker:Worker.__init__",
+        "self.use_v2_model_runner = vllm_config.use_v2_model_runner",
+    ),
+    Seam(
+        "the check of the choice",
+        "config.vllm:VllmConfig.__post_init__",
+        "self._validate_v2_model_runner()",
+    ),
+    Seam(
+        "what that check wants",
+        "config.vllm:VllmConfig._validate_v2_model_runner",
+        "if not HAS_TRITON:",
+        until="0.33",
+    ),
+    Seam(
+        "the worker wants it instead",
+        "v1.worker.gpu_worker:Worker.__init__",
+        "if self.use_v2_model_runner and not HAS_TRITON:",
+        since="0.33",
+    ),
+    Seam(
+        "the worker class is final when the check comes",
+        "platforms.cpu:CpuPlatform.check_and_update_config",
+        'parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"',
+    ),
+    Seam(
+        "the CPU worker makes its runner in init_device",
+        "v1.worker.cpu_worker:CPUWorker.init_device",
+        "if self.use_v2_model_runner:",
+    ),
+    Seam(
+        "the CPU worker warms kernels up, unless told not to",
+        "v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+        "if self.use_v2_model_runner and kernel_config.enable_jit_warmup:",
+        since="0.33",
+    ),
+    Seam("the stand-ins for Triton", "triton_utils", "triton = TritonPlaceholder()"),
+    Seam("the stand-in for its language", "triton_utils", "tl = TritonLanguagePlaceholder()"),
+    Seam(
+        "their constexpr",
+        "triton_utils.importing:TritonLanguagePlaceholder.__init__",
+        "self.constexpr =",
+    ),
+    # --- compiled models on CPUs ------------------------------------------------------------------
+    Seam(
+        "a compiled model is loaded, then completed",
+        "compilation.decorators:_try_load_aot_compiled_fn",
+        "loaded_fn._artifacts.compiled_fn.finalize_loading(model.vllm_config)",
+    ),
+    Seam(
+        "a compiled model is looked for by a key",
+        "compilation.decorators:_support_torch_compile",
+        "factors.append(_model_hash_key(self.forward))",
+    ),
+    Seam(
+        "what cannot be loaded is compiled",
+        "compilation.decorators:_support_torch_compile",
+        """loaded_fn = _try_load_aot_compiled_fn(self, aot_compilation_path)
+                if loaded_fn is not None:""",
+    ),
+    Seam(
+        "on CPUs Inductor compiles the model in one piece",
+        "platforms.cpu:CpuPlatform.check_and_update_config",
+        "compilation_config.mode = CompilationMode.DYNAMO_TRACE_ONCE",
+    ),
+    Seam(
+        "when a worker that does not answer is said to hang",
+        "distributed.device_communicators.shm_broadcast",
+        "VLLM_RINGBUFFER_WARNING_INTERVAL = envs.VLLM_RINGBUFFER_WARNING_INTERVAL",
+    ),
+    # --- cores and threads of CPU workers ---------------------------------------------------------
+    Seam(
+        "the cores of CPU workers",
+        "utils.ompmultiprocessing:OMPProcessManager._parse_omp_threads_bind_env",
+        """cpu_list, reserve_list = self._get_autobind_cpu_ids(
+                    lambda cpus: cpus[-1:]
+                )""",
+    ),
+    Seam(
+        "are chosen when the workers are started",
+        "v1.executor.multiproc_executor:MultiprocExecutor._init_executor",
+        "cpu_omp_manager = OMPProcessManager(self.vllm_config)",
+    ),
+    Seam(
+        "how many are reserved",
+        "utils.ompmultiprocessing:OMPProcessManager._get_autobind_cpu_ids",
+        "if total_cpu_num <= self.reserve_cpu_num:",
+    ),
+    Seam(
+        "the cores that a quota leaves",
+        "utils.torch_utils:available_cpu_count",
+        "limit = _cgroup_cpu_limit()",
+    ),
+    Seam(
+        "the threads of a worker that has loaded its model",
+        "v1.worker.gpu_worker:Worker.load_model",
+        "set_torch_threads_for_runtime()",
+    ),
+]

@@ -1,0 +1,175 @@
+"""Seams in a worker: attention, the runner of a step, drafters."""
+
+from vllm_dllm.compat.seams.seam import Seam
+
+_SPECULATOR = "v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator"
+_RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"
+_SCHEDULER = "v1.core.sched.scheduler:Scheduler"
+_PROMPT_SCORES = "v1.worker.gpu.sample.prompt_logprob"
+
+SEAMS = [
+    # --- operations and attention -----------------------------------------------------------------
+    Seam(
+        "the CPU kernel that writes keys and values",
+        "_custom_ops:cpu_attn_reshape_and_cache",
+        "torch.ops._C.cpu_attn_reshape_and_cache(",
+    ),
+    Seam("the C++ RMS norm", "_custom_ops:rms_norm", "torch.ops._C.rms_norm(out, input,"),
+    Seam(
+        "the cached choice of attention backend",
+        "v1.attention.selector:get_attn_backend",
+        "_cached_get_attn_backend(",
+    ),
+    Seam(
+        "the cache can be cleared",
+        "v1.attention.selector",
+        "@cache\ndef _cached_get_attn_backend",
+    ),
+    Seam(
+        "extensions have one backend name that every process knows",
+        "v1.attention.backends.registry:AttentionBackendEnum",
+        "CUSTOM = None",
+    ),
+    Seam(
+        "the GPU platform asks the chosen backend's class",
+        "platforms.cuda:_get_attn_backend_class",
+        ".get_class()",
+    ),
+    Seam(
+        "the CPU platform names its backend by the registry",
+        "platforms.cpu:CpuPlatform.get_attn_backend_cls",
+        "return AttentionBackendEnum.CPU_ATTN.get_path()",
+    ),
+    Seam(
+        "a CPU worker's kernels for the cache",
+        "v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
+        "layer.isa = self.isa",
+    ),
+    # --- the worker and its runner ----------------------------------------------------------------
+    Seam(
+        "the GPU platform keeps a worker that was named before",
+        "platforms.cuda:CudaPlatformBase.check_and_update_config",
+        'if parallel_config.worker_cls == "auto":',
+    ),
+    Seam(
+        "the worker runs a step",
+        "v1.worker.gpu_worker:Worker.execute_model",
+        "output = self.model_runner.execute_model(",
+    ),
+    Seam(
+        "the runner counts what is prefilled of the requests that it knows",
+        f"{_RUNNER}.update_requests",
+        """np.minimum(
+            self.req_states.num_computed_tokens_np,
+            self.req_states.prefill_len.np,""",
+    ),
+    Seam(
+        "a prefill lasts to prefill_len",
+        f"{_RUNNER}.gather_batch_req_state",
+        "is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np",
+    ),
+    Seam(
+        "prefill_len is what kernels read after a copy",
+        "v1.worker.gpu.states:RequestState.apply_staged_writes",
+        "self.prefill_len.copy_to_uva()",
+    ),
+    Seam(
+        "prompts are scored in chunks",
+        f"{_PROMPT_SCORES}:compute_prompt_logprobs_with_chunking",
+        """for start_idx in range(0, prompt_token_ids.shape[0], CHUNK_SIZE):
+        end_idx = start_idx + CHUNK_SIZE""",
+    ),
+    Seam(
+        "chosen tokens, too",
+        f"{_PROMPT_SCORES}:PromptLogprobsWorker",
+        "b = min(a + CHUNK_SIZE, hi)",
+    ),
+    Seam("in chunks of so many rows", _PROMPT_SCORES, "\nCHUNK_SIZE = 1024\n"),
+    Seam(
+        "a request with one token left is padded with drafts",
+        f"{_SCHEDULER}.schedule",
+        "padded_num_tokens = 1 + self.num_spec_tokens",
+    ),
+    Seam(
+        "prompts are scored to the end of what is scheduled",
+        f"{_PROMPT_SCORES}:PromptLogprobsWorker.compute_prompt_logprobs",
+        """end_idx = query_start_loc_np[i + 1]
+            assert start_idx < end_idx, (
+                f"start_idx ({start_idx}) >= end_idx ({end_idx})"
+            )
+            if not req_is_prompt_chunked:
+                end_idx -= 1""",
+    ),
+    Seam(
+        "the runner scores prompts by",
+        f"{_RUNNER}.sample_tokens",
+        """self.prompt_logprobs_worker.compute_prompt_logprobs(
+            self.model.compute_logits,
+            hidden_states,
+            input_batch,
+            self.req_states.all_token_ids.gpu,
+            self.req_states.num_computed_tokens.gpu,
+            self.req_states.prompt_len.np,
+        )""",
+    ),
+    Seam(
+        "the runner frees a slot",
+        f"{_RUNNER}._remove_request",
+        "req_idx = self.req_states.remove_request(req_id)",
+    ),
+    Seam(
+        "tokens of a request that comes are written to its slot",
+        "v1.worker.gpu.states:RequestState.add_request",
+        "self.all_token_ids.stage_write(req_idx, 0, all_token_ids)",
+    ),
+    # --- drafters ---------------------------------------------------------------------------------
+    Seam(
+        "the runner makes its speculator",
+        f"{_RUNNER}.__init__",
+        "self.speculator = init_speculator(",
+    ),
+    Seam(
+        "the runner knows how many tokens to draft before it drafts",
+        f"{_RUNNER}.sample_tokens",
+        "num_spec_tokens = self.execute_model_state.num_spec_tokens_to_schedule",
+    ),
+    Seam(
+        "the runner drafts nothing where the scheduler says so",
+        f"{_RUNNER}.execute_model",
+        "0 if skip_drafts else scheduler_output.num_spec_tokens_to_schedule",
+        since="0.33",
+    ),
+    Seam(
+        "the speculator stores the context before it drafts",
+        f"{_SPECULATOR}.propose",
+        "self._precompute_context_kv(0, num_target_tokens, dummy_run)",
+    ),
+    Seam(
+        "a captured draft stores it too",
+        f"{_SPECULATOR}._prepare_graph_forward",
+        "self._precompute_context_kv(0, self._num_graph_context_tokens(num_reqs))",
+        until="0.33",
+    ),
+    Seam(
+        "a captured draft stores it too",
+        f"{_SPECULATOR}._prepare_graph_forward",
+        "self._precompute_context_kv(0, num_context)",
+        since="0.33",
+    ),
+    Seam(
+        "a step has slots for the drafter's cache, too",
+        f"{_RUNNER}.prepare_attn",
+        "self.block_tables.compute_slot_mappings(",
+    ),
+    Seam(
+        "the sampler of drafts verifies them",
+        "v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler._verify",
+        "sampled, num_sampled = rejection_sample(",
+    ),
+    Seam(
+        "drafted positions have seeds of their own",
+        "v1.worker.gpu.sample.gumbel:gumbel_block_argmax",
+        "if logits_cache_ptr is not None:\n        seed = spec_step_seed(seed, col)",
+        since="0.33",
+    ),
+]
