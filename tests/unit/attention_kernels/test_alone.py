@@ -1,0 +1,35 @@
+"""The kernels, and their tests, need PyTorch and Triton; vLLM and our extension may be absent."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.paths import ROOT
+
+# The tests of this folder that take seconds, in a process that cannot import either.
+PROGRAM = """
+import sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("vllm", "vllm_dllm"):
+            raise ModuleNotFoundError(f"{name} is refused here", name=name)
+
+sys.meta_path.insert(0, Refused())
+
+import pytest
+
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+FAST = "not codegen and not alone and not visibility and not visits"
+
+
+def test_without_vllm() -> None:
+    arguments = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", FAST]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments, str(Path(__file__).parent)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
