@@ -17,7 +17,6 @@ def in_this_process() -> Iterator[None]:
     """An engine started inside takes no processes of its own, which would import torch and vLLM for
     20 s. At the end the process is ready for another one.
     """
-    before = dict(os.environ)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # vLLM's worker forbids it from then on.
@@ -28,10 +27,8 @@ def in_this_process() -> Iterator[None]:
             yield
         finally:
             cleanup_dist_env_and_memory()
-            # What an engine leaves to its workers would reach the next engine, and processes.
-            for name in os.environ.keys() - before.keys():
-                del os.environ[name]
-            os.environ.update(before)
+            # What an engine that is not compiled leaves to its workers is not for the next engine.
+            os.environ.pop("VLLM_USE_AOT_COMPILE", None)
 
 
 @contextmanager
