@@ -1,7 +1,7 @@
 """How far rounding may move a result: bounds that follow from the arithmetic.
 
 A machine chooses the order of a sum, the width of its vectors, and whether a product is fused with
-the addition behind it. So an allowed error is computed from dtypes and lengths, never measured.
+the addition after it. So an allowed error is computed from dtypes and lengths, never measured.
 
 u is the unit roundoff: a result is rounded by at most u of its size. Each of the n additions of a
 sum rounds once, which adds up to n u of the sum of magnitudes at worst. Roundings are practically
