@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="the system's name in the report")
     parser.add_argument("--drafter", help="folder; without one, the target alone")
     parser.add_argument("--num-drafts", type=int)
-    parser.add_argument("--settings", type=json.loads, default={}, help="ours, as JSON")
+    parser.add_argument("--settings", type=json.loads, default={}, help="ours, in JSON")
     parser.add_argument("--stock", action="store_true")
     args = parser.parse_args()
     options: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 2048}

@@ -1,4 +1,4 @@
-"""What a drafter that is never right costs. Target and drafter have made-up weights, 41 and 8
+"""The cost of a drafter that is never right. Target and drafter have made-up weights, 41 and 8
 million, so that a step takes some ms, closer to real models than with the shipped ones.
 
     python -m bench.drafter_worst_case

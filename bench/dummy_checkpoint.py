@@ -59,7 +59,7 @@ SHAPE_SMALL: dict[str, Any] = {
     "top_k_experts": 4,
     "moe_intermediate_size": 96,
 }
-# What a laptop might serve: 267 million weights, of which each token of a canvas uses 192.
+# What a laptop might serve: 267 million weights, 192 million of them used by each canvas token.
 SHAPE_267M: dict[str, Any] = {
     "vocab_size": 32_768,
     "hidden_size": 1024,

@@ -13,8 +13,8 @@ from torch import nn
 
 LEAST_WORK = 400_000_000
 """Products of a weight and a row, per layer on average, above which several threads are faster. On
-two cores a second thread cost the shipped model (360,000 weights per layer) 15% at 64 rows and 5% at
-512, and gained 10% at 2,048."""
+two cores a second thread cost the shipped model (360,000 weights per layer) 15% at 64 rows and 5%
+at 512, and gained 10% at 2,048."""
 LEAST_ROWS = 32
 """Reading the weights takes about as long as computing this many rows with them."""
 

@@ -101,7 +101,7 @@ def train(
 def _answered(
     questions: list[list[int]], completer: Completer, partial: Path
 ) -> list[KnownSequence]:
-    """The questions with their answers. Answers to a stopped run are read from its file."""
+    """The questions with their answers. What a stopped run has asked is read from its file."""
     sequences = collect(questions, completer, partial / COMPLETIONS_FILE, _report_collecting)
     if not sequences:
         raise InputError(
