@@ -28,7 +28,7 @@ def attention(
     softcap: float = 0.0,  # scores become `softcap * tanh(score / softcap)`; 0 = none
     key_scale: torch.Tensor | None = None,  # [1] fp32, what an fp8 cache is multiplied by; None = 1
     value_scale: torch.Tensor | None = None,
-    max_seq_len: int | None = None,  # bound of seq_lens (None = the block table's)
+    max_seq_len: int | None = None,  # bound on seq_lens (None = the block table's)
     output: torch.Tensor | None = None,  # [T, Hq, D], written at the rows of requests
     impl: Impl = "triton",
 ) -> torch.Tensor:
@@ -40,8 +40,9 @@ def attention(
 
     impl: "triton" (a GPU, or Triton's interpreter), "fa4" (FlashAttention-4, a GPU) or "reference"
     (plain PyTorch, anywhere). What it cannot do is an error, never another implementation;
-    `support.py` knows before. "fa4" may read a sequence's last page to its end, which must then be
-    finite. `max_seq_len` only steers how the work is split. A new `output` is zero elsewhere.
+    `support.py` can tell beforehand. "fa4" may read a sequence's last page to its end, which must
+    then be finite. `max_seq_len` only steers how the work is split. With `output` None, the new
+    tensor is zero outside the rows of requests.
 
     Raises:
         ValueError: names the argument, what was expected and what was passed.

@@ -1,11 +1,11 @@
 """How far rounding may move a result: bounds that follow from the arithmetic.
 
 A machine chooses the order of a sum, the width of its vectors, and whether a product is fused with
-the addition behind it. So an allowed error is computed from dtypes and lengths, never measured.
+the addition after it. So an allowed error is computed from dtypes and lengths, never measured.
 
 u is the unit roundoff: a result is rounded by at most u of its size. Each of the n additions of a
-sum rounds once, which makes n u of the sum of magnitudes at worst. Roundings are as good as
-independent, so that DEVIATIONS sqrt(n) u is exceeded about once in 10^9 sums (Higham and Mary, "A
+sum rounds once, which adds up to n u of the sum of magnitudes at worst. Roundings are practically
+independent, so DEVIATIONS sqrt(n) u is exceeded about once in 10^9 sums (Higham and Mary, "A
 new approach to probabilistic rounding error analysis", 2019). Where terms have both signs the
 partial sums stay small, and the bound is u times a constant, whatever n is (the same, "Sharper
 probabilistic backward error analysis for basic linear algebra kernels with random data", 2020).

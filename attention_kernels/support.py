@@ -1,4 +1,4 @@
-"""What the GPU versions support on which chip: the reason they do not, in words, or None.
+"""What the GPU versions support on which GPU: the reason why not, in words, or None.
 
 What FlashAttention-4 supports was read in the source of flash-attn-4 4.0.0b36.
 """

@@ -1,4 +1,4 @@
-"""Batches to test and time attention with: paged caches of random requests, NaN everywhere else.
+"""Batches for tests and benches of attention: paged caches of random requests, NaN elsewhere.
 
 A NaN in an output means that a kernel read what it was not given.
 """
@@ -129,7 +129,7 @@ def rms_ratio(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What attention over a batch has to give, and how far rounding may move it."""
+    """The right result of attention over a batch, and how far rounding may move it."""
 
     expected: torch.Tensor  # [T, Hq, D] float64
     error: torch.Tensor  # [T, Hq, D] float64, of each element
@@ -149,9 +149,9 @@ class Allowed:
 def allowed(batch: PagedBatch, *, scale: float, cuts_off: bool = False, **options: Any) -> Allowed:
     """For `options` of `reference.attention`.
 
-    Scores and sums are fp32. What rounding does to a score moves its weight by as much, and their
-    sum at most as much again. A 16-bit query has its weights and its output rounded, too, or with
-    `cuts_off` towards zero, which is off by up to twice as much.
+    Scores and sums are fp32. What rounding does to a score moves its weight by as much, and the sum
+    of weights by at most as much again. With a 16-bit query, weights and output are also rounded;
+    with `cuts_off` towards zero, which is off by up to twice as much.
     """
     dtype = batch.query.dtype
     query_norm = batch.query.double().norm(dim=-1).max().item()

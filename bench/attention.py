@@ -1,4 +1,4 @@
-"""Attention of a step full of canvases on a GPU: our kernel beside those of vLLM and PyTorch.
+"""Attention of a step full of canvases on a GPU: our kernel next to those of vLLM and PyTorch.
 
     python -m bench.attention
 
@@ -167,7 +167,7 @@ def random_batch(layer: Layer, context: int, batch: int, device: str) -> PagedBa
 
 
 def captured(run: Run) -> Run:
-    """`run` as a server replays it: without what Python does around it."""
+    """`run` as a server replays it: without Python's overhead."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -198,9 +198,8 @@ def left_out(device: str, name: str) -> dict[str, str]:
     batch = random_batch(layer, 2000, 2, device)
     for system, prepare in (OURS | OTHERS).items():
         symmetric = system in OTHERS or "symmetric" in system
-        # Ours may say that FlashAttention-4 cannot serve a layer, or is not installed; whatever
-        # else it raises ends the bench. What keeps another's kernel from running is its own affair,
-        # and is reported.
+        # Ours may say that FlashAttention-4 cannot serve a layer, or is not installed; any other
+        # error of ours ends the bench. Whatever keeps another's kernel from running is reported.
         is_fa4 = system in OURS and "FA4" in system
         left_out_by = Exception if system in OTHERS else (ValueError, ImportError) if is_fa4 else ()
         try:
@@ -209,7 +208,7 @@ def left_out(device: str, name: str) -> dict[str, str]:
             reasons[system] = repr(failure)[:500]
             continue
         print(f"{name} layers, {system}: worst row's RMS ratio {error:.4f}", flush=True)
-        if not error <= most:  # a NaN is wrong, too
+        if not error <= most:  # a NaN is also wrong
             if system in OURS:
                 raise harness.Refused(f"{system} is wrong on {name} layers: {error:.4f}.")
             reasons[system] = f"worst row's RMS ratio {error:.4f}"
@@ -219,7 +218,7 @@ def left_out(device: str, name: str) -> dict[str, str]:
 
 
 def time_ms(run: Run, repetitions: int) -> float:
-    """One call, from events around many, so that the queue stays full."""
+    """Time of one call, from events around many, so that the queue stays full."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repetitions):
@@ -230,7 +229,7 @@ def time_ms(run: Run, repetitions: int) -> float:
 
 
 def work(layer: Layer, context: int, batch: int) -> tuple[float, float]:
-    """(TFLOP, TB) that a call cannot do without: visible keys only, every key read once."""
+    """The least (TFLOP, TB) a call needs: visible keys only, every key read once."""
     keys = CANVAS + (context if layer.window_left < 0 else min(context, layer.window_left))
     flop = 4 * batch * CANVAS * keys * layer.num_heads * layer.head_size
     rows = 2 * CANVAS * layer.num_heads + 2 * keys * layer.num_kv_heads
@@ -244,7 +243,7 @@ def main() -> None:
     device, gpu = "cuda", torch.cuda.get_device_name()
     reasons = {name: left_out(device, name) for name in LAYERS}
     if any(reasons[name].keys() >= OTHERS.keys() for name in LAYERS):
-        raise harness.Refused("nothing to compare with runs here.")
+        raise harness.Refused("no other system runs here to compare with.")
     peak_tflops, peak_tbs = next(
         (peak for prefix, peak in PEAK.items() if gpu.startswith(prefix)), (None, None)
     )
@@ -273,7 +272,7 @@ def main() -> None:
         medians = {system: measured["median"] for system, measured in cell["ms"].items()}
         best = min(medians.keys() & OTHERS.keys(), key=lambda s: medians[s])
         cell["best_other"] = best
-        # The others' window is symmetric, so only that of ours compares like with like.
+        # The others' window is symmetric, so only our symmetric version compares like with like.
         cell["speedup"] = {s: medians[best] / medians[s] for s in medians.keys() & OURS.keys()}
         line = ", ".join(f"{s} {v['median']:.3f}" for s, v in cell["ms"].items())
         print(f"{name} context {context} batch {size}: {line}", flush=True)

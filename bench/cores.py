@@ -2,8 +2,8 @@
 
     python -m bench.cores
 
-A denoise step and tokens a second at 1, 8 and 32 requests: this project with a core reserved, as
-vLLM starts its CPU worker, and as it starts by itself, with transformers on all cores beside them.
+A denoise step and tokens per second at 1, 8 and 32 requests: this project with a core reserved, as
+vLLM starts its CPU worker, and as it starts by default, next to transformers on all cores.
 The shipped checkpoint answers held-out prompts in fp32; 267 million random weights take a fixed
 number of steps in bf16, canvas 256. The systems take turns. The last line is JSON, which also lands
 in bench/results/<machine>/. Nine minutes on two cores, and four more the first time, for compiling.
@@ -75,7 +75,7 @@ def measure_large(rounds: int, requests: list[int]) -> Cells:
             steps = {"diffusion_max_steps": STEPS[count]}
             options |= dict(ignore_eos=True, detokenize=False, extra_args=steps)
         elif count > 1:
-            return None  # a minute a step
+            return None  # a minute per step
         return call(name, "run", **options)
 
     canvas = dummy_checkpoint.CANVAS
@@ -106,7 +106,7 @@ def _turn(call: Call, run: Any, count: int) -> dict[str, dict[str, float]]:
                 "tokens_per_second": sum(map(len, result["outputs"])) / result["seconds"],
             }
             print(
-                f"{count} at once, {name}: {found[name]['ms_per_step']:.1f} ms a step", flush=True
+                f"{count} at once, {name}: {found[name]['ms_per_step']:.1f} ms per step", flush=True
             )
     return found
 
@@ -154,7 +154,7 @@ def print_table(results: dict[str, Cells]) -> None:
     table = Table(box=box.MARKDOWN)
     table.add_column("model, at once")
     for name in ARGUMENTS:
-        table.add_column(f"{name}: ms a step (tokens/s)", justify="right")
+        table.add_column(f"{name}: ms per step (tokens/s)", justify="right")
     for model, cells in results.items():
         for count in cells[DEFAULT]:
             row = [cells[name].get(count) for name in ARGUMENTS]

@@ -14,7 +14,7 @@ MAX_REQUESTS = 32
 
 class CoresEngine(CanvasEngine):
     def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Also the median step, timed in the worker from the start of one to that of the next."""
+        """Adds the median step, timed in the worker from the start of one to that of the next."""
         ask = self.llm.collective_rpc
         first = ask("num_forwards")[0]
         found = super().run(*args, **kwargs)

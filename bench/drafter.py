@@ -33,8 +33,8 @@ FOREIGN_TOKENS, CONTEXT_TOKENS = 200, 1700
 
 
 def documents(tokenizer: Any, num_tokens: int, count: int) -> Workload:
-    """Documents before the question, which neither target nor drafter was trained on: answers are
-    of no account, and hard to guess."""
+    """Prompts with documents before the question, which neither target nor drafter was trained on:
+    the answers do not matter, and are hard to guess."""
     rng = random.Random(0)
     messages = []
     for _ in range(count):
@@ -74,7 +74,7 @@ def require_same_answers(outputs: dict[str, list[list[int]]]) -> None:
         different = sum(a != b for a, b in zip(outputs[ALONE], answers, strict=True))
         if different:
             raise harness.Refused(
-                f"{name} answers {different} of {len(answers)} prompts otherwise than the target "
+                f"{name} answers {different} of {len(answers)} prompts differently from the target "
                 f"alone."
             )
 
@@ -87,7 +87,7 @@ def measure(
     concurrency: int,
     num_rounds: int,
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Measures of each system, and the answers; refuses where one differs."""
+    """Measures of each system, and the answers; refuses if one differs."""
     prompts = given.prompts[:num_prompts]
     options = {"batch": concurrency, "max_tokens": given.max_tokens, "temperature": 0.0}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}

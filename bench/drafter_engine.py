@@ -25,7 +25,7 @@ class DraftEngine(Engine):
     def split(
         self, prompts: list[list[int]], batch: int, max_tokens: int
     ) -> list[dict[str, float]]:
-        """The parts of every step, ms: they add up to it."""
+        """The parts of every step, in ms; they add up to the step."""
         self.llm.collective_rpc("start_split")
         self.run(prompts, batch=batch, max_tokens=max_tokens, temperature=0.0)
         return [parts(step) for step in self.llm.collective_rpc("stop_split")[0]]
@@ -45,10 +45,10 @@ def parts(step: dict[str, float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target")
-    parser.add_argument("--name", required=True, help="of the system, in the report")
-    parser.add_argument("--drafter", help="folder; none: the target alone")
+    parser.add_argument("--name", required=True, help="the system's name in the report")
+    parser.add_argument("--drafter", help="folder; without one, the target alone")
     parser.add_argument("--num-drafts", type=int)
-    parser.add_argument("--settings", type=json.loads, default={}, help="of ours, JSON")
+    parser.add_argument("--settings", type=json.loads, default={}, help="ours, in JSON")
     parser.add_argument("--stock", action="store_true")
     args = parser.parse_args()
     options: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 2048}

@@ -1,4 +1,4 @@
-"""What the best width of each prompt would give: the most that a choice once a request can."""
+"""What the best width of each prompt would give: the most that one choice per request can."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ def best_widths(
     answers: list[list[int]],  # the target's greedy tokens
     num_drafts: int,
 ) -> dict[str, Any]:
-    """τ of every fixed verify width of `num_drafts` drafted tokens, and of the width that needs
+    """τ of every fixed verify width of `num_drafts` drafted tokens, and of the width that needs the
     fewest verifications for each prompt: offline, in fp32."""
     from vllm_dllm.tools.drafter.training.offline import mean_length, replay
     from vllm_dllm.tools.drafter.training.reference import load_drafter

@@ -1,11 +1,11 @@
-"""What `bench.drafter` makes of its runs: measures, bars, tables."""
+"""Turns the runs of `bench.drafter` into measures, bars and tables."""
 
 from typing import Any
 
 from bench import harness
 
 ALONE, STOCK, FIXED = "no drafter", "stock vLLM's DFlash", "fixed"
-LEAST_OF = {STOCK: 1.0, ALONE: 0.95}  # tokens a second
+LEAST_OF = {STOCK: 1.0, ALONE: 0.95}  # tokens per second
 Results = dict[str, dict[str, dict[str, Any]]]
 """[workload][system][concurrency] -> measures."""
 
@@ -26,7 +26,7 @@ def measures(run: dict[str, Any]) -> dict[str, float]:
 
 
 def summarize(rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians and extremes; of what every round has."""
+    """Medians and extremes of what every round has."""
     keys = [key for key in rounds[0] if all(key in line for line in rounds)]
     return {key: harness.spread([line[key] for line in rounds]) for key in keys}
 

@@ -1,10 +1,10 @@
-"""What a drafter costs that is never right: target and drafter of made-up weights, of 41 and 8
-million parameters, so that a step takes some ms, nearer to real models than the shipped ones.
+"""The cost of a drafter that is never right. Target and drafter have made-up weights, 41 and 8
+million, so that a step takes some ms, closer to real models than with the shipped ones.
 
     python -m bench.drafter_worst_case
 
-Same answers with and without, or nothing is reported. The last line is JSON, which also lands in
-bench/results/<machine>/.
+Unless the answers are the same with and without it, nothing is reported. The last line is JSON,
+which also lands in bench/results/<machine>/.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ACCEPTANCE = "acceptance"
 
 
 def make_pair(folder: Path) -> tuple[Path, Path]:
-    """Target and drafter, as many layers for as many as published drafters have."""
+    """Target and drafter, with the ratio of layers that published drafters have."""
     tokenizer = build_tokenizer()
     model = Qwen3ForCausalLM(
         target_config(

@@ -2,7 +2,7 @@
 
     python -m bench.dummy_checkpoint FOLDER --scheme nvfp4
 
-The tokenizer is the shipped checkpoint's; of a larger vocabulary, the rest has no text.
+The tokenizer is the shipped checkpoint's; if the vocabulary is larger, the rest has no text.
 """
 
 import argparse
@@ -59,7 +59,7 @@ SHAPE_SMALL: dict[str, Any] = {
     "top_k_experts": 4,
     "moe_intermediate_size": 96,
 }
-# What a laptop might serve. 267 million weights, of which a token of a canvas uses 192.
+# What a laptop might serve: 267 million weights, 192 million of them used by each canvas token.
 SHAPE_267M: dict[str, Any] = {
     "vocab_size": 32_768,
     "hidden_size": 1024,
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="26B")
     parser.add_argument("--scheme", choices=SCHEMES, default="bf16")
-    parser.add_argument("--steps", type=int, default=16, help="that a canvas takes")
+    parser.add_argument("--steps", type=int, default=16, help="per canvas")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     write(args.folder, args.shape, args.scheme, args.steps)

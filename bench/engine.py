@@ -11,10 +11,10 @@ MAX_NUM_SEQS = 64
 
 
 class Engine:
-    """An fp32 engine of otherwise default settings, in vLLM's default process layout."""
+    """An fp32 engine with otherwise default settings, in vLLM's default process layout."""
 
     counters = ""
-    """How the names of the vLLM counters begin that a run reports."""
+    """Prefix of the vLLM counters that a run reports."""
 
     def __init__(self, checkpoint: str, **options: Any) -> None:
         from vllm import LLM
@@ -26,7 +26,7 @@ class Engine:
             kv_cache_memory_bytes=1 << 30,
             # As `vllm serve` has it; the counters come with it.
             disable_log_stats=False,
-            # Each prompt is sent once a round, so rounds after the first would skip prefills.
+            # Each prompt is sent once per round, so rounds after the first would skip prefills.
             enable_prefix_caching=False,
             worker_extension_cls="bench.step_split.StepSplit",
         )
@@ -39,8 +39,7 @@ class Engine:
     def run(
         self, prompts: list[list[int]], batch: int, max_tokens: int, **sampling: Any
     ) -> dict[str, Any]:
-        """Decodes `prompts`, at any time `batch` of them at once; a new one starts as soon as one
-        ends."""
+        """Decodes `prompts`, `batch` of them at any time; a new one starts as soon as one ends."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -85,11 +84,11 @@ class Engine:
         return [split_parts(step) for step in self.llm.collective_rpc("stop_split")[0]]
 
     def _num_forwards(self) -> int:
-        """How often the model has run so far; an engine also steps to tell of ended requests."""
+        """How often the model has run so far; an engine also steps to report ended requests."""
         return self.llm.collective_rpc("num_forwards")[0]
 
     def _counters(self) -> dict[str, float]:
-        """vLLM's own, without the beginning of their names."""
+        """vLLM's own, without the prefix of their names."""
         return {
             metric.name.removeprefix(self.counters): metric.value
             for metric in self.llm.get_metrics()
@@ -98,7 +97,7 @@ class Engine:
 
 
 class CanvasEngine(Engine):
-    """Of a diffusion model."""
+    """For a diffusion model."""
 
     counters = "vllm:diffusion_num_"
 
@@ -108,8 +107,8 @@ class CanvasEngine(Engine):
     def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         found = super().run(*args, **kwargs)
         counted = found.pop("counted")
-        # Canvases of a run are of one length.
+        # Canvases of a run all have the same length.
         steps = counted["denoising_steps"]
         blocks = counted["committed_tokens"] * steps / counted["canvas_positions"]
-        # The counter counts a commit as a step, too.
+        # The counter also counts a commit as a step.
         return {**found, "steps_per_block": steps / blocks - 1}

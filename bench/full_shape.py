@@ -1,11 +1,11 @@
-"""A denoising step at the size of the 26B model, ours beside stock vLLM's, with made-up weights.
+"""A denoising step at the size of the 26B model, ours and stock vLLM's, with made-up weights.
 
     python -m bench.full_shape --scheme fp8-dynamic
 
-Canvases of 256, bf16 or quantised weights, prompts of 128 tokens, two canvases a request, a fixed
+Canvases of 256, bf16 or quantised weights, prompts of 128 tokens, two canvases per request, a fixed
 number of steps each: outputs mean nothing, times do. One engine after the other, so that each has
-the GPU for itself. Before, ours answers held-out prompts with the shipped checkpoint of the same
-scheme. The last line is JSON, which also lands in bench/results/<machine>/.
+the GPU to itself. Before that, ours answers held-out prompts with the shipped checkpoint of the
+same scheme. The last line is JSON, which also lands in bench/results/<machine>/.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SHIPPED = {
     "nvfp4": "diffusiongemma-tiny-NVFP4",
 }
 CHECK_ROWS = 64
-LEAST_RIGHT = 0.92  # the evaluation's least is 0.97, of 506 prompts
+LEAST_RIGHT = 0.92  # the evaluation's lowest is 0.97, on 506 prompts
 BARS = {1: 1.25, 32: 1.5}  # how many times as fast as stock vLLM, by concurrency
 MODULE = "bench.full_shape_engine"
 
@@ -72,7 +72,7 @@ def measure(call: Call, name: str, concurrencies: list[int], rounds: int) -> dic
         cell["share_of_bandwidth_floor"] = floor_ms / cell["ms_per_step"]["median"]
         cell["peak_gib"] = max(run["peak_bytes"] for run in runs) / 2**30
         cells[str(concurrency)] = cell
-        print(f"{name}, {concurrency} at once: {cell['ms_per_step']['median']:.1f} ms a step")
+        print(f"{name}, {concurrency} at once: {cell['ms_per_step']['median']:.1f} ms per step")
     return {"floor_ms": floor_ms, "weight_gib": machine["weight_bytes"] / 2**30, "cells": cells}
 
 
@@ -80,7 +80,7 @@ def require_every_step(name: str, run: dict[str, float]) -> None:
     """Raises Refused unless all canvases took all steps and all requests got all tokens."""
     if run["steps_per_block"] != STEPS or run["shortest"] != BLOCKS * CANVAS:
         raise harness.Refused(
-            f"{name} took {run['steps_per_block']:.2f} steps a canvas, expected {STEPS}; its "
+            f"{name} took {run['steps_per_block']:.2f} steps per canvas, expected {STEPS}; its "
             f"shortest answer has {run['shortest']} tokens, expected {BLOCKS * CANVAS}."
         )
 
@@ -101,7 +101,7 @@ def compare(results: dict[str, Any]) -> dict[str, Any]:
 
 def print_table(results: dict[str, Any]) -> None:
     table = Table(box=box.SIMPLE_HEAD)
-    for title in ("system", "at once", "ms a step", "share of floor", "tokens/s", "peak GiB"):
+    for title in ("system", "at once", "ms per step", "share of floor", "tokens/s", "peak GiB"):
         table.add_column(title, justify="left" if title == "system" else "right")
     for name, found in results.items():
         for concurrency, cell in found["cells"].items():

@@ -60,7 +60,7 @@ class WorkerProbe:
         return sum(p.nbytes for name, p in parameters if "vision" not in name)
 
     def copy_bandwidth(self) -> float:
-        """Bytes a second, read and written, of the best of ten copies of a large tensor."""
+        """Bytes per second, read and written, of the best of ten copies of a large tensor."""
         source = torch.zeros(COPIED[self.device.type], dtype=torch.uint8, device=self.device)
         target, seconds = torch.empty_like(source), []
         for _ in range(10):
@@ -75,7 +75,7 @@ class WorkerProbe:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak, proc(5)
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak, proc(5)
 
     def peak_memory(self) -> int:
         """Bytes that tensors took on a GPU, or the worker process altogether on a CPU."""
@@ -102,7 +102,7 @@ class FullShapeEngine(CanvasEngine):
         }
 
     def measure(self, concurrency: int, seed: int) -> dict[str, float]:
-        """As many requests at once as asked, each of BLOCKS canvases after PROMPT tokens."""
+        """Runs `concurrency` requests at once, each of BLOCKS canvases after PROMPT tokens."""
         draw = random.Random(seed)
         prompts = [[draw.randrange(10, 10_000) for _ in range(PROMPT)] for _ in range(concurrency)]
         ask = self.llm.collective_rpc

@@ -63,7 +63,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "commit": _git("rev-parse", "HEAD"),
-        # The results of an earlier run are no change of what is measured.
+        # Results of an earlier run do not change what is measured.
         "changed_files": _git("status", "--porcelain", "--", ".", ":!bench/results").splitlines(),
         "command": shlex.join(["python", "-m", *_module_and_arguments()]),
         "load_average_at_start": os.getloadavg()[0],
@@ -71,7 +71,7 @@ def machine() -> dict[str, Any]:
 
 
 def results_folder() -> Path:
-    """Of the machine that this runs on: bench/results/h200, bench/results/cpu-2core."""
+    """For the machine that this runs on: bench/results/h200, bench/results/cpu-2core."""
     name = f"cpu-{len(os.sched_getaffinity(0))}core"
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().removeprefix("NVIDIA ").replace(" ", "-").lower()

@@ -1,11 +1,11 @@
-"""One sampling step, ours beside stock vLLM's: time and the most memory it takes on the way.
+"""One sampling step, ours and stock vLLM's: time and peak memory.
 
     python -m bench.sampler
 
 From the hidden states of full canvases of 256 to the stored next canvases and soft embeddings: LM
 head, soft cap, statistics, draw, acceptance, self-conditioning input. Rows are open (the entropy is
-some nats) or decided (one token has nearly all); of decided ones, the self-conditioning input is
-also made with a tolerance and of the top tokens alone. A case runs in a process of its own, and
+some nats) or decided (one token has nearly all); for decided ones, the self-conditioning input is
+also made with a tolerance and from the top tokens only. Each case runs in its own process, and
 cases take turns. On a GPU at the 26B model's size in bf16, on a CPU at an eighth of it in fp32,
 where stock vLLM runs its PyTorch form. The last line is JSON, which also lands in
 bench/results/<machine>/.
@@ -63,7 +63,7 @@ class Inputs:
         self.embeddings = normal(self.vocab_size, self.hidden_size)
         self.embeddings *= 3 * self.hidden_size**-0.5
         self.hidden = normal(num_requests * CANVAS, self.hidden_size)
-        # Of a canvas that is nearly done, what the step before took for best.
+        # The best guesses of the step before, for a canvas that is nearly done.
         self.tokens = torch.randint(
             self.vocab_size,
             (num_requests, CANVAS),
@@ -209,7 +209,7 @@ def stock(inputs: Inputs) -> Step:
 
 
 def join_process_group() -> None:
-    """vLLM's, of this process alone."""
+    """vLLM's process group, with only this process in it."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -226,7 +226,7 @@ def available_bytes() -> int:
 
 
 class PeakMemory:
-    """Most bytes in use over what was in use before, while it is entered."""
+    """Most bytes in use within the `with` block, beyond what was in use before."""
 
     def __enter__(self) -> "PeakMemory":
         self.bytes = 0
@@ -281,7 +281,7 @@ def run_case(system: str, num_requests: int, rows: str) -> dict[str, Any]:
 
 
 def measure(system: str, num_requests: int, rows: str) -> dict[str, Any] | None:
-    """None: it does not fit."""
+    """None if it does not fit."""
     process = subprocess.run(
         [sys.executable, "-m", "bench.sampler", "--case", system, str(num_requests), rows],
         cwd=harness.ROOT,
@@ -296,7 +296,7 @@ def measure(system: str, num_requests: int, rows: str) -> dict[str, Any] | None:
 
 
 def check(cell: dict[str, list[dict[str, Any]]]) -> None:
-    """Raises Refused unless the systems that ran found the same in the same logits."""
+    """Raises Refused unless the systems that ran found the same from the same logits."""
     one, *others = (runs[0] for runs in cell.values() if runs)
     for other in others:
         same = one["best_guess_sum"] == other["best_guess_sum"]

@@ -1,4 +1,4 @@
-"""This project, transformers' `generate` and stock vLLM, side by side, at three kinds of answers.
+"""This project, transformers' `generate` and stock vLLM, side by side, on three kinds of answers.
 
     python -m bench.serving
 
@@ -40,7 +40,7 @@ PROMPTS = {1: 32, 4: 64, 16: 128, 64: 128}  # by concurrency
 
 
 def check(call: Call, every_task: Workload, num_prompts: int) -> dict[str, float]:
-    """Exact match of all; refuses to go on if ours is behind, or stock vLLM not itself."""
+    """Exact match; refuses to go on if ours is behind or stock vLLM below its usual level."""
     prompts, found = every_task.prompts[:num_prompts], {}
     for name in MODULES:
         run = call(name, "run", prompts=prompts, batch=32, max_tokens=every_task.max_tokens)
@@ -56,7 +56,7 @@ def measure(
 ) -> tuple[Results, dict[str, Any]]:
     """All measures, and the split of a step of the two engines."""
     runs: dict[tuple[str, str, int], list[dict[str, float]]] = {}
-    # A host slows down and speeds up within minutes, so the split is taken in every round, too.
+    # A host slows down and speeds up within minutes, so every round also takes the split.
     split_steps: dict[str, list[Any]] = {name: [] for name in MODULES if name != TRANSFORMERS}
     for index in range(num_rounds + 1):  # the first one warms up
         for name, steps in split_steps.items():

@@ -1,4 +1,4 @@
-"""What `bench.serving` makes of its runs: measures, bars, tables."""
+"""Turns the runs of `bench.serving` into measures, bars and tables."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def bars(results: Results, outside_forward_ms: float) -> list[dict[str, Any]]:
             )
             found.append(
                 {
-                    "what": f"{workload}: share of {STOCK}'s forwards a token that are saved",
+                    "what": f"{workload}: share of {STOCK}'s forwards per token that are saved",
                     "at_least": 1 / (median(STOCK, "1", "steps_per_block") + 1),
                     "measured": 1 - ratio,
                 }

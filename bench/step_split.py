@@ -19,7 +19,7 @@ MODEL_PARTS = {  # methods of the model, where it has them; the layers are its `
     "self_conditioning": "self_conditioning",
     "compute_logits": "logits",
 }
-DRAFT, DRAFT_LOGITS = "draft", "draft_logits"  # the drafter's logits are a part of the draft
+DRAFT, DRAFT_LOGITS = "draft", "draft_logits"  # the drafter's logits are part of the draft
 PHASES = ("execute_model", "sample_tokens")  # of the worker; both may run parts of the model
 
 
@@ -98,7 +98,7 @@ class StepSplit:
 
 
 def split_parts(step: dict[str, float]) -> dict[str, float]:
-    """Adds up to the step: what each part took, in ms."""
+    """What each part took, in ms; adds up to the step."""
     model = {f"{name}_ms": step.get(name, 0.0) for name in (LAYERS, *MODEL_PARTS.values())}
     prepare, sample = (step.get(p, 0.0) - step.get(f"model in {p}", 0.0) for p in PHASES)
     return {
@@ -110,5 +110,5 @@ def split_parts(step: dict[str, float]) -> dict[str, float]:
 
 
 def outside_forward(parts: dict[str, float]) -> float:
-    """What of a step is not the model's forward, ms."""
+    """The time of a step outside the model's forward, in ms."""
     return parts["prepare_ms"] + parts["sample_ms"] + parts["schedule_and_messages_ms"]

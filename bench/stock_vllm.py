@@ -1,9 +1,9 @@
 """Baseline: stock vLLM's own DiffusionGemma: its model, sampler and scheduler.
 
-Stock vLLM cannot run it on a CPU: model runner v2 wants Triton, and so does the attention backend
+Stock vLLM cannot run it on a CPU: model runner v2 needs Triton, and so does the attention backend
 that it picks. A plugin (`stock_plugin.py`) takes the place of this project's and lends it what a
 CPU needs and nothing else: our native versions of the runner's kernels, and vLLM's own CPU
-attention. Before, its kernels ran in Triton's interpreter, at about a fifth of the speed.
+attention. In Triton's interpreter these kernels ran at about a fifth of the speed.
 
 Its model file also imports Gemma4's image processor, and with it torchvision, whose builds break on
 CPU torch and which this project therefore does not install. A stand-in of empty modules takes its

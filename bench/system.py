@@ -89,8 +89,8 @@ class System:
 def taking_turns(
     commands: Mapping[str, tuple[str, list[str]]],
 ) -> Iterator[tuple[dict[str, Any], Call]]:
-    """Starts systems, modules and their arguments by name; gives their descriptions and
-    `call(system, handler, **arguments)`. All but the one that is called are paused."""
+    """Starts systems, given as modules and arguments by name. Yields their descriptions and
+    `call(system, handler, **arguments)`. All but the one being called are paused."""
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         systems: dict[str, System] = {}

@@ -83,7 +83,7 @@ class Reference:
             "seconds": time.perf_counter() - started,
             "outputs": outputs,
             "forwards": self._encodings - encodings + len(self._steps_ms) - steps,
-            # From the start of one to that of the next.
+            # From the start of one step to that of the next.
             "ms_per_step": statistics.median(
                 after - before for before, after in pairwise(self._steps_ms[steps:])
             ),

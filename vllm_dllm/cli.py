@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="vllm-dllm", description="Tools around serving diffusion language models with vLLM."
+        prog="vllm-dllm", description="Tools for serving diffusion language models with vLLM."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
@@ -60,7 +60,7 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--save-picture",
         type=Path,
         metavar="FILE.svg",
-        help="also draw the first answer, one row a step, into an SVG file",
+        help="also draw the first answer as an SVG file, one row per step",
     )
     parser.set_defaults(run=_demo)
 
@@ -113,7 +113,7 @@ def _add_quantize(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--calibration",
         type=Path,
         metavar="PROMPTS.jsonl",
-        help='nvfp4: prompts to denoise, one {"messages": [...]} or {"prompt": "text"} a line',
+        help='nvfp4: prompts to denoise, one {"messages": [...]} or {"prompt": "text"} per line',
     )
     parser.add_argument(
         "--dry-run",
@@ -168,9 +168,9 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         type=Path,
         default=Path("."),
         metavar="FOLDER",
-        help="folder of the tasks' data sets, OWNER/NAME each (default: %(default)s). Task files "
-        "look in their own folder first; for tasks given by name Hugging Face's cache is searched, "
-        "too. Nothing is downloaded",
+        help="folder of the tasks' data sets, each in OWNER/NAME (default: %(default)s). For task "
+        "files, their own folder is searched first; for tasks given by name, also Hugging Face's "
+        "cache. Nothing is downloaded",
     )
     parser.add_argument(
         "--api",
@@ -190,9 +190,8 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--serve-options",
         type=shlex.split,
         metavar="OPTIONS",
-        help="of `vllm serve`, all in one: --serve-options='--dtype float32' (default: none; on a "
-        "machine without a GPU --kv-cache-memory-bytes 1G and a --max-model-len that fits the "
-        "tasks)",
+        help="for `vllm serve`, as one string: --serve-options='--dtype float32' (default: none; "
+        "without a GPU --kv-cache-memory-bytes 1G and a --max-model-len that fits the tasks)",
     )
     parser.add_argument(
         "-o",

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 LEAST_WORK = 400_000_000
-"""Products of a weight and a row, in a layer on average, from which on several threads are faster.
-On two cores the shipped model (360,000 weights a layer) lost 15% by a second thread at 64 rows, 5%
-at 512, and won 10% at 2,048."""
+"""Products of a weight and a row, per layer on average, above which several threads are faster. On
+two cores a second thread cost the shipped model (360,000 weights per layer) 15% at 64 rows and 5%
+at 512, and gained 10% at 2,048."""
 LEAST_ROWS = 32
-"""Reading the weights takes about as long as computing so many rows with them."""
+"""Reading the weights takes about as long as computing this many rows with them."""
 
 # vLLM's worker forbids it once its threads are bound to cores; these stay where they are.
 _set_num_threads = torch.set_num_threads
@@ -43,7 +43,7 @@ class StepThreads:
 
 
 def of_worker(model: nn.Module, num_layers: int) -> StepThreads | None:
-    """For a worker in a process of its own. In the user's, other code has threads, too: None."""
+    """For a worker in its own process. None in the user's process, where other code has threads."""
     if multiprocessing.parent_process() is None or torch.get_num_threads() == 1:
         return None
     weights = sum(parameter.numel() for parameter in model.parameters())

@@ -38,7 +38,7 @@ def verify(
     draft_logits: torch.Tensor | None = None,  # [N, V] fp32, after temperature, that each row's
     # draft was drawn from; None: drafts are best guesses
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [R, W] int64, of which the first [R] int32 count; at least one a request."""
+    """Tokens [R, W] int64, of which the first [R] int32 count; at least one per request."""
     starts, ends = cu_num_logits[:-1].long(), cu_num_logits[1:].long()
     columns = torch.arange(num_columns, device=logits.device)
     rows = (starts[:, None] + columns).clamp(max=len(logits) - 1)

@@ -1,15 +1,15 @@
 """BlockPilot: the block size of a request, predicted once from its prefill.
 
-What goes in is the target's raw logits at the last prompt position. The paper ("BlockPilot:
+The input is the target's raw logits at the last prompt position. The paper ("BlockPilot:
 Instance-Adaptive Policy Learning for Diffusion-based Speculative Decoding") speaks of the raw
 distribution, and finds it better than its softmax; its program (AMAP-ML/BlockPilot) stores the LM
-head's output. What comes out are scores of a few block sizes near the one the drafter was trained
-with. A block size counts the anchor, as in a drafter's config: it drafts one token fewer.
+head's output. The output is a score for each of a few block sizes near the one the drafter was
+trained with. A block size counts the anchor, as in a drafter's config: it drafts one token fewer.
 
-Two variants. `full` is the paper's: a matrix from the vocabulary to 2048, a second, residual one,
-and the scores; dropout in training. The first is vocabulary-wide: 0.63 GB for 151,936 tokens in
-bf16. `small` sees 18 numbers instead, the largest probabilities, the entropy and the lead of the
-best logit, and needs kilobytes.
+There are two variants. `full` is the paper's: a matrix from the vocabulary to 2048, a second,
+residual one, and the scores; dropout in training. The first matrix is as wide as the vocabulary:
+0.63 GB for 151,936 tokens in bf16. `small` sees 18 numbers instead (the largest probabilities, the
+entropy and the lead of the best logit) and needs kilobytes.
 """
 
 import json
@@ -102,15 +102,15 @@ class BlockPilot(nn.Module):
         return ((summary(logits) - self.shift) * self.scale).to(dtype)
 
     def standardise(self, logits: Tensor) -> None:
-        """Makes what the small variant sees of these logits, those it is trained on, zero-mean
-        with a spread of 1. The full variant sees logits as they are."""
+        """Scales the small variant's inputs to mean 0 and a spread of 1 over these logits, which it
+        is trained on. The full variant sees logits as they are."""
         if self.config.variant == "small":
             seen = summary(logits)
             self.shift = seen.mean(0)
             self.scale = 1 / seen.std(0).clamp_min(1e-3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Scores [rows, block sizes] of what `inputs` gives."""
+        """Scores [rows, block sizes] of the result of `inputs`."""
         hidden = self.dropout(self.first(inputs).relu())
         hidden = hidden + self.dropout(self.second(hidden).relu())
         return self.scores(hidden)
@@ -120,7 +120,7 @@ class BlockPilot(nn.Module):
         self,
         logits: Tensor,  # [rows, V] at the last prompt positions
     ) -> Tensor:
-        """[rows] int64, on the logits' device: how many tokens to draft, the block size but one."""
+        """[rows] int64, on the logits' device: how many tokens to draft: block size - 1."""
         return self.drafted[self(self.inputs(logits)).argmax(-1)]
 
 
@@ -140,13 +140,13 @@ def summary(logits: Tensor) -> Tensor:
 def save_predictor(
     predictor: BlockPilot, path: Path, details: dict[str, Any] | None = None
 ) -> None:
-    """Writes config.json, with `details` of how it came about, and the weights into `path`."""
+    """Writes config.json, with `details` of how it was made, and the weights into `path`."""
     path.mkdir(parents=True, exist_ok=True)
     config = {"predictor": "blockpilot", **asdict(predictor.config), **(details or {})}
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     weights = {name: w.detach().contiguous() for name, w in predictor.state_dict().items()}
     save_file(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    (path / WEIGHTS_FILE).chmod(0o644)  # save_file lets nobody else read
+    (path / WEIGHTS_FILE).chmod(0o644)  # save_file lets only the owner read
 
 
 def load_predictor(

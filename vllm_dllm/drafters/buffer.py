@@ -16,7 +16,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-NUM_SHARDS = 8  # of max_bytes; the oldest one is what is lost at a time
+NUM_SHARDS = 8  # that share max_bytes; the oldest one is deleted as a whole
 QUEUE_LENGTH = 1024  # blocks on their way to the disk
 PATTERN = "blocks-*.jsonl"
 
@@ -49,8 +49,8 @@ class BlockBuffer:
     def add(self, request_tokens: Sequence[int], start: int, accepted: int) -> None:
         """Takes a verified block. Neither waits nor raises.
 
-        request_tokens: prompt and answer up to the bonus token, which the target put behind the
-        accepted tokens; tokens after it are not kept. start: index of the block's anchor.
+        request_tokens: prompt and answer up to the bonus token, which the target put after the
+        accepted tokens; later tokens are not kept. start: index of the block's anchor.
         accepted: drafted tokens that the target agreed with.
         """
         self._seen += 1

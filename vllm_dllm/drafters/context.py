@@ -1,4 +1,4 @@
-"""What a drafter's context is made with, and the caches that it is written to.
+"""The weights that a drafter's context is computed with, and the caches it is written to.
 
 Legend: H hidden size, L drafter layers, N key heads (of this rank), D head size, R of its
 dimensions rotate.
@@ -16,7 +16,7 @@ LARGEST_FP8 = torch.finfo(FP8).max
 
 @dataclass(frozen=True)
 class ContextWeights:
-    """What turns states into keys and values, of all layers."""
+    """Turn states into keys and values, for all layers."""
 
     hidden_norm: Tensor  # [H]
     projection: Tensor  # [L * 2 * N * D, H]: of each layer the rows of its keys, then of its values
@@ -55,12 +55,12 @@ class ContextWeights:
 
 @dataclass(frozen=True)
 class DrafterCaches:
-    """The paged caches of a drafter's layers; made once, when the engine has made them."""
+    """The paged caches of a drafter's layers; made once, after the engine has allocated them."""
 
-    keys: Sequence[Tensor]  # of each layer [num_blocks, block_size, N, D], any strides but D's
+    keys: Sequence[Tensor]  # of each layer [num_blocks, block_size, N, D], contiguous along D
     values: Sequence[Tensor]  # like keys
-    scales: Tensor  # [L, 2] fp32: what a layer's stored keys and values are multiplied with when
-    # read; used with fp8 caches alone
+    scales: Tensor  # [L, 2] fp32: what a layer's stored keys and values are multiplied by when
+    # read; only used with fp8 caches
     addresses: Tensor  # [L, 2] int64 on the caches' device
 
     @classmethod
@@ -80,7 +80,7 @@ class DrafterCaches:
                 first.dtype,
             ):
                 raise ValueError(
-                    f"expected the caches of all layers alike, got {_describe(first)} and "
+                    f"expected the caches of all layers to be alike, got {_describe(first)} and "
                     f"{_describe(cache_)}"
                 )
         if first.stride(-1) != 1:

@@ -1,4 +1,4 @@
-"""Keys and values a drafter keeps of its context, straight from the target's states.
+"""Keys and values of a drafter's context, computed straight from the target's states.
 
 The context never runs through a drafter's layers: each layer's keys and values of a token are two
 projections of one vector, the token's states after `fc`. So all layers' entries are written into
@@ -22,7 +22,7 @@ from vllm_dllm.drafters.context import FP8, LARGEST_FP8, ContextWeights, Drafter
 def store_context_kv_(
     states: Tensor,  # [T, H] after `fc`, before `hidden_norm`
     positions: Tensor,  # [T] int64
-    slots: Tensor,  # [T] or, with cache groups of their own, [L, T] int64; -1: written nowhere
+    slots: Tensor,  # [T], or [L, T] if layers have separate cache groups; int64, -1: not written
     weights: ContextWeights,
     caches: DrafterCaches,
 ) -> None:
@@ -49,8 +49,8 @@ def context_kv(
     positions: Tensor,  # [T] int64
     weights: ContextWeights,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [L, T, N, D] in the states' dtype, which the normalised states and their
-    projections are rounded to as well; all else is computed in fp32."""
+    """Keys and values [L, T, N, D] in the states' dtype. The normalised states and their
+    projections are rounded to it as well; everything else is computed in fp32."""
     num_heads, head_size = weights.num_kv_heads, weights.head_size
     normed = F.rms_norm(states, states.shape[-1:], weights.hidden_norm, weights.eps)
     projected = F.linear(normed, weights.projection, weights.bias).float()
@@ -85,7 +85,7 @@ def _as_cached(new: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """PyTorch does not scatter fp8."""
+    """As uint8 if fp8, which PyTorch cannot scatter."""
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 

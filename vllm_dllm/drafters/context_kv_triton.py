@@ -1,16 +1,16 @@
-"""`context_kv.store_context_kv_` for GPUs: one launch, or for many tokens a norm, a GEMM and one.
+"""`context_kv.store_context_kv_` for GPUs: one launch for few tokens, else a norm, a GEMM and one.
 
 A program makes one key or value head of one layer for a tile of tokens, so that the head's norm and
-rotation follow in registers and its cache entries are written from there. A head's columns are kept
+rotation happen in registers and its cache entries are written from there. A head's columns are kept
 as two halves, the first and second member of each rotating pair: pair i is (i, i + R / 2) or
 (2 i, 2 i + 1), and the dimensions that do not rotate fill up the pairs, with the angle 0.
 
-Up to `_FUSED_ROWS` tokens, one tile, the weights are read once whatever multiplies them, and the
-projection is part of the kernel. The norm of the states then is a factor of the row, applied after
-it. Beyond, cuBLAS multiplies, and the kernel takes what it made. (Where the one overtakes the other
-is an estimate: a kernel that keeps to heads reads the weights again for every tile of tokens.)
+Up to `_FUSED_ROWS` tokens (one tile), any kernel reads the weights only once, so the projection is
+part of this one. The norm of the states is then a factor of the row, applied after the projection.
+With more tokens, cuBLAS multiplies, and the kernel takes the result. (The threshold is an estimate:
+a kernel with one head per program reads the weights again for every tile of tokens.)
 
-What travels together is a named tuple, which Triton takes apart when it launches.
+Arguments that belong together are a named tuple, which Triton unpacks at launch.
 """
 
 from typing import Any, NamedTuple
@@ -37,14 +37,14 @@ class Tokens(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What a projection becomes a key or a value by."""
+    """What turns a projection into a key or a value."""
 
     k_norm: Any  # [L, D]
     cos_sin: Any  # [max_position, R]
     cos_sin_stride: Any
     eps: Any
     value_factor: Any
-    NUM_HEADS: Any  # constants, as the following
+    NUM_HEADS: Any  # constants, like the following
     SIZE: Any
     ROTATING: Any
     HALF: Any  # pairs, rounded up to a power of two
@@ -77,10 +77,10 @@ def store_context_kv_(
         capability = torch.cuda.get_device_capability(states.device)
         if capability < FIRST_FP8_CAPABILITY:
             raise ValueError(
-                "an fp8 cache takes a GPU of compute capability {}.{} and up, got {}.{}: serve "
+                "an fp8 cache needs a GPU of compute capability {}.{} or higher, got {}.{}: serve "
                 "the drafter with another kv_cache_dtype".format(*FIRST_FP8_CAPABILITY, *capability)
             )
-    # Before its norm, a state times its weight may be more than fp16 holds.
+    # Before its norm, a state times its weight may overflow fp16.
     if len(states) <= _FUSED_ROWS and states.dtype != torch.float16:
         _project_and_store(states, positions, slots, weights, caches)
     else:
@@ -92,7 +92,7 @@ def store_context_kv_(
 def fused_tiles(
     num_tokens: int, head_size: int, element_size: int, shared_memory: int
 ) -> dict[str, int]:
-    """Of the kernel that projects; as many stages as fit, so that the weights stream."""
+    """For the kernel that projects; as many stages as fit, so that the weights stream."""
     rows, inputs = max(16, triton.next_power_of_2(num_tokens)), 256 // element_size
     stage_bytes = 256 * (rows + triton.next_power_of_2(head_size))
     num_stages = min(5, max(2, (shared_memory - _SPARE_BYTES) // stage_bytes))
@@ -195,7 +195,7 @@ def _store(
     caches,
     element_type: tl.constexpr,  # of the states
 ):
-    """Norm and rotation of a key head, or the factor of a value head, and the write."""
+    """Norms and rotates a key head, or scales a value head, and writes it."""
     layer, is_value = head // (2 * heads.NUM_HEADS), head // heads.NUM_HEADS % 2
     pair, first_dim, second_dim, is_pair = _pairs(heads)
     first = first.to(element_type).to(tl.float32)

@@ -2,8 +2,8 @@
 
 A step's draft is one forward of the drafter over a block per request: the token sampled last,
 followed by mask tokens. The drafter's keys and values for earlier tokens are computed from the
-target's hidden states even while nothing is drafted, so that drafting can resume at any time. They
-are computed in bulk while it pauses, and not at all beyond the longest context that is drafted for.
+target's hidden states even while nothing is drafted, so that drafting can resume at any time. While
+it pauses they are computed in bulk; beyond the longest context that is drafted for, not at all.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -71,9 +71,10 @@ class WidthDFlashSpeculator(DFlashHooks):
                 "--speculative-config must be 'greedy', got 'probabilistic'."
             )
         self._narrows = config.narrow_draft
-        connected = vllm_config.kv_transfer_config is not None  # others read the cache any time
+        # With a KV connector, others may read the cache at any time.
+        connected = vllm_config.kv_transfer_config is not None
         self._pending = PendingContext(capacity=0 if connected else PENDING_TOKENS)
-        # What was computed is known here up to drafts that were refused.
+        # How much was computed is known here except for rejected drafts.
         limit = context_limit(config, draft, target.max_model_len)
         self._num_context = limit + self.num_speculative_steps + 1
         # Read by the captured graph: tokens to draft for each request of the batch.
@@ -87,7 +88,7 @@ class WidthDFlashSpeculator(DFlashHooks):
     @torch.inference_mode()
     def step_begins(self, output: SchedulerOutput, widths: dict[str, int]) -> None:
         """`widths`: tokens to draft after the coming step for each of its requests, 0 for none."""
-        # Cache blocks change hands, or are found by other requests, only where requests do.
+        # Cache blocks change hands, or are found by other requests, only when requests change.
         come = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
         if come or widths.keys() != self._widths.keys():
             self._store_pending()
@@ -152,9 +153,9 @@ class WidthDFlashSpeculator(DFlashHooks):
         aux_hidden_states: list[torch.Tensor] | None,
         drafts_follow: bool,
     ) -> None:
-        """Stores the context, or keeps it until a draft needs it. But for tokens too far on in
-        their request for a draft to follow them: those before are stored for other requests, too,
-        which may begin with the same ones and find them cached."""
+        """Stores the context, or keeps it until a draft needs it. Tokens too far into their request
+        for a draft to follow are skipped. Those before are stored in any case, since other requests
+        may begin with the same tokens and find them cached."""
         counts = input_batch.num_scheduled_tokens
         stored = np.clip(self._num_context - input_batch.num_computed_tokens_np, 0, counts)
         chosen = None
@@ -167,7 +168,7 @@ class WidthDFlashSpeculator(DFlashHooks):
             chosen = async_tensor_h2d(tokens, device=self.device, dtype=torch.int64)
         context = self.context_of(input_batch, last_hidden_states, aux_hidden_states, chosen)
         states, positions, slots = context
-        # Positions of refused drafts come again and replace these: never stored in one go.
+        # Positions of rejected drafts come again and replace these: never store both at once.
         verified = input_batch.num_draft_tokens > 0
         if drafts_follow or verified or len(positions) > self._pending.room or self.frees_context:
             self._store_pending()
@@ -180,7 +181,7 @@ class WidthDFlashSpeculator(DFlashHooks):
             self.store_context(context.states, context.positions, context.slots)
 
     def _ended(self, input_batch: InputBatch, num_sampled: torch.Tensor) -> np.ndarray:
-        """[num_reqs] bool: requests that this step's tokens have stopped, so far as is known
+        """[num_reqs] bool: requests that this step's tokens have stopped, as far as is known
         without waiting for a GPU."""
         ended = np.zeros(input_batch.num_reqs, dtype=bool)
         if self.device.type != "cpu":
@@ -203,7 +204,7 @@ class WidthDFlashSpeculator(DFlashHooks):
             return None
         width = self.num_speculative_steps
         blocks = self.input_buffers.input_ids[: num_reqs * self.num_query_per_req]
-        drafts = blocks.view(num_reqs, self.num_query_per_req)[:, 1:]  # behind the anchors
+        drafts = blocks.view(num_reqs, self.num_query_per_req)[:, 1:]  # after the anchors
         masked = torch.ones_like(drafts, dtype=torch.bool)
         for count in self._reveal_counts:
             hidden = forward()[self.sample_indices[: num_reqs * width]]
@@ -243,11 +244,11 @@ class WidthDFlashSpeculator(DFlashHooks):
 
 
 class PredictedWidths(Mapping[str, int]):
-    """Widths on their way from the device, by request. Reading waits for them; sending them to
-    another process is reading."""
+    """Widths on their way from the device, by request. Reading waits for them, and so does sending
+    them to another process."""
 
     def __init__(self, request_ids: list[str], widths: torch.Tensor) -> None:
-        """`widths` [num_reqs] int64, the copy of which starts now."""
+        """`widths` [num_reqs] int64; starts to copy them."""
         self._request_ids = request_ids
         self._widths = widths.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event() if widths.is_cuda else None
@@ -284,7 +285,7 @@ def check_width(num_drafted: int, layout: DrafterLayout, drafter: str) -> None:
 
 
 def see_window(draft_model_config: Any, window: int) -> None:
-    """Limits a configuration's drafter to the last `window` tokens and its block.
+    """Limits the drafter of a configuration to the last `window` tokens and its block.
 
     vLLM then manages its cache like that of any layer with a sliding window.
     """
@@ -307,11 +308,11 @@ def narrow_blocks(
     widths: torch.Tensor,  # [R] int32, tokens to draft, at least 1
     num_drafted: int,  # tokens that every block has rows for
 ) -> None:
-    """Hides the mask tokens beyond `widths` from the others of their block. Their rows are still
-    computed, so that all requests have as many; what they draft is not used.
+    """Hides the mask tokens beyond `widths` from the rest of their block. Their rows are still
+    computed, so that all requests have the same number; what they draft is not used.
 
-    Rows see all keys of a length, and there must not be fewer of them than rows: contexts shorter
-    than what is hidden keep a wider block.
+    Rows see all keys up to a length, and there must be at least as many keys as rows: where the
+    context is shorter than what would be hidden, the block stays wider.
     """
     narrower = (seq_lens - (num_drafted - widths)).clamp_(min=num_drafted + 1)
     torch.minimum(narrower, seq_lens, out=seq_lens)

@@ -1,7 +1,7 @@
-"""vLLM's DFlash drafter with the keys and values of its context made in one launch.
+"""vLLM's DFlash drafter, with the keys and values of its context computed in one launch.
 
-vLLM makes them in a launch for each norm, rotation and layer's cache; see `context_kv`. Where the
-weights are quantised or a backend's cache is laid out differently, this does as vLLM does.
+vLLM takes a launch for each norm, rotation and layer's cache; see `context_kv`. If the weights are
+quantised or a backend lays out its cache differently, vLLM's own operations are used.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ logger = init_logger(__name__)
 
 
 class FusedContextModel(DFlashModelHooks):
-    """Keeps no cache alive: vLLM throws the first ones away after it has profiled the memory that
-    CUDA graphs take, and makes them anew when a server wakes up."""
+    """Keeps no cache alive: vLLM drops the first ones after it has profiled the memory that CUDA
+    graphs take, and allocates new ones when a server wakes up."""
 
-    _addresses: tuple[int, ...] = ()  # of the caches that the next two are of
+    _addresses: tuple[int, ...] = ()  # of the caches that the next two describe
     _address_table: torch.Tensor  # [num_layers, 2] int64
     _scales: torch.Tensor  # [num_layers, 2] fp32
 
@@ -49,7 +49,7 @@ class FusedContextModel(DFlashModelHooks):
         return True
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        self._addresses = ()  # the caches' scales may be other ones
+        self._addresses = ()  # the caches' scales may have changed
         return super().load_weights(weights)
 
 

@@ -1,14 +1,14 @@
-"""How a drafter that unmasks its block in several steps spreads it over them.
+"""How many positions a drafter reveals in each step, if it unmasks its block in several steps.
 
 One step for the whole block is the default, and what a DFlash drafter is trained for: refining took
 τ from 6.18 to about 2.5 in the TPU port, whose drafter had never seen predicted tokens in a block.
 
 A schedule says which share of the block is still masked when a share t of the steps is done. The
-article these come from (AitherOS, "DFlash", 2026) gives the cosine as a formula, with the counts
-[6, 5, 3, 2] for 16 positions in 4 steps as its outcome. They are not: it gives [1, 4, 5, 6], few
-positions first, while there is nothing to go by. We keep the formula, which is MaskGIT's too
-(arXiv:2202.04200, section 3.2). No cosine gives the article's counts; the mirrored one, most
-positions first, gives [6, 5, 4, 1].
+article these come from (AitherOS, "DFlash", 2026) gives a formula for the cosine, and says that it
+yields the counts [6, 5, 3, 2] for 16 positions in 4 steps. It yields [1, 4, 5, 6]: few positions
+first, while there is nothing to go by. We keep the formula, which is also MaskGIT's
+(arXiv:2202.04200, section 3.2). No cosine yields the article's counts; the mirrored one, most
+positions first, yields [6, 5, 4, 1].
 """
 
 import math
@@ -23,7 +23,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda t: 1 - t,
     "sqrt": lambda t: math.sqrt(1 - t),
 }
-"""Share of the block still masked, of the share t of steps done; 1 at 0, and 0 at 1."""
+"""Share of the block still masked at the share t of steps done; 1 at 0, and 0 at 1."""
 
 
 def reveal_counts(num_masked: int, num_steps: int = 1, schedule: str = "cosine") -> list[int]:
@@ -50,8 +50,8 @@ def reveal(
     masked: Tensor,  # [num_reqs, block] bool
     count: int | Tensor,  # positions to reveal of each request, [num_reqs] int64 if they differ
 ) -> Tensor:
-    """[num_reqs, block] bool: the masked positions a step reveals, the most confident ones; of
-    equals the first, and all of a request that has no more than `count`."""
+    """[num_reqs, block] bool: the masked positions a step reveals. These are the most confident
+    ones, of equals the first, or all if a request has no more than `count`."""
     lowest = torch.finfo(confidence.dtype).min
     ranked = torch.where(masked, confidence.clamp_min(lowest), -math.inf)
     order = ranked.argsort(dim=-1, descending=True, stable=True)

@@ -1,11 +1,11 @@
 """Published DFlash drafters, and whether a drafter, a target and a preset belong together.
 
-Drafters come in two layouts. z-lab's keep `dflash_config` beside Qwen3's own fields; RedHatAI's,
+Drafters come in two layouts. z-lab's keep `dflash_config` next to Qwen3's own fields; RedHatAI's,
 written by the `speculators` library, keep those under `transformer_layer_config` and count the
 target's layers from the embedding, so that its `aux_hidden_state_layer_ids` are one higher than
 `target_layer_ids`. Layer ids here are z-lab's: i is the output of the target's layer i, from 0.
 
-A block has one slot more than it drafts tokens, the anchor.
+A block has one slot more than it drafts tokens: the anchor.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ PADDING = 1024  # tokens that a target's vocabulary may be padded by beyond its 
 
 
 class DrafterMismatch(ValueError):
-    """A drafter does not belong with what it was given; one line for the user."""
+    """Drafter, target and settings do not belong together; one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def check_drafter(
     drafter: str,  # names or paths
     target: str,
 ) -> DrafterLayout:
-    """The drafter's layout, which fits the target, and the preset if there is one.
+    """The drafter's layout, if it fits the target, and the preset if there is one.
 
     Raises:
         DrafterMismatch: naming both sides of everything that does not fit.

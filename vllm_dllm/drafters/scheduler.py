@@ -65,7 +65,7 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
         return min(self._asked.get(request.request_id, 0), self.draft_width(request))
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Sets what is drafted after this step for the next: nothing during a prefill."""
+        """Sets how many tokens are drafted after this step: none during a prefill."""
         scheduled = output.num_scheduled_tokens
         requests = {request_id: self.requests[request_id] for request_id in scheduled}
         could_draft = [

@@ -1,1 +1,1 @@
-"""Command-line tools: what no server imports."""
+"""Command-line tools; no server imports them."""

@@ -1,4 +1,4 @@
-"""How far a command of many equal parts has come."""
+"""Progress bars of commands that work through many equal parts."""
 
 import sys
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bars() -> Progress:
-    """On stderr; each task is a line: what is done, a bar, parts of how many, time left."""
+    """Bars on stderr, one line per task: what it does, a bar, parts done of all, time left."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

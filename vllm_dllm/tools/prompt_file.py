@@ -14,11 +14,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm_dllm.errors import InputError
 
 Row = tuple[str, dict[str, Any]]
-"""Where it stands, for messages, and what stands there."""
+"""Where the row is, for error messages, and its content."""
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every line that is not empty. Raises InputError, naming the line, for what is no prompt."""
+    """All lines that are not empty. Raises InputError, naming the line, if one is no prompt."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -43,7 +43,7 @@ def read_rows(path: Path) -> list[Row]:
 def encode_rows(rows: Sequence[Row], model: Path, room: int, remedy: str) -> list[list[int]]:
     """Token ids of each row, by the tokenizer of `model`.
 
-    Raises InputError for a row of more than `room` tokens; remedy: why not, and what to do.
+    Raises InputError for a row of more than `room` tokens; `remedy` says why, and what to do.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = []
@@ -65,5 +65,5 @@ def _encode(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int
         )
         return tokenizer.encode(text, add_special_tokens=False)
     if not isinstance(row["prompt"], str):
-        raise TypeError("the prompt is not a text")
+        raise TypeError("the prompt is not a string")
     return tokenizer.encode(row["prompt"])

@@ -1,9 +1,9 @@
-"""Commands that write a folder, all of it or nothing, and continue when repeated after a stop.
+"""Commands that write a whole folder or nothing, and continue when repeated after a stop.
 
-Everything is written to OUT.partial and renamed to OUT at the end. A file in it says what makes two
-runs the same run; whatever else lies there was made by that run and is made once. What OUT is not
-to keep is removed after the renaming, that file last: as long as OUT has it, the run that made OUT
-may be repeated to the end.
+Everything is written to OUT.partial, which is renamed to OUT at the end. One file in it identifies
+the run; every other file there was made by that run and is not made again. Files that OUT does not
+keep are removed after the renaming, the run's own last: while OUT has it, repeating the command
+finishes the run.
 """
 
 import hashlib
@@ -22,23 +22,23 @@ _UNFINISHED = ".tmp"
 
 def exit_status(command: str, work: Callable[[], object]) -> int:
     """Runs `work` for `vllm-dllm COMMAND`; says in one line why it ended early."""
+    again = "the same command continues from here"
     try:
         work()
     except InputError as error:
         print(f"vllm-dllm {command}: {error}", file=sys.stderr)
         return 1
-    except OSError as error:  # no such folder, no right to write, no room left
-        then = "once that is mended, the same command goes on from here"
-        print(f"vllm-dllm {command}: {error}; {then}", file=sys.stderr)
+    except OSError as error:  # no such folder, no permission, disk full
+        print(f"vllm-dllm {command}: {error}; once that is fixed, {again}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"vllm-dllm {command}: stopped; the same command goes on from here", file=sys.stderr)
+        print(f"vllm-dllm {command}: stopped; {again}", file=sys.stderr)
         return 130
     return 0
 
 
 def partial_folder(out: Path) -> Path:
-    """OUT.partial. Raises InputError where OUT is there already, and finished."""
+    """OUT.partial. Raises InputError if OUT already exists and is finished."""
     if out.exists() and not (out / RUN_FILE).exists():
         raise _exists(out)
     return out.with_name(out.name + ".partial")
@@ -49,7 +49,7 @@ def _exists(out: Path) -> InputError:
 
 
 def file_marks(files: Iterable[Path]) -> list[list[Any]]:
-    """Name, bytes and time of each file: what tells weights apart without reading them."""
+    """Name, size and time of each file: tells weights apart without reading them."""
     return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
@@ -58,10 +58,10 @@ def digest(content: object) -> str:
 
 
 def is_resumed(partial: Path, run: dict[str, Any], what: str) -> bool:
-    """Whether `partial` is left from the same run; nothing is written.
+    """Whether the same run left `partial`. Writes nothing.
 
-    run: what makes two runs the same run, as JSON has it. Raises InputError where `partial` is left
-    from another one, which had another of `what`.
+    run: identifies the run, and can be stored as JSON. Raises InputError if another run left
+    `partial`; its message says that they differ in `what`.
     """
     if not partial.exists() or {f.name for f in partial.iterdir()} <= {RUN_FILE + _UNFINISHED}:
         return False
@@ -80,21 +80,21 @@ def _is_of(run: dict[str, Any], folder: Path) -> bool:
 
 
 def start(partial: Path, run: dict[str, Any]) -> None:
-    """Makes the folder, or goes on with it."""
+    """Makes the folder unless it is there, and writes what identifies the run."""
     partial.mkdir(parents=True, exist_ok=True)
     write_json(partial / RUN_FILE, run)
 
 
 def finish(partial: Path, out: Path, working: Iterable[str] = ()) -> None:
-    """`out` comes to exist; `working`, files and folders that only an unfinished run needs, are
-    removed."""
+    """Renames `partial` to `out` and removes `working`: files and folders that only an unfinished
+    run needs."""
     partial.rename(out)
     _clear(out, working)
 
 
 def is_finished(out: Path, run: dict[str, Any], working: Iterable[str] = ()) -> bool:
-    """Whether the same run made `out` and was stopped in `finish`, which then is done. Raises
-    InputError where `out` is of another one."""
+    """Whether the same run made `out` and was stopped in `finish`; if so, completes that. Raises
+    InputError if another run made `out`."""
     if not out.exists():
         return False
     if not _is_of(run, out):

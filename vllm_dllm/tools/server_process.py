@@ -44,7 +44,7 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def choose_port(wanted: int | None) -> int:
-    """`wanted` if nothing listens there, else a ServerError; any free port for None."""
+    """`wanted` if nothing listens there, else a ServerError. None: any free port."""
     with socket.socket() as probe:
         # As the server will: a port whose connections are merely closing counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -61,8 +61,8 @@ def choose_port(wanted: int | None) -> int:
 class Server:
     """Starts on entering the block, answers after `wait_until_ready`, is gone after the block.
 
-    It runs in a process group of its own, so that Ctrl-C reaches its user alone, and stopping it
-    stops the engine processes it started.
+    It runs in its own process group, so that Ctrl-C reaches only the program that uses it, and
+    stopping it also stops the engine processes it started.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Looks in a copy of vLLM's sources for all that this project needs of them.
+"""Checks that a copy of vLLM's sources still has everything this project relies on.
 
-Nothing of that copy is imported or run. Each function returns complaints, one a line; none: fine.
+Nothing in that copy is imported or run. Each check yields complaints, one line each; none: fine.
 """
 
 import ast
@@ -19,7 +19,7 @@ from vllm_dllm.compat.version import is_at_least
 from vllm_dllm.cpu.kernels import native_kernels
 
 BLOCK_SIZES = ("BLOCK_SIZE", "LOOKAHEAD_BLOCK", "TOPK_BLOCK_SIZE", "TRITON_BLOCK_SIZE")
-"""Parameters of Triton kernels that are of no use to native code."""
+"""Parameters of Triton kernels that native code does not need."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -33,7 +33,7 @@ class Sources:
         self._modules: dict[str, tuple[str, ast.Module] | None] = {}
 
     def module(self, name: str) -> tuple[str, ast.Module] | None:
-        """Text and syntax tree of a module below `vllm`, "" for itself; None if there is none."""
+        """Text and syntax tree of a module in `vllm`, "" for itself; None if there is none."""
         if name not in self._modules:
             path = self.package.joinpath(*filter(None, name.split(".")))
             files = [path.with_suffix(".py"), path / "__init__.py"]
@@ -88,7 +88,7 @@ def moved_seams(sources: Sources) -> Iterator[str]:
 
 
 def changed_signatures(sources: Sources) -> Iterator[str]:
-    """Of functions that are replaced or called."""
+    """Functions that we replace or call, and whose parameters have changed."""
     for place, expected in SIGNATURES.items():
         if (found := sources.parameters(place)) is None:
             yield f"vllm.{place} is gone"
@@ -97,8 +97,8 @@ def changed_signatures(sources: Sources) -> Iterator[str]:
 
 
 def changed_kernels(sources: Sources) -> Iterator[str]:
-    """Kernels that no longer take what their native versions take, in this order; those may take
-    more, of later versions. `tests/unit/cpu` compares what they do."""
+    """Kernels whose parameters are no longer those of their native versions, in the same order.
+    Native versions may have more of them, for later vLLMs. `tests/unit/cpu` compares results."""
     for name, native in native_kernels(sources.version).items():
         place = ":".join(name.removeprefix("vllm.").rsplit(".", 1))
         if (found := sources.parameters(place)) is None:
@@ -113,7 +113,7 @@ def changed_kernels(sources: Sources) -> Iterator[str]:
 
 
 def rewritten_kernels(sources: Sources, others: Sources) -> Iterator[str]:
-    """Kernels with a native version that do not read alike in two vLLMs, or call what does not."""
+    """Kernels with a native version whose code, or code they call, differs between two vLLMs."""
     for name in native_kernels(sources.version):
         place = ":".join(name.removeprefix("vllm.").rsplit(".", 1))
         if _read(sources, place) != _read(others, place):
@@ -148,17 +148,17 @@ def _calls(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def missing_imports(sources: Sources) -> Iterator[str]:
-    """Names of vLLM that this project imports."""
+    """Imports of this project that this vLLM does not have."""
     for file, module_name, name in _imports():
         below = module_name.removeprefix("vllm").removeprefix(".")
         if sources.module(below) is None:
             yield f"{file} imports {module_name}, which is gone"
         elif not _has(sources, below, name):
-            yield f"{file} imports {name} of {module_name}, which has none"
+            yield f"{file} imports {name} from {module_name}, which does not have it"
 
 
 def changed_overrides(sources: Sources) -> Iterator[str]:
-    """Methods of vLLM's classes that ours override, and that take what ours do not."""
+    """Methods of ours that override vLLM's and do not take the same parameters."""
     for cls in _our_classes():
         bases = [base for base in cls.__mro__ if base.__module__.startswith("vllm.")]
         for name, method in vars(cls).items():
@@ -180,7 +180,7 @@ def _names(arguments: ast.arguments) -> list[str]:
 
 
 def _refused(theirs: ast.arguments, ours: inspect.Signature) -> list[str]:
-    """Parameters of vLLM's method that ours lacks, or has elsewhere, or has without need."""
+    """Parameters of vLLM's method that ours lacks or has elsewhere, and what only ours requires."""
     own = list(ours.parameters.values())
     kinds = {p.kind for p in own}
     by_position = [p for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -199,8 +199,8 @@ def _refused(theirs: ast.arguments, ours: inspect.Signature) -> list[str]:
 
 
 def _has(sources: Sources, module_name: str, name: str) -> bool:
-    """Whether `name` can be imported from a module: bound there, a module itself, bound in one that
-    is imported whole, or in a dict of what the package `vllm` imports when it is asked for it."""
+    """Whether `name` can be imported from a module: it is bound there, is a submodule, is bound in
+    a module imported with `*`, or is one of the names that the package `vllm` imports lazily."""
     if (module := sources.module(module_name)) is None:
         return False
     text, tree = module
@@ -213,7 +213,7 @@ def _has(sources: Sources, module_name: str, name: str) -> bool:
 
 
 def _bound(tree: ast.AST) -> set[str]:
-    """Names that a module binds at its top, also under `if` and `try`."""
+    """Names that a module binds at top level, also under `if` and `try`."""
     found: set[str] = set()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Definition):
@@ -252,7 +252,7 @@ def _our_classes() -> Iterator[type]:
 
 
 def _our_modules() -> Iterator[ModuleType]:
-    """What serves; tools are no subclasses of vLLM's."""
+    """Modules that serve. The tools have no subclasses of vLLM's classes."""
     for info in pkgutil.walk_packages(vllm_dllm.__path__, "vllm_dllm."):
         if not info.name.startswith("vllm_dllm.tools") and "triton" not in info.name.split(".")[-1]:
             yield import_module(info.name)

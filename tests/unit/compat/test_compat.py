@@ -61,7 +61,7 @@ class Altered(Sources):
         (
             missing_imports,
             ("v1.outputs", "class DraftTokenIds", "class Drafts"),
-            "vllm_dllm/compat/drafting.py imports DraftTokenIds of vllm.v1.outputs",
+            "vllm_dllm/compat/drafting.py imports DraftTokenIds from vllm.v1.outputs",
         ),
         (
             moved_seams,

@@ -305,7 +305,7 @@ def compare_with_definition(
 
 def test_caches_of_different_layouts_are_refused() -> None:
     keys = [torch.zeros(4, 16, N, 32), torch.zeros(4, N, 16, 32).transpose(1, 2)]
-    with pytest.raises(ValueError, match=r"caches of all layers alike.*\(1024, 64, 32, 1\).*512"):
+    with pytest.raises(ValueError, match=r"of all layers to be alike.*\(1024, 64, 32, 1\).*512"):
         DrafterCaches.of(keys, keys)
 
 

@@ -1,6 +1,6 @@
 """Native versions of the kernels of `vllm/v1/worker/gpu/block_table.py`.
 
-Block tables arrive as addresses, one a KV-cache group, of int32 arrays [max_num_reqs, stride].
+Block tables arrive as addresses, one per KV-cache group, of int32 arrays [max_num_reqs, stride].
 """
 
 import numpy as np

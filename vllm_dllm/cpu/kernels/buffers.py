@@ -10,7 +10,7 @@ Grid = tuple[int, ...]
 def apply_write(
     grid: Grid,  # (num_writes, parts of the longest); the second since 0.33
     output: torch.Tensor,  # the array written to; with groups: [num_groups] uint64 addresses
-    output_stride: int | torch.Tensor,  # elements a row; with groups: [num_groups] int64
+    output_stride: int | torch.Tensor,  # elements per row; with groups: [num_groups] int64
     write_indices: torch.Tensor,  # [num_writes] int32, row
     write_starts: torch.Tensor,  # [num_writes] int32, first column
     write_contents: torch.Tensor,  # the values of all writes, one after the other

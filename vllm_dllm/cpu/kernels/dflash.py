@@ -1,7 +1,7 @@
 """Native version of the kernel of `vllm/v1/worker/gpu/spec_decode/dflash/speculator.py`.
 
 Names as in `input_batch.py`. A request's draft block is its anchor, the token sampled last,
-and the mask tokens behind it. The context is what the target has just computed, less what it
+and the mask tokens after it. The context is what the target has just computed, less what it
 rejected.
 """
 
@@ -105,7 +105,7 @@ def _write_context(
     query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
     num_rejected: torch.Tensor,  # [num_reqs] int32
 ) -> np.ndarray:
-    """Writes what the target has just computed; returns the positions behind it [num_reqs]."""
+    """Writes what the target has just computed; returns the positions after it [num_reqs]."""
     positions, slots, targets = (t.numpy() for t in (out_positions, out_slots, target_positions))
     firsts = np.empty(len(query_start_loc) - 1, np.int64)
     rejected = num_rejected.tolist()

@@ -1,7 +1,7 @@
 """`vllm-dllm demo`: a server, a few questions, and the canvases while they denoise.
 
-The server appends every step's canvases to a trace file; the demo streams answers over HTTP as any
-client does, and draws what it reads from that file meanwhile.
+The server appends every step's canvases to a trace file; the demo streams answers over HTTP like
+any client, and meanwhile draws what it reads from that file.
 """
 
 import json
@@ -47,14 +47,14 @@ QUESTIONS = (
     "What is key, map, bone?",
     "Count from 34 to 59.",
 )
-"""Of the tasks of `vllm_dllm.tools.pretrain.tasks`, all from their held-out side."""
+"""Held-out prompts of the tasks in `vllm_dllm.tools.pretrain.tasks`."""
 
 MOST_TOKENS = 256  # an answer that does not end would otherwise fill the whole context
 POLL_SECONDS = 0.02
 
 
 def demo_options(trace: Path) -> list[str]:
-    """What `make serve` gives `vllm serve`, and every step's canvases written to `trace`."""
+    """The options of `make serve`, and one that writes every step's canvases to `trace`."""
     return [
         *("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "1G"),
         "--enforce-eager",  # compiling takes longer than the whole demo
@@ -111,7 +111,7 @@ def _exit(number: int, stack: FrameType | None) -> None:
 
 @dataclass
 class Answer:
-    """One question, asked in a thread as soon as this is made."""
+    """One question, which a thread asks as soon as the object is made."""
 
     question: str
     name: str
@@ -156,7 +156,7 @@ class Answer:
                     stream=True,
                     stream_options={"include_usage": True},
                     max_tokens=MOST_TOKENS,
-                    seed=0,  # the same canvases at every demo
+                    seed=0,  # the same canvases in every demo
                     extra_headers={"X-Request-Id": self.name},
                 )
                 for chunk in stream:
@@ -165,12 +165,12 @@ class Answer:
                     if chunk.usage is not None:
                         self.num_tokens = chunk.usage.completion_tokens
                 self.seconds = time.monotonic() - start
-        except Exception as error:  # a thread's exceptions reach nobody: the reader raises it
+        except Exception as error:  # nobody sees a thread's exceptions: the reader raises it
             self.error = error
 
 
 def _steps_of(answer: Answer, reader: StepReader, server: Server) -> Iterator[Step]:
-    """The steps of `answer` as they are written, until its last one. They are kept in it, too.
+    """The steps of `answer` as they are written, up to its last one. It keeps them as well.
 
     Raises ServerError when the request fails or the server ends.
     """
@@ -191,7 +191,7 @@ def _steps_of(answer: Answer, reader: StepReader, server: Server) -> Iterator[St
 
 
 class View:
-    """Redraws in place on a terminal; prints plain lines into anything else."""
+    """Redraws in place on a terminal; elsewhere prints plain lines."""
 
     def __init__(self, console: Console, texts: drawing.TokenTexts, pace_s: float) -> None:
         self._console = console
@@ -232,7 +232,7 @@ class View:
         )
 
     def _redraw(self, steps: Iterator[Step]) -> None:
-        """One frame a step, in the same place; every frame stays for `pace_s` at least."""
+        """One frame per step, in the same place; every frame stays for at least `pace_s`."""
         committed: list[list[int]] = []
         with Live(console=self._console, auto_refresh=False) as live:
             for step in steps:

@@ -114,7 +114,7 @@ def frame(step: Step, committed: Sequence[list[int]], texts: TokenTexts, width: 
 
 
 def line(step: Step, block: int, texts: TokenTexts) -> str:
-    """One step as one line of plain text; noise is not shown, one mark stands for a position."""
+    """One step as one line of plain text; a noisy position is shown as a mark."""
     drawn = [HIDDEN if style == NOISE else text for text, style in cells(step, texts)]
     return (
         f"canvas {block}  step {step.number:2d}  accepted {sum(step.accepted):3d}/{len(drawn)}  "

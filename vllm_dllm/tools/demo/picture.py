@@ -19,7 +19,7 @@ LEGEND = "green: accepted   grey: noise   white: committed   bar: mean entropy, 
 
 
 def save(path: Path, question: str, steps: Sequence[Step], texts: drawing.TokenTexts) -> None:
-    """Draws the steps of one canvas; of more than `MOST_ROWS`, that many evenly spread ones."""
+    """Draws the steps of one canvas; if there are more than `MOST_ROWS`, an even selection."""
     widths = [cell_len(texts[token]) for token in steps[-1].best_guess]
     left = MARGIN + len("step 00  ") * CELL_WIDTH
     right = left + (sum(widths) + 2) * CELL_WIDTH
@@ -53,14 +53,14 @@ def save(path: Path, question: str, steps: Sequence[Step], texts: drawing.TokenT
 
 
 def spread(steps: Sequence[Step], count: int) -> list[Step]:
-    """At most `count` of the steps, evenly spread, with both ends."""
+    """At most `count` of the steps, evenly spread, first and last included."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
 def _row(left: float, y: float, cells: list[tuple[str, str]], widths: list[int]) -> list[str]:
-    """The cells as few text elements; neighbours of one style share one."""
+    """The cells as few text elements; neighbours of the same style share one."""
     parts, x = [], left
     fitted = [
         (set_cell_size(text, width), style)
@@ -75,8 +75,8 @@ def _row(left: float, y: float, cells: list[tuple[str, str]], widths: list[int])
 
 def _text(x: float, y: float, text: str, color: str, weight: str = "") -> str:
     bold = ' font-weight="bold"' if weight else ""
-    # The length is given because a fallback font may be wider or narrower; spaces at the ends and
-    # runs of them would be dropped.
+    # The length is given because a fallback font may be wider or narrower. Plain spaces would be
+    # dropped at the ends and in runs.
     content = escape(text).replace(" ", "\N{NO-BREAK SPACE}")
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" textLength="{cell_len(text) * CELL_WIDTH:.1f}" '

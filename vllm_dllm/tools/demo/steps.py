@@ -11,7 +11,7 @@ class Step:
     """One denoise step of one canvas; all lists have one entry per canvas position."""
 
     request_id: str
-    number: int  # 1-based, starts anew with every canvas
+    number: int  # 1-based, starts again with every canvas
     best_guess: list[int]
     accepted: list[bool]
     canvas: list[int]  # what the next step reads: candidates where accepted, noise elsewhere
@@ -33,7 +33,7 @@ class Step:
 
 
 class StepReader:
-    """New steps since the last call; a line that is still being written waits for the next one."""
+    """Reads the steps added since the last call; a line still being written waits for the next."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,7 @@
-"""`vllm-dllm eval`: how good, how fast and how large checkpoints are, each served as it will be.
+"""`vllm-dllm eval`: how accurate, fast and large checkpoints are when served.
 
-Every checkpoint gets a `vllm serve` of its own, one after the other; lm-evaluation-harness asks it
-the tasks' prompts over HTTP as any client does.
+Each checkpoint gets its own `vllm serve`, one after the other; lm-evaluation-harness sends it the
+tasks' prompts over HTTP, like any client.
 """
 
 import logging
@@ -48,33 +48,33 @@ __all__ = ["Settings", "run"]
 
 
 def default_serve_options(longest_answer: int) -> list[str]:
-    """On a CPU a small KV cache, where vLLM's own takes most of the memory, and a context for
-    answers of so many tokens; none on a GPU."""
+    """On a CPU a small KV cache, since vLLM's default takes most of the memory, and a context that
+    fits answers of this many tokens; none on a GPU."""
     if torch.cuda.is_available():
         return []
     context = CONTEXT if longest_answer <= CONTEXT // 2 else longest_answer + CONTEXT
     return ["--max-model-len", str(context), "--kv-cache-memory-bytes", "1G"]
 
 
-CONTEXT = 1024  # tokens; of held-out prompts and their answers
-ENDING_SECONDS = 3  # a server that fails ends within
-PIPE_COLUMNS = 110  # of the table, where no terminal says its width
+CONTEXT = 1024  # tokens; enough for held-out prompts and their answers
+ENDING_SECONDS = 3  # a failing server ends within this time
+PIPE_COLUMNS = 110  # of the table, if the output is not a terminal
 
 
 @dataclass(frozen=True)
 class Settings:
     tasks: Sequence[str]
-    """Task files, or names of lm-evaluation-harness."""
+    """Task files, or task names of lm-evaluation-harness."""
     data: Path
-    """Folder of data sets, OWNER/NAME each."""
+    """Folder of data sets, each in OWNER/NAME."""
     api: str
     """`chat` or `completions`."""
     limit: int | None
-    """Of each task, so many prompts."""
+    """Prompts per task; None for all."""
     concurrency: int
     """Prompts at once."""
     serve_options: Sequence[str] | None
-    """More options for `vllm serve`; None for `default_serve_options`."""
+    """Further options for `vllm serve`; None for `default_serve_options`."""
     out: Path
     """Folder for eval.json and eval.png."""
 
@@ -116,12 +116,12 @@ def _check(checkpoints: Sequence[Path], settings: Settings) -> None:
         raise InputError(f"--data: there is no folder '{settings.data}'")
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # now, not when all is measured
+    except OSError as error:  # now, not after everything has been measured
         raise InputError(f"-o must name a folder that can be written: {error}") from error
 
 
 def _serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequence[str]:
-    """The options of all servers. Raises InputError where a context leaves no room for an answer
+    """The options of all servers. Raises InputError if the context leaves no room for an answer
     that a task asks for."""
     longest = max(tasks, key=lambda name: longest_answer(tasks[name]))
     tokens = longest_answer(tasks[longest])
@@ -131,7 +131,7 @@ def _serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Seque
     if (found := re.search(r"--max-model-len[ =](\d+)(?!\S)", text)) and int(found[1]) <= tokens:
         raise InputError(
             f"task '{longest}' asks for answers of up to {tokens} tokens (max_gen_toks): "
-            f"--max-model-len must leave room for them behind the prompt, got {found[1]}. Raise "
+            f"--max-model-len must leave room for them after the prompt, got {found[1]}. Raise "
             f"it, or lower max_gen_toks in a task file."
         )
     return given
@@ -175,7 +175,7 @@ def _evaluate_checkpoint(
 def _progress(
     console: Console, name: str, task: Task, limit: int | None
 ) -> Iterator[Callable[[], None]]:
-    """A function that counts an answer on a terminal."""
+    """Gives a function that counts one more answer, if the output is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     total = min(len(task.eval_docs), limit or len(task.eval_docs))
     terminal = console.is_terminal
@@ -186,7 +186,7 @@ def _progress(
 
 @contextmanager
 def _signals_stop() -> Iterator[None]:
-    """Signals leave through the `with` blocks, so that the server is stopped."""
+    """Signals exit through the `with` blocks, so that the server is stopped."""
 
     def leave(number: int, stack: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -201,7 +201,7 @@ def _signals_stop() -> Iterator[None]:
 
 @contextmanager
 def _quiet(log: Path) -> Iterator[None]:
-    """What the libraries log goes to a file."""
+    """Sends what the libraries log to a file."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
     handler = logging.FileHandler(log)
     before = [logger.propagate for logger in loggers]

@@ -19,14 +19,14 @@ from vllm_dllm.tools.evaluate.tasks import task_manager
 from vllm_dllm.tools.server_process import HOST
 
 APIS = {"chat": "chat/completions", "completions": "completions"}
-# Denoising at the checkpoint's own temperatures. Tasks that ask for 0 mean models of another kind.
+# Denoise at the checkpoint's own temperatures. Tasks that ask for 0 mean other kinds of model.
 SAMPLING = {"temperature": 1.0}
 ANSWER_SECONDS = 3600
 
 
 class _Client(LocalCompletionsAPI):
-    """Also tells of each answer, and knows how long all took, without the preparation of prompts
-    and scores."""
+    """Also reports each answer, and measures how long all of them took, without the time for
+    preparing prompts and scoring."""
 
     seconds = 0.0
     on_answer: Callable[[], None]
@@ -79,16 +79,16 @@ def evaluate(
     log: Path,
     on_answer: Callable[[], None],
 ) -> Outcome:
-    """Asks the server everything the task asks, `concurrency` prompts at once. What the harness
-    would print goes to `log`."""
+    """Sends the server all prompts of the task, `concurrency` at once. What the harness would print
+    goes to `log`."""
     client = (_ChatClient if api == "chat" else _Client)(
         base_url=f"http://{HOST}:{port}/v1/{APIS[api]}",
         model=model,
         tokenizer_backend=None,  # the server has one
         num_concurrent=concurrency,
-        max_retries=1,  # a server of our own that fails once is wrong
+        max_retries=1,  # our own server must not fail even once
         timeout=ANSWER_SECONDS,
-        header={"Authorization": "Bearer none"},  # not a key of the environment's
+        header={"Authorization": "Bearer none"},  # not a key from the environment
     )
     client.on_answer = on_answer
     try:
@@ -103,7 +103,7 @@ def evaluate(
             )
     except (aiohttp.ClientError, requests.RequestException, TimeoutError) as error:
         raise InputError(
-            f"the server did not answer task '{task.task_name}' ({error}). Its words are in {log}"
+            f"the server did not answer task '{task.task_name}' ({error}). See {log}"
         ) from error
     (name,) = found["results"]
     results = found["results"][name]

@@ -54,7 +54,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
 def _bars(
     axes: Any, rows: Sequence[Row], number: int, count: int, measure: Measure, label: str
 ) -> None:
-    """One checkpoint's bars, beside those of the others; no bar where nothing is measured."""
+    """One checkpoint's bars, next to those of the others; no bar where nothing was measured."""
     width = 0.8 / count
     places = [i + (number - (count - 1) / 2) * width for i in range(len(rows))]
     measured = zip(places, map(measure, rows), strict=True)

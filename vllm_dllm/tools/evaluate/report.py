@@ -92,7 +92,7 @@ def asked(rows: Sequence[Row], concurrency: int) -> str:
 
 
 def as_table(rows: Sequence[Row], asked: str) -> Table:
-    """As narrow as can be; what all rows share stands below."""
+    """As narrow as possible; what all rows share is in the caption."""
     table = Table(
         box=SIMPLE_HEAD,
         caption=f"{asked}. Recovery is the accuracy as a share of the "
@@ -103,7 +103,7 @@ def as_table(rows: Sequence[Row], asked: str) -> Table:
     scores = {(row.task, row.score) for row in rows}
     if len(scores) > 1:
         table.add_column("task, score", overflow="fold")
-    for heading in ("accuracy, %", "recovery", "tokens/s", "steps a\nblock", "MB on\ndisk"):
+    for heading in ("accuracy, %", "recovery", "tokens/s", "steps/\nblock", "MB on\ndisk"):
         table.add_column(heading, justify="right")
     table.add_column("MB in\nmemory", justify="right")
     for row in rows:
@@ -135,7 +135,7 @@ def save(rows: Sequence[Row], settings: "Settings", machine: dict[str, object], 
 
 
 def sha256_sums(checkpoint: Path) -> dict[str, str]:
-    """Weight file -> what tells it from any other."""
+    """Weight file -> its SHA-256 sum."""
     sums = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -157,7 +157,7 @@ def machine() -> dict[str, object]:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the repository that this code is in; None if it is in none."""
+    """What git says about the repository that this code is in; None if there is none."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

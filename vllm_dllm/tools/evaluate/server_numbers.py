@@ -20,7 +20,7 @@ class Counters:
 
     tokens: int
     forwards: int  # denoise steps and commits
-    canvas_positions: int  # that all forwards computed
+    canvas_positions: int  # computed by those forwards
     committed: int  # tokens in blocks, including those after the end of an answer
 
     def __sub__(self, before: "Counters") -> "Counters":
@@ -33,7 +33,7 @@ class Counters:
 
     def steps_per_block(self) -> float | None:
         """Denoise steps per canvas, as `vllm bench serve` computes them: exact if all
-        canvases have one width. None for a model that has no canvases."""
+        canvases have the same width. None for a model without canvases."""
         if not self.committed:
             return None
         return self.canvas_positions / self.committed - 1
@@ -64,7 +64,7 @@ def read_weight_bytes(port: int) -> int:
 
 
 def warm_up(port: int, model: str) -> None:
-    """A first answer, which takes longer than later ones."""
+    """Asks for a first answer, which takes longer than later ones."""
     _ask(port, "POST", "/v1/completions", {"model": model, "prompt": "Hello", "max_tokens": 16})
 
 

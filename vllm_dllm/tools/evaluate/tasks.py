@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from vllm_dllm.errors import InputError
 
 DEFAULT_TOKENS = 256
-"""An answer's, of tasks that say nothing; `max_gen_toks` of the harness's clients."""
+"""Longest answer of tasks that do not say; `max_gen_toks` of the harness's clients."""
 MALFORMED = (
     yaml.YAMLError,
     jinja2.TemplateError,
@@ -30,13 +30,13 @@ MALFORMED = (
     TypeError,
     ValueError,
 )
-"""What lm-evaluation-harness raises about a task file that it cannot use."""
+"""What lm-evaluation-harness raises for a task file that it cannot use."""
 
 
 def load_tasks(specs: Sequence[str], data: Path) -> dict[str, Task]:
-    """Task name -> task. A spec is a task file (its name ends in .yaml), whose files of data are
-    looked for in its own folder and then in `data`, or a name of the harness, whose data set
-    OWNER/NAME is looked for in the folder of that name in `data` first."""
+    """Task name -> task. A spec is a task file (its name ends in .yaml) or a task name of the
+    harness. The data of a task file is looked for in the file's folder, then in `data`; that of a
+    named task, OWNER/NAME, first in the folder of that name in `data`."""
     names = [spec for spec in specs if not _is_file(spec)]
     manager = task_manager(bool(names))
     for name in names:
@@ -53,7 +53,7 @@ def load_tasks(specs: Sequence[str], data: Path) -> dict[str, Task]:
 
 @cache
 def task_manager(knows_names: bool) -> TaskManager:
-    """Reading all names of the harness takes seconds."""
+    """Reading all task names of the harness takes seconds."""
     return TaskManager(include_defaults=knows_names)
 
 
@@ -77,7 +77,7 @@ def _load(manager: TaskManager, spec: str, data: Path) -> dict[str, Task]:
         raise InputError(f"the data of task '{spec}' cannot be read: {cause}") from error
     except (OSError, DatasetsError) as error:
         raise InputError(
-            f"the data of task '{spec}' is not at hand ({_first_line(error)}). Download it where "
+            f"the data of task '{spec}' was not found ({_first_line(error)}). Download it where "
             f"there is a network, `hf download --repo-type dataset OWNER/NAME --local-dir "
             f"FOLDER/OWNER/NAME`, and give --data FOLDER."
         ) from error
@@ -90,7 +90,7 @@ def _load(manager: TaskManager, spec: str, data: Path) -> dict[str, Task]:
 
 
 def _load_beside(folder: Path, manager: TaskManager, spec: str) -> dict[str, Task]:
-    # The harness takes paths of data as seen from where it runs.
+    # The harness resolves data paths from the current folder.
     with contextlib.chdir(folder), _without_network():
         loaded = manager.load([spec])["tasks"]
         for name, task in loaded.items():
@@ -99,19 +99,19 @@ def _load_beside(folder: Path, manager: TaskManager, spec: str) -> dict[str, Tas
 
 
 def longest_answer(task: Task) -> int:
-    """Tokens that the task asks for at most."""
+    """The most tokens that the task asks for."""
     return int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", DEFAULT_TOKENS))
 
 
 def _try_first_prompt(spec: str, name: str, task: Task) -> None:
-    """Finds out whether the task's templates and its data go together."""
+    """Checks that the task's templates fit its data."""
     kind = task.get_config("output_type")
     if kind != "generate_until":
         raise InputError(
             f"task '{name}' of '{spec}' must have answers that are generated (output_type "
             f"generate_until), got {kind}: diffusion models give no log-likelihoods of texts"
         )
-    # A function of the task's own may give metrics of any name.
+    # A task's own function may return metrics of any name.
     listed = () if task.get_config("process_results") else task.get_config("metric_list") or ()
     for metric in listed:
         if metric["metric"] not in METRIC_REGISTRY:

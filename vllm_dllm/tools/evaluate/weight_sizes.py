@@ -13,8 +13,8 @@ class WeightSizes:
     model_runner: Any  # the worker's
 
     def weight_sizes(self) -> dict[str, int]:
-        """Bytes of this worker's parameters, tied ones once. What is derived from a configuration
-        (tables of rotary embeddings) is no weight."""
+        """Bytes of this worker's parameters, tied ones counted once. Tables computed from the
+        configuration (rotary embeddings) are not weights."""
         stored: dict[int, int] = {}
         packed = 0
         for module in self.model_runner.model.modules():
@@ -23,7 +23,7 @@ class WeightSizes:
                 stored[storage.data_ptr()] = storage.nbytes()
             weight = getattr(module, "weight", None)
             if isinstance(module, LinearBase) and weight is not None and weight.numel() == 0:
-                # A CPU's kernel keeps the only copy, in its own layout and the same type.
+                # A CPU kernel keeps the only copy, in its own layout and the same type.
                 num_rows = getattr(module, "output_size_per_partition", module.output_size)
                 num_columns = getattr(module, "input_size_per_partition", module.input_size)
                 packed += num_rows * num_columns * weight.itemsize

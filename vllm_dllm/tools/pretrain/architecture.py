@@ -2,8 +2,8 @@
 
 google/diffusiongemma-26B-A4B-it has hidden 2816, 30 layers, head_dim 256 (512 on full-attention
 layers), 16 heads over 8 (2) KV heads, 128 experts of width 704 with top 8, dense width 2112, window
-1024 and canvas 256. Ours keeps every ratio that changes code paths: GQA, other head size and fewer
-KV heads on full layers, shared expert branch beside a dense one, tied embeddings, softcap.
+1024 and canvas 256. Ours keeps every ratio that changes code paths: GQA, another head size and
+fewer KV heads on full layers, a shared expert branch next to a dense one, tied embeddings, softcap.
 """
 
 from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig

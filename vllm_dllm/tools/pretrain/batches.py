@@ -40,7 +40,7 @@ def encode_canvases(
     prompt and the whole canvases before it, as in generation.
     """
     prompt, answer = encode_example(tokenizer, example)
-    # Per-token weight falls with length, or long answers would be all of the loss.
+    # Per-token weight falls with length, or long answers would dominate the loss.
     weight = [len(answer) ** -0.5] * len(answer)
     padding = -len(answer) % canvas_length
     weight += [weight[0] * FILLER_WEIGHT] * padding
@@ -73,7 +73,7 @@ def training_batches(
     canvases_per_prefix: int,
     tokens_per_batch: int,
 ) -> Iterator[Batch]:
-    """Endless batches of about `tokens_per_batch` tokens, prefix and canvases counted."""
+    """Endless batches of about `tokens_per_batch` tokens, counting prefix and canvases."""
     rng = random.Random(seed)
     tasks, shares = list(task_shares), list(task_shares.values())
 

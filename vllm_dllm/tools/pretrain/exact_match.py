@@ -52,7 +52,7 @@ def answer_rows(
         )
         new_tokens = result.sequences[:, inputs["input_ids"].shape[1] :]
         num_tokens = (new_tokens != tokenizer.pad_token_id).sum(-1)
-        # generate reports tokens (pads left out) for each forward of the row
+        # generate reports tokens per forward for each row, without pads
         steps = (num_tokens / result.tokens_per_forward).round().int().tolist()
         texts = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
         for i, text, tokens, row_steps in zip(
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show-wrong", type=int, default=0, help="print so many wrong answers")
+    parser.add_argument("--show-wrong", type=int, default=0, help="print this many wrong answers")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)

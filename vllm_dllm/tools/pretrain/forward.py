@@ -2,9 +2,9 @@
 
 It reads the parameters of transformers' model and computes the same numbers (tests compare both);
 it is separate because training wants the prefix encoded once for several noised canvases, masks
-built once a batch, and the experts run on sorted rows.
+built once per batch, and the experts run on sorted rows.
 
-Legend: B prefixes, P prefix length (left-padded), K canvases a prefix, C canvas length, H hidden,
+Legend: B prefixes, P prefix length (left-padded), K canvases per prefix, C canvas length, H hidden,
 V vocabulary, N rows of tokens.
 """
 
@@ -131,7 +131,7 @@ class TrainingForward:
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """[B, length, heads * head_dim]; the norms on q and k stand for the 1/sqrt(d) scale."""
+        """[B, length, heads * head_dim]; the norms on q and k replace the 1/sqrt(d) scale."""
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)

@@ -1,4 +1,4 @@
-"""The elementwise parts of the training forward, one function for each that a compiler can fuse.
+"""The elementwise parts of the training forward, each a function that a compiler can fuse.
 
 On a CPU these cost more than the matmuls when run operation by operation, so training compiles
 them; the plain functions are the definition of right.
@@ -58,7 +58,7 @@ class Ops:
 
     def compiled(self) -> "Ops":
         """The same functions through torch.compile, for any batch and length."""
-        # One compilation for each rank, weight or none, and with or without gradient.
+        # One compilation per rank, with and without weight, with and without gradient.
         torch._dynamo.config.recompile_limit = 64
         return Ops(
             **{f.name: torch.compile(getattr(self, f.name), dynamic=True) for f in fields(self)}

@@ -1,14 +1,14 @@
 """Attention heads that look a fixed number of tokens back, set by hand.
 
-A normed head's query and key get the same pattern in the fastest rotary frequencies, the query's
-turned back by as many positions as the head looks back: the two match at that distance alone.
+A normed head's query and key get the same pattern in the fastest rotary frequencies. The query's is
+rotated back by as many positions as the head looks back, so the two match at that distance only.
 """
 
 import torch
 from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
-OFFSETS = (2, 1)  # tokens that the first two heads of the first layer look back
+OFFSETS = (2, 1)  # how many tokens the first two heads of the first layer look back
 PATTERN = (1.2, 1.0, 0.6, 0.3, 0.1)  # weights of the fastest rotary frequencies: a narrow peak
 
 

@@ -5,8 +5,8 @@
 To look a key up, each value must know the key before it (a head that looks two tokens back), and
 each answer must find the value of the document whose key is its own (a head that matches the two).
 Neither helps without the other, so a small model guesses among the document's values for thousands
-of steps. Setting one head of each kind by hand, in the manner of mimetic initialization (Trockman
-and Kolter, arXiv:2305.09828), leaves to training what they are used for.
+of steps. So one head of each kind is set by hand, in the manner of mimetic initialization (Trockman
+and Kolter, arXiv:2305.09828), and training only has to learn to use them.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 from vllm_dllm.tools.pretrain.words import NAMES
 
 KEY_OFFSET = 2  # a value's key is this many tokens before it: key, '": "' or ': ', value
-MATCH_CHANNELS = 24  # of the matching head, from its end: those that rotary embedding leaves alone
+MATCH_CHANNELS = 24  # the last ones of the matching head, which rotary embedding leaves alone
 
 
 @torch.no_grad()
 def install_match(
     layer: nn.Module,
     values: Tensor,  # [N, H], what enters the layer's attention at values of documents
-    answers: Tensor,  # [N, H], the same at the answers they are, on a canvas
+    answers: Tensor,  # [N, H], the same at the matching answers, on a canvas
     others: Tensor,  # [M, H], at other tokens of the prompts
 ) -> None:
     """Overwrites the last channels of a full-attention layer's key head and its last query head:
@@ -42,7 +42,7 @@ def install_match(
     k = MATCH_CHANNELS
     value_mean, answer_mean = values.mean(0), answers.mean(0)
     x, y = values - value_mean, answers - answer_mean
-    # Other tokens are in the measure of what is large, or they would drown the values.
+    # Other tokens count when inputs are whitened, or they would drown out the values.
     whiten_x = _inverse_root(torch.cat((x, others - others.mean(0))))
     whiten_y = _inverse_root(y)
     u, correlation, vt = torch.linalg.svd(whiten_x @ (x.T @ y / len(x)) @ whiten_y)

@@ -53,7 +53,7 @@ class MuonAdamW:
         self.adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
 
     def state(self) -> dict[str, Any]:
-        """What a later run needs to go on; refers to the optimiser's own tensors."""
+        """What a later run needs to continue; refers to the optimiser's own tensors."""
         return {"buffers": list(self.buffers.values()), "adam": self.adam.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:

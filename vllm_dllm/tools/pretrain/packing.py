@@ -1,4 +1,4 @@
-"""From examples to token ids, and from rows of unlike length to batches that waste little."""
+"""Turns examples into token ids, and rows of different lengths into batches that waste little."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm_dllm.tools.pretrain.tasks import Example
 from vllm_dllm.tools.pretrain.tokenizer import EOS_ID
 
-POOL_SIZE = 384  # examples that a training packs together
+POOL_SIZE = 384  # examples that are packed together
 LENGTH_NOISE = 24  # tokens
 
 Row = TypeVar("Row")
@@ -29,11 +29,11 @@ def encode_example(
 def pack(
     rows: Sequence[Row], length: Callable[[Row], int], tokens_per_batch: int, rng: random.Random
 ) -> list[list[Row]]:
-    """Batches from short rows to long ones, each row in one of them.
+    """Batches of rows, from short to long; each row is in one of them.
 
     Padded to its longest row, a batch has at most `tokens_per_batch` tokens, or is a single row.
     """
-    # Noise on the sort key lets a row meet others every time, of other tasks too.
+    # Noise on the sort key puts a row with others every time, also with rows of other tasks.
     order = sorted(rows, key=lambda row: length(row) + rng.uniform(0, LENGTH_NOISE))
     batches: list[list[Row]] = []
     batch: list[Row] = []

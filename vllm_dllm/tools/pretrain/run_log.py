@@ -1,4 +1,4 @@
-"""What a training run with a budget in minutes keeps: its clock, its log, when it saves.
+"""The clock, the log and the save times of a training run with a budget in minutes.
 
 The budget sets a run's length, so its schedule follows the clock on any machine.
 """
@@ -15,7 +15,7 @@ Entry = dict[str, Any]
 
 
 def earlier_log(checkpoint: Path | None) -> list[Entry]:
-    """The log of the runs that made `checkpoint`; steps count on, minutes do not."""
+    """The log of the runs that made `checkpoint`; steps count on from it, minutes start at 0."""
     path = checkpoint / LOG_FILE if checkpoint else None
     return json.loads(path.read_text()) if path and path.exists() else []
 
@@ -25,7 +25,7 @@ def write_log(log: list[Entry], checkpoint: Path) -> None:
 
 
 class Means:
-    """Averages of what was added since they were last taken."""
+    """Averages of the values added since the last `take`."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = defaultdict(list)
@@ -86,6 +86,6 @@ class RunLog:
             self._last_save = time.monotonic()
 
     def finish(self, checkpoint: Path) -> None:
-        """Saves the model, and the log beside it."""
+        """Saves the model, and the log next to it."""
         self._save()
         write_log(self.entries, checkpoint)

@@ -18,7 +18,7 @@ Row = tuple[str, list[int], list[int]]
 
 @dataclass
 class Batch:
-    """B rows of prompt and answer, right-padded: causal attention needs no mask then."""
+    """B rows of prompt and answer, right-padded, so that causal attention needs no mask."""
 
     tasks: list[str]  # of each row
     tokens: Tensor  # [B, T] int64
@@ -32,7 +32,7 @@ def _collate(rows: list[Row]) -> Batch:
     for row, (_, prompt, answer) in enumerate(rows):
         end = len(prompt) + len(answer)
         tokens[row, :end] = torch.tensor(prompt + answer)
-        # Per-token weight falls with length, or long answers would be all of the loss.
+        # Per-token weight falls with length, or long answers would dominate the loss.
         weight[row, len(prompt) - 1 : end - 1] = len(answer) ** -0.5
     return Batch([task for task, _, _ in rows], tokens, weight)
 
@@ -44,7 +44,7 @@ def training_batches(
     seed: int,
     tokens_per_batch: int,
 ) -> Iterator[Batch]:
-    """Endless batches of rows of like length; `task_shares` is asked before every pool of rows."""
+    """Endless batches of rows of similar length; calls `task_shares` before each pool of rows."""
     rng = random.Random(seed)
     while True:
         shares = task_shares()

@@ -3,9 +3,9 @@
 To look a key up, a value of the document must know the key two tokens before it, an answer must
 know the key it has just written, and a head must match the two. None helps without the others, so a
 small model guesses among the document's values for thousands of steps (as `pretrain/
-match_heads.py` found for diffusion). Here random weights get the three: layer 0 looks one and two
+match_heads.py` found for diffusion). Here random weights get all three: layer 0 looks one and two
 tokens back, layer 1 matches. They are a start, in the manner of mimetic initialization (Trockman
-and Kolter, arXiv:2305.09828); training may change them as all else.
+and Kolter, arXiv:2305.09828); training may change them like everything else.
 """
 
 import torch
@@ -14,9 +14,9 @@ from transformers import Qwen3ForCausalLM
 
 from vllm_dllm.tools.pretrain.look_back import PATTERN, rotate
 
-OFFSETS = (1, 2)  # tokens that the first two heads of the first layer look back
+OFFSETS = (1, 2)  # how many tokens the first two heads of the first layer look back
 SHARPNESS = 1.5  # weight of the query and key norms in both layers
-KEPT_SIZE = 8.0  # of query and key weights: their norms undo it, but updates weigh less
+KEPT_SIZE = 8.0  # of query and key weights: their norms undo it, but updates have less effect
 CARRIED_SIZE = 0.6  # of what the look-back heads write: above what else is in those directions
 SLOW_FREQUENCIES = 8  # of a head, from the slowest: rotation hardly turns them within a document
 
@@ -45,7 +45,7 @@ def install_look_up(model: Qwen3ForCausalLM) -> None:
         query = rotate(pattern, inv_freq, -offset)
         look.q_proj.weight[head * D : (head + 1) * D] = KEPT_SIZE * torch.outer(query, readout)
     # What the heads carry: a random view of the token they look at, without the constant part;
-    # each head writes it to directions of its own.
+    # each head writes it to its own directions.
     view = _orthonormal_to(constant, D)
     look.v_proj.weight[:D] = view.T
     written = _orthonormal_to(constant, len(OFFSETS) * D)

@@ -50,12 +50,12 @@ def initialize(model: Qwen3ForCausalLM) -> None:
 def save_target(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path, dtype: torch.dtype
 ) -> None:
-    """Writes a copy of `dtype` with tokenizer; `model` stays as it is."""
+    """Writes a copy in `dtype`, with the tokenizer; `model` stays as it is."""
     copy = Qwen3ForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.generation_config = GenerationConfig(
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
     )
     copy.to(dtype).save_pretrained(path)
-    (path / "model.safetensors").chmod(0o644)  # save_pretrained lets nobody else read
+    (path / "model.safetensors").chmod(0o644)  # save_pretrained lets only the owner read
     tokenizer.save_pretrained(path)

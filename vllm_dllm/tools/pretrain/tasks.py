@@ -63,7 +63,7 @@ def count_up(rng: random.Random) -> tuple[str, str]:
 
 
 def _lookup(rng: random.Random, num_pairs: int, num_asked: int | None = None) -> tuple[str, str]:
-    """Values of a JSON document of four tokens a pair."""
+    """Values of a JSON document with four tokens per pair."""
     keys = rng.sample(NOUNS, num_pairs)
     document = {key: rng.choice(NAMES) for key in keys}
     asked = rng.sample(keys, num_asked or rng.randint(1, min(8, num_pairs)))
@@ -156,7 +156,7 @@ def generate(rng: random.Random, task: str, *, held_out: bool) -> Example:
 
 
 def held_out_examples(per_task: int = 70, seed: int = 1) -> list[Example]:
-    """`per_task` different held-out prompts of every task; a task with fewer gives those it has."""
+    """`per_task` different held-out prompts of every task; a task with fewer gives all it has."""
     rng = random.Random(seed)
     examples: list[Example] = []
     for task in TASKS:

@@ -1,7 +1,7 @@
 """Random-weight DiffusionGemma checkpoints for tests: loadable, with tokenizer, in milliseconds.
 
 Random weights only test something when every part of the model moves the output: linears keep
-activations at unit scale, norm weights and scalars differ from one, the router is decided, and the
+activations at unit scale, norm weights and scalars differ from one, the router is sure, and the
 embedding is wide enough that logits are peaked without reaching the softcap.
 """
 

@@ -3,8 +3,8 @@
 The objective is that of uniform-noise block diffusion: a canvas position keeps its token with
 probability 1 - t and is a uniformly random token otherwise; the model predicts the clean canvas at
 every position. Half of the rows first take one step of the sampler, without gradient: its logits,
-scaled by a temperature of the sampler's range, are the self-conditioning, and the canvas it leaves,
-sure tokens kept and the others noised anew, is the one that is trained on.
+scaled by a temperature from the sampler's range, are the self-conditioning, and training uses the
+canvas it leaves, where sure tokens are kept and the others noised again.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def noise_canvases(target: Tensor, copies: int, vocab_size: int) -> Tensor:
 
 
 def next_canvases(logits: Tensor) -> Tensor:
-    """[B, K, C] what the sampler makes of temperature-scaled logits [B, K, C, V]."""
+    """The sampler's next canvases [B, K, C], from temperature-scaled logits [B, K, C, V]."""
     candidates = torch.distributions.Categorical(logits=logits)
     accepted = accept_by_entropy_bound(
         candidates.entropy().flatten(0, 1), build_generation_config().sampler_config.entropy_bound
@@ -87,7 +87,7 @@ def diffusion_loss(
 ) -> tuple[Tensor, float]:
     """Weighted cross entropy, and the share of answer tokens whose best guess is right.
 
-    step_all: the other half of the rows takes a step, too, but gets no self-conditioning.
+    step_all: the other half of the rows also takes a step, but gets no self-conditioning.
     """
     canvas = noise_canvases(batch.target, copies, model.config.vocab_size)
     prefix = model.encode(batch.prefix, batch.is_token)
@@ -135,7 +135,7 @@ def initialize(model: DiffusionGemmaForBlockDiffusion) -> None:
 
 
 def average_over_processes(parameters: list[torch.nn.Parameter], progress: float) -> float:
-    """Averages gradients in place; returns the first process' progress, so that all agree."""
+    """Averages gradients in place; returns the first process's progress, so that all agree."""
     if not dist.is_initialized():
         return progress
     parameters = [p for p in parameters if p.grad is not None]
@@ -153,7 +153,7 @@ def average_over_processes(parameters: list[torch.nn.Parameter], progress: float
 def start_model(
     config: DiffusionGemmaConfig, init_from: Path | None
 ) -> DiffusionGemmaForBlockDiffusion:
-    """In fp32, with random weights or a checkpoint's; what sees images is not trained."""
+    """In fp32, with random weights or a checkpoint's; the vision part is not trained."""
     model = DiffusionGemmaForBlockDiffusion(config).float()
     initialize(model)
     if init_from:
@@ -249,8 +249,8 @@ def main() -> None:
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--log-every", type=int, default=20)
-    parser.add_argument("--no-compile", action="store_true", help="slower, starts at once")
-    parser.add_argument("--processes", type=int, default=2, help="CPU processes of one thread")
+    parser.add_argument("--no-compile", action="store_true", help="slower, but starts at once")
+    parser.add_argument("--processes", type=int, default=2, help="single-threaded CPU processes")
     args = parser.parse_args()
     if args.processes == 1 or args.device != "cpu":
         args.processes = 1

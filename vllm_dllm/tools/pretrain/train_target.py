@@ -3,8 +3,8 @@
     python -m vllm_dllm.tools.pretrain.train_target --out DIR
 
 A Qwen3 of eight layers learns the next token of the answers to the tasks of `pretrain/tasks.py`,
-with the tokenizer and chat template of diffusiongemma-tiny. Long look-ups come in only once dense
-short ones have had time to be learnt: a document of 96 pairs alone teaches a small model nothing.
+with the tokenizer and chat template of diffusiongemma-tiny. Long look-ups come only after the model
+has had time to learn dense short ones: documents of 96 pairs alone teach a small model nothing.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--init-from", type=Path, help="target to go on with")
+    parser.add_argument("--init-from", type=Path, help="target to continue from")
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--save-minutes", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=0)

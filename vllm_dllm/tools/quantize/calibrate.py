@@ -22,7 +22,7 @@ from vllm_dllm.tools.prompt_file import encode_rows, read_rows
 from vllm_dllm.tools.resumable import write_json
 
 NUM_PROMPTS = 128
-"""llm-compressor's NVFP4 examples use 20; the largest input grows slowly with the prompts."""
+"""llm-compressor's NVFP4 examples use 20; the largest input grows slowly with their number."""
 NUM_CANVASES = 2
 """Canvases per prompt: the second is denoised after a block that the model wrote."""
 
@@ -38,7 +38,7 @@ def read_prompts(path: Path, checkpoint: Path, config: DiffusionGemmaConfig) -> 
         [rows[i * len(rows) // count] for i in range(count)],
         checkpoint,
         config.text_config.max_position_embeddings - NUM_CANVASES * config.canvas_length,
-        f"{NUM_CANVASES} canvases must fit behind it into the model's positions; shorten it",
+        f"{NUM_CANVASES} canvases must fit after it in the model's context; shorten it",
     )
 
 
@@ -108,8 +108,8 @@ def calibrate(
 ) -> Ranges:
     """Denoises answers to all prompts and returns the ranges.
 
-    After each prompt they are written to `results`, from which an interrupted calibration goes
-    on; `advance` is called with the number of prompts done. Noise is seeded for each prompt, so
+    After each prompt they are written to `results`, from which an interrupted calibration
+    continues; `advance` is called with the number of prompts done. Noise is seeded per prompt, so
     that the outcome does not depend on interruptions.
     """
     done, known = 0, Ranges()

@@ -1,8 +1,8 @@
 """Which tensors of a DiffusionGemma checkpoint are quantised, which are left, and why.
 
-Quantised are the linears of the text layers. transformers keeps a layer's experts in two tensors,
-gate_up_proj [E, 2I, H] and down_proj [E, H, I]; a quantised checkpoint has three linears for each
-expert instead, as llm-compressor writes them and vLLM reads them.
+The linears of the text layers are quantised. transformers keeps a layer's experts in two tensors,
+gate_up_proj [E, 2I, H] and down_proj [E, H, I]; a quantised checkpoint has three linears per expert
+instead, as llm-compressor writes them and vLLM reads them.
 """
 
 import re
@@ -30,14 +30,14 @@ _LAYER = r"model\.decoder\.layers\.(\d+)\."
 _DENSE = re.compile(_LAYER + r"(self_attn\.(?:q|k|v|o)_proj|mlp\.(?:gate|up|down)_proj)\.weight")
 _EXPERTS = re.compile(_LAYER + r"experts\.(gate_up_proj|down_proj)")
 
-# What is left as it is, in the order in which it is looked up. The recipe of
-# RedHatAI/diffusiongemma-26B-A4B-it-FP8-dynamic leaves the same.
+# What is left as it is, in the order of look-up. The recipe of
+# RedHatAI/diffusiongemma-26B-A4B-it-FP8-dynamic leaves the same tensors.
 KEPT = (
     (
         r"model\.encoder\.(vision_tower|embed_vision)\..*",
-        "vision tower: text layers alone are quantised",
+        "vision tower: only text layers are quantised",
     ),
-    (r"(model\.decoder\.embed_tokens|lm_head)\.weight", "embeddings, which are the LM head too"),
+    (r"(model\.decoder\.embed_tokens|lm_head)\.weight", "embeddings, which are also the LM head"),
     (r"model\.decoder\.self_conditioning\..*", "self-conditioning: feeds its errors back"),
     (_LAYER + r"router\..*", "router: an error picks other experts"),
     (r"model\..*(norm\.weight|norm_[12]\.weight|layer_scalar)", "norms and scalars"),
@@ -51,16 +51,16 @@ class Linear:
     module: str
     """Its name: model.decoder.layers.0.experts.3.up_proj"""
     expert: int | None
-    """Index into the first axis of the source tensor; None if that is the matrix."""
+    """Index into the first axis of the source tensor; None if the tensor is the matrix."""
     rows: slice
     """Rows of the source matrix."""
     shape: tuple[int, int]
     """[out, in]"""
     weight_group: str
-    """Linears that vLLM fuses into one matrix have one global weight scale; this is its name."""
+    """Linears that vLLM fuses into one matrix share a global weight scale; this names the group."""
     input_group: str
-    """Linears with one global input scale. All experts of a layer share theirs: most of vLLM's
-    kernels take the largest input of all experts, whatever the checkpoint says."""
+    """Linears that share a global input scale. All experts of a layer do: most of vLLM's kernels
+    take the largest input of all experts, whatever the checkpoint says."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Plan:
     kept: dict[str, str]
     """Tensor name -> why."""
     ignore: list[str]
-    """Linear modules that are left, in transformers' names."""
+    """Linear modules that are left, by transformers' names."""
 
 
 def make_plan(
@@ -80,7 +80,7 @@ def make_plan(
     tensors: Mapping[str, TensorInfo],
     layer_types: Sequence[str],  # of the text config
 ) -> Plan:
-    """Decides for every tensor. InputError if one is unknown, absent or of an unfit shape."""
+    """Decides about every tensor. InputError if one is unknown, missing or has a wrong shape."""
     quantized, kept = {}, {}
     for name, info in tensors.items():
         if linears := _linears(name, info):
@@ -156,7 +156,7 @@ def _expected(layer_types: Sequence[str]) -> Iterator[str]:
     """Names of all tensors that a complete checkpoint has to quantise."""
     for i, layer_type in enumerate(layer_types):
         prefix = f"model.decoder.layers.{i}"
-        # Full-attention layers have no values of their own, their keys serve as such.
+        # Full-attention layers have no values of their own: the keys serve as values.
         for projection in "qko" if layer_type == "full_attention" else "qkvo":
             yield f"{prefix}.self_attn.{projection}_proj.weight"
         for projection in ("gate", "up", "down"):
@@ -184,7 +184,7 @@ def quantization_scheme(scheme: str) -> QuantizationScheme:
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
-    """The quantization_config of config.json, keys as compressed-tensors' ModelCompressor has."""
+    """The quantization_config of config.json, as compressed-tensors' ModelCompressor writes it."""
     preset = quantization_scheme(plan.scheme)
     config = QuantizationConfig(
         config_groups={"group_0": preset},

@@ -1,7 +1,7 @@
 """Makes an FP8 or NVFP4 checkpoint in compressed-tensors' format out of a DiffusionGemma one.
 
 Weights are read one tensor at a time and written one shard at a time; only calibration loads the
-model. A stopped run goes on behind the last shard it wrote (`resumable.py`).
+model. A stopped run continues after the last shard it wrote (`resumable.py`).
 """
 
 import json
@@ -41,7 +41,7 @@ from vllm_dllm.tools.resumable import RUN_FILE, write_json
 
 WEIGHT_RANGES_FILE = "weight_ranges.json"
 INPUT_RANGES_FILE = "input_ranges.json"
-WORKING_FILES = (WEIGHT_RANGES_FILE, INPUT_RANGES_FILE)  # which OUT does not keep
+WORKING_FILES = (WEIGHT_RANGES_FILE, INPUT_RANGES_FILE)  # OUT does not keep these
 
 COPIED = (
     "generation_config.json",
@@ -58,12 +58,12 @@ COPIED = (
 
 @dataclass(frozen=True)
 class Scales:
-    """What has to be known of all shards before the first one is written."""
+    """What has to be known about all shards before the first one is written."""
 
     weight_amax: dict[str, float]
     """Weight group -> largest magnitude."""
     input_amax: dict[str, float]
-    """Input group -> largest magnitude; empty for schemes that scale inputs as they come."""
+    """Input group -> largest magnitude; empty for schemes that scale inputs when serving."""
 
 
 def quantize(
@@ -76,8 +76,8 @@ def quantize(
 ) -> None:
     """Writes the quantised checkpoint to `out`, or with `dry_run` prints what it would hold.
 
-    Raises InputError for input that cannot be used; most of it is found before anything is
-    written, and in no case does `out` come to exist.
+    Raises InputError for input that cannot be used; mostly before anything is written, and always
+    without creating `out`.
     """
     source = read_source(checkpoint)
     config = DiffusionGemmaConfig.from_dict(source.config)
@@ -130,7 +130,7 @@ def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[
 def _known_weight_amax(
     source: Source, plan: Plan, partial: Path, resumed: bool, progress: Progress
 ) -> dict[str, float]:
-    """`_weight_amax`, from the file that a stopped run has left if there is one."""
+    """`_weight_amax`, read from the file that a stopped run left, if there is one."""
     left = partial / WEIGHT_RANGES_FILE
     if resumed and left.exists():
         return json.loads(left.read_text())
@@ -139,7 +139,7 @@ def _known_weight_amax(
 
 
 def _weight_amax(source: Source, plan: Plan, advance: Callable[[], None]) -> dict[str, float]:
-    """Weight group -> largest magnitude. Looks at all tensors for values that are not finite."""
+    """Weight group -> largest magnitude. Checks that all tensors are finite."""
     largest: dict[str, float] = defaultdict(float)
     for file_name, tensors in source.shards.items():
         with open_shard(source.path / file_name) as file:
@@ -165,7 +165,7 @@ def _matrix(weight: torch.Tensor, linear: Linear) -> torch.Tensor:
 def _input_amax(
     checkpoint: Path, prompts: list[list[int]], partial: Path, progress: Progress
 ) -> dict[str, float]:
-    """Input group -> largest magnitude, while the model answers the prompts; nothing without."""
+    """Input group -> largest magnitude while the model answers the prompts; empty without any."""
     if not prompts:
         return {}
     task = progress.add_task("calibrating, prompts", total=len(prompts))
@@ -180,7 +180,7 @@ def _input_amax(
 
 
 def _report_idle_experts(ranges: Ranges) -> None:
-    """Experts without a token take the layer's scale, as all do; many of them are a bad sign."""
+    """Experts that saw no token get the layer's scale, like all; many of them are a bad sign."""
     idle = {
         group.removesuffix(".gate_up_proj"): sum(value == 0 for value in values)
         for group, values in ranges.items()
@@ -203,7 +203,7 @@ def compress(
     """A linear's tensors in the quantised checkpoint, made by compressed-tensors.
 
     Scales are computed in fp32 whatever the weight's type. `weight_amax` is the largest magnitude
-    of the linears that share a global scale, `input_amax` that of their inputs; nvfp4 alone has
+    of the linears that share a global scale, `input_amax` that of their inputs; only nvfp4 has
     global scales.
     """
     args, weight = scheme.weights, weight.float()
@@ -233,7 +233,7 @@ def _global_scale(amax: float) -> torch.Tensor:
 def _write_shards(
     source: Source, plan: Plan, scales: Scales, partial: Path, progress: Progress
 ) -> None:
-    """All but those that a stopped run has written."""
+    """Writes all shards but those that a stopped run has written."""
     task = progress.add_task(f"quantising to {plan.scheme}", total=len(source.tensors))
     for name, tensors in source.shards.items():
         if not (partial / name).exists():
@@ -272,12 +272,12 @@ def _write_shard(
         save_file(shard, unfinished, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{unfinished}: {error}") from error
-    shutil.copymode(partial / RUN_FILE, unfinished)  # save_file lets nobody else read
+    shutil.copymode(partial / RUN_FILE, unfinished)  # save_file lets only the owner read
     unfinished.replace(partial / file_name)
 
 
 def _write_rest(source: Source, plan: Plan, partial: Path) -> None:
-    """Index, config.json and the files that say nothing of weights."""
+    """Writes the index, config.json and the files that have nothing to do with weights."""
     if source.has_index:
         weight_map: dict[str, str] = {}
         total_size = 0

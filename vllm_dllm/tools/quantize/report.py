@@ -32,7 +32,7 @@ def describe(plan: Plan, tensors: Mapping[str, TensorInfo]) -> str:
         layers = _ranges(int(name.split(".")[3]) for name in names)
         label = kind.removesuffix(".weight").replace("*", layers)
         lines.append(f"  {label:50} {len(linears):8} {_size(old)} {_size(new)}")
-    lines.append(f"  {'together':50} {'':8} {_size(before)} {_size(after)} {after / before:7.3f}x")
+    lines.append(f"  {'total':50} {'':8} {_size(before)} {_size(after)} {after / before:7.3f}x")
     lines += ["", f"{'left as it is':52} {'tensors':>8} {'size':>10}"]
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, reason in plan.kept.items():

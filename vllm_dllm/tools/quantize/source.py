@@ -33,7 +33,7 @@ class Source:
 def read_source(path: Path) -> Source:
     """Reads config.json and the headers of all weight files.
 
-    Raises InputError for what is not a complete, unquantised DiffusionGemma checkpoint.
+    Raises InputError unless it is a complete, unquantised DiffusionGemma checkpoint.
     """
     if not (path / "config.json").exists():
         raise InputError(f"{path} is not the folder of a checkpoint: it has no config.json")

@@ -138,7 +138,7 @@ def test_a_server_that_dies(make: Make, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_server_that_refuses(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     error = run(capsys, make("strict", {"Hi!": "REFUSE"}), "--task", "task.yaml")
-    found = re.search(r"did not answer task 'held_out' \(400,.*in (\S+lm_eval\.log)\n$", error)
+    found = re.search(r"did not answer task 'held_out' \(400,.*See (\S+lm_eval\.log)\n$", error)
     assert found, error
     assert "the prompt is too long" in Path(found.group(1)).read_text()
 

@@ -47,11 +47,11 @@ MALFORMED: dict[str, tuple[Callable[[str], str], str]] = {
     ),
     "no-data": (
         replaced("held_out.jsonl", "gone.jsonl"),
-        r"the data of task '.*bad\.yaml' is not at hand \(Unable to find '.*gone\.jsonl'\)",
+        r"the data of task '.*bad\.yaml' was not found \(Unable to find '.*gone\.jsonl'\)",
     ),
     "data-of-a-hub": (
         replaced("dataset_path: json", "dataset_path: someone/something"),
-        r"not at hand \(Couldn't reach 'someone/something' on the Hub .* give --data FOLDER",
+        r"was not found \(Couldn't reach 'someone/something' on the Hub .* give --data FOLDER",
     ),
 }
 
@@ -98,7 +98,7 @@ configs:
 
 @pytest.mark.slow  # all names of the harness are read
 def test_names_of_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gsm8k from a local copy of its data set; what is not at hand is named."""
+    """gsm8k from a local copy of its data set; what was not found is named."""
     folder = tmp_path / "data" / "openai" / "gsm8k"
     (folder / "main").mkdir(parents=True)
     (folder / "README.md").write_text(README)
@@ -111,7 +111,7 @@ def test_names_of_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "aime25": "math-ai/aime25",
         "gpqa_diamond_cot_zeroshot": "Idavidrein/gpqa",
     }.items():
-        with pytest.raises(InputError, match=rf"task '{name}' is not at hand .*'{data_set}'"):
+        with pytest.raises(InputError, match=rf"task '{name}' was not found .*'{data_set}'"):
             load_tasks([name], tmp_path / "data")
     with pytest.raises(InputError, match=r"a task of lm-evaluation-harness, got 'gsm9k'"):
         load_tasks(["gsm9k"], tmp_path)

@@ -267,7 +267,7 @@ def test_dry_run(checkpoint, tmp_path, scheme, share, capsys):
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
     assert rows["model.decoder.layers.{0-2}.self_attn.v_proj"][0] == "3"
     assert rows["model.decoder.layers.{0-3}.experts.gate_up_proj"][0] == str(4 * 4 * 2)
-    assert rows["together"][-1].startswith(share) and rows["together"][-1].endswith("x")
+    assert rows["total"][-1].startswith(share) and rows["total"][-1].endswith("x")
     for reason in ("router:", "norms", "embeddings,", "self-conditioning:", "vision"):
         assert reason in rows
     assert scheme in text and rows["checkpoint"][-1].endswith("x")

@@ -204,7 +204,7 @@ def test_files_that_cannot_be_written(checkpoint, fp8, tmp_path, capsys):
         command = ["quantize", str(checkpoint), "--scheme", "fp8-dynamic", "-o", str(out)]
         return capsys.readouterr().err if cli.main(command) else ""
 
-    end = "; once that is mended, the same command goes on from here\n"
+    end = "; once that is fixed, the same command continues from here\n"
     error = run(Path("/proc/nope/out")).splitlines(keepends=True)[-1]
     assert error == (f"vllm-dllm quantize: [Errno 2] No such file or directory: '/proc/nope'{end}")
 

@@ -1,6 +1,6 @@
 """`vllm-dllm drafter calibrate-width`: makes a BlockPilot predictor for a target and its drafter.
 
-Measuring takes nearly all the time; a stopped run goes on behind the last part it measured
+Measuring takes nearly all the time; a stopped run continues after the last part it measured
 (`resumable.py`).
 """
 
@@ -35,7 +35,7 @@ from vllm_dllm.tools.progress import progress_bars
 
 REPORT_FILE = "report.json"
 PLOT_FILE = "report.png"
-MEASURED_FOLDERS = ("training", "held-out")  # which OUT does not keep
+MEASURED_FOLDERS = ("training", "held-out")  # OUT does not keep these
 HELD_OUT_SHARE = 0.25
 
 
@@ -46,7 +46,7 @@ class Options:
     """Block size in the middle; None: the one the drafter was trained with."""
     radius: int = 2
     draft_width: str = "follow"
-    """What a block size sets: "follow", draft and verification; "full", the verification alone."""
+    """What a block size sets: "follow": draft and verification; "full": only the verification."""
     max_tokens: int = 256
     """Longest answer."""
     seed: int = 0
@@ -63,8 +63,7 @@ def calibrate_width(
 ) -> dict[str, Any]:
     """Writes the predictor, its report and a plot to `out`; returns the report.
 
-    Raises InputError for input that cannot be used; in no case does `out` come to
-    exist unfinished.
+    Raises InputError for input that cannot be used; `out` never exists unfinished.
     """
     partial = resumable.partial_folder(out)
     _check_options(options)
@@ -109,7 +108,7 @@ def _measure_sides(
     sides: tuple[list[list[int]], list[list[int]]],  # training and held-out prompts
     partial: Path,
 ) -> list[Measured]:
-    """What each side's prompts measure; parts that a stopped run has measured are read."""
+    """Measures each side's prompts; parts that a stopped run has measured are read."""
     measured: list[Measured] = []
     with progress_bars() as progress:
         for name, side in zip(MEASURED_FOLDERS, sides, strict=True):
@@ -122,7 +121,8 @@ def _measure_sides(
     if min(training, held_out) < 2:
         raise InputError(
             f"the target answers {training} of the training and {held_out} of the held-out "
-            f"prompts with two tokens or more: expected prompts it has something to say to"
+            f"prompts with two tokens or more, expected at least 2 each: give prompts that need "
+            f"longer answers"
         )
     return measured
 
@@ -164,7 +164,7 @@ def _fingerprint(
     sizes: tuple[int, ...],
     options: Options,
 ) -> dict[str, Any]:
-    """What makes two runs measure the same; what is trained on it may differ."""
+    """What the measurements depend on; the training may differ."""
     files = [*sorted(target.glob("*.safetensors")), drafter / WEIGHTS_FILE]
     return {
         "weights": resumable.file_marks(files),

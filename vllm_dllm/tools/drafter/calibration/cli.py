@@ -13,14 +13,14 @@ def add_calibrate_width(commands: "argparse._SubParsersAction[argparse.ArgumentP
         "`blockpilot` on it."
     )
     parser = commands.add_parser("calibrate-width", help=text, description=text)
-    parser.add_argument("--target", type=Path, required=True, metavar="MODEL", help="its folder")
-    parser.add_argument("--drafter", type=Path, required=True, metavar="MODEL", help="its folder")
+    parser.add_argument("--target", type=Path, required=True, metavar="MODEL", help="folder")
+    parser.add_argument("--drafter", type=Path, required=True, metavar="MODEL", help="folder")
     parser.add_argument(
         "--prompts",
         type=Path,
         required=True,
         metavar="FILE.jsonl",
-        help='one {"messages": [...]} or {"prompt": "text"} a line; a quarter is held out',
+        help='one {"messages": [...]} or {"prompt": "text"} per line; a quarter is held out',
     )
     parser.add_argument(
         "-o", "--out", type=Path, required=True, help="folder to write; must not exist"
@@ -36,7 +36,7 @@ def add_calibrate_width(commands: "argparse._SubParsersAction[argparse.ArgumentP
         type=int,
         default=2,
         metavar="K",
-        help="block sizes up to K from the base, none above the trained one (default: %(default)s)",
+        help="block sizes within K of the base, none above the trained one (default: %(default)s)",
     )
     parser.add_argument(
         "--base", type=int, metavar="SIZE", help="default: the block the drafter was trained with"
@@ -45,8 +45,8 @@ def add_calibrate_width(commands: "argparse._SubParsersAction[argparse.ArgumentP
         "--draft-width",
         choices=("follow", "full"),
         default="follow",
-        help="follow: draft a block of the size (default); full: always draft the trained block "
-        "and verify a part",
+        help="follow: draft a block of that size (default); full: always draft the trained block "
+        "and verify part of it",
     )
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,12 +1,12 @@
 """What a width predictor learns from: how far each block size gets on each prompt.
 
-The target answers every prompt once. Speculative decoding is lossless, so for every block size the
-course is worked out on that answer (`offline`). τ of a prompt is the mean of the tokens its
-verifications emit. The label is the size with the largest τ. Answers of a few blocks leave many
-equals, nine prompts in ten; of them the label is the size that is best for all prompts together, or
-else the smallest. A size for all prompts is then left only where another is better. Were it always
-the smallest, a predictor that cannot tell prompts apart would choose it for all of them, and lose
-on the others: 2 to 18 % of τ, measured with a half-trained drafter.
+The target answers every prompt once. Speculative decoding is lossless, so the course of every block
+size can be worked out on that answer (`offline`). τ of a prompt is the mean number of tokens its
+verifications emit. The label is the size with the largest τ. Answers are only a few blocks long, so
+nine prompts in ten have ties: the label is then the size that is best for all prompts together, if
+it is among them, else the smallest. So labels differ from the overall best only where another size
+is better. If ties went to the smallest, a predictor that cannot tell prompts apart would choose it
+for all of them, and lose on the others: 2 to 18 % of τ, measured with a half-trained drafter.
 
 Verifying fewer tokens of the same draft never emits more at once, so with `full` drafts the largest
 size is rarely beaten, and then only because a shorter step ended where the next one starts better.
@@ -63,7 +63,7 @@ class Measured:
         return self._is_best().int().argmax(-1)
 
     def labels(self, best_fixed: int) -> Tensor:
-        """[n] int64, index of each prompt's best size; of equals `best_fixed`, or the smallest."""
+        """[n] int64, index of each prompt's best size; ties go to `best_fixed`, or the smallest."""
         is_best = self._is_best()
         return torch.where(is_best[:, best_fixed], best_fixed, is_best.int().argmax(-1))
 
@@ -73,7 +73,7 @@ class Measured:
 
 
 def candidate_sizes(trained_block_size: int, base: int, radius: int) -> tuple[int, ...]:
-    """base - radius to base + radius, without those the drafter was not trained with."""
+    """base - radius to base + radius, as far as the drafter was trained with them."""
     if radius < 1 or not 2 <= base <= trained_block_size:
         raise InputError(
             f"expected a radius of at least 1 and a base block size of 2 to {trained_block_size}, "
@@ -90,7 +90,7 @@ def measure(
     draft_width: str,  # "follow": blocks of the size; "full": of the trained size, verified in part
     max_tokens: int,
 ) -> Measured:
-    """Leaves out prompts whose answer is a single token, which nothing is drafted for."""
+    """Leaves out prompts whose answer is a single token: nothing is drafted for them."""
     answers = complete(target, prompts, max_tokens)
     if draft_width == "full":
         trained = drafter.config.block_size
@@ -118,7 +118,7 @@ def measure_in_parts(
     folder: Path,
     advance: Callable[[int], None],
 ) -> Measured:
-    """Part by part, each written to the folder when it is whole; parts that are there are read."""
+    """Part by part, each written to the folder when complete; parts already there are read."""
     parts: list[Measured] = []
     for start in range(0, len(prompts), PROMPTS_PER_PART):
         part = prompts[start : start + PROMPTS_PER_PART]
@@ -138,13 +138,13 @@ def measure_in_parts(
 def split_prompts(
     prompts: Sequence[list[int]], held_out_share: float, seed: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """(training, held out). Prompts that occur twice count once, so that none is on both sides."""
+    """(training, held out). Duplicates count once, so that no prompt is on both sides."""
     different = [json.loads(text) for text in dict.fromkeys(map(json.dumps, prompts))]
     order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed)).tolist()
     num_held_out = round(len(different) * held_out_share)
     if min(num_held_out, len(different) - num_held_out) < 2:
         raise InputError(
-            f"expected prompts enough for training and for a held-out share of {held_out_share}, "
+            f"expected enough prompts for training and for a held-out share of {held_out_share}, "
             f"got {len(different)} different ones"
         )
     chosen = [different[i] for i in order]

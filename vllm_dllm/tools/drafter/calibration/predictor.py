@@ -13,14 +13,14 @@ EPOCHS = 60
 BATCH_SIZE = 64
 LEARNING_RATES = {"full": 1e-4, "small": 3e-3}
 WEIGHT_DECAY = 0.01
-VALIDATION_SHARE = 0.15  # of the training prompts: which epoch is kept
+VALIDATION_SHARE = 0.15  # of the training prompts, to choose an epoch
 
 
 @dataclass(frozen=True)
 class Trained:
     predictor: BlockPilot
     epoch: int
-    """The one that is kept: the lowest loss on the prompts set aside."""
+    """The one that is kept: the lowest loss on the validation prompts."""
     losses: list[tuple[float, float]]
     """Of each epoch, in nats: training, validation."""
 

@@ -1,10 +1,10 @@
 """What a width predictor gains on prompts it has not seen.
 
-Beside it stand the best fixed size, chosen on the training prompts, and the oracle, which knows the
-best size of each prompt. A predictor is not an oracle: one that reaches it has seen the answers.
-The paper's has: of the 64 prompts whose choices it published (AMAP-ML/BlockPilot, utils/*/1.json)
-all 64 have the oracle's size, which there is 3.5 % (GSM8K) and 4.0 % (MATH-500) over a fixed 16,
-and 1.3 % and 1.2 % with sizes up to the trained 16 alone.
+It is compared with the best fixed size, chosen on the training prompts, and with the oracle, which
+knows the best size of each prompt. A predictor is not an oracle: one that reaches it has seen the
+answers. The paper's has: on all 64 prompts whose choices it published (AMAP-ML/BlockPilot,
+utils/*/1.json) it chose the oracle's size. There the oracle is 3.5 % (GSM8K) and 4.0 % (MATH-500)
+better than a fixed 16, and 1.3 % and 1.2 % with sizes up to the trained 16 only.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ def build_report(
     trained: Trained, training: Measured, held_out: Measured, seed: int
 ) -> dict[str, Any]:
     """Numbers on the held-out prompts, ready for JSON. τ is the mean over prompts, as the paper
-    takes it; `pooled_tau` counts every verification alike, which is what time goes by."""
+    takes it; `pooled_tau` weighs all verifications equally, which is what time depends on."""
     sizes = trained.predictor.config.block_sizes
     fixed = training.best_fixed
     predicted = trained.predictor.draft_tokens(held_out.logits) + 1
@@ -99,7 +99,7 @@ def describe(report: dict[str, Any]) -> str:
     """The report in a few lines."""
     numbers, lines = report["held_out"], []
     training, held_out = report["prompts"]
-    lines.append(f"{training} prompts trained on, {held_out} others held out:")
+    lines.append(f"Trained on {training} prompts, {held_out} others held out:")
     names = {
         "best_fixed": f"block size {numbers['best_fixed']['block_size']} for all",
         "blockpilot": "predicted",
@@ -117,7 +117,9 @@ def describe(report: dict[str, Any]) -> str:
         f"the oracle's {report['oracle_over_best_fixed']:+.2%}"
     )
     if report["looks_like_a_leak"]:
-        lines.append("  This is too good: a predictor at the oracle has seen the held-out answers.")
+        lines.append(
+            "  This is too good: a predictor that equals the oracle has seen the held-out answers."
+        )
     elif not report["better_than_best_fixed"]:
         lines.append("  The predictor is not better than the best fixed block size.")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Many blocks of many sequences in one forward of the drafter.
 
-A block sees the tokens before its anchor and itself, both ways; never another block, nor the
-tokens it has to guess. A narrow block ends early: its masks past the width are seen by nobody.
+A block sees the tokens before its anchor, and itself in both directions; never another block or the
+tokens it has to guess. A narrow block ends early: nothing sees its masks past the width.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class KnownSequence:
     tokens: list[int]
     first_anchor: int
     """Index of the first token that may start a block: where the answer starts, or the one block
-    that a serving drafter reported. The last anchor is the last token but one."""
+    that a serving drafter reported. The last anchor is the second to last token."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def make_blocks(
     tokens: Tensor,  # [B, T] int64, right-padded
     lengths: Tensor,  # [B] int64
     anchors: Tensor,  # [B, N] int64, index of each block's anchor; -1: no block
-    widths: Tensor,  # [B, N] int64, slots of the block, its anchor counted; 1 to W
+    widths: Tensor,  # [B, N] int64, slots of the block, anchor included; 1 to W
     block_size: int,  # W
     mask_token_id: int,
 ) -> Blocks:
@@ -62,7 +62,7 @@ def make_blocks(
     num_blocks = anchors.shape[1]
     before_anchor = torch.arange(num_tokens, device=device) < anchors[..., None]  # [B, N, T]
     same_block = torch.eye(num_blocks, dtype=torch.bool, device=device)
-    # [B, N, 1, N, W]: a slot past the width sees the block too, so that no softmax is empty.
+    # [B, N, 1, N, W]: a slot past the width also sees the block, so that no softmax is empty.
     in_width = (slot < widths[..., None])[:, None, None]
     seen = same_block[None, :, None, :, None] & in_width
     num_queries = num_blocks * block_size

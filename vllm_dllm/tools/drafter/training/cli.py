@@ -9,33 +9,45 @@ from vllm_dllm.tools.resumable import exit_status
 def add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `train` to the sub-commands of `vllm-dllm drafter`."""
     text = (
-        "Train a DFlash drafter for your model, which `vllm serve` loads. The same command goes on "
-        "where a stopped one was."
+        "Train a DFlash drafter for your model, ready for `vllm serve`. After an interruption the "
+        "same command continues."
     )
     parser = commands.add_parser("train", help=text, description=text)
     parser.add_argument(
-        "--target", type=Path, required=True, metavar="MODEL", help="folder of the model to draft"
+        "--target",
+        type=Path,
+        required=True,
+        metavar="MODEL",
+        help="folder of the model to draft for",
     )
     parser.add_argument(
-        "-o", "--out", type=Path, required=True, metavar="OUT", help="folder to write; a new one"
+        "-o",
+        "--out",
+        type=Path,
+        required=True,
+        metavar="OUT",
+        help="folder to write; must not exist",
     )
     parser.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE.jsonl",
-        help='prompts to answer, one {"messages": [...]} or {"prompt": "text"} a line',
+        help='prompts to answer, one {"messages": [...]} or {"prompt": "text"} per line',
     )
     parser.add_argument(
-        "--server", metavar="URL", help="vLLM server of the target that answers the prompts"
+        "--server", metavar="URL", help="vLLM server of the target, to answer the prompts"
     )
     parser.add_argument(
         "--from-buffer",
         type=Path,
         metavar="DIR",
-        help="instead of prompts: blocks that a serving drafter, --init-from, got right and wrong",
+        help="instead of prompts: blocks that the drafter --init-from recorded while it served",
     )
     parser.add_argument(
-        "--init-from", type=Path, metavar="DRAFTER", help="drafter to go on with, its layout too"
+        "--init-from",
+        type=Path,
+        metavar="DRAFTER",
+        help="drafter to continue from; its layout is kept",
     )
     parser.add_argument("--block-size", type=int, default=16, help="default: %(default)s")
     parser.add_argument(
@@ -45,7 +57,7 @@ def add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--target-layers",
         type=_layer_ids,
         metavar="I,J,…",
-        help="target layers whose outputs are the context, the first is 0 (default: spread evenly)",
+        help="target layers whose outputs are the context, from 0 (default: spread evenly)",
     )
     parser.add_argument(
         "--mask-token", metavar="TOKEN", help="default: the mask token of the target's tokenizer"
@@ -65,7 +77,7 @@ def _layer_ids(text: str) -> tuple[int, ...]:
 
 
 def _train(options: argparse.Namespace) -> int:
-    import torch  # late, as everything that takes seconds to load
+    import torch  # late, like everything that takes seconds to load
 
     from vllm_dllm.tools.drafter.training.options import Options
     from vllm_dllm.tools.drafter.training.train import train

@@ -1,8 +1,8 @@
 """What the target answers to prompts: greedy completions as token ids, collected once.
 
 A drafter learns what its own target writes, so answers come from the target: from a running vLLM
-server, or from transformers. They are written line by line, and a run that was stopped goes on
-behind the last whole line.
+server, or from transformers. They are written line by line, and a stopped run continues after the
+last whole line.
 """
 
 import json
@@ -29,9 +29,7 @@ Completer = Callable[[Sequence[list[int]]], list[list[int]]]
 
 def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
     """Token ids of every row of a JSON Lines file; at most `room` tokens each."""
-    remedy = (
-        "the answer must fit behind it into the model's positions; shorten it or lower --max-tokens"
-    )
+    remedy = "the answer must fit after it in the model's context; shorten it or lower --max-tokens"
     return encode_rows(read_rows(path), model, room, remedy)
 
 
@@ -39,7 +37,7 @@ def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
 def complete(
     target: Target, prompts: Sequence[list[int]], max_tokens: int, batch_size: int = BATCH_SIZE
 ) -> list[list[int]]:
-    """Greedy answers by transformers, in order; EOS is the last token of those that end."""
+    """Greedy answers by transformers, in the prompts' order; those that end have EOS last."""
     model = target.model
     stops = model.generation_config.eos_token_id
     stop_ids = set(stops if isinstance(stops, list) else [stops])
@@ -105,11 +103,12 @@ def collect(
     prompts: Sequence[list[int]],
     completer: Completer,
     path: Path,
-    advance: Callable[[int, int], None],  # (prompts done, of how many)
+    advance: Callable[[int, int], None],  # (prompts done, all prompts)
 ) -> list[KnownSequence]:
-    """Completes the prompts behind the lines `path` has already, and appends the new lines.
+    """Completes the prompts that `path` has no line for yet, and appends their lines.
 
-    Answers of one token are kept in the file, to count, but hold no anchor and are left out.
+    Answers of one token stay in the file, so that its lines match the prompts, but have no anchor
+    and are left out.
     """
     done = _whole_lines(path)
     rest = iter(prompts[len(done) :])

@@ -1,6 +1,6 @@
-"""What every step trains on: batches of sequences, and the blocks behind anchors in them.
+"""What every step trains on: batches of sequences, and the blocks after anchors in them.
 
-Drawn from the seed and the step alone, so that a run that goes on sees what it would have seen.
+Drawn from the seed and the step only, so that a resumed run sees what it would have seen.
 """
 
 import random
@@ -14,7 +14,7 @@ from vllm_dllm.tools.pretrain.packing import pack
 def batches(
     sequences: list[KnownSequence], options: Options, num_blocks: int
 ) -> Iterator[list[KnownSequence]]:
-    """Endless batches of about `tokens_per_batch` tokens, of like length; the same every time."""
+    """Endless batches of about `tokens_per_batch` tokens, of similar length; always the same."""
     rng = random.Random(options.seed)
 
     def length(sequence: KnownSequence) -> int:

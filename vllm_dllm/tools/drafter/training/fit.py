@@ -1,6 +1,6 @@
-"""The steps of a training run, its log, and the state that a stopped run goes on from.
+"""The steps of a training run, its log, and the state that a stopped run continues from.
 
-Steps draw their numbers from (seed, step), so that nothing but weights and optimiser is kept.
+Steps draw their random numbers from (seed, step), so only weights and optimiser are kept.
 """
 
 import sys
@@ -22,7 +22,7 @@ from vllm_dllm.tools.pretrain.muon import MuonAdamW
 from vllm_dllm.tools.pretrain.run_log import Means
 
 STATE_FILE = "state.pt"  # while the run is unfinished
-HELD_OUT_SHARE = 16  # one sequence in this many is held out, to see τ
+HELD_OUT_SHARE = 16  # one sequence in this many is held out, to measure τ
 MAX_HELD_OUT = 64
 LOG_EVERY = 50  # steps
 SAVE_EVERY_S = 60.0
@@ -56,7 +56,7 @@ def fit(
         run.count_step()
         if run.step % LOG_EVERY == 0:
             run.add({**means.take(), "tau_held_out": _mean_length(target, drafter, held_out)})
-            # On the lines of the log: a resumed run averages the same steps.
+            # Only after a log entry, so that a resumed run averages the same steps.
             run.save_now_and_then()
     if means:
         run.add({**means.take(), "tau_held_out": _mean_length(target, drafter, held_out)})
@@ -64,12 +64,12 @@ def fit(
 
 
 class _Run:
-    """How far training is, and the file that a stopped run goes on from."""
+    """How far training is, and the file that a stopped run continues from."""
 
     def __init__(self, drafter: DFlashDrafter, options: Options, state_file: Path) -> None:
         self.step = 0
         self.log: list[dict[str, Any]] = []
-        self.elapsed_s = 0.0  # by all runs that came to this step
+        self.elapsed_s = 0.0  # of all runs up to this step
         self.optimizer = MuonAdamW(
             drafter,
             muon_lr=options.muon_lr,
@@ -87,7 +87,7 @@ class _Run:
 
     @property
     def progress(self) -> float:
-        """From 0 to 1, by steps or by time, as the options have it."""
+        """From 0 to 1, by steps or by time, as the options say."""
         if self._options.steps is not None:
             return self.step / self._options.steps
         assert self._options.minutes is not None
@@ -135,7 +135,7 @@ class _Run:
 
 
 def _mean_length(target: Target, drafter: DFlashDrafter, held_out: list[KnownSequence]) -> float:
-    """τ of the drafter's own width."""
+    """τ at the drafter's own width."""
     prompts = [s.tokens[: s.first_anchor] for s in held_out]
     answers = [s.tokens[s.first_anchor :] for s in held_out]
     draft_width = drafter.config.block_size - 1

@@ -1,4 +1,4 @@
-"""The loss of a step: cross entropy of the tokens the target wrote behind the anchors.
+"""The loss of a step: cross entropy of the tokens the target wrote after the anchors.
 
 The first wrong guess ends a draft, so tokens near the anchor weigh more: exp(-(k - 1) / γ), as in
 the paper (arXiv:2602.06036).

@@ -1,4 +1,4 @@
-"""The drafter a run starts from when it starts from none: its layout and its first weights."""
+"""A new drafter, for a run that does not continue from one: its layout and first weights."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def new_config(target_path: Path, text_config: Any, options: Options) -> Qwen3Co
 
 
 def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Evenly from the second layer to the third last, as in the published drafters."""
+    """Spread evenly from the second to the third last layer, as in the published drafters."""
     if count == 1:
         return (num_target_layers // 2,)
     first, last = 1, max(num_target_layers - 3, 1)

@@ -2,12 +2,12 @@
 
 Greedy speculative decoding is lossless, so the tokens are those of the target alone, whatever the
 drafter does. They are generated once; one forward of the target gives the states of all of them
-and, for one draft width, one pass of the drafter guesses a block behind every token. What remains
+and, for one draft width, one pass of the drafter guesses a block after every token. What remains
 is to walk from anchor to anchor, for as many verify widths as one likes.
 
 A width counts drafted tokens: vLLM's `num_speculative_tokens`. The block has one slot more, the
-anchor. τ is the mean of the tokens emitted by a verification, the bonus token counted, and tokens
-past EOS or `max_tokens` not; the first token comes from the prefill and belongs to none.
+anchor. τ is the mean number of tokens that a verification emits. The bonus token counts, tokens
+past EOS or `max_tokens` do not; the first token comes from the prefill, not from a verification.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Replayed:
     answer: list[int]
     first_logits: Tensor  # [V] float32, on the CPU
     matches: list[int]
-    """At each answer token but the last: drafted tokens right before the first wrong one."""
+    """At each answer token but the last: correct drafted tokens before the first wrong one."""
 
     def lengths(self, verify_width: int) -> list[int]:
         """Tokens emitted by each verification that takes `verify_width` of the drafted tokens."""
@@ -72,7 +72,7 @@ def accepted_lengths(
     verify_width: how many of them the target verifies, at most draft_width.
 
     To enumerate widths, generate once with `collect.complete`, call `replay` for each draft width
-    and `Replayed.lengths` for each verify width: that costs one drafter pass a draft width.
+    and `Replayed.lengths` for each verify width: that costs one drafter pass per draft width.
     """
     if not 1 <= verify_width <= draft_width:
         raise InputError(
@@ -94,7 +94,7 @@ def replay(
     answers: Sequence[list[int]],  # the target's greedy tokens of each prompt, at least one
     draft_width: int,
 ) -> list[Replayed]:
-    """Drafts `draft_width` tokens behind every answer token but the last, in order of `prompts`."""
+    """Drafts `draft_width` tokens after every answer token but the last, in order of `prompts`."""
     check_fit(drafter.config, target.config)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))
     replayed: dict[int, Replayed] = {}
@@ -137,6 +137,6 @@ def _replay_rows(
 
 
 def mean_length(lengths: Sequence[Sequence[int]]) -> float:
-    """τ over all verifications of all prompts; 1, drafting nothing, where there were none."""
+    """τ over all verifications of all prompts; 1, as without drafts, if there were none."""
     num_verifications = sum(map(len, lengths))
     return sum(map(sum, lengths)) / num_verifications if num_verifications else 1.0

@@ -14,7 +14,7 @@ def save_plots(log: list[dict[str, Any]], folder: Path) -> None:
     steps = [entry["step"] for entry in log]
     for name, keys, label in (
         ("loss.png", ("loss",), "weighted cross entropy (nats)"),
-        ("tau.png", ("tau_held_out",), "tokens a verification emits, held out"),
+        ("tau.png", ("tau_held_out",), "tokens per verification, held out"),
     ):
         figure, axis = plt.subplots(figsize=(7, 4))
         for key in keys:

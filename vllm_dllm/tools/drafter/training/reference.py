@@ -2,7 +2,7 @@
 
 A drafter has no vocabulary of its own. A block is the embedding of [anchor, mask, mask, …] by the
 target's table, where the anchor is the token sampled last; the mask at position p guesses the token
-at p, through the target's LM head. Every layer attends, without causality, to the block and to the
+at p, through the target's LM head. Every layer attends, without a causal mask, to the block and the
 context: all tokens whose target states are known, which is every token before the anchor. The
 context is not run through the layers: keys and values of each layer are projected straight from
 the target's states. Same numbers as vLLM 0.32's `qwen3_dflash.py`; "DFlash: Block Diffusion for
@@ -133,7 +133,7 @@ class DFlashLayer(nn.Module):
 
 
 class DFlashDrafter(nn.Module):
-    """Parameters bear the names of the published checkpoints."""
+    """Parameters are named as in the published checkpoints."""
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
@@ -178,11 +178,11 @@ def save_drafter(drafter: DFlashDrafter, path: Path, dtype: torch.dtype) -> None
     drafter.config.save_pretrained(path)
     weights = {name: w.detach().to(dtype) for name, w in drafter.state_dict().items()}
     save_file(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    (path / WEIGHTS_FILE).chmod(0o644)  # save_file lets nobody else read
+    (path / WEIGHTS_FILE).chmod(0o644)  # save_file lets only the owner read
 
 
 def load_drafter(path: Path, dtype: torch.dtype = torch.float32) -> DFlashDrafter:
-    """The drafter of a folder of the published layout: full attention, one weights file."""
+    """Loads a drafter from a folder in the published layout: full attention, one weights file."""
     config_file = path / "config.json"
     if not config_file.is_file():
         raise InputError(f"{path} holds no drafter: expected config.json and {WEIGHTS_FILE}")

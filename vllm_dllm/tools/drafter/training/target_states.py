@@ -17,7 +17,7 @@ from vllm_dllm.errors import InputError
 
 
 class Target:
-    """A causal language model of transformers that never changes."""
+    """A frozen causal language model of transformers."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model.eval().requires_grad_(False)
@@ -27,11 +27,11 @@ class Target:
     @torch.no_grad()
     def states(
         self,
-        tokens: Tensor,  # [B, T] int64, right-padded: causal attention needs no mask then
+        tokens: Tensor,  # [B, T] int64, right-padded, so that causal attention needs no mask
         layer_ids: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        """[B, T, layers · H] outputs of the layers side by side, and logits [B, T, V]; both of the
-        model's dtype. What stands in padded positions means nothing."""
+        """[B, T, layers · H] outputs of the layers side by side, and logits [B, T, V]; both in the
+        model's dtype. Values at padded positions mean nothing."""
         caught: dict[int, Tensor] = {}
 
         def catch(layer_id: int, output: Tensor | tuple[Tensor, ...]) -> None:

@@ -1,9 +1,9 @@
 """Trains a DFlash drafter for any causal language model: `vllm-dllm drafter train`.
 
 The target answers the prompts once (`collect.py`). Every step (`fit.py`) then runs the real target
-over some of those sequences, takes the states of the chosen layers, puts blocks behind random
-anchors and lowers the loss of what the drafter guesses there (`loss.py`). A stopped run goes on
-(`resumable.py`).
+over some of those sequences, takes the states of the chosen layers, puts blocks after random
+anchors and lowers the loss of what the drafter guesses there (`loss.py`). A stopped run can be
+continued (`resumable.py`).
 """
 
 import json
@@ -39,7 +39,7 @@ from vllm_dllm.tools.drafter.training.target_states import (
 )
 
 COMPLETIONS_FILE = "completions.jsonl"
-WORKING_FILES = (COMPLETIONS_FILE, STATE_FILE)  # which OUT does not keep
+WORKING_FILES = (COMPLETIONS_FILE, STATE_FILE)  # OUT does not keep these
 LOG_FILE = "training_log.json"
 
 
@@ -54,11 +54,11 @@ def train(
     init_from: Path | None = None,
     device: str = "cpu",
 ) -> None:
-    """Writes a drafter to `out`. Raises InputError for input that cannot be used; in no case does
-    `out` come to exist unfinished.
+    """Writes a drafter to `out`. Raises InputError for input that cannot be used; `out` never
+    exists unfinished.
 
     Sequences come from `prompts`, which the target or the `server` answers, or from the buffer of
-    a serving drafter, which is `init_from` then.
+    a serving drafter, which must be `init_from`.
     """
     partial = resumable.partial_folder(out)
     _check_arguments(options, prompts, server, from_buffer, init_from)
@@ -89,7 +89,7 @@ def train(
     drafter = _new_drafter(config, start, options.seed)
     log = fit(target, drafter.to(device), sequences, options, partial)
     dflash: dict[str, Any] = config.dflash_config
-    if start is None or "trained_context" in dflash:  # nobody knows a published drafter's
+    if start is None or "trained_context" in dflash:  # unknown for a published drafter
         longest = max(len(sequence.tokens) for sequence in sequences)
         dflash["trained_context"] = max(longest, dflash.get("trained_context", 0))
     save_drafter(drafter, partial, torch.bfloat16)
@@ -101,12 +101,12 @@ def train(
 def _answered(
     questions: list[list[int]], completer: Completer, partial: Path
 ) -> list[KnownSequence]:
-    """The questions with their answers. Those that a stopped run has asked are read."""
+    """The questions with their answers. What a stopped run has asked is read from its file."""
     sequences = collect(questions, completer, partial / COMPLETIONS_FILE, _report_collecting)
     if not sequences:
         raise InputError(
             f"the target answers none of the {len(questions)} prompts with two tokens or more: "
-            f"expected prompts it has something to say to"
+            f"give prompts that need longer answers"
         )
     return sequences
 
@@ -131,10 +131,10 @@ def _check_arguments(
     if (prompts is None) == (from_buffer is None):
         raise InputError("expected either --prompts FILE.jsonl or --from-buffer DIR")
     if server is not None and prompts is None:
-        raise InputError("--server answers prompts: expected --prompts FILE.jsonl beside it")
+        raise InputError("--server answers prompts: expected --prompts FILE.jsonl as well")
     if from_buffer is not None and init_from is None:
         raise InputError(
-            "--from-buffer goes on with the drafter that filled the buffer: name it with "
+            "--from-buffer continues with the drafter that filled the buffer: name it with "
             "--init-from DRAFTER"
         )
     if (options.minutes is None) == (options.steps is None):
