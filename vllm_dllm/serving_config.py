@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm_dllm.attention import gpu_backend
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.files import check_file
 from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.cpu import compilation
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
@@ -68,6 +69,8 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         read_denoise_config(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         check_options(extension.defaults, known=frozenset())
+        if extension.trace_path is not None:
+            check_file("trace_path", Path(extension.trace_path))
         check_weight_files(vllm_config)
         if note := getattr(vllm_config.model_config.hf_config, "serving_note", None):
             logger.info(note)
