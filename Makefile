@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-numerics test-vllm lint docs wheel bench lock clean
+.PHONY: help setup serve demo test test-fast test-faults test-numerics test-vllm lint docs wheel bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -56,6 +56,10 @@ test: setup ## run the tests
 # What needs no engine and no ten seconds: an answer in about two minutes.
 test-fast: setup ## run the unit tests that are not slow
 	$(BIN)/pytest tests/unit -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# Long forms of what tests/server does in a minute: kills, aborts and storms.
+test-faults: setup ## attack servers: kills, signals, storms of aborts
+	$(BIN)/pytest tests/faults -m faults --durations 20
 
 # As older, newer and other processors compute: vector widths, kernels of the libraries, threads.
 # SHORT=1: two settings, the tests that take seconds.

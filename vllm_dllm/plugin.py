@@ -28,7 +28,8 @@ def _register() -> None:
     from vllm_dllm import attention, cpu
     from vllm_dllm.compat import admission, drafting, http
     from vllm_dllm.compat.attention import register_custom_attention_backend
-    from vllm_dllm.requests.http import check_http_request, refuse_beam_search
+    from vllm_dllm.requests.http import check_http_request, refuse_beam_search, wrong_type
+    from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
     from vllm_dllm.requests.options import check_choices, check_request
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig
     from vllm_dllm.startup import hooks
@@ -36,9 +37,10 @@ def _register() -> None:
     ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
     admission.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
     admission.set_request_check(check_request)
-    admission.set_choices_check(check_choices)
+    admission.set_params_checks(check_numbers, check_choices, check_sampler_limits)
     admission.accept_all_sampling_params(DIFFUSION_GEMMA)
     http.set_http_check(check_http_request)
+    http.answer_bad_bodies(wrong_type)
     http.set_beam_search_check(refuse_beam_search)
     register_custom_attention_backend(attention.GPU_BACKEND)
     drafting.set_draft_schedulers(

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm_dllm.attention import gpu_backend
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.files import check_file
 from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.cpu import compilation
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
@@ -68,7 +69,10 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         read_denoise_config(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         check_options(extension.defaults, known=frozenset())
+        if extension.trace_path is not None:
+            check_file("trace_path", Path(extension.trace_path))
         check_weight_files(vllm_config)
+        check_stop_tokens(vllm_config)
         if note := getattr(vllm_config.model_config.hf_config, "serving_note", None):
             logger.info(note)
 
@@ -84,12 +88,33 @@ def use_our_classes(vllm_config: VllmConfig) -> None:
 
 
 def check_weight_files(vllm_config: VllmConfig) -> None:
-    """Raises ValueError, naming the file, when one of a local checkpoint in safetensors is missing
-    or cut short. vLLM's loader reads what there is, and names no file."""
-    folder = Path(vllm_config.model_config.model)
+    """Raises ValueError, naming the file, when one of a local checkpoint is missing, cut short or
+    not in safetensors. vLLM's loader reads what there is, and names no file."""
+    folder, load_format = Path(vllm_config.model_config.model), vllm_config.load_config.load_format
     known = any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
-    if known and vllm_config.load_config.load_format != "dummy":
+    # Left to vLLM: formats that are asked for by name, and safetensors of other names.
+    unread = load_format == "auto" and folder.is_dir() and not any(folder.glob("*.safetensors"))
+    if (known or unread) and load_format != "dummy":
         read_shards(folder)
+
+
+def check_stop_tokens(vllm_config: VllmConfig) -> None:
+    """Raises ValueError when the checkpoint's answers would end at a token that it does not have,
+    and so never."""
+    model_config = vllm_config.model_config
+    vocab_size = model_config.get_vocab_size()
+    sources = {
+        "generation_config.json": model_config.try_get_generation_config(),
+        "config.json": {"eos_token_id": getattr(model_config.hf_config, "eos_token_id", None)},
+    }
+    for file, values in sources.items():
+        ids = values.get("eos_token_id")
+        for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"eos_token_id in {file} must be a token id, or several, from 0 to "
+                    f"{vocab_size - 1}, got {ids!r}: no answer would end. Correct it there."
+                )
 
 
 def check_token_budget(vllm_config: VllmConfig) -> None:

@@ -77,6 +77,37 @@ def test_bad_words(served: Engine) -> None:
         assert pair not in ask(served, bad_words=[pair], seed=seed).outputs[0].text
 
 
+@pytest.mark.parametrize("acceptance", ["confidence", "top_k"])
+def test_bad_words_where_tokens_are_revealed_for_good(served: Engine, acceptance: str) -> None:
+    """A position is decided between tokens that no longer change, on both of its sides."""
+    words = ["aa", "bb", "ab", "ba", "a b", "b a"]
+    only = served.llm.get_tokenizer().encode("ab c", add_special_tokens=False)
+    for seed in range(5):
+        output = ask(
+            served,
+            bad_words=words,
+            allowed_token_ids=only,
+            ignore_eos=True,
+            seed=seed,
+            **xargs(acceptance=acceptance, max_steps=12, t_min=1.0, t_max=2.0),
+        )
+        text = output.outputs[0].text
+        assert set(text) <= set("ab c") and not [word for word in words if word in text], text
+
+
+def test_penalties_bring_no_excluded_token_back(served: Engine) -> None:
+    for penalties in (
+        {"repetition_penalty": 1e-6},
+        {"repetition_penalty": 1e6, "frequency_penalty": 2.0, "presence_penalty": 2.0},
+        {"frequency_penalty": -2.0, "presence_penalty": -2.0, "logit_bias": {5: 100.0, 0: -100.0}},
+    ):
+        params = SamplingParams(
+            temperature=0, max_tokens=16, allowed_token_ids=[0], ignore_eos=True, **penalties
+        )
+        (output,) = served.llm.generate({"prompt_token_ids": [5, 5, 5]}, params, use_tqdm=False)
+        assert set(output.outputs[0].token_ids) == {0}, penalties
+
+
 def test_min_tokens(served: Engine) -> None:
     assert len(tokens(served)) < 40
     kept = tokens(served, min_tokens=40, max_tokens=100)

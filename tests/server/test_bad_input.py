@@ -1,14 +1,19 @@
 """A bad request is answered with 400, says what is wrong, and the server lives on."""
 
 import base64
+import json
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from openai import BadRequestError
 
+from tests.processes import HANGS_S
 from tests.server.conftest import CANVAS, MAX_MODEL_LEN, Server
 
 EOS = 1
+CHAT = '"messages": [{"role": "user", "content": "Hi"}]'
 PIXEL = base64.b64encode(
     bytes.fromhex(
         "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
@@ -174,3 +179,45 @@ def test_image(server: Server) -> None:
             messages=[{"role": "user", "content": [image, {"type": "text", "text": "What?"}]}],
             max_tokens=CANVAS,
         )
+
+
+@pytest.mark.parametrize("value", ["NaN", "5", '"json"', "[1]", "true"])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_body_of_another_type(server: Server, path: str, value: str) -> None:
+    """As JSON has none, Python's clients write NaN."""
+    status, error = post(server, path, f'"structured_outputs": {value}')
+    assert status == 400, error
+    assert error["param"] == "structured_outputs" and "structured_outputs" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_tokens", "NaN"),
+        ("temperature", "NaN"),
+        ("temperature", "Infinity"),
+        ("repetition_penalty", "1e-320"),
+        ("top_p", "-Infinity"),
+        ("seed", "1e400"),
+        ("logit_bias", '{"5": NaN, "x": 1}'),
+        ("stream_options", "3"),
+        ("vllm_xargs", '{"diffusion_max_steps": NaN}'),
+        ("vllm_xargs", '{"diffusion_entropy_bound": Infinity}'),
+    ],
+)
+def test_numbers_that_json_has_not(server: Server, key: str, value: str) -> None:
+    status, error = post(server, "completions", f'"{key}": {value}')
+    assert status == 400, error
+    assert error["message"]
+
+
+def post(server: Server, path: str, member: str) -> tuple[int, dict[str, Any]]:
+    prompt = '"prompt": "Hi"' if path == "completions" else CHAT
+    body = f'{{"model": {json.dumps(server.model)}, {prompt}, {member}}}'.encode()
+    headers = {"Content-Type": "application/json"}
+    url = f"http://127.0.0.1:{server.port}/v1/{path}"
+    try:
+        with urlopen(Request(url, body, headers), timeout=HANGS_S) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as refusal:
+        return refusal.code, json.load(refusal)["error"]

@@ -4,10 +4,12 @@ import json
 import shutil
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 
 from tests.paths import CHECKPOINTS
 from tests.server import conftest
@@ -69,6 +71,66 @@ def test_structured_output(drafting: conftest.Server) -> None:
         drafting, "Write JSON with name Nora, age 31.", response_format={"type": "json_object"}
     )
     assert json.loads(written.message.content) == {"name": "Nora", "age": 31}
+
+
+LISTS: dict[str, dict[str, Any]] = {
+    "allowed_token_ids": {"allowed_token_ids": [7] * 1025},
+    "stop_token_ids": {"stop_token_ids": list(range(129)), "min_tokens": 2},
+    "bad_words": {"bad_words": [f"{i} and {i} and {i} and" for i in range(100)]},
+}
+
+
+@pytest.mark.parametrize("key", LISTS)
+def test_lists_that_vllms_sampler_has_no_room_for(drafting: conftest.Server, key: str) -> None:
+    """It finds out in the worker, where an error ends the engine."""
+    with pytest.raises(BadRequestError, match=f"{key} must have at most"):
+        ask(drafting, "Hi! I am Nora.", extra_body=LISTS[key])
+    assert ask(drafting, "Sort: k c x a").message.content == "a c k x"
+
+
+def test_penalties_bring_no_excluded_token_back(drafting: conftest.Server) -> None:
+    body = {"allowed_token_ids": [7], "return_token_ids": True, "ignore_eos": True}
+    for penalty in (1e-6, 1e6):
+        found = complete(drafting, [5, 5, 5], extra_body={**body, "repetition_penalty": penalty})
+        assert set(found.token_ids) == {7}
+    with pytest.raises(BadRequestError, match=r"repetition_penalty must be from 1e-06 to 1e\+06"):
+        complete(drafting, [5, 5, 5], extra_body={**body, "repetition_penalty": 1e-320})
+
+
+def complete(server: conftest.Server, prompt: list[int], **options: Any) -> Any:
+    found = server.client.completions.create(
+        model=str(TARGET), prompt=prompt, **{"temperature": 0, "max_tokens": 16, **options}
+    )
+    return found.choices[0]
+
+
+@pytest.mark.parametrize("length", [1, 2, 17])
+def test_a_prompt_is_echoed_with_its_scores(drafting: conftest.Server, length: int) -> None:
+    """Of its own tokens and no others, also where vLLM pads it with drafts beside others."""
+    prompt = ([5, 6, 7, 33, 20] * 4)[:length]
+
+    def echo(_: int = 0) -> Any:
+        options = {"echo": True, "logprobs": 2, "max_tokens": 3}
+        return complete(drafting, prompt, **options, extra_body={"return_token_ids": True})
+
+    alone = echo()
+    with ThreadPoolExecutor(8) as pool:
+        others = [
+            pool.submit(ask, drafting, "Count from 31 to 69.", temperature=1, seed=i)
+            for i in range(4)
+        ]
+        beside = list(pool.map(echo, range(12)))
+        for other in others:
+            other.result()
+    for found in (alone, *beside):
+        scores = found.logprobs
+        assert len(scores.tokens) == len(scores.token_logprobs) == len(scores.top_logprobs)
+        assert len(scores.tokens) == length + len(found.token_ids)
+        assert scores.token_logprobs[0] is None and scores.top_logprobs[0] is None
+        assert all(score <= 0 for score in scores.token_logprobs[1:])
+        assert scores.tokens == alone.logprobs.tokens
+    for found in beside:
+        assert found.text == alone.text
 
 
 def test_drafts_are_counted_and_kept(drafting: conftest.Server) -> None:

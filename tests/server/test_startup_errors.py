@@ -1,6 +1,7 @@
 """A server that cannot serve ends its start and says what was expected, what came, what to do."""
 
 import json
+import pickle
 import shutil
 import socket
 from collections.abc import Callable
@@ -69,6 +70,57 @@ def int_zero_points(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text(json.dumps(config))
 
 
+def endless_steps(checkpoint: Path) -> None:
+    edit_generation_config(checkpoint, lambda c: c.update(max_denoising_steps=10**30))
+
+
+def endless_patience(checkpoint: Path) -> None:
+    edit_generation_config(checkpoint, lambda c: c.update(stability_threshold=10**25))
+
+
+def unknown_stop_token(checkpoint: Path) -> None:
+    edit_generation_config(checkpoint, lambda c: c.update(eos_token_id=[1, 10**6]))
+
+
+def with_number(value: float) -> Callable[[Path], None]:
+    """One number among all weights."""
+
+    def change(checkpoint: Path) -> None:
+        weights = load_file(checkpoint / "model.safetensors")
+        weights["model.decoder.layers.1.mlp.down_proj.weight"][3, 5] = value
+        save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+class Payload:
+    """What a pickle may do: anything."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, ("raise SystemExit('the pickle was run')",)
+
+
+def pickled(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Payload()}))
+
+
+def pickled_under_another_name(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(pickle.dumps({"weight": Payload()}))
+
+
+def huge_header(checkpoint: Path) -> None:
+    """Of 1 GB; the file has holes, and takes no room."""
+    with (checkpoint / "model.safetensors").open("wb") as file:
+        file.write((1 << 30).to_bytes(8, "little"))
+        file.truncate(8 + (1 << 30))
+
+
+def endless_template(checkpoint: Path) -> None:
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (checkpoint / "chat_template.jinja").write_text(loops)
+
+
 def missing_shard(checkpoint: Path) -> None:
     """Of two, one is there."""
     weights = load_file(checkpoint / "model.safetensors")
@@ -82,7 +134,11 @@ def missing_shard(checkpoint: Path) -> None:
 
 
 CASES = {
-    "entropy-bound-0": (no_entropy_bound, [], "entropy_bound must be a number > 0, got 0.0"),
+    "entropy-bound-0": (
+        no_entropy_bound,
+        [],
+        "entropy_bound must be a number > 0 and <= 1e+06, got 0.0",
+    ),
     "generation-config-key": (no_t_min, [], "generation_config has no 't_min'"),
     "missing-weight": (missing_weight, [], "layers.1.mlp.down_proj.weight"),
     "missing-layer-scalar": (missing_layer_scalar, [], "model.decoder.layers.1.layer_scalar"),
@@ -92,6 +148,36 @@ CASES = {
         [],
         "; model.decoder.layers.2.experts.down_proj would end at byte ",
     ),
+    "endless-steps": (endless_steps, [], "max_denoising_steps must be an integer >= 1 and <= 104"),
+    "endless-steps-by-option": (
+        lambda _: None,
+        ["--diffusion-config", '{"canvas_length": 32, "max_denoising_steps": 1000000000000000000}'],
+        "max_denoising_steps must be an integer >= 1 and <= 1048576, got 1000000000000000000",
+    ),
+    "endless-patience": (endless_patience, [], "stability_threshold must be an integer >= 0 and <"),
+    "unknown-stop-token": (
+        unknown_stop_token,
+        [],
+        "eos_token_id in generation_config.json must be a token id, or several, from 0 to ",
+    ),
+    "weight-of-nan": (
+        with_number(float("nan")),
+        [],
+        "at model.decoder.layers.1.mlp.down_proj.weight of shape [",
+    ),
+    "weight-of-infinity": (with_number(float("-inf")), [], "that are not, the first -inf"),
+    "pickled": (
+        pickled,
+        [],
+        "model.safetensors.index.json: expected weights in the safetensors fo",
+    ),
+    "pickled-under-another-name": (
+        pickled_under_another_name,
+        [],
+        "model.safetensors is not a whole safetensors file",
+    ),
+    "huge-header": (huge_header, [], "model.safetensors is not a whole safetensors file"),
+    "endless-template": (endless_template, [], "chat_template.jinja must end, got one that was no"),
     "missing-shard": (missing_shard, [], "model-00002-of-00002.safetensors is missing: "),
     "int-zero-points": (
         int_zero_points,
@@ -117,6 +203,16 @@ CASES = {
         lambda _: None,
         ["--additional-config", '{"vllm_dllm": {"commit_last_block": "yes"}}'],
         "commit_last_block must be true or false, got 'yes'",
+    ),
+    "trace-in-no-folder": (
+        lambda _: None,
+        ["--additional-config", '{"vllm_dllm": {"trace_path": "/nowhere/trace.jsonl"}}'],
+        "trace_path must be a file that can be written, got '/nowhere/trace.jsonl': No such file",
+    ),
+    "trace-is-a-number": (
+        lambda _: None,
+        ["--additional-config", '{"vllm_dllm": {"trace_path": 7}}'],
+        "trace_path must be a path, a string, got 7.",
     ),
     "pipeline-parallel": (
         lambda _: None,

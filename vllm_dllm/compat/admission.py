@@ -15,28 +15,47 @@ def set_request_check(check: Callable[..., Any]) -> None:
     input_processor.validate_diffusion_sampling_params = check
 
 
-def set_choices_check(check: Callable[[SamplingParams], None]) -> None:
-    """`check` sees, at their admission, the sampling parameters of diffusion requests that name the
-    tokens to choose among, with the stop tokens and bad words that the engine will see."""
+Check = Callable[[SamplingParams], None]
+
+
+def set_params_checks(numbers: Check, choices: Check, sampler_limits: Check) -> None:
+    """Checks of sampling parameters at their admission, of diffusion models and of targets with a
+    drafter.
+
+    `numbers` sees all of them. The others see those that name tokens, with the stop tokens and bad
+    words that the engine will see: `choices` what may be chosen, `sampler_limits` what vLLM's own
+    sampler serves. Repeatable.
+    """
     if input_processor.InputProcessor._validate_params.__module__ == __name__:
         return
     stock_validate_params = input_processor.InputProcessor._validate_params
 
     def validate_params(self: input_processor.InputProcessor, params: Any, *args: Any) -> Any:
         found = stock_validate_params(self, params, *args)
-        names_tokens = isinstance(params, SamplingParams) and (
-            params.allowed_token_ids or params.logprob_token_ids
-        )
-        if self.model_config.is_diffusion and names_tokens:
-            own = params.clone()
-            eos = self.renderer.get_eos_token_id()
-            own.update_from_generation_config(self.generation_config_fields, eos)
-            if self.tokenizer is not None:
-                own.update_from_tokenizer(self.tokenizer)
-            check(own)
+        is_diffusion = self.model_config.is_diffusion
+        if isinstance(params, SamplingParams) and (is_diffusion or self.speculative_config):
+            numbers(params)
+            if _names_tokens(params):
+                own = params.clone()
+                eos = self.renderer.get_eos_token_id()
+                own.update_from_generation_config(self.generation_config_fields, eos)
+                if self.tokenizer is not None:
+                    own.update_from_tokenizer(self.tokenizer)
+                choices(own)
+                if not is_diffusion:
+                    sampler_limits(own)
         return found
 
     input_processor.InputProcessor._validate_params = validate_params
+
+
+def _names_tokens(params: SamplingParams) -> bool:
+    return bool(
+        params.allowed_token_ids
+        or params.logprob_token_ids
+        or params.stop_token_ids
+        or params.bad_words
+    )
 
 
 def set_serving_config(architecture: str, serving_config: type) -> None:

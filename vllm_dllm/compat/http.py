@@ -1,6 +1,7 @@
 """Requests as they come over HTTP, before they are sampling parameters and a prompt."""
 
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -46,3 +47,48 @@ def set_beam_search_check(check: Callable[[], None]) -> None:
         return stock_resolve_watermarking(self, params)
 
     InputProcessor.resolve_watermarking = resolve_watermarking
+
+
+def answer_bad_bodies(complain: Callable[[str, Any], Exception]) -> None:
+    """vLLM's checks of a body come before those of its types, and take some for granted: a number
+    where they look for an object ends in HTTP 500. `complain(parameter, value)` makes the error
+    that is answered instead. Repeatable, and nothing in a process that is no server."""
+    if "vllm.entrypoints.launchers.launcher" not in sys.modules:
+        return
+    from vllm.entrypoints.launchers import app as server
+
+    if server.init_exception_handler.__module__ == __name__:
+        return
+    stock_init_exception_handler = server.init_exception_handler
+
+    def init_exception_handler(app: Any) -> None:
+        stock_init_exception_handler(app)
+        stock_handler = app.exception_handlers[Exception]
+
+        async def handler(request: Any, error: Exception) -> Any:
+            if (found := _checked_value(error)) is not None:
+                error = complain(*found)
+            return await stock_handler(request, error)
+
+        # Starlette looks for the handler of an exception's own class first.
+        for kind in (AttributeError, LookupError):
+            app.exception_handler(kind)(handler)
+
+    server.init_exception_handler = init_exception_handler
+
+
+def _checked_value(error: Exception) -> tuple[str, Any] | None:
+    """The parameter, with its value, that vLLM's check of a body failed at; None for errors from
+    elsewhere. The check's code names the parameters that it looks at."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(frame.f_code.co_name == "request_body_to_args" for frame in frames):
+        return None
+    for frame in reversed(frames):
+        body = frame.f_locals.get("data")
+        if isinstance(body, dict):
+            looked_at = [key for key in frame.f_code.co_consts if key in body]
+            for key in looked_at:
+                if not isinstance(body[key], dict):
+                    return key, body[key]
+            return "the body", body
+    return None

@@ -1,12 +1,16 @@
 """Checks that several kinds of settings share."""
 
+import reprlib
 from typing import Any
+
+MOST = 1 << 30
+"""The largest count of anything: in 32 bits, with room for sums."""
 
 
 def check_count(key: str, value: Any) -> None:
-    """Raises ValueError unless `value` is an integer >= 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} must be an integer >= 1, got {value!r}.")
+    """Raises ValueError unless `value` is an integer from 1 to MOST."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+        raise ValueError(f"{key} must be an integer >= 1 and <= {MOST}, got {reprlib.repr(value)}.")
 
 
 def check_boolean(key: str, value: Any) -> None:

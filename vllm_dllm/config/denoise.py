@@ -4,12 +4,18 @@ Sources, in order: the checkpoint's `generation_config.json`, `--override-genera
 `--diffusion-config`.
 """
 
-import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
+
+MOST_STEPS = 1 << 20
+"""The largest number of steps, or of tokens a step."""
+MOST_NATS = 1e6
+LOWEST_MAXIMUM, HIGHEST_TEMPERATURE = 1e-3, 1e3
+"""Of a schedule's hottest step; its coolest may be 0. Logits over temperatures stay finite."""
 
 ENTROPY_BOUND_SAMPLER = "EntropyBoundSamplerConfig"
 
@@ -43,12 +49,19 @@ class DenoiseConfig:
     """How many earlier best guesses must equal the current one; 0 asks for confidence alone."""
 
     def __post_init__(self) -> None:
-        _check_number("max_denoising_steps", self.max_denoising_steps, int, minimum=1)
-        _check_number("t_min", self.t_min, float, minimum=0.0)
-        _check_number("t_max", self.t_max, float, above=self.t_min, than="t_min")
-        _check_number("entropy_bound", self.entropy_bound, float, above=0.0)
-        _check_number("confidence_threshold", self.confidence_threshold, float, above=0.0)
-        _check_number("stability_threshold", self.stability_threshold, int, minimum=0)
+        _check_number("max_denoising_steps", self.max_denoising_steps, int, 1, MOST_STEPS)
+        _check_number("t_min", self.t_min, float, 0.0, HIGHEST_TEMPERATURE)
+        _check_number("t_max", self.t_max, float, LOWEST_MAXIMUM, HIGHEST_TEMPERATURE)
+        if self.t_max <= self.t_min:
+            raise ValueError(
+                f"generation_config's t_max must be > t_min = {self.t_min:g}, got {self.t_max!r}. "
+                f"{_REMEDY}"
+            )
+        _check_number("entropy_bound", self.entropy_bound, float, 0.0, MOST_NATS, excluding=True)
+        _check_number(
+            "confidence_threshold", self.confidence_threshold, float, 0.0, MOST_NATS, excluding=True
+        )
+        _check_number("stability_threshold", self.stability_threshold, int, 0, MOST_STEPS)
 
     @classmethod
     def from_generation_config(
@@ -103,30 +116,27 @@ def _entropy_bound(sampler_config: Any) -> Any:
     return sampler_config.get("entropy_bound")
 
 
+_REMEDY = (
+    "Correct it in the checkpoint's generation_config.json or with --override-generation-config "
+    "(steps also with --diffusion-config)."
+)
+
+
 def _check_number(
-    key: str,
-    value: Any,
-    kind: type,
-    *,
-    minimum: float | None = None,
-    above: float | None = None,
-    than: str = "",
+    key: str, value: Any, kind: type, least: float, most: float, *, excluding: bool = False
 ) -> None:
-    wanted = "an integer" if kind is int else "a number"
-    if minimum is not None:
-        wanted += f" >= {minimum:g}"
-    if above is not None:
-        wanted += f" > {than + ' = ' if than else ''}{above:g}"
+    """`excluding`: `least` itself is no such number."""
     accepts = int if kind is int else (int, float)
     ok = (
         isinstance(value, accepts)
         and not isinstance(value, bool)
-        and math.isfinite(value)
-        and (minimum is None or value >= minimum)
-        and (above is None or value > above)
+        and least <= value <= most  # NaN is not
+        and not (excluding and value == least)
     )
     if not ok:
+        wanted = "an integer" if kind is int else "a number"
+        above, bounds = ">" if excluding else ">=", "d" if kind is int else "g"
         raise ValueError(
-            f"generation_config's {key} must be {wanted}, got {value!r}. Correct it in the "
-            f"checkpoint's generation_config.json or with --override-generation-config."
+            f"generation_config's {key} must be {wanted} {above} {least:{bounds}} and "
+            f"<= {most:{bounds}}, got {reprlib.repr(value)}. {_REMEDY}"
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from vllm_dllm.config.checks import check_boolean, check_count
+from vllm_dllm.config.files import check_path
 
 WidthPolicy = Literal["fixed", "blockpilot", "acceptance", "load"]
 Schedule = Literal["cosine", "linear", "sqrt"]
@@ -60,6 +61,9 @@ class DrafterConfig:
                 check_count(f"drafter.{key}", getattr(self, key))
         for key in ("load_rows", "draft_steps", "buffer_mib", "buffer_every"):
             check_count(f"drafter.{key}", getattr(self, key))
+        for key in ("predictor", "buffer"):
+            if getattr(self, key) is not None:
+                check_path(f"drafter.{key}", getattr(self, key))
         check_boolean("drafter.narrow_draft", self.narrow_draft)
         if (self.width_policy == "blockpilot") != (self.predictor is not None):
             raise ValueError(

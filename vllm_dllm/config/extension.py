@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from vllm_dllm.config.checks import check_boolean, check_count
 from vllm_dllm.config.drafter import DrafterConfig
+from vllm_dllm.config.files import check_path
 
 WindowRule = Literal["reference", "symmetric"]
 WINDOW_RULES: tuple[str, ...] = get_args(WindowRule)
@@ -21,7 +22,8 @@ class ExtensionConfig:
     tokens back and W-1 ahead, as stock vLLM does). A request may override it."""
     trace_path: str | None = None
     """File to which every step's canvases are appended as JSON lines, for watching a canvas
-    denoise. Costs a device-to-host copy a step."""
+    denoise. Costs a device-to-host copy a step. Only its owner can read it, for it holds what
+    clients get; lines that the disk does not take are dropped."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of `requests.keys.OPTIONS`' keys for requests that leave them out."""
     sampling_memory_mib: int = 256
@@ -44,6 +46,8 @@ class ExtensionConfig:
 
     def __post_init__(self) -> None:
         check_window_rule(self.window_rule)
+        if self.trace_path is not None:
+            check_path("trace_path", self.trace_path)
         if not isinstance(self.defaults, Mapping):
             raise ValueError(f"defaults must be an object, got {self.defaults!r}.")
         check_count("sampling_memory_mib", self.sampling_memory_mib)

@@ -37,6 +37,11 @@ class Reveal(NamedTuple):
     revealed: torch.Tensor  # [n, C] bool, revealed by earlier steps
     tokens: torch.Tensor  # [n, C] int64, the canvas of this step
 
+    @property
+    def kept(self) -> torch.Tensor:
+        """[n, C] bool: positions that hold their tokens, which earlier steps revealed."""
+        return self.revealed & self.is_chosen[:, None]
+
 
 def reveal(
     probability: torch.Tensor,  # [n, C] fp32, of each position's best guess

@@ -1,7 +1,10 @@
 """What a request's sampling parameters do to the logits of its canvas, before the temperature.
 
-The order is vLLM's: allowed tokens and biases, stop tokens that come too early, penalties, bad
-words. All positions of a canvas are decided together, so "generated so far" needs a definition: at
+Biases and penalties come first, in vLLM's order. What excludes tokens comes last, so that nothing
+else that a request asks for brings one back: tokens that are never allowed, stop tokens that come
+too early, bad words.
+
+All positions of a canvas are decided together, so "generated so far" needs a definition: at
 position i it is the blocks committed before, and the last step's best guess at positions before i.
 
 Legend: C = canvas length, V = vocabulary size, L rows = consecutive positions of one canvas.
@@ -11,14 +14,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_dllm.denoise.row_stats import argmax
+from vllm_dllm.denoise.bad_words import BadWords
 
 MASKED_LOGIT = -1e20
 """The logit of an excluded token: its probability is 0, and the entropy is not NaN."""
 
-_REPAIRS = 8
-"""How often the best guess is searched for bad words of several tokens. Each pass excludes all it
-finds, so another is needed only if the substitutes are bad words themselves."""
+LARGEST_LOGIT = 1e10
+"""Bounds the logits of all other tokens, whatever biases and penalties make of them: none comes
+near an excluded one, at any temperature."""
+
+LEFT_OUT = -1e37
+"""After the temperature, of tokens that top_k, top_p and min_p leave out. At no temperature is an
+excluded token below it, so that none is raised to it; an infinite one would make NaN."""
 
 
 @dataclass
@@ -45,9 +52,11 @@ class Penalties:
             scaled = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
             logits.copy_(torch.where((generated > 0) | self.in_prompt, scaled, logits))
         if self.frequency != 0.0:
-            logits.sub_(generated, alpha=self.frequency)
+            # Not `alpha=`, which some builds and processors fuse with the sum in whole vectors or
+            # everywhere: a row's rounding must not depend on where in the step it lies.
+            logits.sub_(generated * self.frequency)
         if self.presence != 0.0:
-            logits.add_((generated > 0).to(logits.dtype), alpha=-self.presence)
+            logits.sub_((generated > 0) * self.presence)
 
     def count_(self, block: torch.Tensor, is_emitted: torch.Tensor) -> None:
         """Counts the tokens of a block [C] int64, without NO_TOKEN, if `is_emitted` []."""
@@ -59,15 +68,15 @@ class Penalties:
 class LogitRules:
     """The rules of one request. All tensors are on the device of the logits."""
 
-    bias: torch.Tensor | None = None  # [V] fp32, MASKED_LOGIT for tokens that are never allowed
+    bias: torch.Tensor | None = None  # [V] fp32
+    penalties: Penalties | None = None
+    excluded: torch.Tensor | None = None  # [V] bool, tokens that are never allowed
     early_stops: torch.Tensor | None = None  # [k] int64, tokens that may not come ...
     stops_from: int = 0  # ... before this absolute position
-    penalties: Penalties | None = None
-    # For each bad word of several tokens: all but the last token [>= 1] int64, and the last.
-    bad_words: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    bad_words: BadWords = field(default_factory=lambda: BadWords(()))  # of several tokens
 
     def __bool__(self) -> bool:
-        several = (self.bias, self.early_stops, self.penalties)
+        several = (self.bias, self.penalties, self.excluded, self.early_stops)
         return bool(self.bad_words) or any(rule is not None for rule in several)
 
     def apply_(
@@ -79,30 +88,18 @@ class LogitRules:
     ) -> None:
         """Applies all rules but bad words of several tokens, which need the rows before."""
         if self.bias is not None:
-            logits.add_(self.bias).clamp_(min=MASKED_LOGIT)
+            logits.add_(self.bias)
+        if self.penalties is not None:
+            self.penalties.apply_(logits, first, guess)
+        if self.bias is not None or self.penalties is not None:
+            logits.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)
+        if self.excluded is not None:
+            logits.masked_fill_(self.excluded, MASKED_LOGIT)
         if self.early_stops is not None:
             position = start + first + torch.arange(len(logits), device=logits.device)
             is_early = (position < self.stops_from)[:, None]
             stops = logits[:, self.early_stops].masked_fill(is_early, MASKED_LOGIT)
             logits[:, self.early_stops] = stops
-        if self.penalties is not None:
-            self.penalties.apply_(logits, first, guess)
-            logits.clamp_(MASKED_LOGIT, -MASKED_LOGIT)  # after very large or small penalties
-
-    def exclude_bad_words_(
-        self,
-        logits: torch.Tensor,  # [L, V] fp32, changed in place
-        before: torch.Tensor,  # [w] int64, the tokens before them; < 0: not the request's
-    ) -> None:
-        """Excludes the last token of each bad word of several tokens wherever this step's best
-        guess spells the rest of it before, so that the best guess contains none."""
-        for _ in range(_REPAIRS):
-            spelled = torch.cat((before, argmax(logits)))
-            for rest, last in self.bad_words:
-                from_start = spelled[len(before) - len(rest) :]  # what ends before position 0
-                windows = from_start.unfold(0, len(rest), 1)[: len(logits)]
-                matches = (windows == rest).all(dim=-1)
-                logits[:, last].masked_fill_(matches, MASKED_LOGIT)
 
 
 class CanvasRules:
@@ -114,17 +111,21 @@ class CanvasRules:
         start: torch.Tensor,  # [] int64, absolute position of the canvas' first token
         guess: torch.Tensor,  # [C] int64, the last step's best guess
         before: torch.Tensor,  # [w] int64, the tokens before the canvas; < 0: not the request's
+        kept: torch.Tensor | None = None,  # [C] int64, tokens that earlier steps revealed for good;
+        # < 0: none yet. None: none anywhere
     ) -> None:
         self.rules, self.start, self.guess = rules, start, guess
-        self._before = before
         self._first = 0  # canvas position of the next row
+        if rules.bad_words:
+            self._spelled = before.tolist()  # up to that row
+            self._kept = [-1] * len(guess) if kept is None else kept.tolist()
 
     def apply_(self, logits: torch.Tensor) -> None:
         """`logits` [L, V] fp32: the next L rows, changed in place."""
         self.rules.apply_(logits, self._first, self.start, self.guess)
         if self.rules.bad_words:
-            self.rules.exclude_bad_words_(logits, self._before)
-            self._before = torch.cat((self._before, argmax(logits)))[-len(self._before) :]
+            kept = self._kept[self._first :]
+            self._spelled = self.rules.bad_words.exclude_(logits, self._spelled, kept)
         self._first += len(logits)
 
 
@@ -133,4 +134,4 @@ def exclude_below_min_p_(
     min_p: torch.Tensor,  # [rows, 1] fp32, share of the largest probability; 0 = none
 ) -> None:
     lowest = logits.amax(dim=-1, keepdim=True) + min_p.log()
-    logits.masked_fill_(logits < lowest, MASKED_LOGIT)
+    logits.masked_fill_(logits < lowest, LEFT_OUT)

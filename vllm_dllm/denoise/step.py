@@ -63,7 +63,7 @@ def denoise_step(
     all_revealed = None
     if revealing is not None:
         chosen = revealing.is_chosen[:, None]
-        kept = revealing.revealed & chosen
+        kept = revealing.kept
         shown = kept | reveal(stats.best_logprob.exp(), valid, revealing)
         accepted = torch.where(chosen, shown, accepted)
         best_guess = torch.where(kept, revealing.tokens, best_guess)

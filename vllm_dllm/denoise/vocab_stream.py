@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
+from vllm_dllm.denoise.logit_rules import LEFT_OUT
 from vllm_dllm.denoise.row_stats import RowStats, argmax, sample_by_inversion
 
 BLOCK = 1024
@@ -42,7 +42,7 @@ def read_blocks(
     rows, width = logits.shape
     padding = -width % BLOCK
     if padding:
-        logits = F.pad(logits, (0, padding), value=MASKED_LOGIT)
+        logits = F.pad(logits, (0, padding), value=LEFT_OUT)
     blocks = logits.view(rows, -1, BLOCK)
     best = argmax(blocks)
     maximum = blocks.gather(-1, best[..., None])

@@ -10,15 +10,19 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+from vllm_dllm.config.files import OWNER_ONLY_FOLDER, LineFile, check_folder
 
 logger = logging.getLogger(__name__)
 
 NUM_SHARDS = 8  # that share max_bytes; the oldest one is deleted as a whole
 QUEUE_LENGTH = 1024  # blocks on their way to the disk
 PATTERN = "blocks-*.jsonl"
+_NUMBER = re.compile(r"blocks-(\d+)")
 
 
 class BlockBuffer:
@@ -26,13 +30,14 @@ class BlockBuffer:
     thread at a time."""
 
     def __init__(self, path: Path, max_bytes: int, every: int = 1):
-        """Keeps one block in `every`. Several processes may share `path`."""
+        """Keeps one block in `every`. Several processes may share `path`. Raises ValueError where
+        nothing can be kept."""
         if max_bytes < NUM_SHARDS or every < 1:
             raise ValueError(
                 f"expected a buffer of at least {NUM_SHARDS} bytes that keeps one block in 1 or "
                 f"more, got {max_bytes} bytes and one in {every}"
             )
-        path.mkdir(parents=True, exist_ok=True)
+        check_folder("drafter.buffer", path)
         self.path = path
         self.max_bytes = max_bytes
         self.dropped = 0
@@ -40,7 +45,7 @@ class BlockBuffer:
         self._every = every
         self._seen = 0
         self._warned: set[str] = set()
-        self._shard: Path | None = None
+        self._shard: LineFile | None = None
         self._shard_bytes = 0
         self._queue: queue.Queue[tuple[list[int], int, int] | None] = queue.Queue(QUEUE_LENGTH)
         self._thread = threading.Thread(target=self._write, name="block-buffer", daemon=True)
@@ -81,23 +86,22 @@ class BlockBuffer:
 
     def _append(self, line: bytes) -> None:
         shard_size = self.max_bytes // NUM_SHARDS
-        if self._shard is None or self._shard_bytes + len(line) > shard_size:
-            self._shard, self._shard_bytes = self._new_shard(), 0
-            self._delete_oldest()
-        with self._shard.open("ab", buffering=0) as file:
-            try:
-                written = file.write(line)
-                if written != len(line):
-                    raise OSError(f"the disk took {written} of {len(line)} bytes")
-            except OSError:
-                file.truncate(self._shard_bytes)
-                raise
+        shard = self._shard
+        # A reader would stumble over a line that is not whole, unless it is a file's last.
+        if shard is None or shard.is_cut or self._shard_bytes + len(line) > shard_size:
+            shard = self._new_shard()
+        shard.append(line)
         self._shard_bytes += len(line)
 
-    def _new_shard(self) -> Path:
-        numbers = [int(shard.stem.split("-")[1]) for shard in self.path.glob(PATTERN)]
-        shard = self.path / f"blocks-{max(numbers, default=0) + 1:09}-{os.getpid()}.jsonl"
-        shard.touch()
+    def _new_shard(self) -> LineFile:
+        self.path.mkdir(OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
+        found = (_NUMBER.match(shard.name) for shard in self.path.glob(PATTERN))
+        number = max((int(match[1]) for match in found if match), default=0) + 1
+        shard = LineFile(self.path / f"blocks-{number:09}-{os.getpid()}.jsonl")
+        if self._shard is not None:
+            self._shard.close()
+        self._shard, self._shard_bytes = shard, 0
+        self._delete_oldest()
         return shard
 
     def _delete_oldest(self) -> None:

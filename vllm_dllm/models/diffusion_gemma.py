@@ -19,6 +19,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.sequence import IntermediateTensors
 
 from vllm_dllm.attention import use_window_rules
+from vllm_dllm.models import finite
 from vllm_dllm.models.expected_weights import ExpectedWeights
 from vllm_dllm.models.self_conditioning import SelfConditioning
 from vllm_dllm.models.vocabulary import Vocabulary
@@ -119,8 +120,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
         one set of weights.
 
         Raises:
-            ValueError: names a tensor that is missing, unknown, of another shape or type, or an
-                impossible scale.
+            ValueError: names a tensor that is missing, unknown, of another shape or type, not all
+                numbers, or an impossible scale.
         """
         mapper = self.hf_to_vllm_mapper
         if self.config.tie_word_embeddings:
@@ -168,6 +169,8 @@ class _WeightReader:
             self.position = f"at {name} of shape {list(weight.shape)}"
             if (own_name := self._mapper.map_name(name)) is not None:
                 self._expected.check(own_name, weight)
+                if wrong := finite.complaint(weight):
+                    raise ValueError(wrong)
             if name.endswith(".layer_scalar"):
                 layer = name.partition(".layers.")[2]
                 if not torch.equal(scalars.setdefault(layer, weight), weight):

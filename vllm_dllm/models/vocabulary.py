@@ -17,6 +17,8 @@ from vllm_dllm.denoise.vocab_stream import BLOCK, STREAMED_FROM
 
 logger = init_logger(__name__)
 
+_FP16_RANGE = (torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
+
 
 def shards_begin_at_blocks(vocab_size: int, num_ranks: int) -> bool:
     """Whether vLLM's shards for the tensor-parallel ranks begin at multiples of `BLOCK`, so that
@@ -155,6 +157,10 @@ class Vocabulary:
         """
         weight = self.model.embed_tokens.weight
         if weight.dtype != logits.dtype:
+            if (
+                weight.dtype == torch.float16
+            ):  # where large biases and low temperatures are infinite
+                logits = logits.clamp(*_FP16_RANGE)
             probs = logits.to(weight.dtype).softmax(dim=-1, dtype=torch.float32)
         shard = self.model.embed_tokens.shard_indices
         first, end = shard.org_vocab_start_index, shard.org_vocab_end_index

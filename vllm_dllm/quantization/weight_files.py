@@ -14,6 +14,7 @@ from vllm_dllm.errors import InputError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MOST_HEADER_BYTES = 100_000_000  # as safetensors reads them
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
 
 
@@ -52,7 +53,7 @@ def _cut(path: Path) -> str | None:
     size = path.stat().st_size
     with path.open("rb") as file:
         data = 8 + int.from_bytes(file.read(8), "little")
-        if data > size:
+        if data > min(size, MOST_HEADER_BYTES):
             return None
         try:
             header = json.loads(file.read(data - 8))

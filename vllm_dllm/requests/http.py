@@ -3,6 +3,7 @@
 vLLM answers these with 200 and without what was asked for.
 """
 
+import reprlib
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -26,6 +27,15 @@ def refuse_beam_search() -> None:
         "Beam search (use_beam_search) is not possible with a diffusion model: a beam grows token "
         "by token, a canvas is denoised whole. Leave it out; for several answers set n.",
         parameter="use_beam_search",
+    )
+
+
+def wrong_type(parameter: str, value: Any) -> VLLMValidationError:
+    """Of a value in a body that is no object, list or string where one is expected."""
+    return VLLMValidationError(
+        f"{parameter} has another type than is expected, got {reprlib.repr(value)}. Correct it or "
+        f"leave it out.",
+        parameter=parameter,
     )
 
 

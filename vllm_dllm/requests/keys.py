@@ -9,6 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_dllm.config.denoise import (
+    HIGHEST_TEMPERATURE,
+    LOWEST_MAXIMUM,
+    MOST_NATS,
+    MOST_STEPS,
+)
 from vllm_dllm.config.extension import WINDOW_RULES
 
 ACCEPTANCE_RULES = ("entropy_bound", "confidence", "top_k")
@@ -23,9 +29,6 @@ STOCK_OPTIONS = frozenset(
     }
 )
 """Keys that stock vLLM checks in requests."""
-
-
-_MOST = 1 << 20  # the largest number of steps or tokens
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,11 @@ def _number(at_most: float, above: float = -math.inf, at_least: float = -math.in
 
 def _integer(at_least: int) -> Option:
     return Option(
-        f"an integer from {at_least} to {_MOST}",
+        f"an integer from {at_least} to {MOST_STEPS}",
         lambda value: (
-            isinstance(value, int) and not isinstance(value, bool) and at_least <= value <= _MOST
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and at_least <= value <= MOST_STEPS
         ),
     )
 
@@ -69,13 +74,13 @@ _BOOLEAN = Option("a boolean (or 0/1)", lambda value: isinstance(value, int) and
 OPTIONS: Mapping[str, Option] = {
     "diffusion_max_steps": _integer(1),
     "diffusion_acceptance": _one_of(ACCEPTANCE_RULES),
-    "diffusion_entropy_bound": _number(above=0, at_most=1e6),  # nats
+    "diffusion_entropy_bound": _number(above=0, at_most=MOST_NATS),  # nats
     "diffusion_accept_probability": _number(above=0, at_most=1),
     "diffusion_accept_tokens": _integer(1),  # per step
-    "diffusion_confidence_threshold": _number(above=0, at_most=1e6),  # nats
+    "diffusion_confidence_threshold": _number(above=0, at_most=MOST_NATS),  # nats
     "diffusion_stability_threshold": _integer(0),  # steps
-    "diffusion_t_min": _number(at_least=1e-3, at_most=1e3),
-    "diffusion_t_max": _number(at_least=1e-3, at_most=1e3),
+    "diffusion_t_min": _number(at_least=LOWEST_MAXIMUM, at_most=HIGHEST_TEMPERATURE),
+    "diffusion_t_max": _number(at_least=LOWEST_MAXIMUM, at_most=HIGHEST_TEMPERATURE),
     "diffusion_judge_answer_only": _BOOLEAN,
     "diffusion_window_rule": _one_of(WINDOW_RULES),
 }

@@ -2,12 +2,14 @@
 
 import atexit
 import gc
+from pathlib import Path
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
 from vllm_dllm.compat import startup
 from vllm_dllm.startup import installation, last_line
+from vllm_dllm.startup.chat_template import check_chat_template
 from vllm_dllm.startup.model_folder import check_models
 
 logger = init_logger(__name__)
@@ -27,6 +29,7 @@ def install() -> None:
 def _check(arguments: EngineArgs) -> None:
     last_line.forget()
     check_models(arguments)
+    check_chat_template(Path(arguments.model))
     if installation.left_out:
         logger.info(
             "Not used, because they cannot be imported: %s. Text models do not need them; for "

@@ -43,8 +43,13 @@ class _FirstError(logging.Handler):
         path = os.environ.get(FILE)
         if error is None or path is None or record.msg != FAILED_START[record.name]:
             return
-        with contextlib.suppress(FileExistsError), open(path, "x") as file:
+        # A full disk must not hide the error itself.
+        with contextlib.suppress(OSError), open(path, "x", opener=_for_owner) as file:
             file.write(one_line(error))
+
+
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class _LastLine:

@@ -239,6 +239,8 @@ class CanvasStep:
 
     def _denoise(self, found: _Found, source: torch.Tensor) -> _Denoised:
         batch, numbers, tokens, settings = found.batch, found.numbers, found.tokens, found.settings
+        slots, idx = self.slots, batch.slot_index
+        reveal = revealing(settings, slots.revealed[idx], slots.canvas[idx])
         kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
         logits: CanvasLogits = kind(
             source,
@@ -248,6 +250,7 @@ class CanvasStep:
             self.soft_embedding,
             self.requests.filters,
             self.budget_bytes,
+            None if reveal is None else torch.where(reveal.kept, reveal.tokens, NO_TOKEN),
         )
         step_temperature = temperature(
             numbers.steps_done, numbers.num_steps, settings.t_min, settings.t_span
@@ -269,7 +272,6 @@ class CanvasStep:
         answer_only = None
         if settings.judges_answer_only is not None:
             answer_only = AnswerOnly(settings.judges_answer_only, found.stops)
-        slots, idx = self.slots, batch.slot_index
         outcome = denoise_step(
             stats,
             batch.valid,
@@ -278,7 +280,7 @@ class CanvasStep:
             ),
             drawn.renoise,
             settings.rules,
-            revealing(settings, slots.revealed[idx], slots.canvas[idx]),
+            reveal,
             answer_only,
         )
         return _Denoised(logits, row_temperature, stats, soft_rows, drawn.next_canvas, outcome)

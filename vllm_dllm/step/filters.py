@@ -8,9 +8,10 @@ from vllm.v1.worker.gpu.sample.penalties import use_penalty
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import (
-    MASKED_LOGIT,
+    LEFT_OUT,
     CanvasRules,
     LogitRules,
     Penalties,
@@ -39,15 +40,17 @@ class LogitFilters:
         slot, params, options = request.slot, request.params, request.options
         if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
             self._truncated.add(slot)
-        rules = LogitRules(bias=self._bias(params, options))
-        stops = sorted(params.all_stop_token_ids)
+        words = params.bad_words_token_ids or []
+        rules = LogitRules(
+            bias=self._bias(params),
+            excluded=self._excluded(params, options),
+            bad_words=BadWords(word for word in words if len(word) > 1),
+        )
+        # A tokenizer or a generation_config may name tokens that the model has not.
+        stops = sorted(stop for stop in params.all_stop_token_ids if 0 <= stop < self.vocab_size)
         if params.min_tokens > 0 and stops:
             rules.early_stops = self._to_device(stops)
             rules.stops_from = request.prompt_len + params.min_tokens
-        words = params.bad_words_token_ids or []
-        rules.bad_words = [
-            (self._to_device(word[:-1]), word[-1]) for word in words if len(word) > 1
-        ]
         if use_penalty(params):
             self._penalised.append(request)
         if rules:
@@ -64,21 +67,25 @@ class LogitFilters:
             rules.penalties = self._penalties(request)
         self._penalised.clear()
 
-    def _bias(self, params: SamplingParams, options: RequestOptions) -> torch.Tensor | None:
+    def _bias(self, params: SamplingParams) -> torch.Tensor | None:
+        if not params.logit_bias:
+            return None
+        bias = torch.zeros(self.vocab_size)
+        for token, value in params.logit_bias.items():
+            bias[token] = value
+        return async_tensor_h2d(bias, device=self.device)
+
+    def _excluded(self, params: SamplingParams, options: RequestOptions) -> torch.Tensor | None:
         allowed: list[int] = list(params.allowed_token_ids or ())
         if options.constrained:
             allowed = list(params.logprob_token_ids or ())
         never = [word[0] for word in params.bad_words_token_ids or [] if len(word) == 1]
-        if not (allowed or never or params.logit_bias):
+        if not (allowed or never):
             return None
-        bias = torch.zeros(self.vocab_size)
-        if allowed:
-            bias.fill_(MASKED_LOGIT)
-            bias[allowed] = 0.0
-        for token, value in (params.logit_bias or {}).items():
-            bias[token] += value
-        bias[never] = MASKED_LOGIT
-        return async_tensor_h2d(bias, device=self.device)
+        excluded = torch.full((self.vocab_size,), bool(allowed))
+        excluded[allowed] = False
+        excluded[never] = True
+        return async_tensor_h2d(excluded, device=self.device)
 
     def _to_device(self, tokens: list[int]) -> torch.Tensor:
         return async_tensor_h2d(np.array(tokens, dtype=np.int64), device=self.device)
@@ -120,13 +127,13 @@ class LogitFilters:
         batch: CanvasBatch,
         start: torch.Tensor,  # [] int64, absolute position of its first token
         guess: torch.Tensor,  # [C] int64, the step before's best guess
+        kept: torch.Tensor | None = None,  # [C] int64, tokens revealed for good; < 0: none yet
     ) -> CanvasRules:
         """What the request of canvas i asks for before the temperature; nothing, if it does not."""
         slot = int(batch.slots_np[i])
         rules = self._rules.get(slot) or LogitRules()
-        longest = max((len(rest) for rest, _ in rules.bad_words), default=0)
-        before = self._tokens_before(slot, start, longest)
-        return CanvasRules(rules, start, guess, before)
+        before = self._tokens_before(slot, start, rules.bad_words.reach)
+        return CanvasRules(rules, start, guess, before, kept)
 
     def truncate(
         self,
@@ -141,7 +148,7 @@ class LogitFilters:
         if states.min_p.np[batch.slots_np].any():
             exclude_below_min_p_(scaled, states.min_p.gpu[slots][:, None])
         scaled = states.apply_top_k_top_p(scaled, slots, batch.slots_np)
-        return scaled.clamp(min=MASKED_LOGIT)  # from -inf
+        return scaled.clamp(min=LEFT_OUT)  # from -inf
 
     def count_emitted(
         self,

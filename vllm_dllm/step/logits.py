@@ -74,6 +74,7 @@ class WholeLogits:
         soft: SoftEmbedding,
         filters: LogitFilters,
         budget_bytes: int,  # of what a step takes beside the logits
+        kept: torch.Tensor | None = None,  # [n, C] int64, tokens revealed for good; < 0: none yet
     ) -> None:
         self.batch, self.soft, self.filters = batch, soft, filters
         self.tile_rows = whole_rows(logits.shape[1], budget_bytes)
@@ -81,7 +82,9 @@ class WholeLogits:
         if ruled := filters.ruled(batch):
             self._processed = logits.clone()
             for i in ruled:
-                rules = filters.of_canvas(i, batch, starts[i], guesses[i])
+                rules = filters.of_canvas(
+                    i, batch, starts[i], guesses[i], None if kept is None else kept[i]
+                )
                 rules.apply_(self._processed[batch.rows_of(i)])
 
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
@@ -111,9 +114,10 @@ class StreamedLogits:
         soft: SoftEmbedding,
         filters: LogitFilters,
         budget_bytes: int,  # of what a step takes at all
+        kept: torch.Tensor | None = None,
     ) -> None:
         self.hidden, self.batch, self.soft, self.filters = hidden, batch, soft, filters
-        self.model, self.starts, self.guesses = soft.model, starts, guesses
+        self.model, self.starts, self.guesses, self.kept = soft.model, starts, guesses, kept
         self.budget = budget_bytes
 
     def raw(self, i: int) -> Iterator[torch.Tensor]:
@@ -122,7 +126,8 @@ class StreamedLogits:
             yield self.model.compute_logits(self.hidden[rows])
 
     def processed(self, i: int) -> Iterator[torch.Tensor]:
-        rules = self.filters.of_canvas(i, self.batch, self.starts[i], self.guesses[i])
+        kept = None if self.kept is None else self.kept[i]
+        rules = self.filters.of_canvas(i, self.batch, self.starts[i], self.guesses[i], kept)
         for logits in self.raw(i):
             rules.apply_(logits)
             yield logits

@@ -1,17 +1,23 @@
 """A running record of the canvases, for people to watch: one JSON line a request and step."""
 
 import json
+from pathlib import Path
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_dllm.config.files import LineFile
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import StepOutcome
 from vllm_dllm.step.batch import CanvasBatch
 
+logger = init_logger(__name__)
+
 
 class CanvasTrace:
-    """Appends to a file; reading it while it grows is safe, a line is written at once.
+    """Appends to a file; reading it while it grows is safe, a line is written at once. Lines that
+    the disk does not take are dropped.
 
     Each line holds `request_id`, `step` (1-based), `tokens` (best guess, one a canvas position),
     `accepted` (0/1 a position), `canvas` (what its next step reads), `entropy` (mean, nats) and
@@ -19,7 +25,9 @@ class CanvasTrace:
     """
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the server)
+        self._path = path
+        self._file = LineFile(Path(path))
+        self._has_warned = False
 
     def record(
         self,
@@ -49,4 +57,16 @@ class CanvasTrace:
                 "entropy": entropy[i],
                 "finished": bool(finished[i]),
             }
-            self._file.write(json.dumps(line) + "\n")
+            self._write(json.dumps(line).encode() + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._file.append(line)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "A line of the trace was dropped, and more may follow: cannot write to %s: %s.",
+                    self._path,
+                    error.strerror,
+                )

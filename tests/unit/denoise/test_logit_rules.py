@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tests import tolerances
+from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import (
+    LEFT_OUT,
     MASKED_LOGIT,
     LogitRules,
     Penalties,
@@ -32,9 +34,9 @@ def applied(rules: LogitRules, guess: torch.Tensor = GUESS) -> torch.Tensor:
 
 
 def test_bias_and_allowed_tokens() -> None:
-    bias = torch.full((V,), MASKED_LOGIT)
-    bias[[2, 5]] = torch.tensor([0.0, 1.5])
-    logits = applied(LogitRules(bias=bias))
+    excluded = torch.ones(V, dtype=torch.bool).index_fill_(0, torch.tensor([2, 5]), False)
+    bias = torch.zeros(V).index_fill_(0, torch.tensor([5]), 1.5)
+    logits = applied(LogitRules(bias=bias, excluded=excluded))
     expected = random_logits()
     assert torch.equal(logits[:, 2], expected[:, 2])
     assert torch.equal(logits[:, 5], expected[:, 5] + 1.5)
@@ -100,9 +102,9 @@ def spell(tokens: list[int]) -> torch.Tensor:
 
 
 def bad_words(logits: torch.Tensor, words: list[list[int]], before: list[int]) -> list[int]:
-    rules = LogitRules(bad_words=[(torch.tensor(word[:-1]), word[-1]) for word in words])
-    rules.exclude_bad_words_(logits, torch.tensor(before))
-    return logits.argmax(-1).tolist()
+    found = BadWords(words).exclude_(logits, before, [NO_TOKEN] * len(logits))
+    assert found == [*before, *logits.argmax(-1).tolist()]
+    return found[len(before) :]
 
 
 def test_bad_words_of_several_tokens() -> None:
@@ -125,4 +127,4 @@ def test_min_p() -> None:
     logits = torch.tensor([[0.0, -1.0, -3.0], [0.0, -1.0, -3.0]])
     exclude_below_min_p_(logits, torch.tensor([[0.1], [0.0]]))
     assert math.exp(-1) > 0.1 > math.exp(-3)
-    assert logits.tolist() == torch.tensor([[0, -1, MASKED_LOGIT], [0, -1, -3]]).tolist()
+    assert logits.tolist() == torch.tensor([[0, -1, LEFT_OUT], [0, -1, -3]]).tolist()

@@ -2,12 +2,15 @@
 
 import json
 import logging
+import os
+import stat
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.processes import HANGS_S
+from tests.unit.config.test_files import room_for
 from vllm_dllm.drafters.buffer import NUM_SHARDS, QUEUE_LENGTH, BlockBuffer
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.training.blocks import KnownSequence
@@ -72,45 +75,59 @@ def test_a_block_longer_than_a_shard_is_dropped(tmp_path: Path) -> None:
     assert len(read_buffer(tmp_path, VOCAB_SIZE)) == 1
 
 
-class FullDisk:
-    """A file that takes `room` bytes of a line, then fails as a full disk does."""
-
-    def __init__(self, file: Any, room: int):
-        self.file, self.room = file, room
-
-    def __enter__(self) -> "FullDisk":
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.file.close()
-
-    def truncate(self, size: int) -> None:
-        self.file.truncate(size)
-
-    def write(self, line: bytes) -> int:
-        self.file.write(line[: self.room])
-        raise OSError(28, "No space left on device")
-
-
 @pytest.mark.parametrize("room", [0, 10], ids=["nothing fits", "half a line fits"])
 def test_full_disk_loses_blocks_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     buffer = BlockBuffer(tmp_path, max_bytes=100_000)
     buffer.add([1, 1, 1], start=1, accepted=0)
     buffer.close()
-    open_path = Path.open
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(Path, "open", lambda self, *a, **k: FullDisk(open_path(self, *a, **k), room))
+    with caplog.at_level(logging.WARNING), room_for(room):
         full = BlockBuffer(tmp_path, max_bytes=100_000)
         for _ in range(5):
             full.add([2, 2, 2], start=1, accepted=0)
         full.close()
     assert full.dropped == 5
     assert len(caplog.records) == 1, "said once"
-    assert "No space left on device" in caplog.text
+    assert "File too large" in caplog.text
     assert read_buffer(tmp_path, VOCAB_SIZE) == [KnownSequence([1, 1, 1], 1)]
     assert all(s.read_bytes().endswith(b"\n") or not s.stat().st_size for s in shards(tmp_path))
+
+
+def test_part_of_a_line_that_stays_is_the_last_of_its_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, size: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    buffer = BlockBuffer(tmp_path, max_bytes=100_000)
+    reached = threading.Event()
+    drop = buffer._drop
+    monkeypatch.setattr(buffer, "_drop", lambda reason: (drop(reason), reached.set()))
+    with room_for(10):
+        buffer.add([1, 1, 1], start=1, accepted=0)
+        assert reached.wait(HANGS_S)
+    buffer.add([2, 2, 2], start=1, accepted=0)
+    buffer.close()
+    assert shards(tmp_path)[0].stat().st_size == 10
+    assert read_buffer(tmp_path, VOCAB_SIZE) == [KnownSequence([2, 2, 2], 1)]
+
+
+def test_only_the_owner_reads_blocks(tmp_path: Path) -> None:
+    buffer = BlockBuffer(tmp_path / "blocks", max_bytes=100_000)
+    buffer.add([1, 1, 1], start=1, accepted=0)
+    buffer.close()
+    assert {stat.S_IMODE(shard.stat().st_mode) for shard in shards(buffer.path)} == {0o600}
+
+
+def test_another_file_of_such_a_name_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "blocks-old.jsonl").write_text("")
+    buffer = BlockBuffer(tmp_path, max_bytes=100_000)
+    buffer.add([1, 1, 1], start=1, accepted=0)
+    buffer.close()
+    assert buffer.dropped == 0
+    assert len(read_buffer(tmp_path, VOCAB_SIZE)) == 1
 
 
 def test_room_again_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests import tolerances
+from vllm_dllm.denoise.bad_words import BAD_WORD_LOGIT, BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules
 from vllm_dllm.models import vocabulary
@@ -61,7 +62,7 @@ class Filters:
     needs_whole_rows = ruled
 
     def of_canvas(
-        self, i: int, batch: CanvasBatch, start: torch.Tensor, guess: torch.Tensor
+        self, i: int, batch: CanvasBatch, start: torch.Tensor, guess: torch.Tensor, kept: None
     ) -> CanvasRules:
         before = torch.full((2,), NO_TOKEN)
         return CanvasRules(self.rules or LogitRules(), start, guess, before)
@@ -157,7 +158,7 @@ def test_rules_go_from_the_left_whatever_the_tiles(model: Model, hidden: torch.T
     """A bad word of three tokens across tiles of rows, a penalty for the guesses before."""
     plain = next(iter(make(WholeLogits, model.compute_logits(hidden), model).raw(1)))
     word = plain.argmax(-1)[4:7].tolist()
-    rules = LogitRules(bad_words=[(torch.tensor(word[:2]), word[2])], stops_from=57)
+    rules = LogitRules(bad_words=BadWords([word]), stops_from=57)
     rules.early_stops = torch.tensor([3, 9])
     rows: list[torch.Tensor] = []
     for budget in (1, 3 * V * 32, 100 * MIB):  # one row, three, all
@@ -169,7 +170,7 @@ def test_rules_go_from_the_left_whatever_the_tiles(model: Model, hidden: torch.T
         rows.append(torch.cat(tiles))
     for other in rows[1:]:
         torch.testing.assert_close(other, rows[0], **OF_LOGITS)
-    assert rows[0][6, word[2]] == -1e20 and rows[0][5, word[1]] > -1e20
+    assert rows[0][6, word[2]] == BAD_WORD_LOGIT and rows[0][5, word[1]] > BAD_WORD_LOGIT
     assert (rows[0][:7, [3, 9]] == -1e20).all() and (rows[0][7:, [3, 9]] > -1e20).all()
 
 

@@ -6,6 +6,7 @@ _SPECULATOR = "v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator"
 _RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"
 _SCHEDULER = "v1.core.sched.scheduler:Scheduler"
 _PROMPT_SCORES = "v1.worker.gpu.sample.prompt_logprob"
+_LOGIT_BIAS = "v1.worker.gpu.sample.logit_bias"
 
 SEAMS = [
     # --- operations and attention -----------------------------------------------------------------
@@ -171,5 +172,13 @@ SEAMS = [
         "v1.worker.gpu.sample.gumbel:gumbel_block_argmax",
         "if logits_cache_ptr is not None:\n        seed = spec_step_seed(seed, col)",
         since="0.33",
+    ),
+    # --- the room of vLLM's sampler ---------------------------------------------------------------
+    Seam("for allowed tokens", _LOGIT_BIAS, "MAX_NUM_ALLOWED_TOKEN_IDS = 1024"),
+    Seam("for stop tokens", _LOGIT_BIAS, "MAX_NUM_STOP_TOKEN_IDS = 128"),
+    Seam(
+        "for bad words",
+        "v1.worker.gpu.sample.bad_words:BadWordsState.add_request",
+        "max_total_tokens = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS",
     ),
 ]

@@ -1,0 +1,116 @@
+"""Sends drawn requests to a server, some at a time, and checks every answer."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from tests.faults.answers import Broken, check
+from tests.faults.drawn_requests import DrawnRequest, Model, requests
+from tests.server.conftest import CANVAS, CHECKPOINT, MAX_MODEL_LEN, serving
+from tests.server.test_drafter import DRAFTER as DRAFTER_CHECKPOINT
+from tests.server.test_drafter import TARGET, options
+
+AT_ONCE = 8
+NO_ANSWER_S = 300
+"""Who waits longer has been forgotten: requests take seconds, also on a busy machine."""
+
+DIFFUSION = Model(vocab_size=512, eos=1, context=MAX_MODEL_LEN, canvas_length=CANVAS)
+DRAFTER = Model(vocab_size=512, eos=1, context=MAX_MODEL_LEN, canvas_length=None)
+SERVERS: dict[str, tuple[Path, Model, list[str]]] = {
+    "diffusion": (
+        CHECKPOINT,
+        DIFFUSION,
+        ["--diffusion-config", json.dumps({"canvas_length": CANVAS}), "--max-num-seqs", "32"],
+    ),
+    "drafter": (TARGET, DRAFTER, options(DRAFTER_CHECKPOINT, 15, width_policy="acceptance")),
+}
+
+
+def send(port: int, request: DrawnRequest) -> tuple[int, str]:
+    """HTTP status, and the answer's text."""
+    body = json.dumps(request.body).encode()
+    url = f"http://127.0.0.1:{port}/v1/{request.path}"
+    try:
+        with urlopen(
+            Request(url, body, {"Content-Type": "application/json"}), timeout=NO_ANSWER_S
+        ) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as refusal:
+        with refusal:
+            return refusal.code, refusal.read().decode()
+    except OSError as error:
+        raise Broken(f"no answer: {error!r}") from error
+
+
+class Fuzz:
+    """Figures of what was sent."""
+
+    def __init__(self, port: int, checkpoint: Path, model: Model) -> None:
+        self.port, self.name, self.model = port, str(checkpoint), model
+        self.tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+        self.statuses: Counter[int] = Counter()
+        self.broken: list[str] = []
+
+    def send_one(self, request: DrawnRequest) -> str | None:
+        """What is wrong with its answer."""
+        try:
+            status, text = send(self.port, request)
+            self.statuses[status] += 1
+            check(request, status, text, self.model, self.tokenizer)
+        except Exception as error:  # a checker that fails is told of, too
+            return f"{error!r}\n  of {request.path} {json.dumps(request.body)}"
+        return None
+
+    def run(self, count: int, number: int = 0) -> None:
+        """Sends about so many requests, drawn with the seed `number`; keeps what is broken."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+
+            def together(drawn: list[DrawnRequest]) -> None:
+                self.broken += filter(None, pool.map(self.send_one, drawn))
+
+            self._given(together, count // AT_ONCE, number)()
+
+    def _given(
+        self, function: Callable[[list[DrawnRequest]], None], count: int, number: int
+    ) -> Callable[[], None]:
+        one = requests(self.model, self.name)
+        drawn: Any = given(st.lists(one, min_size=AT_ONCE, max_size=AT_ONCE))(function)
+        return settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],  # what is broken is kept; the rest goes on
+            suppress_health_check=list(HealthCheck),
+        )(seed(number)(drawn))
+
+    def plain_answer(self) -> str:
+        """Of a request that none of the others may change."""
+        body = {"prompt": [5, 6, 7, 33, 20], "max_tokens": 24, "seed": 3, "temperature": 0.7}
+        status, text = send(
+            self.port, DrawnRequest("completions", {"model": self.name, "ignore_eos": True, **body})
+        )
+        if status != 200:
+            raise Broken(f"HTTP {status}: {text[:500]}")
+        return json.loads(text)["choices"][0]["text"]
+
+
+def attack(name: str, count: int, number: int, folder: Path) -> Fuzz:
+    """Starts a server of `SERVERS` and sends it so many requests. The last thing that may be broken
+    is a request of another client."""
+    checkpoint, model, arguments = SERVERS[name]
+    with serving(checkpoint, folder, *arguments) as server:
+        fuzz = Fuzz(server.port, checkpoint, model)
+        before = fuzz.plain_answer()
+        fuzz.run(count, number)
+        if (after := fuzz.plain_answer()) != before:
+            fuzz.broken.append(f"a plain request was answered {before!r}, and {after!r} at the end")
+    return fuzz

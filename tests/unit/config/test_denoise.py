@@ -1,0 +1,65 @@
+"""Denoising settings that no step could compute with are refused before there is a step."""
+
+from typing import Any
+
+import pytest
+
+from vllm_dllm.config.denoise import DenoiseConfig
+from vllm_dllm.config.drafter import DrafterConfig
+from vllm_dllm.config.extension import ExtensionConfig
+
+GOOD: dict[str, Any] = {
+    "max_denoising_steps": 48,
+    "t_min": 0.4,
+    "t_max": 0.8,
+    "stability_threshold": 1,
+    "confidence_threshold": 0.005,
+    "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.1},
+}
+NAN, INFINITE = float("nan"), float("inf")
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"max_denoising_steps": 10**30}, "must be an integer >= 1 and <= 1048576, got 10000"),
+    ({"max_denoising_steps": 0}, "max_denoising_steps must be an integer >= 1 and <= .*, got 0"),
+    ({"max_denoising_steps": 2.0}, "max_denoising_steps must be an integer .* got 2.0"),
+    ({"stability_threshold": 10**25}, "stability_threshold must be an integer >= 0 and <= 1048576"),
+    ({"stability_threshold": True}, "stability_threshold must be an integer .* got True"),
+    ({"t_min": -0.1}, "t_min must be a number >= 0 and <= 1000, got -0.1"),
+    ({"t_min": NAN}, "t_min must be a number .* got nan"),
+    ({"t_max": INFINITE}, "t_max must be a number >= 0.001 and <= 1000, got inf"),
+    ({"t_min": 0.0, "t_max": 1e-30}, "t_max must be a number >= 0.001 and <= 1000, got 1e-30"),
+    ({"t_max": 10**400}, "t_max must be a number .* got 1000"),
+    ({"t_max": 0.4}, "t_max must be > t_min = 0.4, got 0.4"),
+    ({"confidence_threshold": 0}, "confidence_threshold must be a number > 0 and <= 1e.06, got 0"),
+    ({"confidence_threshold": 1e300}, "confidence_threshold must be a number .* got 1e.300"),
+    ({"confidence_threshold": "1"}, "confidence_threshold must be a number .* got '1'"),
+    (
+        {"sampler_config": {**GOOD["sampler_config"], "entropy_bound": INFINITE}},
+        "entropy_bound must be a number > 0 and <= 1e.06, got inf",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[str(c)[:40] for c, _ in WRONG])
+def test_out_of_range(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        DenoiseConfig.from_generation_config(GOOD | changes)
+    assert len(str(refusal.value)) < 300 and "\n" not in str(refusal.value)
+
+
+def test_at_the_ends() -> None:
+    DenoiseConfig.from_generation_config(GOOD)
+    DenoiseConfig.from_generation_config(
+        GOOD | {"t_min": 0.0, "t_max": 1e3, "stability_threshold": 0}, max_denoising_steps=1 << 20
+    )
+
+
+@pytest.mark.parametrize("key", ["sampling_memory_mib", "self_conditioning_top_k"])
+def test_counts_of_the_extension(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} must be an integer >= 1 and <= 1073741824, got 1"):
+        ExtensionConfig(**{key: 10**30})
+
+
+@pytest.mark.parametrize("key", ["width", "max_context", "draft_window", "buffer_mib", "load_rows"])
+def test_counts_of_a_drafter(key: str) -> None:
+    with pytest.raises(ValueError, match=f"drafter.{key} must be an integer >= 1 and <= 10737418"):
+        DrafterConfig(**{key: 10**30})

@@ -1,0 +1,52 @@
+"""Numbers and lists that would end an engine, or defeat a rule, are refused at admission."""
+
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from vllm_dllm.compat.sampling import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens
+from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repetition_penalty": 1e-320}, "from 1e-06 to 1e.06, got 1e-320"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty must be from .* got 1e.300"),
+        ({"logit_bias": {3: float("inf")}}, "got inf for token 3. Use allowed_token_ids"),
+        ({"logit_bias": {3: float("nan")}}, "got nan for token 3"),
+    ],
+)
+def test_numbers(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(VLLMValidationError, match=message):
+        check_numbers(SamplingParams(**options))
+
+
+def test_numbers_that_are_admitted() -> None:
+    check_numbers(SamplingParams())
+    check_numbers(SamplingParams(repetition_penalty=1e-6, logit_bias={3: -100.0}))
+
+
+def of_lists(allowed: int = 1, stops: int = 0, bad: int = 0, min_tokens: int = 1) -> None:
+    params = SamplingParams(
+        allowed_token_ids=[7] * allowed,
+        stop_token_ids=list(range(stops)),
+        min_tokens=min_tokens,
+        max_tokens=9,
+    )
+    params._bad_words_token_ids = [[1, 2]] * bad
+    check_sampler_limits(params)
+
+
+def test_lists() -> None:
+    of_lists(MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens() // 2)
+    of_lists(stops=MAX_STOP_TOKENS + 1, min_tokens=0)  # the sampler does not see them
+    for lists, message in (
+        ({"allowed": MAX_ALLOWED_TOKENS + 1}, "allowed_token_ids must have at most 1024 tokens"),
+        ({"stops": MAX_STOP_TOKENS + 1}, "got 129. Name fewer, or leave out min_tokens"),
+        ({"bad": most_bad_word_tokens()}, "bad_words must have at most 1024 tokens"),
+    ):
+        with pytest.raises(VLLMValidationError, match=message):
+            of_lists(**lists)

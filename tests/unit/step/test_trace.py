@@ -1,0 +1,56 @@
+"""The trace loses lines when its disk is full, and nothing else is lost."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.config.test_files import room_for
+from vllm_dllm.step import trace
+from vllm_dllm.step.trace import CanvasTrace
+
+C = 4
+
+
+def record(written: CanvasTrace, request_id: str) -> None:
+    """A step of one canvas."""
+    tokens = torch.arange(C)[None]
+    state = SimpleNamespace(best_guess=tokens, steps_done=torch.tensor([1]))
+    written.record(
+        SimpleNamespace(req_ids=[request_id]),
+        SimpleNamespace(
+            lengths=torch.tensor([C]), lengths_np=np.array([C]), requests_np=np.array([0])
+        ),
+        SimpleNamespace(entropy_nats=torch.ones(1, C)),
+        SimpleNamespace(state=state, accepted=tokens > 1),
+        tokens,
+        torch.tensor([True]),
+        torch.tensor([False]),
+    )
+
+
+def requests(path: Path) -> list[str]:
+    return [json.loads(line)["request_id"] for line in path.read_text().splitlines()]
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        trace.logger, "warning", lambda text, *values: warnings.append(text % values)
+    )
+    path = tmp_path / "trace.jsonl"
+    written = CanvasTrace(str(path))
+    record(written, "before")
+    with room_for(path.stat().st_size + 20):  # of a line that is longer
+        for _ in range(3):
+            record(written, "lost")
+    record(written, "after")
+    assert requests(path) == ["before", "after"]
+    (warning,) = warnings
+    assert warning == (
+        f"A line of the trace was dropped, and more may follow: cannot write to {path}: File too "
+        f"large."
+    )

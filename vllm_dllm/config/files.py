@@ -1,0 +1,86 @@
+"""Files that a server writes while it serves.
+
+They hold what clients wrote, so only their owner may read them. A server does not start if they
+cannot be written at all; a disk that fails or fills up later costs the lines it did not take, and
+nothing else.
+"""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+OWNER_ONLY_FILE, OWNER_ONLY_FOLDER = 0o600, 0o700
+_KIND = "it is a pipe or a socket"
+
+
+class LineFile:
+    """Appends whole lines to a file, which other processes may append to, too."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes the file if there is none. Raises OSError."""
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._file = os.open(path, flags, OWNER_ONLY_FILE)
+        size = os.fstat(self._file).st_size
+        self.is_cut = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        """Whether the file ends with part of a line."""
+
+    def append(self, line: bytes) -> None:
+        """`line` with its line break. Raises OSError if it could not be written whole; then nothing
+        of it stays or, where that is not possible, no other line is joined to it."""
+        data = b"\n" + line if self.is_cut else line
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError:
+            if written:
+                self._take_back(written)
+            raise
+        self.is_cut = False
+
+    def _take_back(self, num_bytes: int) -> None:
+        """Cuts off what was just written, unless another process has written behind it."""
+        end = os.lseek(self._file, 0, os.SEEK_CUR)
+        with contextlib.suppress(OSError):
+            if os.fstat(self._file).st_size == end:
+                os.ftruncate(self._file, end - num_bytes)
+                return
+        self.is_cut = True
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def check_path(key: str, value: Any) -> None:
+    """Raises ValueError unless `value` can be the name of a file or folder."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError(f"{key} must be a path, a string, got {value!r}.")
+
+
+def check_file(key: str, path: Path) -> None:
+    """Makes the file if there is none. Raises ValueError unless lines can be appended to it."""
+    try:
+        # A pipe would hold up every step that its reader does not keep up with.
+        if path.exists() and not (path.is_dir() or path.is_file() or path.is_char_device()):
+            raise OSError(None, _KIND)
+        LineFile(path).close()
+    except OSError as error:
+        raise ValueError(
+            f"{key} must be a file that can be written, got {str(path)!r}: {error.strerror}. Name "
+            f"a file in a folder that is there and may be written to."
+        ) from error
+
+
+def check_folder(key: str, path: Path) -> None:
+    """Makes the folder if there is none. Raises ValueError unless files can be made in it."""
+    try:
+        path.mkdir(OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{key} must be a folder that can be written to, got {str(path)!r}: {error.strerror}. "
+            f"Name another, or change its permissions."
+        ) from error

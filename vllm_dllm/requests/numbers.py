@@ -1,0 +1,57 @@
+"""What a request may ask of vLLM's own sampler, which serves the targets of drafters.
+
+It checks some of this in the worker, where a mistake ends the engine with everybody's requests.
+"""
+
+import math
+
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from vllm_dllm.compat.sampling import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens
+
+LARGEST_PENALTY = 1e6
+"""In fp32 a logit times or over this is a number, and not 0; vLLM's excluded ones are infinite."""
+
+
+def check_numbers(params: SamplingParams) -> None:
+    """Admission check of any model of ours.
+
+    Raises:
+        VLLMValidationError: becomes HTTP 400; a number would make logits infinite, or no number.
+    """
+    penalty = params.repetition_penalty
+    if not 1 / LARGEST_PENALTY <= penalty <= LARGEST_PENALTY:
+        raise VLLMValidationError(
+            f"repetition_penalty must be from {1 / LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}, got "
+            f"{penalty!r}. 1 is none, and 2 is much.",
+            parameter="repetition_penalty",
+        )
+    for token, value in (params.logit_bias or {}).items():
+        if not math.isfinite(value):
+            raise VLLMValidationError(
+                f"logit_bias must be numbers from -100 to 100, got {value!r} for token {token}. "
+                f"Use allowed_token_ids or bad_words to exclude tokens.",
+                parameter="logit_bias",
+            )
+
+
+def check_sampler_limits(params: SamplingParams) -> None:
+    """Admission check of models that vLLM's sampler serves; `params` as the engine will see them.
+
+    Raises:
+        VLLMValidationError: becomes HTTP 400; a list is longer than the sampler has room for.
+    """
+    stops = params.all_stop_token_ids if params.min_tokens > 0 else ()
+    bad_words = sum(map(len, params.bad_words_token_ids or ()))
+    for key, count, most, remedy in (
+        ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_ALLOWED_TOKENS, ""),
+        ("stop_token_ids", len(stops), MAX_STOP_TOKENS, ", or leave out min_tokens"),
+        ("bad_words", bad_words, most_bad_word_tokens(), ""),
+    ):
+        if count > most:
+            raise VLLMValidationError(
+                f"{key} must have at most {most} tokens on this server, got {count}. Name "
+                f"fewer{remedy}.",
+                parameter=key,
+            )
