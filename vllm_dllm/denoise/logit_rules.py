@@ -7,18 +7,15 @@ position i it is the blocks committed before, and the last step's best guess at 
 Legend: C = canvas length, V = vocabulary size, L rows = consecutive positions of one canvas.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.row_stats import argmax
 
 MASKED_LOGIT = -1e20
 """The logit of an excluded token: its probability is 0, and the entropy is not NaN."""
-
-_REPAIRS = 8
-"""How often the best guess is searched for bad words of several tokens. Each pass excludes all it
-finds, so another is needed only if the substitutes are bad words themselves."""
 
 
 @dataclass
@@ -63,12 +60,11 @@ class LogitRules:
     early_stops: torch.Tensor | None = None  # [k] int64, tokens that may not come ...
     stops_from: int = 0  # ... before this absolute position
     penalties: Penalties | None = None
-    # For each bad word of several tokens: all but the last token [>= 1] int64, and the last.
-    bad_words: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    bad_words: BadWords | None = None  # of several tokens
 
     def __bool__(self) -> bool:
-        several = (self.bias, self.early_stops, self.penalties)
-        return bool(self.bad_words) or any(rule is not None for rule in several)
+        several = (self.bias, self.early_stops, self.penalties, self.bad_words)
+        return any(rule is not None for rule in several)
 
     def apply_(
         self,
@@ -89,21 +85,6 @@ class LogitRules:
             self.penalties.apply_(logits, first, guess)
             logits.clamp_(MASKED_LOGIT, -MASKED_LOGIT)  # after very large or small penalties
 
-    def exclude_bad_words_(
-        self,
-        logits: torch.Tensor,  # [L, V] fp32, changed in place
-        before: torch.Tensor,  # [w] int64, the tokens before them; < 0: not the request's
-    ) -> None:
-        """Excludes the last token of each bad word of several tokens wherever this step's best
-        guess spells the rest of it before, so that the best guess contains none."""
-        for _ in range(_REPAIRS):
-            spelled = torch.cat((before, argmax(logits)))
-            for rest, last in self.bad_words:
-                from_start = spelled[len(before) - len(rest) :]  # what ends before position 0
-                windows = from_start.unfold(0, len(rest), 1)[: len(logits)]
-                matches = (windows == rest).all(dim=-1)
-                logits[:, last].masked_fill_(matches, MASKED_LOGIT)
-
 
 class CanvasRules:
     """A request's rules, applied to the rows of its canvas from left to right, some at a time."""
@@ -122,8 +103,8 @@ class CanvasRules:
     def apply_(self, logits: torch.Tensor) -> None:
         """`logits` [L, V] fp32: the next L rows, changed in place."""
         self.rules.apply_(logits, self._first, self.start, self.guess)
-        if self.rules.bad_words:
-            self.rules.exclude_bad_words_(logits, self._before)
+        if self.rules.bad_words is not None:
+            self.rules.bad_words.exclude_(logits, self._before, MASKED_LOGIT)
             self._before = torch.cat((self._before, argmax(logits)))[-len(self._before) :]
         self._first += len(logits)
 

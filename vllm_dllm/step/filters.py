@@ -8,6 +8,7 @@ from vllm.v1.worker.gpu.sample.penalties import use_penalty
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import (
     MASKED_LOGIT,
@@ -44,10 +45,8 @@ class LogitFilters:
         if params.min_tokens > 0 and stops:
             rules.early_stops = self._to_device(stops)
             rules.stops_from = request.prompt_len + params.min_tokens
-        words = params.bad_words_token_ids or []
-        rules.bad_words = [
-            (self._to_device(word[:-1]), word[-1]) for word in words if len(word) > 1
-        ]
+        if words := [word for word in params.bad_words_token_ids or [] if len(word) > 1]:
+            rules.bad_words = BadWords.of(words).to(self.device)
         if use_penalty(params):
             self._penalised.append(request)
         if rules:
@@ -75,8 +74,9 @@ class LogitFilters:
         if allowed:
             bias.fill_(MASKED_LOGIT)
             bias[allowed] = 0.0
-        for token, value in (params.logit_bias or {}).items():
-            bias[token] += value
+        if params.logit_bias:
+            tokens = torch.tensor(list(params.logit_bias))
+            bias.index_add_(0, tokens, torch.tensor(list(params.logit_bias.values())))
         bias[never] = MASKED_LOGIT
         return async_tensor_h2d(bias, device=self.device)
 
@@ -124,7 +124,7 @@ class LogitFilters:
         """What the request of canvas i asks for before the temperature; nothing, if it does not."""
         slot = int(batch.slots_np[i])
         rules = self._rules.get(slot) or LogitRules()
-        longest = max((len(rest) for rest, _ in rules.bad_words), default=0)
+        longest = rules.bad_words.longest if rules.bad_words else 0
         before = self._tokens_before(slot, start, longest)
         return CanvasRules(rules, start, guess, before)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import tolerances
+from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import (
     MASKED_LOGIT,
@@ -100,8 +101,7 @@ def spell(tokens: list[int]) -> torch.Tensor:
 
 
 def bad_words(logits: torch.Tensor, words: list[list[int]], before: list[int]) -> list[int]:
-    rules = LogitRules(bad_words=[(torch.tensor(word[:-1]), word[-1]) for word in words])
-    rules.exclude_bad_words_(logits, torch.tensor(before))
+    BadWords.of(words).exclude_(logits, torch.tensor(before), MASKED_LOGIT)
     return logits.argmax(-1).tolist()
 
 

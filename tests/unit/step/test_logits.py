@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests import tolerances
+from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules
 from vllm_dllm.models import vocabulary
@@ -157,7 +158,7 @@ def test_rules_go_from_the_left_whatever_the_tiles(model: Model, hidden: torch.T
     """A bad word of three tokens across tiles of rows, a penalty for the guesses before."""
     plain = next(iter(make(WholeLogits, model.compute_logits(hidden), model).raw(1)))
     word = plain.argmax(-1)[4:7].tolist()
-    rules = LogitRules(bad_words=[(torch.tensor(word[:2]), word[2])], stops_from=57)
+    rules = LogitRules(bad_words=BadWords.of([word]), stops_from=57)
     rules.early_stops = torch.tensor([3, 9])
     rows: list[torch.Tensor] = []
     for budget in (1, 3 * V * 32, 100 * MIB):  # one row, three, all

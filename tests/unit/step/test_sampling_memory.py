@@ -12,6 +12,7 @@ from tests import tolerances
 from tests.unit.cpu.kernel_inputs import kernel_of
 from tests.unit.step.test_logits import Model, batch_of
 from vllm_dllm.compat import runner
+from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties
 from vllm_dllm.models import vocabulary
@@ -72,7 +73,7 @@ def penalties() -> LogitRules:
 
 
 def bad_words() -> LogitRules:
-    return LogitRules(bad_words=[(torch.tensor([3, 4]), 5), (torch.tensor([6]), 7)])
+    return LogitRules(bad_words=BadWords.of([[3, 4, 5], [6, 7]]))
 
 
 def logits_of(model: Model, filters: Filters, **soft: float) -> StreamedLogits:
