@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-numerics test-vllm lint docs wheel bench lock clean
+.PHONY: help setup serve demo test test-fast test-faults test-numerics test-vllm lint docs wheel bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -57,6 +57,10 @@ test: setup ## run the tests
 test-fast: setup ## run the unit tests that are not slow
 	$(BIN)/pytest tests/unit -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# Long forms of what tests/server does in a minute: kills, aborts and storms.
+test-faults: setup ## attack servers: kills, signals, storms of aborts
+	$(BIN)/pytest tests/faults -m faults --durations 20
+
 # As older, newer and other processors compute: vector widths, kernels of the libraries, threads.
 # SHORT=1: two settings, the tests that take seconds.
 test-numerics: setup ## run the numeric tests as other processors compute (SHORT=1: some)
@@ -68,10 +72,11 @@ TESTS ?= tests/unit/compat tests/unit/cpu tests/engine/test_one_step.py tests/en
 test-vllm: setup ## check another vLLM and run tests with it (VLLM=0.33.0 TESTS=tests/engine)
 	$(BIN)/python scripts/try_vllm.py $(VLLM) $(TESTS)
 
-lint: setup ## ruff, import-linter and mypy
+lint: setup ## ruff, import-linter, bandit and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive vllm_dllm attention_kernels
 	$(BIN)/mypy
 
 docs: setup ## build the documentation into build/site; a broken link is an error

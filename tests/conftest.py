@@ -25,14 +25,16 @@ if level := os.environ.get("TESTED_CPU_LEVEL"):
     torch.cpu._is_avx512_bf16_supported = lambda: False
     torch.cpu._is_amx_tile_supported = lambda: False
 
-SLOW = {"engine", "server"}  # folders whose tests start engines
+SLOW = {"engine", "faults", "server"}  # folders whose tests start engines
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in SLOW:
             item.add_marker(pytest.mark.slow)
-    absent = set()
+        if item.path.parent.name == "faults":
+            item.add_marker(pytest.mark.faults)
+    absent = set() if "faults" in config.getoption("markexpr") else {"faults"}
     if not torch.cuda.is_available():
         absent.add("gpu")
     if not any(d.name == "flash-attn-4" for d in importlib.metadata.distributions()):
