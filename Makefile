@@ -72,10 +72,11 @@ TESTS ?= tests/unit/compat tests/unit/cpu tests/engine/test_one_step.py tests/en
 test-vllm: setup ## check another vLLM and run tests with it (VLLM=0.33.0 TESTS=tests/engine)
 	$(BIN)/python scripts/try_vllm.py $(VLLM) $(TESTS)
 
-lint: setup ## ruff, import-linter and mypy
+lint: setup ## ruff, import-linter, bandit and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive vllm_dllm attention_kernels
 	$(BIN)/mypy
 
 docs: setup ## build the documentation into build/site; a broken link is an error

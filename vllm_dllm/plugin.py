@@ -26,9 +26,10 @@ def register() -> None:
 def _register() -> None:
     # Here, because these import things that another vLLM may not have.
     from vllm_dllm import attention, cpu
-    from vllm_dllm.compat import admission, drafting, http
+    from vllm_dllm.compat import admission, drafting, ending, http, limits, token_texts
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.requests.http import check_http_request, refuse_beam_search, wrong_type
+    from vllm_dllm.requests.limits import check_parameters, check_size, check_tokens
     from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
     from vllm_dllm.requests.options import check_choices, check_request
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig
@@ -39,9 +40,12 @@ def _register() -> None:
     admission.set_request_check(check_request)
     admission.set_params_checks(check_numbers, check_choices, check_sampler_limits)
     admission.accept_all_sampling_params(DIFFUSION_GEMMA)
-    http.set_http_check(check_http_request)
+    http.set_http_check(check_http_request, check_size)
     http.answer_bad_bodies(wrong_type)
     http.set_beam_search_check(refuse_beam_search)
+    limits.set_limit_checks(check_parameters, check_tokens)
+    token_texts.find_token_texts_once()
+    ending.stop_gracefully()
     register_custom_attention_backend(attention.GPU_BACKEND)
     drafting.set_draft_schedulers(
         {

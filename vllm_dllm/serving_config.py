@@ -11,6 +11,7 @@ from vllm.model_executor.models.config import (
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import gpu_backend
+from vllm_dllm.compat.ending import end_start_in_time
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
@@ -26,6 +27,8 @@ SLOT_MEMORY_BYTES = 512 << 20
 """Bounds what requests keep from step to step when the default number of requests is picked."""
 LOGITS_MEMORY_BYTES = 4 << 30
 SCHEDULER = "vllm_dllm.scheduling.scheduler.make_scheduler"
+_CANVASES_OF_PROMPT = 4
+"""Tokens of a prompt in a step that others share, in canvases."""
 _FEWEST_REQUESTS = 8  # stock vLLM's default
 
 
@@ -63,7 +66,10 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         if scheduler_config.max_num_seqs != max_num_seqs:
             scheduler_config.max_num_seqs = min(max_num_seqs, default_max_num_seqs(vllm_config))
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
+        end_start_in_time()
         use_our_classes(vllm_config)
+        if current_platform.is_cpu():
+            leave_room_beside_prompts(vllm_config)
         check_token_budget(vllm_config)
         # Read again by the worker; here, a mistake ends the start at once and in plain sight.
         read_denoise_config(vllm_config)
@@ -71,6 +77,8 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         check_options(extension.defaults, known=frozenset())
         if extension.trace_path is not None:
             check_file("trace_path", Path(extension.trace_path))
+        if vllm_config.shutdown_timeout == 0:  # vLLM's default, to end all requests at once
+            vllm_config.shutdown_timeout = extension.drain_seconds
         check_weight_files(vllm_config)
         check_stop_tokens(vllm_config)
         if note := getattr(vllm_config.model_config.hf_config, "serving_note", None):
@@ -85,6 +93,17 @@ def use_our_classes(vllm_config: VllmConfig) -> None:
     # On CPUs `cpu.prepare` names the worker, for drafters too.
     if parallel_config.worker_cls == "auto" and current_platform.is_cuda_alike():
         parallel_config.worker_cls = GPU_WORKER
+
+
+def leave_room_beside_prompts(vllm_config: VllmConfig) -> None:
+    """Where a step takes longer with every row, the prompts of some do not fill the steps of
+    others, unless the user wants them to."""
+    assert vllm_config.diffusion_config is not None
+    canvas_length, config = vllm_config.diffusion_config.canvas_length, vllm_config.scheduler_config
+    most_tokens = _CANVASES_OF_PROMPT * canvas_length
+    longest = min(vllm_config.model_config.max_model_len, config.max_num_batched_tokens)
+    if config.long_prefill_token_threshold == 0 and most_tokens < longest:
+        config.long_prefill_token_threshold = most_tokens
 
 
 def check_weight_files(vllm_config: VllmConfig) -> None:

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -79,11 +80,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-@contextmanager
-def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[Server]:
+def start_serving(
+    checkpoint: Path, folder: Path, *options: str, settings: Mapping[str, Any] | None = None
+) -> tuple[subprocess.Popen[bytes], Server]:
+    """A server that answers, and its process. `settings`: the extension's."""
     log, trace = folder / "vllm.log", folder / "trace.jsonl"
-    tracing = ("--additional-config", json.dumps({"vllm_dllm": {"trace_path": str(trace)}}))
-    process, port = start(checkpoint, log, *tracing, *options)
+    section = {"trace_path": str(trace), **(settings or {})}
+    extension = ("--additional-config", json.dumps({"vllm_dllm": section}))
+    process, port = start(checkpoint, log, *extension, *options)
     try:
         deadline = time.monotonic() + HANGS_S
         while True:
@@ -94,7 +98,17 @@ def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[Server]:
                     break
             except OSError:
                 time.sleep(0.5)
-        yield Server(port, log, trace)
+    except BaseException:
+        stop(process)
+        raise
+    return process, Server(port, log, trace)
+
+
+@contextmanager
+def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[Server]:
+    process, server = start_serving(checkpoint, folder, *options)
+    try:
+        yield server
     finally:
         stop(process)
 

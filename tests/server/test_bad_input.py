@@ -37,6 +37,10 @@ XARGS: dict[str, tuple[dict[str, Any], str]] = {
         {"diffusion_max_steps": -1},
         "positive integer. Got diffusion_max_steps = -1",
     ),
+    "canvas narrower than served": (
+        {"diffusion_canvas_length": 7},
+        "diffusion_canvas_length must be at least 8 on this server, got 7",
+    ),
     "canvas wider than served": (
         {"diffusion_canvas_length": CANVAS + 1},
         f"= {CANVAS + 1}; the served canvas has {CANVAS}",
@@ -86,6 +90,11 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "only the end of the answer, and not yet": (
         {"extra_body": {"allowed_token_ids": [EOS], "min_tokens": 5}},
         rf"allowed_token_ids must leave .* got \[{EOS}\] with min_tokens = 5",
+    ),
+    "more answers than served": ({"n": 65}, "at most 64 answers .* got 65.* limits.n"),
+    "more bad words than served": (
+        {"extra_body": {"bad_words": ["and so on"] * 1000}},
+        "at most 1024 tokens .* limits.bad_words",
     ),
     "response_format": ({"response_format": {"type": "json_object"}}, "tructured output"),
 }
@@ -168,6 +177,17 @@ def test_prompt_longer_than_the_context(server: Server) -> None:
     with pytest.raises(BadRequestError, match=str(MAX_MODEL_LEN)):
         server.client.completions.create(
             model=server.model, prompt=[9] * (MAX_MODEL_LEN + 1), max_tokens=1
+        )
+
+
+def test_more_prompt_log_probabilities_than_served(server: Server) -> None:
+    """Of two prompts that would be served one at a time."""
+    with pytest.raises(BadRequestError, match=r"8192 log-probabilities .* limits.prompt_logprobs"):
+        server.client.completions.create(
+            model=server.model,
+            prompt=[[9] * 300, [8] * 300],
+            max_tokens=1,
+            extra_body={"prompt_logprobs": 20},
         )
 
 

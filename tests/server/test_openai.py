@@ -104,7 +104,7 @@ def test_read_only_emits_exactly_the_canvas(server: Server) -> None:
 
 
 def test_narrow_canvas_generates_past_its_first_block(server: Server) -> None:
-    extra = {"vllm_xargs": {"diffusion_canvas_length": 7}, "ignore_eos": True}
+    extra = {"vllm_xargs": {"diffusion_canvas_length": 9}, "ignore_eos": True}
     assert len(read_canvas(server, max_tokens=20, extra_body=extra)) == 20
 
 

@@ -91,3 +91,21 @@ def test_the_gpu_worker_prefills_what_was_emitted(monkeypatch: pytest.MonkeyPatc
     worker.model_runner = SimpleNamespace()
     worker.execute_model(SimpleNamespace())
     assert calls == ["prefill", "execute"]
+
+
+def test_requests_in_flight_get_some_time_unless_the_user_says_how_much(
+    configure: Configure,
+) -> None:
+    assert configure().shutdown_timeout == 15
+    settings = {"vllm_dllm": {"drain_seconds": 7}}
+    assert configure(additional_config=settings).shutdown_timeout == 7
+    assert configure(additional_config=settings, shutdown_timeout=40).shutdown_timeout == 40
+
+
+def test_prompts_leave_room_on_cpus_unless_the_user_says_how_much(configure: Configure) -> None:
+    config = configure()
+    assert config.diffusion_config is not None
+    canvas_length = config.diffusion_config.canvas_length
+    assert config.scheduler_config.long_prefill_token_threshold == 4 * canvas_length
+    own = configure(long_prefill_token_threshold=600)
+    assert own.scheduler_config.long_prefill_token_threshold == 600

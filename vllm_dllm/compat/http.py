@@ -5,14 +5,17 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 
-def set_http_check(check: Callable[..., None]) -> None:
+def set_http_check(
+    check: Callable[..., None], check_size: Callable[[VllmConfig, Any, list[int]], None]
+) -> None:
     """`check(request, parses_tool_calls=...)` sees each request to a diffusion model for chat,
-    completions and responses before anything is made of it. Repeatable, and nothing in a process
-    that is no server."""
+    completions and responses before anything is made of it, `check_size` chats and completions with
+    the tokens of each of their prompts. Repeatable, and nothing in a process that is no server."""
     if "vllm.entrypoints.launchers.launcher" not in sys.modules:
         return
     from vllm.renderers.online_renderer import OnlineRenderer
@@ -22,9 +25,18 @@ def set_http_check(check: Callable[..., None]) -> None:
             if self.model_config.is_diffusion:
                 parser = self.parser and self.parser.tool_parser_cls
                 check(request, parses_tool_calls=bool(parser and self.enable_auto_tools))
-            return await render(self, request, **kwargs)
+            rendered = await render(self, request, **kwargs)
+            if self.model_config.is_diffusion and (lengths := prompt_lengths(rendered)):
+                check_size(self.renderer.config, request, lengths)
+            return rendered
 
         return render_checked
+
+    def prompt_lengths(rendered: Any) -> list[int]:
+        """In tokens; of what is no chat or completion, or an error, none."""
+        inputs = rendered[1] if isinstance(rendered, tuple) and len(rendered) == 2 else rendered
+        is_list = isinstance(inputs, list)
+        return [len(one.get("prompt_token_ids") or ()) for one in inputs] if is_list else []
 
     for name in ("render_chat", "render_completion", "render_responses"):
         render = getattr(OnlineRenderer, name)

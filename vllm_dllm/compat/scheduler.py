@@ -1,5 +1,7 @@
 """vLLM's scheduler, with some of its steps open to subclasses."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.sched import diffusion_scheduler
@@ -22,6 +24,25 @@ class SchedulerHooks(Scheduler):
     def knows_draft_tokens(self) -> bool:
         """Whether the engine may save itself the question what the step just run has drafted."""
         return False
+
+    def sitting_out(self) -> Sequence[Request]:
+        """Running requests that have no part in the step that is about to be scheduled."""
+        return ()
+
+    def held_back(self) -> Sequence[Request]:
+        """Waiting requests that may not run from the step on that is about to be scheduled."""
+        return ()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        for request in self.sitting_out():
+            earliest = self.current_step + 2  # the step to be is the next one
+            request.next_decode_eligible_step = max(request.next_decode_eligible_step, earliest)
+        if held := self.held_back():
+            self.waiting.remove_requests(held)
+        output = super().schedule(*args, **kwargs)
+        for request in held:
+            self.waiting.add_request(request)
+        return output
 
     def complete_output(self, output: SchedulerOutput) -> None:
         """May change what a step schedules, before it is counted."""
@@ -94,6 +115,14 @@ def tokens_in_flight(request: Request, num_kept: int) -> int:
     if version.is_at_least("0.33"):
         return request.num_in_flight_tokens
     return max(request.num_output_placeholders - num_kept, 0)
+
+
+def http_request_of(request_id: str) -> str:
+    """The part of a request's name that it shares with the others of the same HTTP request."""
+    parent = re.sub(r"^\d+_", "", request_id)  # of n answers
+    prompt = parent.rpartition("-")[0] or parent  # without the random end
+    # A completion numbers its prompts.
+    return re.sub(r"-\d+$", "", prompt) if prompt.startswith("cmpl-") else prompt
 
 
 StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from vllm_dllm.config.checks import check_boolean, check_count
 from vllm_dllm.config.drafter import DrafterConfig
 from vllm_dllm.config.files import check_path
+from vllm_dllm.config.limits import RequestLimits
 
 WindowRule = Literal["reference", "symmetric"]
 WINDOW_RULES: tuple[str, ...] = get_args(WindowRule)
@@ -44,6 +45,12 @@ class ExtensionConfig:
     """Write the keys and values of an answer's last block, so that the next turn of a chat finds
     them in the prefix cache. Costs a forward an answer."""
 
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    """What one request may ask for; from an object of its settings."""
+    drain_seconds: int = 15
+    """For requests in flight to finish when the server is told to stop, unless vLLM's
+    `--shutdown-timeout` says so."""
+
     def __post_init__(self) -> None:
         check_window_rule(self.window_rule)
         if self.trace_path is not None:
@@ -51,6 +58,7 @@ class ExtensionConfig:
         if not isinstance(self.defaults, Mapping):
             raise ValueError(f"defaults must be an object, got {self.defaults!r}.")
         check_count("sampling_memory_mib", self.sampling_memory_mib)
+        check_count("drain_seconds", self.drain_seconds)
         share, top_k = self.self_conditioning_tolerance, self.self_conditioning_top_k
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
             raise ValueError(
@@ -82,6 +90,8 @@ class ExtensionConfig:
         values = dict(section)
         if "drafter" in values:
             values["drafter"] = DrafterConfig.from_section(values["drafter"])
+        if "limits" in values:
+            values["limits"] = RequestLimits.from_section(values["limits"])
         return cls(**values)
 
 

@@ -7,6 +7,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_dllm.compat import cpu_cores
+from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.runner import (
     allow_v2_worker_without_triton,
     prefill_emitted_tokens,
@@ -15,12 +16,14 @@ from vllm_dllm.compat.runner import (
 from vllm_dllm.cpu import compilation, threads
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.rejection_sample import rejection_sample
+from vllm_dllm.processes import end_with_parent
 
 
 class TritonFreeCPUWorker(CPUWorker):
     _threads: threads.StepThreads | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
         allow_v2_worker_without_triton()
         super().__init__(*args, **kwargs)
 
@@ -36,6 +39,11 @@ class TritonFreeCPUWorker(CPUWorker):
         self._threads = threads.of_worker(
             self.model_runner.model, self.model_config.get_total_num_hidden_layers()
         )
+
+    def compile_or_warm_up_model(self) -> Any:
+        done = super().compile_or_warm_up_model()
+        leave_signals_to_engine()
+        return done
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Samples at once where nothing is left to wait for, and returns the tokens. Otherwise the

@@ -19,12 +19,14 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.drafters.step_costs import Step, StepClock
 from vllm_dllm.drafters.width import make_policy
+from vllm_dllm.processes import end_with_parent
 
 logger = init_logger(__name__)
 
 
 class _DraftWidths(drafting.DraftSchedulerHooks):
     def __init__(self, *args: object, **kwargs: object) -> None:
+        end_with_parent()  # this is the engine's process
         super().__init__(*args, **kwargs)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config).drafter
         self._policy = make_policy(config, self.num_spec_tokens)

@@ -24,8 +24,10 @@ from vllm_dllm.compat.scheduler import (
     tokens_in_flight,
 )
 from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.processes import end_with_parent
 from vllm_dllm.requests.ends import was_foreseen
 from vllm_dllm.requests.options import fit_canvas, fits_canvases, fitted_width, is_read_only, mark
+from vllm_dllm.scheduling.fair_share import FairShare
 from vllm_dllm.scheduling.spared_forwards import joins_canvases, joins_commits, spares_last_commit
 
 logger = init_logger(__name__)
@@ -48,6 +50,7 @@ class CanvasScheduling(SchedulerHooks):
         self.spares_last_commit = spares_last_commit(self.vllm_config)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
         self.fits_canvas = config.fit_canvas
+        self.fair_share = FairShare.of(self.vllm_config, config.limits)
         self.joins_canvases = joins_canvases(self.vllm_config)
         self.joins_commits = joins_commits(self.vllm_config)
         self._spared_commits: list[int] = []  # widths, until they are in the statistics
@@ -59,6 +62,12 @@ class CanvasScheduling(SchedulerHooks):
         fits = self.fits_canvas and fit_canvas(params, self.num_spec_tokens)
         mark(params, joins_commits=self.joins_commits, fits_canvases=fits)
         super().add_request(request)
+
+    def sitting_out(self) -> list[Request]:
+        return self.fair_share.sitting_out(self.running, self.waiting)
+
+    def held_back(self) -> list[Request]:
+        return self.fair_share.held_back(self.running, self.waiting) if self.waiting else []
 
     # --- a prompt and its first canvas ------------------------------------------------------
 
@@ -208,6 +217,7 @@ class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
 def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> CanvasScheduling:
     """The `scheduler_cls` of our models (`serving_config.py`): a factory, because when it is set,
     vLLM has not yet decided whether to schedule asynchronously."""
+    end_with_parent()  # this is the engine's process
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler_cls = CanvasAsyncScheduler if is_async else CanvasScheduler
     # vLLM warns that custom schedulers may turn off asynchronous scheduling.

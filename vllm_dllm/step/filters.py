@@ -71,8 +71,8 @@ class LogitFilters:
         if not params.logit_bias:
             return None
         bias = torch.zeros(self.vocab_size)
-        for token, value in params.logit_bias.items():
-            bias[token] = value
+        tokens = torch.tensor(list(params.logit_bias))
+        bias[tokens] = torch.tensor(list(params.logit_bias.values()), dtype=bias.dtype)
         return async_tensor_h2d(bias, device=self.device)
 
     def _excluded(self, params: SamplingParams, options: RequestOptions) -> torch.Tensor | None:

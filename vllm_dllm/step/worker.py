@@ -5,10 +5,21 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.runner import prefill_emitted_tokens
+from vllm_dllm.processes import end_with_parent
 
 
 class CanvasWorker(Worker):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
+        super().__init__(*args, **kwargs)
+
+    def compile_or_warm_up_model(self) -> Any:
+        done = super().compile_or_warm_up_model()
+        leave_signals_to_engine()
+        return done
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         prefill_emitted_tokens(self.model_runner, scheduler_output)
         return super().execute_model(scheduler_output)

@@ -101,6 +101,10 @@ class Server:
             self._signal(signal.SIGKILL)
             self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def _signal(self, number: int) -> None:
         """Signals the whole process group; engine processes may outlive their parent."""
         with contextlib.suppress(ProcessLookupError):

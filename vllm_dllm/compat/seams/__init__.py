@@ -20,7 +20,12 @@ SIGNATURES = {
     "utils.ompmultiprocessing:OMPProcessManager.__init__": "self config",
     "utils.ompmultiprocessing:OMPProcessManager._get_autobind_cpu_ids": "self cpu_selector",
     "v1.core.sched.diffusion_scheduler:diffusion_canvas_width": "request canvas_length",
+    "entrypoints.launchers.launcher:NoSignalServer.shutdown": "self sockets",
+    "v1.engine.async_llm:AsyncLLM.abort": "self request_id internal",
+    "v1.engine.async_llm:AsyncLLM.check_admission": "self n request_id",
+    "v1.engine.async_llm:AsyncLLM.shutdown": "self timeout",
     "v1.engine.core:EngineCore.post_step": "self model_executed",
+    "tokenizers.detokenizer_utils:convert_ids_list_to_tokens": "tokenizer token_ids",
     "v1.engine.input_processor:InputProcessor._validate_params": "self params supported_tasks",
     "v1.engine.input_processor:InputProcessor.resolve_watermarking": "self params",
     "v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker.compute_prompt_logprobs": (

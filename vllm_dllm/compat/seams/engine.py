@@ -158,4 +158,41 @@ SEAMS = [
             if draft_token_ids is not None:
                 self.scheduler.update_draft_token_ids(draft_token_ids)""",
     ),
+    # --- limits of a request --------------------------------------------------------------------
+    Seam(
+        "all requests are processed by the method we replace",
+        "v1.engine.async_llm:AsyncLLM.add_request",
+        "self.input_processor.process_inputs(",
+    ),
+    Seam(
+        "the texts of the tokens of prompt log-probabilities",
+        "v1.engine.logprobs:LogprobsProcessor._update_prompt_logprobs",
+        "else convert_ids_list_to_tokens(",
+    ),
+    # --- shares of a step -----------------------------------------------------------------------
+    Seam(
+        "a running request may sit out a step",
+        "v1.core.sched.scheduler:Scheduler.schedule",
+        "if self.current_step < request.next_decode_eligible_step:",
+    ),
+    Seam(
+        "steps are numbered as they are scheduled",
+        "v1.core.sched.scheduler:Scheduler.schedule",
+        "self.current_step += 1",
+    ),
+    Seam(
+        "the names of a request's answers",
+        "v1.engine.parallel_sampling:ParentRequest.get_child_info",
+        'child_req_id = f"{index}_{self.request_id}"',
+    ),
+    Seam(
+        "of a completion's prompts",
+        "entrypoints.openai.completion.serving",
+        'request_id_item = f"{request_id}-{i}"',
+    ),
+    Seam(
+        "and the random end of all",
+        "v1.engine.input_processor:InputProcessor.assign_request_id",
+        'request.request_id = f"{request.external_req_id}-{random_uuid():.8}"',
+    ),
 ]

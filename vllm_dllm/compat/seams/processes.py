@@ -155,4 +155,40 @@ from vllm.transformers_utils.config import (""",
         "v1.worker.gpu_worker:Worker.load_model",
         "set_torch_threads_for_runtime()",
     ),
+    # --- how a server ends ----------------------------------------------------------------------
+    Seam(
+        "a server that is told to stop ends its engine's client, on another thread",
+        "entrypoints.launchers.launcher:serve_http",
+        "None, partial(engine_client.shutdown, timeout=timeout)",
+    ),
+    Seam(
+        "and waits for its connections",
+        "entrypoints.launchers.launcher:serve_http",
+        "return server.shutdown()",
+    ),
+    Seam(
+        "how a start is interrupted",
+        "entrypoints.launchers.api_server.entry:run_server",
+        "signal.signal(signal.SIGTERM, _interrupt_init)",
+    ),
+    Seam(
+        "requests are admitted one by one",
+        "v1.engine.async_llm:AsyncLLM._add_request",
+        "self.check_admission(request_id=request.request_id)",
+    ),
+    Seam(
+        "errors with a status of their own reach the client",
+        "v1.engine.async_llm:AsyncLLM.generate",
+        "except (VLLMClientError, GracefulHTTPError) as e:",
+    ),
+    Seam(
+        "an error ends all requests",
+        "v1.engine.output_processor:OutputProcessor.propagate_error",
+        "state.queue.put(e)",
+    ),
+    Seam(
+        "processes of workers are known by their name",
+        "v1.executor.multiproc_executor:WorkerProc.make_worker_process",
+        'name=f"VllmWorker-{rank}",',
+    ),
 ]

@@ -1,0 +1,37 @@
+"""A thousand clients that leave."""
+
+from pathlib import Path
+
+import psutil
+
+from tests.server.aborts import seeded_answers, storm
+from tests.server.conftest import CANVAS, CHECKPOINT, serving
+from tests.server.open_requests import metric, wait_until_unfinished
+from vllm_dllm.tools.server_process import HOST
+
+GROWTH_MIB = 32
+"""For what Python keeps of a thousand requests, whatever they were. A request that is not forgotten
+takes 0.1 MiB and more."""
+
+
+def memory_mib(port: int) -> float:
+    (leader,) = (c.pid for c in psutil.net_connections() if c.laddr == (HOST, port) and c.pid)
+    process = psutil.Process(leader)
+    everyone = [process, *process.children(recursive=True)]
+    return sum(one.memory_info().rss for one in everyone) / 2**20
+
+
+def test_a_thousand_aborts(tmp_path: Path) -> None:
+    options = ("--diffusion-config", f'{{"canvas_length": {CANVAS}}}', "--max-num-seqs", "32")
+    with serving(CHECKPOINT, tmp_path, *options) as server:
+        before = seeded_answers(server)
+        storm(server, count=300, at_once=32)  # what grows at first
+        wait_until_unfinished(server, 0)
+        memory = memory_mib(server.port)
+        storm(server, count=1000, at_once=32)
+        wait_until_unfinished(server, 0)
+        assert metric(server, "kv_cache_usage_perc") == 0
+        assert seeded_answers(server) == before
+        grown = memory_mib(server.port) - memory
+        print(f"memory grew by {grown:.1f} MiB")
+        assert grown < GROWTH_MIB

@@ -1,0 +1,165 @@
+"""How a server of vLLM ends when it is asked to.
+
+vLLM kills its engine, cancels the task that would have told the waiting requests, and then waits
+for their connections to close (`docs/upstream/shutdown-hangs-clients.md`). Here the requests in
+flight get the time that `--shutdown-timeout` gives them, then an error, and everything after that
+has a limit of its own.
+"""
+
+import asyncio
+import concurrent.futures
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from http import HTTPStatus
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError
+from vllm.logger import init_logger
+from vllm.utils.system_utils import kill_process_tree
+
+logger = init_logger(__name__)
+
+ENGINE_S = 4
+"""For the engine's processes to end by themselves."""
+CONNECTIONS_S = 3
+"""For the last bytes of the answers to leave, to clients that may not read them."""
+ALL_S = 9
+"""After the requests in flight have had their time."""
+_STOPPING = "_vllm_dllm_stopping"
+
+
+class ServerStopping(GracefulHTTPError, RetryableRequestError):
+    """Ends a request with HTTP 503, and a stream with an error; logged without a traceback."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The server is stopping. Send the request again, to another server or after a restart.",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+
+def stop_gracefully() -> None:
+    """For servers of diffusion models and DFlash drafters. Repeatable, and nothing in a process
+    that is no server."""
+    launcher: Any = sys.modules.get("vllm.entrypoints.launchers.launcher")
+    if launcher is None:
+        return
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if AsyncLLM.shutdown.__module__ == __name__:
+        return
+    stock_shutdown, stock_check_admission = AsyncLLM.shutdown, AsyncLLM.check_admission
+    stock_close = launcher.NoSignalServer.shutdown
+
+    def shutdown(self: AsyncLLM, timeout: float | None = None) -> None:
+        # None: the engine is garbage, or never started.
+        if timeout is not None and _is_ours(self.vllm_config):
+            if not _in_event_loop() and not getattr(self, _STOPPING, False):
+                setattr(self, _STOPPING, True)
+                _stop_requests(self, timeout)
+            timeout = ENGINE_S
+        stock_shutdown(self, timeout)
+
+    def check_admission(self: AsyncLLM, n: int = 1, request_id: str | None = None) -> None:
+        if getattr(self, _STOPPING, False):
+            raise ServerStopping
+        stock_check_admission(self, n, request_id)
+
+    async def close(self: Any, sockets: Any = None) -> None:
+        engine = getattr(self.config.app.state, "engine_client", None)
+        if engine is not None and _is_ours(engine.vllm_config):
+            self.config.timeout_graceful_shutdown = CONNECTIONS_S
+        await stock_close(self, sockets)
+
+    AsyncLLM.shutdown = shutdown
+    AsyncLLM.check_admission = check_admission
+    launcher.NoSignalServer.shutdown = close
+
+
+def end_start_in_time() -> None:
+    """A server that is told to end while it starts is gone `ALL_S` later, whatever it waits for.
+    For its first process, before it starts others."""
+    stock: Any = signal.getsignal(signal.SIGTERM)
+    # vLLM's, until it listens.
+    is_starting = callable(stock) and getattr(stock, "__name__", "") == "_interrupt_init"
+    is_first = multiprocessing.parent_process() is None
+    if not (is_starting and is_first and threading.current_thread() is threading.main_thread()):
+        return
+
+    def end(number: int, frame: Any) -> None:
+        _kill_after(ALL_S)
+        stock(number, frame)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+
+
+def leave_signals_to_engine() -> None:
+    """Ctrl-C and service managers signal all processes of a server. A worker that has started goes
+    on until its engine ends it, so that the requests in flight can finish."""
+    is_worker_process = multiprocessing.current_process().name.startswith("VllmWorker")
+    if is_worker_process and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _is_ours(config: VllmConfig) -> bool:
+    speculative = config.speculative_config
+    drafts_blocks = speculative is not None and speculative.method == "dflash"
+    return config.model_config.is_diffusion or drafts_blocks
+
+
+def _in_event_loop() -> bool:
+    """Whether this is the thread of the server, whose requests cannot go on meanwhile."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _stop_requests(engine: Any, limit_s: float) -> None:
+    """Waits for the requests in flight, refuses others, and ends with an error what is left of
+    them after `limit_s`."""
+    if engine.engine_core.resources.engine_manager is None:
+        # One of several API servers: its parent kills it when the time is over.
+        limit_s = max(limit_s - CONNECTIONS_S - 1, 0)
+    _kill_after(limit_s + ALL_S)
+    processor, outputs = engine.output_processor, engine.output_handler
+    if outputs is None or not processor.has_unfinished_requests():
+        return
+    logger.info(
+        "Stopping. %d requests in flight get %d s to finish, new ones HTTP 503.",
+        processor.get_num_unfinished_requests(),
+        limit_s,
+    )
+    deadline = time.monotonic() + limit_s
+    while processor.has_unfinished_requests() and time.monotonic() < deadline:
+        if engine.errored:  # and has told them
+            return
+        time.sleep(0.05)
+    ended = asyncio.run_coroutine_threadsafe(_end_requests(engine), outputs.get_loop())
+    concurrent.futures.wait([ended], timeout=1)
+
+
+async def _end_requests(engine: Any) -> None:
+    if left := list(engine.output_processor.request_states):
+        logger.warning("Stopping. %d requests did not finish in time and get an error.", len(left))
+        engine.output_processor.propagate_error(ServerStopping())
+        await engine.abort(left, internal=True)
+
+
+def _kill_after(limit_s: float) -> None:
+    """This process and those that it started, should it still be there."""
+
+    def kill() -> None:
+        time.sleep(limit_s)
+        logger.error("This process did not end in %d s and is killed.", limit_s)
+        kill_process_tree(os.getpid())
+
+    threading.Thread(target=kill, daemon=True, name="KillAfter").start()

@@ -1,0 +1,63 @@
+"""No HTTP request takes more than its share of a step.
+
+The answers of one request (`n`, several prompts) are requests of their own to the scheduler. While
+others run too, only some of a request's answers take part in a step, the oldest first; the others
+keep their places and wait for them to end. And never do they take all places, so that there is one
+for the next request that comes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.request import Request
+
+from vllm_dllm.compat.scheduler import http_request_of
+from vllm_dllm.config.limits import RequestLimits
+
+_CANVASES_ON_CPUS = 2
+
+
+class FairShare:
+    def __init__(self, canvases: int, places: int) -> None:
+        """`canvases`: most of one HTTP request in a step that others share; `places`: most that
+        run at a time."""
+        self.canvases, self.places = canvases, places
+
+    @classmethod
+    def of(cls, config: VllmConfig, limits: RequestLimits) -> "FairShare":
+        most = config.scheduler_config.max_num_seqs
+        default = _CANVASES_ON_CPUS if current_platform.is_cpu() else max(1, most // 4)
+        canvases = limits.canvases or default
+        return cls(canvases, max(canvases, most // 2))
+
+    def sitting_out(self, running: Sequence[Request], waiting: Iterable[Request]) -> list[Request]:
+        """Those that run, and leave the next step to others."""
+        names = _names(running)
+        if len({*names, *_names(waiting)}) < 2:
+            return []
+        return _beyond(self.canvases, running, names, Counter())
+
+    def held_back(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Request]:
+        """Those that wait, and go on waiting while others come first."""
+        counts, waiting = Counter(_names(running)), list(waiting)
+        names = _names(waiting)
+        is_shared = len({*counts, *names}) > 1
+        return _beyond(self.canvases if is_shared else self.places, waiting, names, counts)
+
+
+def _names(requests: Iterable[Request]) -> list[str]:
+    return [http_request_of(request.request_id) for request in requests]
+
+
+def _beyond(
+    most: int, requests: Sequence[Request], names: Sequence[str], counts: Counter[str]
+) -> list[Request]:
+    """Of requests in their order, those of which there are `most` before by their names."""
+    found = []
+    for request, name in zip(requests, names, strict=True):
+        counts[name] += 1
+        if counts[name] > most:
+            found.append(request)
+    return found
