@@ -20,7 +20,7 @@ def attention(
     block_table: torch.Tensor,  # [num_reqs, max_blocks] int32, page of each block of a request
     query_start_loc: torch.Tensor,  # [num_reqs + 1] int32, first row of each request
     seq_lens: torch.Tensor,  # [num_reqs] int32, context and queries together
-    causal: torch.Tensor,  # [num_reqs] int32, 1 = causal, 0 = bidirectional
+    causal: torch.Tensor,  # [num_reqs] int32, 1 = causal, 0 = bidirectional, B = by blocks
     *,
     scale: float,  # of the scores, before the soft cap
     window_left: int = -1,  # tokens a query sees back, not counting itself; negative = no window
@@ -40,9 +40,9 @@ def attention(
 
     impl: "triton" (a GPU, or Triton's interpreter), "fa4" (FlashAttention-4, a GPU) or "reference"
     (plain PyTorch, anywhere). What it cannot do is an error, never another implementation;
-    `support.py` can tell beforehand. "fa4" may read a sequence's last page to its end, which must
-    then be finite. `max_seq_len` only steers how the work is split. With `output` None, the new
-    tensor is zero outside the rows of requests.
+    `support.py` can tell beforehand. "fa4" takes a `causal` of 0 and 1 alone, and may read a
+    sequence's last page to its end, which must then be finite. `max_seq_len` only steers how the
+    work is split. With `output` None, the new tensor is zero outside the rows of requests.
 
     Raises:
         ValueError: names the argument, what was expected and what was passed.

@@ -1,15 +1,17 @@
 """Who may see whom: the definition of visibility, which every attention version is tested against.
 
 A request's queries are its last `query_len` tokens; the tokens before them are its context. A
-request is either causal (prefill, commit) or bidirectional (a canvas being denoised). `window_left`
-is how many tokens back a query sees, not counting itself (a sliding window of W tokens has
-`window_left = W - 1`); a negative value means no window.
+request is either causal (prefill, commit), bidirectional (a canvas being denoised), or causal by
+blocks of B tokens, counted from position 0 (all steps of masked models). Its number in `causal` is
+1, 0 or B: causal is causal by blocks of one token. `window_left` is how many tokens back a query
+sees, not counting itself (a sliding window of W tokens has `window_left = W - 1`); a negative value
+means no window.
 
-| request       | rule        | a query at q sees the key at k iff            |
-|---------------|-------------|-----------------------------------------------|
-| causal        | any         | q - window_left <= k <= q                     |
-| bidirectional | `reference` | k >= context_len - window_left                |
-| bidirectional | `symmetric` | abs(q - k) <= window_left                     |
+| request          | rule        | a query at q sees the key at k iff                      |
+|------------------|-------------|---------------------------------------------------------|
+| causal by blocks | any         | q - window_left <= k < (q // B + 1) * B                 |
+| bidirectional    | `reference` | k >= context_len - window_left                          |
+| bidirectional    | `symmetric` | abs(q - k) <= window_left                               |
 
 `reference` is what transformers' DiffusionGemma does: the sliding layers' cache keeps the last
 W - 1 tokens of the prefix, and the canvas attends to all of those and all of itself.
@@ -22,6 +24,9 @@ the functions here. Kernels cannot. They restate the rules, and tests check that
 - `chunks._cut_kernel` makes bands of `visible`: `test_chunks.py::test_no_page_in_vain`.
 - `fa4_fwd.band_mask` applies them: `test_fa4.py::test_mask_function`.
 - vLLM's CPU kernel, for causal and `symmetric` requests: `test_cpu_backend.py::test_visibility`.
+  Requests that are causal by blocks are cut into bidirectional ones (`attention/cpu_blocks.py`).
+
+FlashAttention-4 does not know blocks of more than one token.
 """
 
 import torch
@@ -31,21 +36,31 @@ def visible(
     query_pos: torch.Tensor,  # int, any shape that broadcasts with key_pos
     key_pos: torch.Tensor,  # int
     context_len: torch.Tensor | int,  # tokens before the request's first query
-    causal: torch.Tensor | bool,
+    causal: torch.Tensor | int,  # 0 = bidirectional, else tokens of a block; 1 = causal
     window_left: int,
     symmetric: torch.Tensor | bool = False,  # True: `symmetric` rule, False: `reference`
 ) -> torch.Tensor:
     """Visibility, bool, of the broadcast shape. The caller leaves out keys past the end of the
     request."""
-    causal = torch.as_tensor(causal, device=query_pos.device)
+    block = torch.as_tensor(causal, device=query_pos.device).long()
+    causal, seen = block > 0, key_pos < block_end(query_pos, block)
     symmetric = torch.as_tensor(symmetric, device=query_pos.device)
     back = query_pos - key_pos
     if window_left < 0:
-        return (back >= 0) | ~causal
-    causal_rule = (back >= 0) & (back <= window_left)
+        return seen | ~causal
+    causal_rule = seen & (back <= window_left)
     symmetric_rule = back.abs() <= window_left
     reference_rule = key_pos >= context_len - window_left
     return torch.where(causal, causal_rule, torch.where(symmetric, symmetric_rule, reference_rule))
+
+
+def block_end(
+    position: torch.Tensor,  # int
+    block: torch.Tensor,  # int, tokens of a block; 0 counts as 1
+) -> torch.Tensor:
+    """Position after the last token of the block that holds `position`."""
+    block = block.clamp(min=1)
+    return (position // block + 1) * block
 
 
 def visible_range(
@@ -53,17 +68,19 @@ def visible_range(
     last_query: torch.Tensor,
     context_len: torch.Tensor | int,
     seq_len: torch.Tensor | int,
-    causal: torch.Tensor | bool,
+    causal: torch.Tensor | int,
     window_left: int,
     symmetric: torch.Tensor | bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """First key that any query of the tile sees, and the end of those keys. Every key in between
     is seen by at least one query, so a kernel that visits only these visits none in vain."""
-    causal = torch.as_tensor(causal, device=first_query.device)
+    block = torch.as_tensor(causal, device=first_query.device).long()
+    causal = block > 0
     symmetric = torch.as_tensor(symmetric, device=first_query.device)
     context_len = torch.as_tensor(context_len, device=first_query.device)
     end_of_all = torch.as_tensor(seq_len, device=first_query.device)
-    start, end = torch.zeros_like(first_query), torch.where(causal, last_query + 1, end_of_all)
+    end_of_block = torch.minimum(block_end(last_query, block), end_of_all)
+    start, end = torch.zeros_like(first_query), torch.where(causal, end_of_block, end_of_all)
     if window_left >= 0:
         moves = causal | symmetric  # the window moves with the query
         start = torch.where(moves, first_query, context_len) - window_left

@@ -12,7 +12,7 @@ def attention(
     block_table: torch.Tensor,  # [num_reqs, max_blocks] int, page of each block of a request
     query_start_loc: torch.Tensor,  # [num_reqs + 1] int, first row of each request
     seq_lens: torch.Tensor,  # [num_reqs] int, context and queries together
-    causal: torch.Tensor,  # [num_reqs] int, 1 = causal, 0 = bidirectional
+    causal: torch.Tensor,  # [num_reqs] int, see `masks`
     scale: float,
     window_left: int = -1,
     symmetric: torch.Tensor | None = None,  # [num_reqs] int, 1 = symmetric rule; None: reference
@@ -50,7 +50,7 @@ def attention(
             query_pos=key_pos[seq_len - query_len :, None],
             key_pos=key_pos[None, :],
             context_len=seq_len - query_len,
-            causal=bool(causal[i]),
+            causal=int(causal[i]),
             window_left=window_left,
             symmetric=symmetric is not None and bool(symmetric[i]),
         )

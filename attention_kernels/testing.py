@@ -17,7 +17,7 @@ from attention_kernels.rounding import FEW, dot_error, row_error, sum_error, uni
 class Request(NamedTuple):
     query_len: int  # tokens
     context_len: int  # tokens before them
-    causal: bool = False
+    causal: int = False  # see `masks`
     symmetric: bool = False
 
 

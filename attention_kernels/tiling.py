@@ -26,7 +26,7 @@ def key_range(first_query, last_query, context_len, seq_len, causal, symmetric, 
     start = 0
     end = seq_len
     if causal != 0:
-        end = last_query + 1
+        end = (last_query // causal + 1) * causal
         if window_left >= 0:
             start = first_query - window_left
     elif window_left >= 0:

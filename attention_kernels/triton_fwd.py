@@ -264,14 +264,16 @@ def _visible(
 ):
     """`masks.visible` for a tile: query_pos [M, 1], key_pos [1, N]."""
     back = query_pos - key_pos
+    block = max(causal, 1)
+    before_end = key_pos < (query_pos // block + 1) * block
     if HAS_WINDOW:
-        causal_rule = (back >= 0) & (back <= window_left)
+        causal_rule = before_end & (back <= window_left)
         symmetric_rule = (back <= window_left) & (back >= -window_left)
         reference_rule = (key_pos >= context_len - window_left) & (query_pos >= 0)
         bidirectional = tl.where(symmetric != 0, symmetric_rule, reference_rule)
         seen = tl.where(causal != 0, causal_rule, bidirectional)
     else:
-        seen = (back >= 0) | (causal == 0)
+        seen = before_end | (causal == 0)
     return seen
 
 

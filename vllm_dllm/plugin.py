@@ -10,6 +10,11 @@ from vllm_dllm.compat import version
 logger = init_logger(__name__)
 
 DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
+MASKED_MODELS = {
+    "SDARForCausalLM": "vllm_dllm.models.sdar",
+    "SDARMoeForCausalLM": "vllm_dllm.models.sdar",
+    "LLaDA2MoeModelLM": "vllm_dllm.models.llada2",
+}
 
 
 def register() -> None:
@@ -28,18 +33,30 @@ def _register() -> None:
     from vllm_dllm import attention, cpu
     from vllm_dllm.compat import admission, drafting, ending, http, limits, token_texts
     from vllm_dllm.compat.attention import register_custom_attention_backend
+    from vllm_dllm.compat.model_configs import set_config_class
+    from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
+    from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
     from vllm_dllm.requests.http import check_http_request, refuse_beam_search, wrong_type
     from vllm_dllm.requests.limits import check_parameters, check_size, check_tokens
+    from vllm_dllm.requests.masked import check_masked_request, check_unmasked_request
     from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
     from vllm_dllm.requests.options import check_choices, check_request
-    from vllm_dllm.serving_config import DiffusionGemmaServingConfig
+    from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
     from vllm_dllm.startup import hooks
 
     ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
+    for config_class in (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig):
+        set_config_class(config_class.model_type, config_class)
+    for architecture, module in MASKED_MODELS.items():
+        ModelRegistry.register_model(architecture, f"{module}:{architecture}")
+        admission.set_serving_config(architecture, MaskedServingConfig)
     admission.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
     admission.set_request_check(check_request)
     admission.set_params_checks(check_numbers, check_choices, check_sampler_limits)
-    admission.accept_all_sampling_params(DIFFUSION_GEMMA)
+    admission.set_sampling_params_checks(
+        {DIFFUSION_GEMMA: check_unmasked_request}
+        | dict.fromkeys(MASKED_MODELS, check_masked_request)
+    )
     http.set_http_check(check_http_request, check_size)
     http.answer_bad_bodies(wrong_type)
     http.set_beam_search_check(refuse_beam_search)

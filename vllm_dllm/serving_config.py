@@ -1,8 +1,11 @@
 """What start-up checks and adjusts in vLLM's configuration before a diffusion model is served."""
 
+import math
 from pathlib import Path
 
 from vllm.config import VllmConfig
+from vllm.config.diffusion import DiffusionConfig
+from vllm.config.scheduler import SchedulerConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import (
     DiffusionGemmaModelForBlockDiffusionConfig,
@@ -15,11 +18,13 @@ from vllm_dllm.compat.ending import end_start_in_time
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
+from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.cpu import compilation
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
 from vllm_dllm.requests.keys import check_options
+from vllm_dllm.requests.masked import check_keys, check_unmasked
 
 logger = init_logger(__name__)
 
@@ -38,11 +43,7 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Raises ValueError when the checkpoint or the command line says something unusable."""
-        if (size := vllm_config.parallel_config.pipeline_parallel_size) != 1:
-            raise ValueError(
-                f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "
-                f"last stage learns which canvases are committed. Use --tensor-parallel-size."
-            )
+        check_pipeline(vllm_config)
         scheduler_config, attention_config = (
             vllm_config.scheduler_config,
             vllm_config.attention_config,
@@ -74,15 +75,96 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         # Read again by the worker; here, a mistake ends the start at once and in plain sight.
         read_denoise_config(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
-        check_options(extension.defaults, known=frozenset())
-        if extension.trace_path is not None:
-            check_file("trace_path", Path(extension.trace_path))
-        if vllm_config.shutdown_timeout == 0:  # vLLM's default, to end all requests at once
-            vllm_config.shutdown_timeout = extension.drain_seconds
-        check_weight_files(vllm_config)
-        check_stop_tokens(vllm_config)
+        check_unmasked(extension.defaults)
+        finish(vllm_config, extension)
         if note := getattr(vllm_config.model_config.hf_config, "serving_note", None):
             logger.info(note)
+
+
+class MaskedServingConfig(VerifyAndUpdateConfig):
+    """For models whose canvases are blocks of masks (`config.masked`)."""
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Raises ValueError when the checkpoint or the command line says something unusable."""
+        check_pipeline(vllm_config)
+        if vllm_config.diffusion_config is None:
+            length = vllm_config.model_config.hf_config.canvas_length
+            vllm_config.diffusion_config = DiffusionConfig(canvas_length=length)
+        config = MaskedConfig.read(vllm_config)
+        cache_config, scheduler_config = vllm_config.cache_config, vllm_config.scheduler_config
+        if cache_config.user_specified_block_size:
+            config.check_cache(cache_config.block_size, "--block-size")
+        else:
+            cache_config.block_size = math.lcm(cache_config.block_size, config.block_length)
+        if scheduler_config.async_scheduling:
+            raise ValueError(
+                "A masked model is scheduled step by step, got --async-scheduling: where its next "
+                "block begins depends on the step before. Leave it out."
+            )
+        scheduler_config.async_scheduling = False
+        if vllm_config.kv_transfer_config is not None:
+            raise ValueError(
+                "A masked model cannot be served with --kv-transfer-config yet: what its steps "
+                "leave in the cache is not final. Leave it out."
+            )
+        if current_platform.is_cpu():
+            compilation.choose(vllm_config)
+        else:
+            use_our_attention(vllm_config)
+        end_start_in_time()
+        use_our_classes(vllm_config)
+        check_token_budget(vllm_config)
+        if scheduler_config.max_num_seqs >= SchedulerConfig.DEFAULT_MAX_NUM_SEQS:  # not the user's
+            per_request = 8 * config.block_length * vllm_config.model_config.get_vocab_size()
+            most = max(_FEWEST_REQUESTS, LOGITS_MEMORY_BYTES // per_request)
+            scheduler_config.max_num_seqs = min(scheduler_config.max_num_seqs, most)
+            logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
+        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+        if extension.commit_last_block:
+            raise ValueError(
+                "commit_last_block is not for masked models yet. Leave it out of "
+                "--additional-config."
+            )
+        check_keys(extension.defaults)
+        finish(vllm_config, extension)
+
+
+def finish(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
+    """What the start of every diffusion model checks and sets."""
+    check_options(extension.defaults, known=frozenset())
+    if extension.trace_path is not None:
+        check_file("trace_path", Path(extension.trace_path))
+    if vllm_config.shutdown_timeout == 0:  # vLLM's default, to end all requests at once
+        vllm_config.shutdown_timeout = extension.drain_seconds
+    check_weight_files(vllm_config)
+    check_stop_tokens(vllm_config)
+
+
+def use_our_attention(vllm_config: VllmConfig) -> None:
+    """Raises ValueError unless this GPU runs our Triton kernels, the only ones that are causal by
+    blocks."""
+    attention_config, ours = vllm_config.attention_config, gpu_backend(vllm_config)
+    if ours is None or attention_config.backend not in (None, ours):
+        raise ValueError(
+            "A masked model needs --attention-backend CUSTOM, our Triton kernels, which want a GPU "
+            f"of compute capability 8.0 and up; got {attention_config.backend} on "
+            f"{current_platform.get_device_name()}. Leave the option out, or use another GPU."
+        )
+    if attention_config.flash_attn_version == 4:
+        raise ValueError(
+            "A masked model cannot run --attention-config.flash_attn_version 4 yet, which does not "
+            "know attention that is causal by blocks. Leave it out."
+        )
+    attention_config.backend = ours
+
+
+def check_pipeline(vllm_config: VllmConfig) -> None:
+    if (size := vllm_config.parallel_config.pipeline_parallel_size) != 1:
+        raise ValueError(
+            f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "
+            f"last stage learns which canvases are committed. Use --tensor-parallel-size."
+        )
 
 
 def use_our_classes(vllm_config: VllmConfig) -> None:

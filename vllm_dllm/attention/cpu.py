@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attention_kernels.masks import visible_range
 from vllm_dllm.attention import WindowRules
+from vllm_dllm.attention.cpu_blocks import cut_into_blocks
 from vllm_dllm.compat.attention import use_cpu_kernels
 from vllm_dllm.compat.cpu_ops import write_cpu_kv_cache
 
@@ -146,6 +147,7 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
         window_rules: WindowRules | None = None,
     ) -> CpuCanvasMetadata:
+        common_attn_metadata = cut_into_blocks(common_attn_metadata)
         base = super().build(common_prefix_len, common_attn_metadata, fast_build)
         return CpuCanvasMetadata(
             **vars(base), canvas_keys=self._canvas_keys(common_attn_metadata, window_rules)

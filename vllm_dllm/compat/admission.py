@@ -1,6 +1,6 @@
 """Which requests vLLM admits, and which class adjusts its configuration for a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.config import ModelConfig
@@ -67,12 +67,17 @@ def set_serving_config(architecture: str, serving_config: type) -> None:
 _stock_validate_diffusion = SamplingParams._validate_diffusion
 
 
-def accept_all_sampling_params(architecture: str) -> None:
-    """Lifts vLLM's refusal of sampling parameters for diffusion models of `architecture`; their
-    values are checked as for any model. Repeatable."""
+def set_sampling_params_checks(
+    checks: Mapping[str, Callable[[SamplingParams], None]],
+) -> None:
+    """Lifts vLLM's refusal of sampling parameters for diffusion models of these architectures;
+    their values are checked as for any model, and by the architecture's own check. Repeatable."""
 
     def validate_diffusion(self: SamplingParams, model_config: ModelConfig) -> None:
-        if model_config.architecture != architecture:
+        check = checks.get(model_config.architecture)
+        if check is None:
             _stock_validate_diffusion(self, model_config)
+        else:
+            check(self)
 
     SamplingParams._validate_diffusion = validate_diffusion

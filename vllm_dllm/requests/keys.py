@@ -17,7 +17,7 @@ from vllm_dllm.config.denoise import (
 )
 from vllm_dllm.config.extension import WINDOW_RULES
 
-ACCEPTANCE_RULES = ("entropy_bound", "confidence", "top_k")
+ACCEPTANCE_RULES = ("entropy_bound", "confidence", "top_k", "in_order")
 STOCK_OPTIONS = frozenset(
     {
         "diffusion_canvas_length",
@@ -77,6 +77,8 @@ OPTIONS: Mapping[str, Option] = {
     "diffusion_entropy_bound": _number(above=0, at_most=MOST_NATS),  # nats
     "diffusion_accept_probability": _number(above=0, at_most=1),
     "diffusion_accept_tokens": _integer(1),  # per step
+    "diffusion_edit_probability": _number(above=0, at_most=1),
+    "diffusion_edit_steps": _integer(1),
     "diffusion_confidence_threshold": _number(above=0, at_most=MOST_NATS),  # nats
     "diffusion_stability_threshold": _integer(0),  # steps
     "diffusion_t_min": _number(at_least=LOWEST_MAXIMUM, at_most=HIGHEST_TEMPERATURE),

@@ -15,6 +15,7 @@ from vllm.utils.diffusion import validate_diffusion_sampling_params
 from vllm_dllm.requests.keys import check_options
 
 DEFAULT_ACCEPT_PROBABILITY = 0.9
+DEFAULT_EDIT_STEPS = 16  # LLaDA2.1's
 JOINS_COMMITS = "vllm_dllm_joins_commits"
 FITS_CANVASES = "vllm_dllm_fits_canvases"
 _WIDTH_STEP = 16  # tokens: few different widths, and a little room after the last token
@@ -35,6 +36,8 @@ class RequestOptions:
     entropy_bound: float | None
     accept_probability: float
     accept_tokens: int | None
+    edit_probability: float | None
+    edit_steps: int
     confidence_threshold: float | None
     stability_threshold: int | None
     t_min: float | None
@@ -68,6 +71,8 @@ class RequestOptions:
             entropy_bound=get("entropy_bound"),
             accept_probability=get("accept_probability", DEFAULT_ACCEPT_PROBABILITY),
             accept_tokens=get("accept_tokens"),
+            edit_probability=get("edit_probability"),
+            edit_steps=get("edit_steps", DEFAULT_EDIT_STEPS),
             confidence_threshold=get("confidence_threshold"),
             stability_threshold=get("stability_threshold"),
             t_min=get("t_min"),

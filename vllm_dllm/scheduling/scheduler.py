@@ -24,6 +24,7 @@ from vllm_dllm.compat.scheduler import (
     tokens_in_flight,
 )
 from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.masked import MaskedConfig, is_masked
 from vllm_dllm.processes import end_with_parent
 from vllm_dllm.requests.ends import was_foreseen
 from vllm_dllm.requests.options import fit_canvas, fits_canvases, fitted_width, is_read_only, mark
@@ -49,13 +50,37 @@ class CanvasScheduling(SchedulerHooks):
         super().__init__(*args, **kwargs)
         self.spares_last_commit = spares_last_commit(self.vllm_config)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
-        self.fits_canvas = config.fit_canvas
+        self.by_blocks = is_masked(self.vllm_config)
+        self.fits_canvas = config.fit_canvas and not self.by_blocks
         self.fair_share = FairShare.of(self.vllm_config, config.limits)
         self.joins_canvases = joins_canvases(self.vllm_config)
         self.joins_commits = joins_commits(self.vllm_config)
         self._spared_commits: list[int] = []  # widths, until they are in the statistics
         # Log-probabilities of prompts, by request, until its first block is emitted.
         self._prompt_scores: dict[str, tuple[Any, Any]] = {}
+        if self.by_blocks:
+            self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        """Raises ValueError for a server that cannot hold a masked model's blocks together."""
+        config = MaskedConfig.read(self.vllm_config)
+        config.check_cache(self.block_size, "--block-size")
+        if (unit := self.cache_config.prefix_match_unit) is not None:
+            config.check_cache(unit, "--prefix-match-unit")
+        if not self.joins_commits:
+            raise ValueError(
+                "A masked model needs our worker and steps that are not one CUDA graph, got "
+                f"--worker-cls {self.vllm_config.parallel_config.worker_cls} and cudagraph_mode "
+                f"{self.vllm_config.compilation_config.cudagraph_mode}: finished blocks are "
+                "prefilled. Leave them out."
+            )
+
+    def canvas_width(self, request: Request) -> int:
+        """Tokens of the canvas that `request` is at, or of the one that follows its tokens so far.
+        A masked model's ends with a block; blocks are counted from the request's first token."""
+        if self.by_blocks:
+            return self.num_spec_tokens - request.num_tokens % self.num_spec_tokens
+        return canvas_width(request, self.num_spec_tokens)
 
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
@@ -95,7 +120,7 @@ class CanvasScheduling(SchedulerHooks):
             if num_tokens == 1 and request.num_computed_tokens > 0:
                 continue
             width = min(
-                canvas_width(request, self.num_spec_tokens),
+                self.canvas_width(request),
                 self.max_model_len - computed,
             )
             if not 0 < width <= budget:
@@ -118,7 +143,7 @@ class CanvasScheduling(SchedulerHooks):
         num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         num_tokens = output.num_scheduled_tokens[request_id]
         room = self.max_model_len - request.num_computed_tokens - num_tokens
-        width = canvas_width(request, self.num_spec_tokens)
+        width = self.canvas_width(request)
         if not 0 < num_drafts < min(num_tokens, width) or room <= 0:
             return 0
         del output.scheduled_spec_decode_tokens[request_id]
@@ -153,7 +178,9 @@ class CanvasScheduling(SchedulerHooks):
             request.num_computed_tokens -= block_length
             self._spared_commits.append(block_length)
         # These are still the last block's drafts.
-        width = canvas_width(request, self.num_spec_tokens)
+        width = self.canvas_width(request)
+        if self.by_blocks:
+            request.spec_token_ids = [-1] * width  # the first canvas may have been narrower
         request.spec_token_ids = request.spec_token_ids[:width]
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
@@ -197,8 +224,14 @@ class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             if not request.is_prefill_chunk:
-                width = canvas_width(request, self.num_spec_tokens)
+                width = self.canvas_width(request)
                 request.spec_token_ids = [-1] * width
+            if self.by_blocks:
+                # Tokens whose block is not known to its end, or not all in this step, see what may
+                # change: the next step computes them again.
+                num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+                known = request.num_computed_tokens - num_drafts
+                request.num_computed_tokens -= known % self.num_spec_tokens
 
 
 class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
@@ -209,7 +242,7 @@ class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
         to what may still come. vLLM itself narrows them to what the request asks for."""
         for request in self.running if self.fits_canvas else ():
             if request.max_tokens - request.num_output_tokens < len(request.spec_token_ids):
-                width = canvas_width(request, self.num_spec_tokens)
+                width = self.canvas_width(request)
                 request.spec_token_ids = request.spec_token_ids[:width]
         return super().schedule(*args, **kwargs)
 

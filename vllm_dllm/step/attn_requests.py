@@ -36,6 +36,11 @@ class AttnRequests:
         num_canvas = batch.num_draft_tokens_per_req
         if num_canvas is not None and (batch.is_prefilling_np & (num_canvas > 0)).any():
             return cls._in_parts(batch, num_canvas, block_tables, device)
+        return cls.whole(batch, block_tables)
+
+    @classmethod
+    def whole(cls, batch: InputBatch, block_tables: Sequence[torch.Tensor]) -> "AttnRequests":
+        """For models whose known rows and canvas rows follow one rule."""
         num_reqs = batch.num_reqs
         return cls(
             is_prompt=batch.is_prefilling_np,

@@ -26,8 +26,9 @@ from vllm_dllm.requests.options import fitted_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
+from vllm_dllm.step.masked_settings import MaskedStepSettings
 from vllm_dllm.step.requests import StepRequests
-from vllm_dllm.step.settings import StepSettings, revealing
+from vllm_dllm.step.settings import SlotSettings, StepSettings, revealing
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers, SlotTokens
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 from vllm_dllm.step.trace import CanvasTrace
@@ -41,7 +42,7 @@ class Advanced(NamedTuple):
     logprobs: LogprobsTensors | None  # of the emitted tokens
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """What a step reads of its n canvases. Views of the slots, where these lie side by side: of no
     use once something is written."""
 
@@ -51,12 +52,12 @@ class _Found(NamedTuple):
     starts: torch.Tensor  # [n] int64, absolute position of each canvas' first token
     block_ends: torch.Tensor  # [n] int64, absolute position after its last token
     stops: torch.Tensor  # [n, K] int64, stop tokens
-    settings: StepSettings
+    settings: StepSettings | MaskedStepSettings
     cut: torch.Tensor | None  # [n] bool, steps that are taken back; None: surely none
     earlier: dict[str, torch.Tensor] | None  # what they are taken back to
 
 
-class _Denoised(NamedTuple):
+class Denoised(NamedTuple):
     """What a denoise step would make of each canvas, whatever its phase is."""
 
     logits: CanvasLogits
@@ -65,6 +66,7 @@ class _Denoised(NamedTuple):
     soft_rows: torch.Tensor  # [rows, H]
     next_canvas: torch.Tensor  # [n, C] int64, the first canvas of the block behind
     outcome: StepOutcome
+    revealed: torch.Tensor | None  # [n, C] bool, positions that keep their tokens; None: none do
 
 
 class _Settled(NamedTuple):
@@ -80,6 +82,8 @@ class _Settled(NamedTuple):
 
 class CanvasStep:
     """Owns the requests' slots, the canvases of the current step and the phase of each."""
+
+    self_conditions = True  # each step reads the one before's expected embeddings
 
     def __init__(
         self,
@@ -101,17 +105,10 @@ class CanvasStep:
         self.batch: CanvasBatch | None = None  # from `begin` to `advance`
         self.slots = CanvasSlots(
             sampler.req_states.draft_tokens[:, : self.canvas_length],
-            model_config.hf_text_config.hidden_size,
+            model_config.hf_text_config.hidden_size if self.self_conditions else 0,
             model_config.dtype,
         )
-        self.requests = StepRequests(
-            self.slots,
-            sampler,
-            read_denoise_config(vllm_config),
-            self.extension,
-            self.vocab_size,
-            self.max_model_len,
-        )
+        self.requests = self._make_requests(vllm_config, sampler)
         self._spares_last_commit = spares_last_commit(vllm_config)
         self.soft_embedding = SoftEmbedding(
             model,
@@ -120,6 +117,22 @@ class CanvasStep:
         )
         trace_path = self.extension.trace_path
         self.trace = CanvasTrace(trace_path) if trace_path else None
+
+    def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
+        config, num_slots = read_denoise_config(vllm_config), len(self.slots.canvas)
+        return StepRequests(
+            self.slots,
+            sampler,
+            SlotSettings(config, num_slots, self.canvas_length, self.device),
+            self.extension,
+            self.vocab_size,
+            self.max_model_len,
+        )
+
+    def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor | None:
+        """[num_reqs] int64: of each request's known tokens in this step, those whose keys and
+        values the next step computes anew. None: of no request."""
+        return None
 
     def begin(self, input_batch: InputBatch) -> None:
         """Before the forward: which canvases it holds."""
@@ -195,14 +208,14 @@ class CanvasStep:
             )
         return Advanced(settled.best_guess, emitted, logprobs)
 
-    def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> _Found:
+    def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
         slots, idx = self.slots, batch.slot_index
         numbers = slots.read_numbers(idx)
         block_ends = input_batch.seq_lens[batch.request_index]
         starts = block_ends - batch.lengths
         num_stops = slots.num_stops[batch.slots_np].max()
         cut = self._cut_canvases(batch, numbers, starts, input_batch)
-        return _Found(
+        return Found(
             batch,
             numbers,
             slots.read_tokens(idx),
@@ -237,8 +250,9 @@ class CanvasStep:
         width = torch.minimum(numbers.width, fitted_width(numbers.fitted_end - starts))
         return batch.lengths != torch.minimum(width, room)
 
-    def _denoise(self, found: _Found, source: torch.Tensor) -> _Denoised:
+    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         batch, numbers, tokens, settings = found.batch, found.numbers, found.tokens, found.settings
+        assert isinstance(settings, StepSettings)
         slots, idx = self.slots, batch.slot_index
         reveal = revealing(settings, slots.revealed[idx], slots.canvas[idx])
         kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
@@ -283,9 +297,12 @@ class CanvasStep:
             reveal,
             answer_only,
         )
-        return _Denoised(logits, row_temperature, stats, soft_rows, drawn.next_canvas, outcome)
+        revealed = None if settings.reveal is None else outcome.accepted
+        return Denoised(
+            logits, row_temperature, stats, soft_rows, drawn.next_canvas, outcome, revealed
+        )
 
-    def _settle(self, found: _Found, outcome: StepOutcome) -> _Settled:
+    def _settle(self, found: Found, outcome: StepOutcome) -> _Settled:
         committing = found.numbers.is_committing == 1
         denoises = ~committing
         finished = outcome.finished & denoises
@@ -300,7 +317,7 @@ class CanvasStep:
     def _emits_at_once(
         self,
         blocks: torch.Tensor,  # [n, C] int64
-        found: _Found,
+        found: Found,
     ) -> torch.Tensor | bool:
         """[n] bool: blocks that are emitted by the step that finishes them."""
         if self._spares_last_commit and self.requests.prefills_emitted_tokens:
@@ -314,7 +331,7 @@ class CanvasStep:
         is_read_only = request_ends == EVERY_BLOCK
         return is_read_only | ~is_last if self.requests.prefills_emitted_tokens else is_read_only
 
-    def _write(self, found: _Found, denoised: _Denoised, settled: _Settled) -> torch.Tensor:
+    def _write(self, found: Found, denoised: Denoised, settled: _Settled) -> torch.Tensor:
         """What the next step finds. Returns the canvases [n, C] as they would be denoised on."""
         slots, batch, outcome = self.slots, found.batch, denoised.outcome
         idx, finished, ended = batch.slot_index, settled.finished[:, None], settled.ends[:, None]
@@ -327,8 +344,8 @@ class CanvasStep:
             drops_soft = drops_soft | pinned[..., None]
         slots.canvas[idx] = torch.where(ended, denoised.next_canvas, canvas)
         slots.soft_embeds[idx] = batch.unflatten(denoised.soft_rows).masked_fill_(drops_soft, 0.0)
-        if found.settings.reveal is not None:
-            slots.revealed[idx] = outcome.accepted & ~ended
+        if denoised.revealed is not None:
+            slots.revealed[idx] = denoised.revealed & ~ended
         slots.write(
             idx,
             outcome.state.best_guess.masked_fill(ended, NO_TOKEN),

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_dllm.denoise.masked import Candidates, draw_candidates
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, join_blocks, read_blocks
 from vllm_dllm.step.batch import CanvasBatch
@@ -100,6 +101,23 @@ class WholeLogits:
 
     def processed(self, i: int) -> Iterator[torch.Tensor]:
         yield self._processed[self.batch.rows_of(i)]
+
+
+class MaskedLogits(WholeLogits):
+    """Of masked models, which read nothing but candidates."""
+
+    def draw(
+        self,
+        row_temperature: torch.Tensor,  # [rows, 1] fp32
+        uniform: torch.Tensor,  # [rows] float64
+        is_greedy: torch.Tensor,  # [rows] bool
+    ) -> Candidates:
+        parts = []
+        for rows in _tiles(slice(0, len(uniform)), self.tile_rows):
+            scaled = self._processed[rows] / row_temperature[rows]
+            scaled = self.filters.truncate(scaled, self.batch, rows)
+            parts.append(draw_candidates(scaled, uniform[rows], is_greedy[rows]))
+        return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 class StreamedLogits:

@@ -4,6 +4,7 @@ A request's phase lives on the device (`SlotNumbers.is_committing`) and is chang
 step, so a step can be prepared while the previous one still runs.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ class DiffusionModelState(ModelState):
     """
 
     num_new_sampled_tokens_per_step: int = 0  # a step samples a whole canvas or nothing
+    step_cls = CanvasStep
     step: CanvasStep  # made with the sampler, whose request states it needs
 
     def __init__(
@@ -48,15 +50,14 @@ class DiffusionModelState(ModelState):
         # A request may count as two (`AttnRequests`).
         self._causal = torch.zeros(2 * self.max_num_reqs, dtype=torch.int32, device=device)
         self._symmetric = torch.zeros_like(self._causal)
-        self._inputs_embeds = torch.zeros(
-            self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
-        )
+        num_embeds = self.max_num_tokens if self.step_cls.self_conditions else 0
+        self._inputs_embeds = torch.zeros(num_embeds, hidden_size, dtype=self.dtype, device=device)
 
     def get_supported_generation_tasks(self) -> tuple[GenerationTask, ...]:
         return ("generate",)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        self.step = step = CanvasStep(self.vllm_config, self.model, sampler, self.device)
+        self.step = step = self.step_cls(self.vllm_config, self.model, sampler, self.device)
         self.model.hands_on_hidden_states = lambda: step.reads_hidden_states
         max_rows = min(self.max_num_tokens, self.max_num_reqs * step.canvas_length)
         return DiffusionSampler(step, max_rows), None
@@ -87,6 +88,18 @@ class DiffusionModelState(ModelState):
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         return {"inputs_embeds": self._inputs_embeds[:num_tokens]}
 
+    def attn_requests(
+        self, input_batch: InputBatch, block_tables: Sequence[torch.Tensor]
+    ) -> AttnRequests:
+        return AttnRequests.build(input_batch, block_tables, self.device)
+
+    def causal(self, requests: AttnRequests, input_batch: InputBatch) -> torch.Tensor | int:
+        """[N], or the same for all: who sees whom, see `attention_kernels.masks`."""
+        causal = self.step.slots.is_committing(requests.slots)
+        if input_batch.has_prefill:
+            causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
+        return causal
+
     def prepare_attn(
         self,
         input_batch: InputBatch,
@@ -99,14 +112,11 @@ class DiffusionModelState(ModelState):
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
         # A capture (`for_capture`) builds what a step does: the same buffers, so replays read them.
-        requests = AttnRequests.build(input_batch, block_tables, self.device)
+        requests = self.attn_requests(input_batch, block_tables)
         num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens
         query_start_loc, query_start_loc_np = requests.query_start_loc, requests.query_start_loc_np
         seq_lens = requests.seq_lens
-        causal = self.step.slots.is_committing(requests.slots)
-        if input_batch.has_prefill:
-            causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
-        self._causal[:num_reqs] = causal
+        self._causal[:num_reqs] = self.causal(requests, input_batch)
         self._symmetric[:num_reqs] = self.step.slots.symmetric_window(requests.slots)
         if cudagraph_mode == CUDAGraphMode.FULL:
             assert num_reqs == input_batch.num_reqs, "the scheduler joins nothing under full graphs"

@@ -7,7 +7,6 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.denoise import noise
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, stop_tokens
@@ -15,6 +14,7 @@ from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.filters import LogitFilters
 from vllm_dllm.step.first_canvases import FirstCanvases
 from vllm_dllm.step.logprobs import StepLogprobs
+from vllm_dllm.step.masked_settings import MaskedSlotSettings
 from vllm_dllm.step.registry import NewRequest, Registry
 from vllm_dllm.step.settings import SlotSettings
 from vllm_dllm.step.slots import CanvasSlots
@@ -25,20 +25,20 @@ class StepRequests:
         self,
         slots: CanvasSlots,
         sampler: Any,  # vLLM's own, for its per-request states
-        config: DenoiseConfig,
+        settings: SlotSettings | MaskedSlotSettings,
         extension: ExtensionConfig,
         vocab_size: int,
         max_model_len: int,
+        mask_id: int | None = None,  # what a first canvas holds; None: noise
     ) -> None:
-        self.slots, self.config, self.extension = slots, config, extension
-        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.slots, self.settings, self.extension = slots, settings, extension
+        self.vocab_size, self.max_model_len, self.mask_id = vocab_size, max_model_len, mask_id
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         self.prefills_emitted_tokens = False  # until a request says what the scheduler does
         self._device = slots.canvas.device
-        max_num_reqs, self._canvas_length = slots.canvas.shape
+        self._canvas_length = slots.canvas.shape[1]
         self._offsets = torch.arange(self._canvas_length, device=self._device)
-        self.settings = SlotSettings(config, max_num_reqs, self._canvas_length, self._device)
         self.filters = LogitFilters(self.req_states, self.sampling_states)
         self.logprobs = StepLogprobs(sampler.logprobs_mode, vocab_size, self._device)
         self.first_canvases = FirstCanvases(slots)
@@ -54,7 +54,7 @@ class StepRequests:
         options = RequestOptions.from_sampling_params(params, self.extension.defaults)
         self.prefills_emitted_tokens = options.joins_commits
         self.sampling_states.add_request(slot, params)
-        num_steps = self.config.max_denoising_steps
+        num_steps = self.settings.max_steps
         if options.max_steps is not None:
             num_steps = min(options.max_steps, num_steps)
         request = NewRequest(
@@ -101,13 +101,16 @@ class StepRequests:
             return
         self.sampling_states.apply_staged_writes()
         slots_np, idx = self.slots.start()
-        starts = self.req_states.prefill_len.np[slots_np].astype(np.int64)
-        self.slots.canvas[idx] = noise.uniform_tokens(
-            self.slots.read_numbers(idx).noise_key,
-            async_tensor_h2d(starts, device=self._device)[:, None] + self._offsets,
-            torch.zeros_like(idx),
-            noise.INITIAL,
-            self.vocab_size,
-        )
+        if self.mask_id is not None:
+            self.slots.canvas.index_fill_(0, idx, self.mask_id)
+        else:
+            starts = self.req_states.prefill_len.np[slots_np].astype(np.int64)
+            self.slots.canvas[idx] = noise.uniform_tokens(
+                self.slots.read_numbers(idx).noise_key,
+                async_tensor_h2d(starts, device=self._device)[:, None] + self._offsets,
+                torch.zeros_like(idx),
+                noise.INITIAL,
+                self.vocab_size,
+            )
         for registry in self._registries:
             registry.start()

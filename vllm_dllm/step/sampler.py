@@ -53,19 +53,25 @@ class DiffusionSampler:
         batch = step.batch
         if batch is None:
             none = torch.zeros(num_reqs, dtype=torch.int32, device=device)
-            return _output(none[:, None].expand(-1, step.canvas_length), none, none, None)
+            recomputed = step.num_recomputed(input_batch)
+            rejected = none if recomputed is None else recomputed
+            return _output(none[:, None].expand(-1, step.canvas_length), none, rejected, None)
+        recomputed = step.num_recomputed(input_batch)
         best_guess, emitted, logprobs = step.advance(logits, input_batch)
         # Tokens that are going to be prefilled are not in the cache yet.
         rejected = batch.lengths if self.prefills_emitted_tokens else batch.lengths - emitted
-        if batch.num_canvases == num_reqs:
-            return _output(best_guess, emitted, rejected, logprobs)
 
         # The others are in their prefill: they sample nothing and reject nothing.
         def spread(column: torch.Tensor) -> torch.Tensor:
+            if batch.num_canvases == num_reqs:
+                return column
             everyone = column.new_zeros(num_reqs, *column.shape[1:])
             return everyone.index_copy_(0, batch.requests, column)
 
-        return _output(spread(best_guess), spread(emitted), spread(rejected), logprobs)
+        rejected = spread(rejected)
+        if recomputed is not None:
+            rejected = rejected + recomputed
+        return _output(spread(best_guess), spread(emitted), rejected, logprobs)
 
 
 def _output(

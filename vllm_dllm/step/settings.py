@@ -50,7 +50,7 @@ class SlotSettings:
     def __init__(
         self, config: DenoiseConfig, max_num_reqs: int, canvas_length: int, device: torch.device
     ) -> None:
-        self.canvas_length = canvas_length
+        self.canvas_length, self.max_steps = canvas_length, config.max_denoising_steps
         self._table = torch.zeros(max_num_reqs, len(Settings._fields), device=device)
         self._added: dict[int, Settings] = {}
         self._default = Settings(

@@ -40,6 +40,17 @@ MIXES = {
         Request(1, 0, causal=True),
     ],
 }
+BY_BLOCKS = {
+    "blocks": [
+        Request(8, 36, causal=4),
+        Request(64, 32, causal=32),
+        Request(0, 12),
+        Request(23, 0, causal=4),  # ends inside a block
+        Request(9, 17, causal=4),  # begins in one
+        Request(8, 37),
+        Request(8, 37, causal=True),
+    ],
+}
 # Every mix with every window, every page size with both.
 VISIBILITY = [
     pytest.param(mix, window_left, page, id=f"{mix}-window{window_left}-page{page}")
@@ -113,13 +124,19 @@ def engine_layout(batch: PagedBatch) -> torch.Tensor:
 
 def random_batch(mix: str, block_size: int, dtype: torch.dtype) -> PagedBatch:
     return PagedBatch.random(
-        MIXES[mix],
+        (MIXES | BY_BLOCKS)[mix],
         num_heads=HQ,
         num_kv_heads=HKV,
         head_size=D,
         block_size=block_size,
         dtype=dtype,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_visibility_by_blocks(attend: Attend, dtype: str) -> None:
+    """Some requests of a batch, not at all of one length. Masked models have no window."""
+    test_visibility(attend, "blocks", -1, 32, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

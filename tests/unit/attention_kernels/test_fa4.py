@@ -81,7 +81,7 @@ def test_mask_function(monkeypatch: pytest.MonkeyPatch, window_left: int) -> Non
             torch.arange(num_rows)[:, None] + context_len + row - int(starts[r]),
             torch.arange(num_keys) + shift,
             context_len,
-            bool(batch.causal[r]),
+            int(batch.causal[r]),
             window_left,
             bool(batch.symmetric[r]),
         )

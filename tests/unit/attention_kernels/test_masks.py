@@ -17,10 +17,13 @@ def grid(context: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_rules_by_hand() -> None:
     query_pos, key_pos = grid(context=4, queries=3)
 
-    def drawn(causal: bool, window_left: int, symmetric: bool = False) -> list[str]:
+    def drawn(causal: int, window_left: int, symmetric: bool = False) -> list[str]:
         return rows(visible(query_pos, key_pos, 4, causal, window_left, symmetric))
 
     assert drawn(causal=True, window_left=-1) == ["xxxxx..", "xxxxxx.", "xxxxxxx"]
+    assert drawn(causal=3, window_left=-1) == ["xxxxxx.", "xxxxxx.", "xxxxxxx"]  # cut at its end
+    assert drawn(causal=4, window_left=-1) == ["xxxxxxx"] * 3
+    assert drawn(causal=3, window_left=2) == ["..xxxx.", "...xxx.", "....xxx"]
     assert drawn(causal=False, window_left=-1) == ["xxxxxxx"] * 3
     assert drawn(causal=True, window_left=2) == ["..xxx..", "...xxx.", "....xxx"]
     assert drawn(causal=False, window_left=2) == ["..xxxxx"] * 3
@@ -32,9 +35,9 @@ def test_rules_by_hand() -> None:
 
 def test_per_request_flags_broadcast() -> None:
     query_pos, key_pos = grid(context=5, queries=4)
-    causal = torch.tensor([1, 0, 0]).bool()[:, None, None]
-    symmetric = torch.tensor([0, 0, 1]).bool()[:, None, None]
+    causal = torch.tensor([1, 0, 0, 3])[:, None, None]
+    symmetric = torch.tensor([0, 0, 1, 0]).bool()[:, None, None]
     together = visible(query_pos, key_pos, 5, causal, 2, symmetric)
-    for i in range(3):
-        alone = visible(query_pos, key_pos, 5, bool(causal[i]), 2, bool(symmetric[i]))
+    for i in range(4):
+        alone = visible(query_pos, key_pos, 5, int(causal[i]), 2, bool(symmetric[i]))
         assert torch.equal(together[i], alone)

@@ -36,6 +36,14 @@ MIXES = {
         Request(21, 5, symmetric=True),
         Request(1, 0, causal=True),
     ],
+    "blocks": [
+        Request(8, 36, causal=4),
+        Request(64, 32, causal=32),
+        Request(23, 0, causal=4),  # ends inside a block
+        Request(9, 17, causal=4),  # begins in one
+        Request(8, 37),
+        Request(8, 37, causal=True),
+    ],
 }
 WINDOWS = [-1, 0, 1, 15, 200]
 # Every mix with every window, and both with every page size: two sizes each, in turn.
@@ -57,7 +65,7 @@ def seen_by_definition(batch: PagedBatch, window_left: int, first_key: int) -> t
             torch.arange(length - query_len, length)[:, None],
             key_pos,
             length - query_len,
-            bool(batch.causal[r]),
+            int(batch.causal[r]),
             window_left,
             bool(batch.symmetric[r]),
         )
@@ -365,7 +373,7 @@ def test_pages_before_the_window_may_hold_anything(block_size: int) -> None:
     context_len=st.integers(0, 200),
     first=st.integers(0, 69),
     block_q=st.sampled_from([1, 8, 16]),
-    causal=st.booleans(),
+    causal=st.sampled_from([0, 1, 4, 32]),
     symmetric=st.booleans(),
     window_left=st.integers(-1, 90),
 )
@@ -375,7 +383,7 @@ def test_visits_all_keys_that_are_seen_and_no_tile_without_one(
     context_len: int,
     first: int,
     block_q: int,
-    causal: bool,
+    causal: int,
     symmetric: bool,
     window_left: int,
 ) -> None:

@@ -37,6 +37,11 @@ SEAMS = [
         "config.vllm:VllmConfig.try_verify_and_update_config",
         "MODELS_CONFIG_MAP.get(architecture, None)",
     ),
+    Seam(
+        "configuration classes by model type",
+        "transformers_utils.config:HFConfigParser.parse",
+        "config_class = _CONFIG_REGISTRY[model_type]",
+    ),
     # --- requests over HTTP -----------------------------------------------------------------------
     Seam(
         "chats are rendered by the method we replace",

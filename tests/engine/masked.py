@@ -1,0 +1,238 @@
+"""SDAR's published loop (`generate.py` of github.com/JetAstra/SDAR), which is LLaDA2.0's too, on
+random checkpoints: the definition of right for masked models.
+
+Each forward computes the whole sequence under a mask, so there is no cache to be wrong about.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.engine.llada2 import LLaDA2
+from tests.unit.denoise.test_masked import published
+from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.row_stats import sample_by_inversion
+from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
+
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+QWEN3 = COMMON | {"rope_theta": 1000000, "attention_bias": False}
+CONFIGS: dict[str, dict[str, Any]] = {  # as published, but for the sizes
+    "SDARForCausalLM": QWEN3
+    | {"model_type": "sdar", "fuse_cross_entropy": True, "auto_map": {"AutoConfig": "none.None"}},
+    "SDARMoeForCausalLM": QWEN3
+    | {
+        "model_type": "sdar_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "LLaDA2MoeModelLM": COMMON
+    | {
+        "model_type": "llada2_moe",
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 600000,
+        "rope_scaling": None,
+        "norm_topk_prob": True,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "use_qk_norm": True,
+        "use_rmsnorm": True,
+        "router_dtype": "fp32",
+    },
+}
+
+
+def build(architecture: str, config: Mapping[str, Any]) -> nn.Module:
+    """transformers' model of these layers, or our own."""
+    if architecture == "LLaDA2MoeModelLM":
+        return LLaDA2(SimpleNamespace(**config))
+    kind, model = (
+        (Qwen3MoeConfig, Qwen3MoeForCausalLM)
+        if architecture == "SDARMoeForCausalLM"
+        else (Qwen3Config, Qwen3ForCausalLM)
+    )
+    own = {key: config[key] for key in config if key not in ("model_type", "auto_map")}
+    return model._from_config(kind(**own), attn_implementation="eager")
+
+
+@torch.no_grad()
+def make_checkpoint(
+    path: Path, block_length: int, architecture: str = "SDARForCausalLM"
+) -> tuple[Path, "Reference"]:
+    """Random, in the published layout, with the mask behind the tokenizer's vocabulary."""
+    tokenizer = build_tokenizer()
+    mask_id = len(tokenizer)
+    config = CONFIGS[architecture] | {
+        "architectures": [architecture],
+        "vocab_size": mask_id + 64,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "block_size": block_length,
+        "mask_token_id": mask_id,
+    }
+    model = build(architecture, config).eval()
+    randomize(model, mask_id)
+    path.mkdir(exist_ok=True)
+    save_file(published_weights(model), path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    tokenizer.save_pretrained(path)
+    return path, Reference(model, block_length, mask_id)
+
+
+def randomize(model: nn.Module, mask_id: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        drawn = torch.randn(weight.shape, generator=generator)
+        if name.endswith("expert_bias"):
+            weight.copy_(0.1 * drawn)
+        elif weight.dim() < 2:
+            weight.copy_(1 + 0.1 * drawn)
+        elif name == "lm_head.weight":
+            # Logits of standard deviation 3; the mask is no answer.
+            weight.copy_(3 * drawn * weight.shape[-1] ** -0.5)
+            weight[mask_id:] = 0.0
+        elif "embed" in name:
+            weight.copy_(drawn)
+        else:
+            weight.copy_(drawn * weight.shape[-1] ** -0.5)
+
+
+def published_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """transformers keeps the experts of a layer together, checkpoints do not."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in model.state_dict().items():
+        layer, dot, stacked = name.partition(".mlp.experts.")
+        if stacked not in ("gate_up_proj", "down_proj"):
+            found[name] = weight.contiguous()
+            continue
+        for i, expert in enumerate(weight):
+            parts = {"down_proj": expert}
+            if stacked == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+            for part, own in parts.items():
+                found[f"{layer}{dot}{i}.{part}.weight"] = own.contiguous()
+    return found
+
+
+class Rule(NamedTuple):
+    name: str = "dynamic"
+    num_steps: int | None = None  # None: a token per step
+    threshold: float = 0.85
+    bound: float = 0.35
+    edit: float | None = None
+    most_edit_steps: int = 16
+    temperature: float = 0.0
+
+
+class Step(NamedTuple):
+    """Of the positions of a block that the prompt does not hold."""
+
+    tokens: list[int]
+    revealed: list[int]
+    canvas: list[int]
+    finished: bool
+
+
+@dataclass
+class Trajectory:
+    steps: list[Step] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+class Reference:
+    def __init__(self, model: nn.Module, block_length: int, mask_id: int) -> None:
+        self.model, self.block_length, self.mask_id = model, block_length, mask_id
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """[T, V] fp32 of whole blocks, or of a prompt."""
+        block = torch.arange(len(tokens)) // self.block_length
+        seen, ids = block[:, None] >= block, torch.tensor(tokens)
+        if isinstance(self.model, LLaDA2):
+            return self.model(ids, seen)
+        mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        return self.model(input_ids=ids[None], attention_mask=mask[None, None]).logits[0]
+
+    def generate(self, prompt: list[int], max_tokens: int, rule: Rule, seed: int = 0) -> Trajectory:
+        """Whole blocks, the last one cut off."""
+        B, found = self.block_length, Trajectory()
+        num_steps = rule.num_steps or B
+        known = list(prompt)
+        while len(known) < len(prompt) + max_tokens:
+            start = len(known) // B * B
+            block = known[start:] + [self.mask_id] * (B - len(known) % B)
+            first, step, edit_steps, finished = len(known) - start, 0, 0, False
+            shown: set[int] = set()  # a mask that the model itself answers counts as revealed
+            while not finished:
+                tokens, probability, entropy = self._draw(known[:start], block, rule, seed, step)
+                hidden = [i for i in range(first, B) if i not in shown]
+                least = B // num_steps + (step < B % num_steps)
+                chosen = published(
+                    rule.name, hidden, probability, entropy, least, rule.threshold, rule.bound
+                )
+                if rule.edit is not None:  # none of the prompt's
+                    own = set(range(first, B)) - set(hidden)
+                    changed = {
+                        i for i in own if tokens[i] != block[i] and probability[i] > rule.edit
+                    }
+                    edit_steps += not hidden
+                    finished = not hidden and (not changed or edit_steps == rule.most_edit_steps)
+                    chosen |= changed
+                block = [tokens[i] if i in chosen else token for i, token in enumerate(block)]
+                tokens = [tokens[i] if i in hidden else token for i, token in enumerate(block)]
+                step, shown = step + 1, shown | chosen
+                finished = finished or (rule.edit is None and len(shown) == B - first)
+                revealed = [int(i in shown) for i in range(first, B)]
+                found.steps.append(Step(tokens[first:], revealed, block[first:], finished))
+            known = known[:start] + block
+        found.tokens = known[len(prompt) :][:max_tokens]
+        return found
+
+    def _draw(
+        self, known: list[int], block: list[int], rule: Rule, seed: int, step: int
+    ) -> tuple[list[int], list[float], list[float]]:
+        """Candidates of a block, their probabilities and the entropies they come with."""
+        logits = self.logits(known + block)[len(known) :] / (rule.temperature or 1.0)
+        probs = logits.softmax(-1)
+        tokens = logits.argmax(-1)
+        if rule.temperature:
+            draw = noise.uniform(
+                noise.keys(torch.tensor([seed])),
+                torch.arange(len(known), len(known) + len(block))[None],
+                torch.tensor([step]),
+                noise.CANDIDATE,
+            )[0]
+            tokens = sample_by_inversion(probs, draw)
+        chosen = probs.gather(-1, tokens[:, None])[:, 0]
+        entropy = -(probs * probs.log()).sum(-1)
+        return tokens.tolist(), chosen.tolist(), entropy.tolist()

@@ -1,0 +1,336 @@
+"""Masked models decode as their published loop does, step by step, whatever shares the engine."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from vllm import RequestOutput, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+
+from tests import tolerances
+from tests.engine.conftest import Engine, preemptions
+from tests.engine.masked import Reference, Rule, Step, Trajectory, make_checkpoint
+from tests.engine.one_step import random_ids
+from vllm_dllm import plugin
+
+pytestmark = pytest.mark.numerics
+
+VOCABULARY = 512
+RULES = {
+    "dynamic": Rule("dynamic", threshold=0.5),
+    "dynamic in few steps": Rule("dynamic", num_steps=3, threshold=0.5),
+    "static": Rule("static", num_steps=3),
+    "in order": Rule("sequential", num_steps=2),
+    "by entropy": Rule("entropy", bound=2.0),
+    "edited": Rule("dynamic", threshold=0.4, edit=0.3, most_edit_steps=3),
+    "warm": Rule("dynamic", threshold=0.3, temperature=1.0),
+}
+ACCEPTANCE = {
+    "dynamic": "confidence",
+    "static": "top_k",
+    "sequential": "in_order",
+    "entropy": "entropy_bound",
+}
+Checkpoint = Callable[..., Path]
+GetReference = Callable[..., Reference]
+
+
+class Made(NamedTuple):
+    """Checkpoints and what they are compared with, by block length and architecture."""
+
+    checkpoint: Checkpoint
+    reference: GetReference
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    @cache
+    def make(*case: Any) -> tuple[Path, Reference]:
+        return make_checkpoint(tmp_path_factory.mktemp("masked"), *case)
+
+    return Made(lambda *case: make(*case)[0], lambda *case: make(*case)[1])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(made: Made) -> Checkpoint:
+    return made.checkpoint
+
+
+@pytest.fixture(scope="module")
+def reference(made: Made) -> GetReference:
+    return made.reference
+
+
+def prompts_of(block_length: int) -> list[list[int]]:
+    B = block_length
+    lengths = (1, B - 1, B, B + 1, 3 * B + 1)
+    return [random_ids(length, VOCABULARY, seed) for seed, length in enumerate(lengths)]
+
+
+def params_of(rule: Rule, max_tokens: int, seed: int, **options: Any) -> SamplingParams:
+    extra = {
+        "diffusion_acceptance": ACCEPTANCE[rule.name],
+        "diffusion_accept_probability": rule.threshold,
+        "diffusion_entropy_bound": rule.bound,
+    }
+    if rule.edit is not None:
+        extra["diffusion_edit_probability"] = rule.edit
+        extra["diffusion_edit_steps"] = rule.most_edit_steps
+    if rule.num_steps is not None:
+        extra["diffusion_max_steps"] = rule.num_steps
+    return SamplingParams(
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        seed=seed,
+        temperature=rule.temperature,
+        extra_args=extra,
+        **options,
+    )
+
+
+def served(engine: Engine, outputs: list[RequestOutput]) -> list[Trajectory]:
+    found = []
+    for output in outputs:
+        steps = [
+            Step(line["tokens"], line["accepted"], line["canvas"], line["finished"])
+            for line in engine.steps(output.request_id)
+        ]
+        found.append(Trajectory(steps, list(output.outputs[0].token_ids)))
+    return found
+
+
+def generate(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[Trajectory]:
+    engine.trace.write_text("")
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return served(engine, engine.llm.generate(inputs, params, use_tqdm=False))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("block_length", [4, 32])
+def test_decisions(
+    engine: Callable[..., Engine],
+    checkpoint: Checkpoint,
+    reference: GetReference,
+    block_length: int,
+    rule: str,
+) -> None:
+    """200 blocks of 4 tokens, 40 of 32: canvas, revealed positions, last steps, answers."""
+    model, decode = engine(checkpoint(block_length)), reference(block_length)
+    prompts, max_tokens = prompts_of(block_length), 160 if block_length == 4 else 250
+    params = [params_of(RULES[rule], max_tokens, seed) for seed in range(len(prompts))]
+    found = generate(model, prompts, params)
+    for seed, (prompt, ours) in enumerate(zip(prompts, found, strict=True)):
+        expected = decode.generate(prompt, max_tokens, RULES[rule], seed)
+        assert ours.steps == expected.steps
+        assert ours.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("architecture", ["SDARMoeForCausalLM", "LLaDA2MoeModelLM"])
+@pytest.mark.parametrize("block_length", [4, 32])
+def test_decisions_of_other_families(
+    engine: Callable[..., Engine],
+    checkpoint: Checkpoint,
+    reference: GetReference,
+    block_length: int,
+    architecture: str,
+) -> None:
+    """Other layers under the same loop."""
+    case, rule = (block_length, architecture), RULES["dynamic"]
+    model, decode = engine(checkpoint(*case)), reference(*case)
+    prompts, max_tokens = prompts_of(block_length), 160 if block_length == 4 else 250
+    found = generate(model, prompts, [params_of(rule, max_tokens, 0)] * len(prompts))
+    for prompt, ours in zip(prompts, found, strict=True):
+        expected = decode.generate(prompt, max_tokens, rule)
+        assert ours.steps == expected.steps
+        assert ours.tokens == expected.tokens
+
+
+MANY = [
+    random_ids(length, VOCABULARY, length) for length in (1, 3, 4, 5, 13, 40, 41, 130, 200, 258)
+]
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"presence_penalty": 1.0, "repetition_penalty": 1.3},
+    {"bad_words": ["lamp", "a", "ab", "9 1"]},
+    {"top_k": 9, "top_p": 0.9},
+    {"logprobs": 2},
+    {"min_tokens": 40, "stop_token_ids": list(range(0, 512, 9))},
+]
+
+
+def mixed_params() -> list[SamplingParams]:
+    """Every kind of request, each with a length and a rule of its own."""
+    rules = list(RULES.values())
+    return [
+        params_of(
+            rules[seed % len(rules)]._replace(temperature=0.8 * (seed % 2)),
+            50 + 7 * seed,
+            seed,
+            **KINDS[seed % len(KINDS)],
+        )
+        for seed in range(len(MANY))
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine: Callable[..., Engine], checkpoint: Checkpoint) -> list[Trajectory]:
+    """Of `MANY`, each alone and its prompt read at once."""
+    model = engine(checkpoint(4), enable_prefix_caching=False)
+    return [
+        generate(model, [prompt], [params])[0]
+        for prompt, params in zip(MANY, mixed_params(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="together"),
+        # Chunks that end inside blocks, canvases that find no room.
+        pytest.param({"max_num_batched_tokens": 23}, id="chunked"),
+        pytest.param({"long_prefill_token_threshold": 7}, id="in small chunks"),
+        pytest.param(
+            {"num_gpu_blocks_override": 30, "block_size": 32, "max_model_len": 416}, id="preempted"
+        ),
+    ],
+)
+def test_neighbours(
+    engine: Callable[..., Engine],
+    checkpoint: Checkpoint,
+    undisturbed: list[Trajectory],
+    options: dict[str, Any],
+) -> None:
+    model = engine(checkpoint(4), disable_log_stats=False, **options)
+    for _ in range(2):  # then from the prefix cache
+        found = generate(model, MANY, mixed_params())
+        assert [ours.tokens for ours in found] == [alone.tokens for alone in undisturbed]
+        if "num_gpu_blocks_override" not in options:
+            assert found == undisturbed
+    if "num_gpu_blocks_override" in options:
+        assert preemptions(model) > 0
+
+
+def test_prefix_cache_holds_whole_blocks(
+    engine: Callable[..., Engine], checkpoint: Checkpoint, reference: GetReference
+) -> None:
+    """A prompt that ends inside a block leaves nothing of it: what follows may differ."""
+    model, decode = engine(checkpoint(32), block_size=32), reference(32)
+    prompt, rule = random_ids(100, VOCABULARY, 1), RULES["dynamic"]
+    first = generate(model, [prompt], [params_of(rule, 60, 0)])[0]
+    for longer in (prompt + random_ids(40, VOCABULARY, 2), prompt + first.tokens[:50]):
+        engine_found = model.llm.generate(
+            [{"prompt_token_ids": longer}], [params_of(rule, 40, 0)], use_tqdm=False
+        )[0]
+        assert engine_found.num_cached_tokens >= 96
+        expected = decode.generate(longer, 40, rule)
+        assert list(engine_found.outputs[0].token_ids) == expected.tokens
+
+
+@pytest.mark.parametrize("block_length", [4, 32])
+def test_log_probabilities_of_one_step(
+    engine: Callable[..., Engine],
+    checkpoint: Checkpoint,
+    reference: GetReference,
+    block_length: int,
+) -> None:
+    model, decode, B = engine(checkpoint(block_length)), reference(block_length), block_length
+    prompts, at_once = prompts_of(B), Rule("static", num_steps=1)
+    params = [params_of(at_once, B - len(prompt) % B, 0, logprobs=20) for prompt in prompts]
+    outputs = model.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        width = B - len(prompt) % B
+        expected = decode.logits(prompt + [decode.mask_id] * width)[-width:].log_softmax(-1)
+        assert len(output.outputs[0].logprobs) == width
+        for row, scores in zip(expected, output.outputs[0].logprobs, strict=True):
+            for token, entry in scores.items():
+                assert abs(row[token] - entry.logprob) <= min(tolerances.LOGPROB, 1e-3)
+
+
+def test_forwards(
+    engine: Callable[..., Engine], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as denoise steps: prompts and commits share theirs."""
+    model = engine(checkpoint(4))
+    core = model.llm.llm_engine.engine_core.engine_core
+    forwards: list[int] = []
+    execute = core.model_executor.execute_model
+
+    def counted(output: Any, *args: Any, **kwargs: Any) -> Any:
+        if output.total_num_scheduled_tokens:
+            forwards.append(output.total_num_scheduled_tokens)
+        return execute(output, *args, **kwargs)
+
+    monkeypatch.setattr(core.model_executor, "execute_model", counted)
+    for prompt in prompts_of(4):
+        forwards.clear()
+        (found,) = generate(model, [prompt], [params_of(RULES["dynamic"], 40, 0)])
+        assert len(forwards) == len(found.steps)
+
+
+def test_an_answer_stops_at_eos(engine: Callable[..., Engine], checkpoint: Checkpoint) -> None:
+    """The block that holds it is the last one, and is cut there."""
+    model, prompt, rule = engine(checkpoint(32)), random_ids(21, VOCABULARY, 3), RULES["dynamic"]
+    (whole,) = generate(model, [prompt], [params_of(rule, 100, 0)])
+    stop = whole.tokens[50]
+    params = params_of(rule, 100, 0)
+    params.stop_token_ids = [stop]
+    (found,) = generate(model, [prompt], [params])
+    assert found.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+    assert found.steps == whole.steps[: len(found.steps)]
+
+
+def test_the_context_cuts_the_last_canvas(
+    engine: Callable[..., Engine], checkpoint: Checkpoint
+) -> None:
+    model = engine(checkpoint(32), max_model_len=110, block_size=32)
+    (found,) = generate(model, [random_ids(40, VOCABULARY, 4)], [params_of(Rule(), 500, 0)])
+    assert len(found.tokens) == 70
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"extra_args": {"diffusion_t_min": 0.4, "diffusion_t_max": 0.8}}, "diffusion_t_min"),
+        ({"extra_args": {"diffusion_read_only": 1}}, "diffusion_read_only is not for masked"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
+    ],
+)
+def test_refused_requests(
+    engine: Callable[..., Engine], checkpoint: Checkpoint, options: dict[str, Any], error: str
+) -> None:
+    model = engine(checkpoint(32), max_model_len=110, block_size=32)
+    with pytest.raises(VLLMValidationError, match=error):
+        model.llm.generate([{"prompt_token_ids": [1]}], SamplingParams(**options), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"hf_overrides": {"mask_token_id": 9999}}, "mask_token_id in .*config.json must be"),
+        ({"block_size": 48}, "--block-size must be a multiple of the model's block of 32"),
+        ({"async_scheduling": True}, "scheduled step by step"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
+        ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, "must be at least the canvas length"),
+        (
+            {"additional_config": {"vllm_dllm": {"commit_last_block": True}}},
+            "commit_last_block is not for masked models",
+        ),
+        (
+            {"additional_config": {"vllm_dllm": {"defaults": {"diffusion_t_min": 0.4}}}},
+            "diffusion_t_min",
+        ),
+    ],
+)
+def test_refused_servers(checkpoint: Checkpoint, options: dict[str, Any], error: str) -> None:
+    plugin.register()
+    with pytest.raises(ValueError, match=error):
+        EngineArgs(
+            str(checkpoint(32)), **{"dtype": "float32", "max_model_len": 512, **options}
+        ).create_engine_config()

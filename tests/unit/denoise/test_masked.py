@@ -1,0 +1,138 @@
+"""Which positions a masked model's step reveals, against the published rules in plain Python."""
+
+import bisect
+import itertools
+import random
+
+import pytest
+import torch
+
+from vllm_dllm.denoise.masked import (
+    NO_BOUND,
+    Candidates,
+    Edits,
+    MaskedRules,
+    even_share,
+    masked_step,
+    reveal_candidates,
+)
+
+C = 8
+
+
+def published(
+    rule: str,
+    hidden: list[int],
+    probability: list[float],
+    entropy: list[float],
+    least: int,
+    threshold: float,
+    bound: float,
+) -> set[int]:
+    """The positions that SDAR's loops transfer; `hidden` ones are in rising order."""
+    if rule == "sequential":
+        return set(hidden[:least])
+    if rule == "entropy":
+        order = sorted(hidden, key=lambda i: entropy[i])
+        sums = list(itertools.accumulate(entropy[i] for i in order))
+        return set(order[: max(1, bisect.bisect_left(sums, bound))])
+    surest = sorted(hidden, key=lambda i: -probability[i])[:least]
+    over = [i for i in hidden if probability[i] > threshold]
+    return set(over if rule == "dynamic" and len(over) >= least else surest)
+
+
+def rules_of(rule: str, least: int, threshold: float, bound: float) -> MaskedRules:
+    return MaskedRules(
+        threshold=torch.tensor([threshold if rule == "dynamic" else 2.0]),
+        least=torch.tensor([1 if rule == "entropy" else least]),
+        in_order=torch.tensor([rule == "sequential"]),
+        entropy_bound=torch.tensor([bound if rule == "entropy" else NO_BOUND]),
+    )
+
+
+@pytest.mark.parametrize("rule", ["dynamic", "static", "sequential", "entropy"])
+def test_reveals_what_the_published_rule_does(rule: str) -> None:
+    draw = random.Random(0)
+    rules, rows, expected = [], [], []
+    for _ in range(500):
+        hidden = sorted(draw.sample(range(C), draw.randint(1, C)))
+        # Multiples of 1/64: their sums are exact, and equal the bound at times.
+        probability = [draw.randint(1, 64) / 64 for _ in range(C)]
+        entropy = [draw.randint(0, 64) / 64 for _ in range(C)]
+        probability = [p + i / 4096 for i, p in enumerate(probability)]  # no two alike
+        entropy = [e + i / 4096 for i, e in enumerate(entropy)]
+        least, threshold, bound = draw.randint(1, 4), probability[0], draw.randint(0, 128) / 64
+        rules.append(rules_of(rule, least, threshold, bound))
+        rows.append((probability, entropy, [i in hidden for i in range(C)]))
+        expected.append(published(rule, hidden, probability, entropy, least, threshold, bound))
+    probabilities, entropies, masks = map(torch.tensor, zip(*rows, strict=True))
+    candidates = Candidates(torch.zeros_like(masks, dtype=torch.int64), probabilities, entropies)
+    together = MaskedRules(*(torch.cat(column) for column in zip(*rules, strict=True)))
+    found = reveal_candidates(candidates, masks, together)
+    assert [set(row.nonzero().flatten().tolist()) for row in found] == expected
+
+
+def test_a_threshold_must_be_exceeded() -> None:
+    candidates = Candidates(
+        torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[0.5, 0.75, 0.875]]), torch.ones(1, 3)
+    )
+    rules = rules_of("dynamic", 1, 0.75, 0.0)
+    hidden = torch.ones(1, 3, dtype=torch.bool)
+    assert reveal_candidates(candidates, hidden, rules).tolist() == [[False, False, True]]
+
+
+def test_of_equals_the_first() -> None:
+    candidates = Candidates(
+        torch.zeros(1, 4, dtype=torch.int64), torch.full((1, 4), 0.5), torch.ones(1, 4)
+    )
+    hidden = torch.tensor([[False, True, True, True]])
+    found = reveal_candidates(candidates, hidden, rules_of("static", 2, 0.0, 0.0))
+    assert found.tolist() == [[False, True, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "shares"),
+    [(1, [8]), (3, [3, 3, 2]), (8, [1] * 8), (10, [1] * 8 + [0, 0])],
+    ids=str,
+)
+def test_shares_are_even(num_steps: int, shares: list[int]) -> None:
+    steps = torch.arange(num_steps)
+    assert even_share(steps, torch.full_like(steps, num_steps), C).tolist() == shares
+
+
+@pytest.mark.parametrize("rule", ["dynamic", "static", "sequential", "entropy"])
+def test_a_canvas_is_done_in_its_steps(rule: str) -> None:
+    """Also one that has fewer hidden positions than the schedule asks for."""
+    generator = torch.Generator().manual_seed(0)
+    for length, num_steps in itertools.product((1, 5, C), (1, 3, C)):
+        hidden = torch.arange(C)[None] >= C - length
+        for step in range(num_steps if rule != "entropy" else C):
+            uniform = torch.rand(2, 1, C, generator=generator)
+            candidates = Candidates(torch.zeros(1, C, dtype=torch.int64), *uniform)
+            least = int(even_share(torch.tensor([step]), torch.tensor([num_steps]), C))
+            hidden &= ~reveal_candidates(candidates, hidden, rules_of(rule, least, 0.9, 0.5))
+        assert not hidden.any()
+
+
+def test_edits_until_nothing_changes() -> None:
+    """Canvases: one that does not edit, one with a mask, one that changes, one that is at its last
+    step, one that does not change."""
+    n, mask_id = 5, 99
+    canvas = torch.tensor([[1, 2], [1, mask_id], [1, 2], [1, 2], [1, 2]])
+    candidates = Candidates(
+        torch.tensor([[5, 6], [5, 6], [5, 6], [5, 6], [1, 6]]),
+        torch.tensor([[0.95, 0.5]]).expand(n, 2),
+        torch.ones(n, 2),
+    )
+    edits = Edits(
+        is_chosen=torch.tensor([False, True, True, True, True]),
+        threshold=torch.full((n,), 0.9),
+        most_steps=torch.full((n,), 3),
+        steps_done=torch.tensor([0, 0, 0, 2, 0]),
+    )
+    rules = MaskedRules(*(column.expand(n) for column in rules_of("static", 1, 0.0, 0.0)))
+    outcome = masked_step(candidates, canvas, canvas != mask_id, None, rules, edits, mask_id)
+    assert outcome.canvas.tolist() == [[1, 2], [5, 6], [5, 2], [5, 2], [1, 2]]
+    assert outcome.revealed.all()
+    assert outcome.edit_steps_done.tolist() == [1, 0, 1, 3, 1]
+    assert outcome.finished.tolist() == [True, False, False, True, True]

@@ -1,0 +1,124 @@
+"""One step of a masked model's canvases: which of the hidden positions get their tokens, and which
+of the others get another one.
+
+The rules are those of SDAR's published loops (`generate.py` of github.com/JetAstra/SDAR, and the
+scheduler of its engine, JetEngine), and the edits are LLaDA2.1's. We differ in two things: only
+hidden positions are revealed, though the loops ask for more than are left in a first canvas that
+holds a part of the prompt; and a canvas is never left with hidden positions, though the entropy
+rule may want more than its steps.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_dllm.denoise.row_stats import argmax, sample_by_inversion
+
+NO_BOUND = -1.0
+"""An entropy bound that reveals nothing by itself."""
+
+
+class Candidates(NamedTuple):
+    """What a step would put at each position, [n, C], or one after the other, [rows]."""
+
+    tokens: torch.Tensor  # int64
+    probability: torch.Tensor  # fp32, of these tokens
+    entropy_nats: torch.Tensor  # fp32, of the distributions they come from
+
+
+class MaskedRules(NamedTuple):
+    """How a step chooses, canvas by canvas: each [n]."""
+
+    threshold: torch.Tensor  # fp32, a candidate that is more probable is revealed
+    least: torch.Tensor  # int64, positions that are revealed at least
+    in_order: torch.Tensor  # bool, these are the first ones, not the surest
+    entropy_bound: torch.Tensor  # fp32, nats; >= 0: the surest are those of least entropy, and all
+    # are revealed while their summed entropy is below the bound; NO_BOUND: none of this
+
+
+class Edits(NamedTuple):
+    """Canvases whose revealed tokens may still change: each [n]."""
+
+    is_chosen: torch.Tensor  # bool, the others are finished when nothing is hidden
+    threshold: torch.Tensor  # fp32, a candidate that is more probable replaces a revealed token
+    most_steps: torch.Tensor  # int64, of those that find nothing hidden
+    steps_done: torch.Tensor  # int64, of those
+
+
+class MaskedOutcome(NamedTuple):
+    canvas: torch.Tensor  # [n, C] int64, the next step's input
+    tokens: torch.Tensor  # [n, C] int64, revealed ones, and candidates where nothing is
+    revealed: torch.Tensor  # [n, C] bool
+    edit_steps_done: torch.Tensor  # [n] int64, see `Edits`
+    finished: torch.Tensor  # [n] bool
+
+
+def draw_candidates(
+    logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; MASKED_LOGIT, never -inf
+    uniform: torch.Tensor,  # [rows] float in [0, 1)
+    is_greedy: torch.Tensor,  # [rows] bool, the candidate is the most probable token
+) -> Candidates:
+    log_probs = logits.log_softmax(dim=-1)
+    probs = log_probs.exp()
+    tokens = torch.where(is_greedy, argmax(logits), sample_by_inversion(probs, uniform))
+    return Candidates(
+        tokens=tokens,
+        probability=probs.gather(-1, tokens[:, None]).squeeze(-1),
+        entropy_nats=log_probs.mul_(probs).sum(dim=-1).neg_(),
+    )
+
+
+def masked_step(
+    candidates: Candidates,  # [n, C]
+    canvas: torch.Tensor,  # [n, C] int64, what this step read
+    revealed: torch.Tensor,  # [n, C] bool, by earlier steps
+    valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
+    rules: MaskedRules,
+    edits: Edits,
+    mask_id: int,
+) -> MaskedOutcome:
+    """A canvas is finished when nothing is hidden; with edits, after a step that found nothing
+    hidden and nothing to change, or after `most_steps` that found nothing hidden."""
+    hidden = ~revealed if valid is None else ~revealed & valid
+    found = reveal_candidates(candidates, hidden, rules)
+    changed = revealed & (candidates.tokens != canvas)
+    changed &= (edits.is_chosen[:, None]) & (candidates.probability > edits.threshold[:, None])
+    tokens = torch.where(revealed & ~changed, canvas, candidates.tokens)
+    is_complete = ~hidden.any(dim=-1)
+    edit_steps = edits.steps_done + is_complete
+    edited = is_complete & (~changed.any(dim=-1) | (edit_steps >= edits.most_steps))
+    return MaskedOutcome(
+        canvas=torch.where(revealed | found, tokens, mask_id),
+        tokens=tokens,
+        revealed=revealed | found,
+        edit_steps_done=edit_steps,
+        finished=torch.where(edits.is_chosen, edited, ~(hidden & ~found).any(dim=-1)),
+    )
+
+
+def reveal_candidates(
+    candidates: Candidates,  # [n, C]
+    hidden: torch.Tensor,  # [n, C] bool, positions that hold the mask
+    rules: MaskedRules,
+) -> torch.Tensor:
+    """Positions revealed by this step, [n, C] bool; at least one of each canvas that has any."""
+    by_entropy = (rules.entropy_bound >= 0)[:, None]
+    confidence = torch.where(by_entropy, -candidates.entropy_nats, candidates.probability)
+    confidence = torch.where(rules.in_order[:, None], 0.0, confidence)
+    # Stable: of equals, the first.
+    ranked = torch.where(hidden, confidence, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    summed = torch.where(by_entropy, -ranked.values, 0.0).cumsum(-1)
+    place = torch.arange(hidden.shape[-1], device=hidden.device)
+    chosen = (place < rules.least.clamp(min=1)[:, None]) | (summed < rules.entropy_bound[:, None])
+    chosen = torch.zeros_like(hidden).scatter(-1, ranked.indices, chosen)
+    return hidden & (chosen | (candidates.probability > rules.threshold[:, None]))
+
+
+def even_share(
+    steps_done: torch.Tensor,  # [n] int64
+    num_steps: torch.Tensor,  # [n] int64
+    canvas_length: int,
+) -> torch.Tensor:
+    """[n] int64: positions that the coming step must reveal for a canvas to be done in `num_steps`;
+    the first steps take the remainder."""
+    return canvas_length // num_steps + (steps_done < canvas_length % num_steps)

@@ -1,0 +1,38 @@
+"""What masked models have in common: a layer stack of vLLM's, seen through blocks."""
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_dllm.attention import use_window_rules
+
+
+class MaskedModel:
+    """Goes before vLLM's class of the same layers. A position's logits are its own token's, not the
+    next one's."""
+
+    lm_head: Any
+    config: Any
+
+    streams_vocabulary = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        with use_window_rules(vllm_config.attention_config):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """vLLM's hook for per-request state; imported late because it needs the model runner."""
+        from vllm_dllm.step.masked_state import MaskedModelState
+
+        return MaskedModelState
+
+    def vocabulary_shard(self) -> tuple[int, torch.Tensor]:
+        """This rank's first token, and weights of the tokens from there on."""
+        return self.lm_head.shard_indices.org_vocab_start_index, self.lm_head.weight
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """[rows, V] fp32; None on ranks that do not sample."""
+        logits = super().compute_logits(hidden_states)  # type: ignore[misc]
+        return None if logits is None else logits.float()

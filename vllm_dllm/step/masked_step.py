@@ -1,0 +1,104 @@
+"""One step of a masked model's canvases: hidden positions are revealed, until none is left.
+
+A canvas is a block of the model's, or what the prompt leaves of one: blocks are counted from a
+request's first token, and known tokens at the end of the prompt may share the canvas' block. They
+see the canvas, so every step computes them anew, until the block is finished and prefilled whole.
+"""
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_dllm.config.masked import MaskedConfig
+from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.masked import Candidates, masked_step
+from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.step import CanvasState, StepOutcome
+from vllm_dllm.requests.masked import with_defaults
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_step import CanvasStep, Denoised, Found
+from vllm_dllm.step.logits import MaskedLogits
+from vllm_dllm.step.masked_settings import MaskedSlotSettings, MaskedStepSettings
+from vllm_dllm.step.requests import StepRequests
+from vllm_dllm.step.slots import SlotNumbers
+
+
+class MaskedStep(CanvasStep):
+    self_conditions = False
+
+    def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
+        config = MaskedConfig.read(vllm_config)
+        self.mask_id = config.mask_id
+        return StepRequests(
+            self.slots,
+            sampler,
+            MaskedSlotSettings(len(self.slots.canvas), self.canvas_length, self.device),
+            with_defaults(self.extension, config.threshold),
+            self.vocab_size,
+            self.max_model_len,
+            self.mask_id,
+        )
+
+    def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor:
+        known_ends = input_batch.seq_lens[: input_batch.num_reqs].long()
+        if self.batch is not None:
+            known_ends = known_ends.index_add(0, self.batch.requests, -self.batch.lengths)
+        return known_ends % self.canvas_length
+
+    def _cut_canvases(
+        self,
+        batch: CanvasBatch,
+        numbers: SlotNumbers,
+        starts: torch.Tensor,
+        input_batch: InputBatch,
+    ) -> torch.Tensor | None:
+        """[n] bool: canvases of which the scheduler ran only a part. A canvas ends where its block
+        or the context does."""
+        ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]  # exact, here
+        is_cut = (ends % self.canvas_length != 0) & (ends != self.max_model_len)
+        return async_tensor_h2d(is_cut, device=self.device) if is_cut.any() else None
+
+    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+        batch, numbers, settings = found.batch, found.numbers, found.settings
+        assert isinstance(settings, MaskedStepSettings)
+        slots, idx = self.slots, batch.slot_index
+        logits = MaskedLogits(
+            source,
+            batch,
+            found.starts,
+            found.tokens.best_guess,
+            self.soft_embedding,
+            self.requests.filters,
+            self.budget_bytes,
+            torch.where(slots.revealed[idx], slots.canvas[idx], NO_TOKEN),
+        )
+        row_temperature = batch.by_row(settings.temperature)[:, None]
+        positions = found.starts[:, None] + torch.arange(self.canvas_length, device=self.device)
+        draw = noise.uniform(numbers.noise_key, positions, numbers.steps_done, noise.CANDIDATE)
+        by_row = logits.draw(row_temperature, batch.flatten(draw), batch.by_row(settings.is_greedy))
+        candidates = Candidates(*(batch.unflatten(column) for column in by_row))
+        canvas, tokens, revealed, edit_steps_done, finished = masked_step(
+            candidates,
+            slots.canvas[idx],
+            slots.revealed[idx],
+            batch.valid,
+            settings.rules(numbers.steps_done, numbers.num_steps, self.canvas_length),
+            settings.edits(numbers.times_repeated),
+            self.mask_id,
+        )
+        # Steps that found nothing hidden are counted where other models count repeated guesses.
+        edit_steps_done = edit_steps_done.masked_fill(finished, 0)
+        state = CanvasState(tokens, edit_steps_done, numbers.steps_done + 1, numbers.num_steps)
+        return Denoised(
+            logits,
+            row_temperature,
+            RowStats(tokens, tokens, candidates.entropy_nats, candidates.probability.log()),
+            source.new_empty(len(source), 0),
+            torch.full_like(tokens, self.mask_id),
+            StepOutcome(canvas, revealed, state, finished),
+            revealed,
+        )
