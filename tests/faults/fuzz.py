@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tests.faults.answers import Broken, check
 from tests.faults.drawn_requests import DrawnRequest, Model, requests
-from tests.server.conftest import CANVAS, CHECKPOINT, MAX_MODEL_LEN, serving
+from tests.server.conftest import CANVAS, CHECKPOINT, MAX_MODEL_LEN, UNCOMPILED, serving
 from tests.server.test_drafter import DRAFTER as DRAFTER_CHECKPOINT
 from tests.server.test_drafter import TARGET, options
 
@@ -29,7 +29,7 @@ SERVERS: dict[str, tuple[Path, Model, list[str]]] = {
     "diffusion": (
         CHECKPOINT,
         DIFFUSION,
-        ["--diffusion-config", json.dumps({"canvas_length": CANVAS}), "--max-num-seqs", "32"],
+        [*UNCOMPILED, "--max-num-seqs", "32"],
     ),
     "drafter": (TARGET, DRAFTER, options(DRAFTER_CHECKPOINT, 15, width_policy="acceptance")),
 }

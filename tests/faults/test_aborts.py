@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 
 from tests.server.aborts import seeded_answers, storm
-from tests.server.conftest import CANVAS, CHECKPOINT, serving
+from tests.server.conftest import CHECKPOINT, UNCOMPILED, serving
 from tests.server.open_requests import metric, wait_until_unfinished
 from vllm_dllm.tools.server_process import HOST
 
@@ -22,7 +22,7 @@ def memory_mib(port: int) -> float:
 
 
 def test_a_thousand_aborts(tmp_path: Path) -> None:
-    options = ("--diffusion-config", f'{{"canvas_length": {CANVAS}}}', "--max-num-seqs", "32")
+    options = (*UNCOMPILED, "--max-num-seqs", "32")
     with serving(CHECKPOINT, tmp_path, *options) as server:
         before = seeded_answers(server)
         storm(server, count=300, at_once=32)  # what grows at first

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.processes import HANGS_S, wait_for
-from tests.server.conftest import CHECKPOINT, Server, start, start_serving, stop
+from tests.server.conftest import CHECKPOINT, UNCOMPILED, Server, start, start_serving, stop
 from tests.server.open_requests import LONG, OpenRequest, wait_until_unfinished
 from tests.server.process_trees import engine_of, gone, worker_of
 from tests.server.test_ending import LAST_RESORT
 
-OPTIONS = ("--diffusion-config", '{"canvas_length": 64}', "--max-num-seqs", "16")
+OPTIONS = (*UNCOMPILED, "--max-num-seqs", "16")
 Started = tuple[subprocess.Popen[bytes], Server]
 
 

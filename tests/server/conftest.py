@@ -30,6 +30,8 @@ OPTIONS = (
     *("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)),
     *("--kv-cache-memory-bytes", "1G"),
 )
+# Of servers for one test: compiling takes longer than the test.
+UNCOMPILED = ("--diffusion-config", json.dumps({"canvas_length": CANVAS}), "--enforce-eager")
 
 Complaint = Callable[..., str]
 

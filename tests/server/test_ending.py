@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 from tests.processes import HANGS_S, wait_for
-from tests.server.conftest import CHECKPOINT, start_serving, stop
+from tests.server.conftest import CHECKPOINT, UNCOMPILED, start_serving, stop
 from tests.server.open_requests import LONG, OpenRequest, wait_until_unfinished
 from tests.server.process_trees import gone
 
@@ -13,7 +13,7 @@ LAST_RESORT = "This process did not end in"
 
 
 def test_stopping(tmp_path: Path) -> None:
-    options = ("--diffusion-config", '{"canvas_length": 64}', "--max-num-seqs", "16")
+    options = (*UNCOMPILED, "--max-num-seqs", "16")
     process, server = start_serving(CHECKPOINT, tmp_path, *options, settings={"drain_seconds": 1})
     try:
         streams = [OpenRequest(server, LONG | {"stream": True, "seed": i}) for i in range(10)]
