@@ -52,7 +52,8 @@ XARGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown acceptance": (
         {"diffusion_acceptance": "luck"},
-        "diffusion_acceptance must be one of ['entropy_bound', 'confidence', 'top_k'], got 'luck'",
+        "diffusion_acceptance must be one of ['entropy_bound', 'confidence', 'top_k', 'in_order'], "
+        "got 'luck'",
     ),
     "entropy bound of nothing": (
         {"diffusion_entropy_bound": 0},

@@ -267,11 +267,11 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     for name in (
         "use_our_classes",
         "check_token_budget",
-        "check_weight_files",
         "read_denoise_config",
         "default_max_num_seqs",
+        "finish",
     ):
-        monkeypatch.setattr(serving_config, name, lambda _: 8)
+        monkeypatch.setattr(serving_config, name, lambda *_: 8)
 
     def start(attention_config: AttentionConfig) -> list[str]:
         config = SimpleNamespace(
