@@ -197,7 +197,7 @@ CASES = {
     "extension-config-key": (
         lambda _: None,
         ["--additional-config", '{"vllm_dllm": {"window": "symmetric"}}'],
-        "takes an object with the keys ['commit_last_block', 'defaults', 'drafter', 'fit_canvas', ",
+        "takes an object with the keys ['commit_last_block', 'defaults', 'drafter', ",
     ),
     "extension-config-value": (
         lambda _: None,
