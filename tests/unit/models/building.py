@@ -17,6 +17,7 @@ def build(checkpoint: Path, device: str, dtype: str = "float32") -> tuple[Served
         max_model_len=1024,
         enforce_eager=True,
         skip_tokenizer_init=True,
+        load_format="dummy" if device == "meta" else "auto",  # there are no weights to be read
     ).create_engine_config()
     with set_current_vllm_config(config), torch.device(device):
         model = initialize_model(config)
