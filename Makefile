@@ -62,7 +62,7 @@ test-faults: setup ## attack servers: kills, signals, storms of aborts
 	$(BIN)/pytest tests/faults -m faults --durations 20
 
 # As older, newer and other processors compute: vector widths, kernels of the libraries, threads.
-# SHORT=1: two settings, the tests that take seconds.
+# SHORT=1: one setting, the tests that take seconds.
 test-numerics: setup ## run the numeric tests as other processors compute (SHORT=1: some)
 	$(BIN)/python scripts/numerics.py $(if $(SHORT),--short)
 
