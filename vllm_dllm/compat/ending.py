@@ -20,6 +20,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 from vllm.logger import init_logger
+from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.system_utils import kill_process_tree
 
 logger = init_logger(__name__)
@@ -62,6 +63,8 @@ def stop_gracefully() -> None:
             if not _in_event_loop() and not getattr(self, _STOPPING, False):
                 setattr(self, _STOPPING, True)
                 _stop_requests(self, timeout)
+                # Nobody waits for outputs any more: an engine that has to be killed is no error.
+                cancel_task_threadsafe(self.output_handler)
             timeout = ENGINE_S
         stock_shutdown(self, timeout)
 
