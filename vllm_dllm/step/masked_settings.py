@@ -2,14 +2,13 @@
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise.masked import NO_BOUND, Edits, MaskedRules, even_share
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.settings import write_rows_
 
 _NEVER = 2.0  # a threshold that no probability exceeds
 _EVEN_SHARE = 0
@@ -67,10 +66,7 @@ class MaskedSlotSettings:
         self._added[request.slot] = _settings(request.options, request.params.temperature)
 
     def start(self) -> None:
-        device = self._table.device
-        slots = np.fromiter(self._added, dtype=np.int64)
-        rows = np.array(list(self._added.values()), dtype=np.float32)
-        self._table[async_tensor_h2d(slots, device=device)] = async_tensor_h2d(rows, device=device)
+        write_rows_(self._table, self._added)
         self._added.clear()
 
     def drop(self, slot: int) -> None:

@@ -1,5 +1,6 @@
 """How each request's canvases are denoised: the server's settings, or its own."""
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,10 +83,7 @@ class SlotSettings:
             self._own[request.slot] = settings
 
     def start(self) -> None:
-        device = self._table.device
-        slots = np.fromiter(self._added, dtype=np.int64)
-        rows = np.array(list(self._added.values()), dtype=np.float32)
-        self._table[async_tensor_h2d(slots, device=device)] = async_tensor_h2d(rows, device=device)
+        write_rows_(self._table, self._added)
         self._added.clear()
 
     def drop(self, slot: int) -> None:
@@ -170,3 +168,15 @@ def revealing(
         return None
     is_chosen, threshold, per_step = settings.reveal
     return Reveal(is_chosen, threshold, per_step, revealed, tokens)
+
+
+def write_rows_(
+    table: torch.Tensor,  # [slots, k] fp32
+    rows: Mapping[int, Sequence[float]],  # by slot, k values each
+) -> None:
+    """Without waiting for the device."""
+    slots = np.fromiter(rows, dtype=np.int64)
+    values = np.array(list(rows.values()), dtype=np.float32)
+    table[async_tensor_h2d(slots, device=table.device)] = async_tensor_h2d(
+        values, device=table.device
+    )
