@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,20 @@ OPTIONS = (*UNCOMPILED, "--max-num-seqs", "16")
 Started = tuple[subprocess.Popen[bytes], Server]
 
 
+@contextmanager
+def started_with(folder: Path, drain_seconds: int) -> Iterator[Started]:
+    settings = {"drain_seconds": drain_seconds}
+    process, server = start_serving(CHECKPOINT, folder, *OPTIONS, settings=settings)
+    try:
+        yield process, server
+    finally:
+        stop(process)
+
+
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Started]:
-    process, server = start_serving(CHECKPOINT, tmp_path, *OPTIONS, settings={"drain_seconds": 2})
-    yield process, server
-    stop(process)
+    with started_with(tmp_path, drain_seconds=2) as it:
+        yield it
 
 
 def open_some(server: Server) -> list[OpenRequest]:
@@ -54,18 +64,27 @@ def test_kill_9(started: Started, victim: Callable[[subprocess.Popen[bytes]], in
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes(started: Started, number: int) -> None:
-    """As Ctrl-C sends it, and a service manager: what finishes in time is answered."""
+    """As Ctrl-C sends it, and a service manager."""
     process, server = started
-    short = [OpenRequest(server, LONG | {"max_tokens": 30, "seed": i}) for i in range(3)]
-    some = open_some(server) if number == signal.SIGTERM else []
-    wait_for(lambda: any(one.status is None for one in short) or all(one.done for one in short))
+    some = open_some(server)
     os.killpg(process.pid, number)
     check_told(some)
     process.wait(HANGS_S)
     wait_for(lambda: gone(process))
-    for one in short:
-        assert one.wait().status == 200, one.text
     assert LAST_RESORT not in server.log.read_text()
+
+
+def test_what_finishes_in_time_is_answered(tmp_path: Path) -> None:
+    with started_with(tmp_path, drain_seconds=HANGS_S) as (process, server):
+        some = [OpenRequest(server, LONG | {"seed": i}) for i in range(3)]
+        wait_until_unfinished(server, 3)
+        os.killpg(process.pid, signal.SIGINT)
+        for one in some:
+            assert one.wait().status == 200, one.text
+            assert '"finish_reason":"length"' in one.text
+        process.wait(HANGS_S)
+        wait_for(lambda: gone(process))
+        assert LAST_RESORT not in server.log.read_text()
 
 
 MOMENTS = (

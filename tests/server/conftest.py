@@ -1,4 +1,4 @@
-"""One `vllm serve` of the shipped checkpoint, started as a user starts it, for all tests here."""
+"""One `vllm serve` of the shipped checkpoint for all tests here; only `test_accuracy` compiles."""
 
 import json
 import os
@@ -30,8 +30,9 @@ OPTIONS = (
     *("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)),
     *("--kv-cache-memory-bytes", "1G"),
 )
-# Of servers for one test: compiling takes longer than the test.
-UNCOMPILED = ("--diffusion-config", json.dumps({"canvas_length": CANVAS}), "--enforce-eager")
+SHORT_CANVASES = ("--diffusion-config", json.dumps({"canvas_length": CANVAS}))
+# Compiling takes longer than most files of tests.
+UNCOMPILED = (*SHORT_CANVASES, "--enforce-eager")
 
 Complaint = Callable[..., str]
 
@@ -117,10 +118,7 @@ def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = (
-        *("--diffusion-config", json.dumps({"canvas_length": CANVAS})),
-        *("--max-num-seqs", "32", "--enable-prompt-tokens-details"),
-    )
+    options = (*UNCOMPILED, "--max-num-seqs", "32", "--enable-prompt-tokens-details")
     with serving(CHECKPOINT, tmp_path_factory.mktemp("server"), *options) as it:
         yield it
 

@@ -1,13 +1,24 @@
 """Exact match over the whole held-out set, served, next to transformers' `generate`."""
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.paths import CHECKPOINTS
-from tests.server.conftest import CHECKPOINT, Server
+from tests.server.conftest import CHECKPOINT, SHORT_CANVASES, Server, serving
 
 
-def test_served_answers_are_as_often_right_as_the_references(server: Server) -> None:
+@pytest.fixture
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """As users start it."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with serving(CHECKPOINT, folder, *SHORT_CANVASES, "--max-num-seqs", "32") as it:
+        yield it
+
+
+def test_served_answers_are_as_often_right_as_the_references(compiled: Server) -> None:
     rows = [json.loads(line) for line in (CHECKPOINTS / "held_out.jsonl").read_text().splitlines()]
     # Of transformers' generate: `python -m vllm_dllm.tools.pretrain.exact_match` wrote it.
     reference = json.loads((CHECKPOINT / "evaluation.json").read_text())["summary"]["all"]
@@ -16,8 +27,8 @@ def test_served_answers_are_as_often_right_as_the_references(server: Server) -> 
 
     def is_right(numbered_row: tuple[int, dict]) -> bool:
         number, row = numbered_row
-        answer = server.client.chat.completions.create(
-            model=server.model, messages=row["messages"], max_tokens=256, seed=number
+        answer = compiled.client.chat.completions.create(
+            model=compiled.model, messages=row["messages"], max_tokens=256, seed=number
         )
         return answer.choices[0].message.content == row["answer"]
 

@@ -2,13 +2,14 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.server.conftest import CANVAS, CHECKPOINT
+from tests.server.conftest import CANVAS, CHECKPOINT, UNCOMPILED
 from vllm_dllm import cli
 from vllm_dllm.tools import evaluate
 from vllm_dllm.tools.evaluate.harness import Outcome
@@ -16,7 +17,7 @@ from vllm_dllm.tools.evaluate.harness import Outcome
 CHECKPOINTS = CHECKPOINT.parent
 FP8 = CHECKPOINTS / "diffusiongemma-tiny-FP8-dynamic"
 NVFP4 = CHECKPOINTS / "diffusiongemma-tiny-NVFP4"
-OPTIONS = "--max-model-len 1024 --kv-cache-memory-bytes 1G --enforce-eager"
+OPTIONS = shlex.join((*UNCOMPILED, "--max-model-len", "1024", "--kv-cache-memory-bytes", "1G"))
 NUM_PROMPTS = 12
 
 
