@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.config.diffusion import DiffusionConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.logger import init_logger
@@ -19,6 +20,7 @@ from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
 from vllm_dllm.config.masked import MaskedConfig
+from vllm_dllm.config.step_sizes import canvases_at_once, capture_sizes
 from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.cpu import compilation
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
@@ -64,14 +66,17 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
                 "FlashAttention-4 in the layers that it can serve.",
                 ours.name,
             )
-        if scheduler_config.max_num_seqs != max_num_seqs:
-            scheduler_config.max_num_seqs = min(max_num_seqs, default_max_num_seqs(vllm_config))
-            logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
         end_start_in_time()
         use_our_classes(vllm_config)
         if current_platform.is_cpu():
             leave_room_beside_prompts(vllm_config)
         check_token_budget(vllm_config)
+        if is_default := scheduler_config.max_num_seqs != max_num_seqs:
+            scheduler_config.max_num_seqs = min(max_num_seqs, default_max_num_seqs(vllm_config))
+        if current_platform.is_cuda_alike():
+            choose_steps(vllm_config)
+        elif is_default:
+            logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
         # Read again by the worker; here, a mistake ends the start at once and in plain sight.
         read_denoise_config(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
@@ -237,9 +242,36 @@ def check_token_budget(vllm_config: VllmConfig) -> None:
             )
 
 
+def choose_steps(vllm_config: VllmConfig) -> None:
+    """Chooses which steps become CUDA graphs, unless the user did. The log says that, and what a
+    step has room for."""
+    assert vllm_config.diffusion_config is not None
+    canvas_length = vllm_config.diffusion_config.canvas_length
+    config, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
+    budget, num_reqs = config.max_num_batched_tokens, config.max_num_seqs
+    room = budget // canvas_length
+    if num_reqs > room:
+        wanted = num_reqs * canvas_length
+        why = f"the others wait (--max-num-batched-tokens {wanted} has room for all)"
+    else:
+        why = f"{budget - num_reqs * canvas_length} tokens are left to prompts"
+    is_chosen = graphs.cudagraph_capture_sizes or graphs.max_cudagraph_capture_size
+    has_graphs = graphs.cudagraph_mode != CUDAGraphMode.NONE
+    captured = "as configured"
+    if has_graphs and not is_chosen and not vllm_config.model_config.enforce_eager:
+        graphs.cudagraph_capture_sizes = sizes = capture_sizes(canvas_length, num_reqs, budget)
+        captured = f"for steps of {', '.join(map(str, sizes))} tokens"
+    logger.info(
+        "Serving at most %d requests at once: a step of %d tokens has room for %d canvases of %d, "
+        "%s. CUDA graphs %s.",
+        *(num_reqs, budget, room, canvas_length, why, captured),
+    )
+
+
 def default_max_num_seqs(vllm_config: VllmConfig) -> int:
     """Requests whose expected embeddings, most of what a slot holds, fit `SLOT_MEMORY_BYTES`, and
-    whose logits fit `LOGITS_MEMORY_BYTES`, unless they are never all there."""
+    whose logits fit `LOGITS_MEMORY_BYTES`, unless they are never all there. On a GPU no more than
+    a step has room for: the others would wait while they hold their slots and caches."""
     assert vllm_config.diffusion_config is not None
     canvas_length = vllm_config.diffusion_config.canvas_length
     model_config = vllm_config.model_config
@@ -252,4 +284,8 @@ def default_max_num_seqs(vllm_config: VllmConfig) -> int:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if not (plain and shards_begin_at_blocks(config.vocab_size, ranks)):
         most = min(most, LOGITS_MEMORY_BYTES // (canvas_length * config.vocab_size * 8))
-    return max(_FEWEST_REQUESTS, most)
+    most = max(_FEWEST_REQUESTS, most)
+    if current_platform.is_cuda_alike():
+        budget = vllm_config.scheduler_config.max_num_batched_tokens
+        most = min(most, canvases_at_once(budget, canvas_length))
+    return most

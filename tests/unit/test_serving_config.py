@@ -6,10 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_dllm import plugin, serving_config
+from vllm_dllm.config.step_sizes import capture_sizes
 from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
 from vllm_dllm.scheduling import scheduler
 from vllm_dllm.scheduling.spared_forwards import joins_commits
@@ -54,6 +57,101 @@ def test_what_the_user_names_stays(configure: Configure) -> None:
 def test_compiled_graphs_do_not_depend_on_the_scheduler(configure: Configure) -> None:
     stock = "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
     assert configure().compute_hash() == configure(scheduler_cls=stock).compute_hash()
+
+
+@pytest.fixture
+def on_h100(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The 26B model's settings as vLLM leaves them on an H100, adjusted; and the log's lines."""
+    platform = SimpleNamespace(is_cuda_alike=lambda: True)
+    monkeypatch.setattr(serving_config, "current_platform", platform)
+    log: list[str] = []
+    monkeypatch.setattr(serving_config.logger, "info", lambda text, *args: log.append(text % args))
+
+    def choose(max_num_seqs: int | None = None, **options: Any) -> tuple[Any, str]:
+        text = SimpleNamespace(hidden_size=2816, vocab_size=262_144)
+        graphs = dict(
+            cudagraph_capture_sizes=None, max_cudagraph_capture_size=None, cudagraph_mode=None
+        )
+        config: Any = SimpleNamespace(
+            diffusion_config=SimpleNamespace(canvas_length=256),
+            model_config=SimpleNamespace(
+                hf_text_config=text,
+                dtype=torch.bfloat16,
+                enforce_eager=options.pop("enforce_eager", False),
+            ),
+            quant_config=None,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            scheduler_config=SimpleNamespace(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=options.pop("max_num_batched_tokens", 8192),
+            ),
+            compilation_config=SimpleNamespace(**graphs | options),
+        )
+        if max_num_seqs is None:
+            most = serving_config.default_max_num_seqs(config)
+            config.scheduler_config.max_num_seqs = most
+        serving_config.choose_steps(config)
+        return config, log[-1]
+
+    return choose
+
+
+def test_a_gpu_serves_as_many_requests_as_a_step_has_room_for(on_h100: Callable[..., Any]) -> None:
+    config, line = on_h100()
+    assert config.scheduler_config.max_num_seqs == 24
+    assert line.startswith(
+        "Serving at most 24 requests at once: a step of 8192 tokens has room for 32 canvases of "
+        "256, 2048 tokens are left to prompts. CUDA graphs for steps of 64, 128, 192, 256, 320, "
+    )
+    assert on_h100(max_num_batched_tokens=32_768)[0].scheduler_config.max_num_seqs == 96
+
+
+def test_whole_canvases_are_captured(on_h100: Callable[..., Any]) -> None:
+    config, _ = on_h100()
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    assert {256 * n for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)} <= set(sizes)
+    assert all(size % 64 == 0 for size in sizes) and max(sizes) == 4096
+    assert all(size % 256 == 0 for size in sizes if size > 1024)
+
+
+@pytest.mark.parametrize(
+    ("canvas_length", "max_num_seqs", "budget", "sizes"),
+    [
+        (256, 1, 8192, [64, 128, 192, 256, 320, 384, 448]),
+        (256, 24, 600, [64, 128, 192, 256, 320, 384, 448, 512]),
+        (30, 2, 8192, [8, 16, 24, 30, 32, 40, 48, 56, 60]),
+        (64, 11, 512, [*range(16, 256, 16), 256, 320, 384, 448, 512]),
+    ],
+)
+def test_no_step_is_captured_that_never_comes(
+    canvas_length: int, max_num_seqs: int, budget: int, sizes: list[int]
+) -> None:
+    assert capture_sizes(canvas_length, max_num_seqs, budget) == sizes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cudagraph_capture_sizes": [1, 2]},
+        {"max_cudagraph_capture_size": 512},
+        {"cudagraph_mode": CUDAGraphMode.NONE},
+        {"enforce_eager": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_the_user_said_of_graphs_stays(
+    on_h100: Callable[..., Any], settings: dict[str, Any]
+) -> None:
+    config, line = on_h100(**settings)
+    expected = settings.get("cudagraph_capture_sizes")
+    assert config.compilation_config.cudagraph_capture_sizes == expected
+    assert line.endswith("CUDA graphs as configured.")
+
+
+def test_more_requests_than_a_step_holds_are_said_to_wait(on_h100: Callable[..., Any]) -> None:
+    config, line = on_h100(max_num_seqs=64)
+    assert config.scheduler_config.max_num_seqs == 64
+    assert "the others wait (--max-num-batched-tokens 16384 has room for all)" in line
 
 
 def config_with(worker_cls: str) -> Any:

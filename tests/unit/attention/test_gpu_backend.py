@@ -263,12 +263,14 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
         staticmethod(stock),
     )
     monkeypatch.setattr(serving_config, "gpu_backend", lambda _: AttentionBackendEnum.CUSTOM)
-    monkeypatch.setattr(serving_config, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)
+    monkeypatch.setattr(serving_config, "current_platform", gpu)
     for name in (
         "use_our_classes",
         "check_token_budget",
         "read_denoise_config",
         "default_max_num_seqs",
+        "choose_steps",
         "finish",
     ):
         monkeypatch.setattr(serving_config, name, lambda *_: 8)
