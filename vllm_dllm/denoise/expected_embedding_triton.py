@@ -1,4 +1,5 @@
-"""`expected_embedding.add_needed_` for GPUs, without the host knowing which blocks are needed."""
+"""The expected embedding's products for GPUs: `expected_embedding.add_needed_` without the host
+knowing which blocks are needed, and the weights of the whole product in one pass."""
 
 import torch
 import triton
@@ -7,6 +8,26 @@ import triton.language as tl
 from vllm_dllm.denoise.vocab_stream import BLOCK
 
 _ROWS, _HIDDEN, _TOKENS = 64, 128, 64
+_WEIGHED = 4096  # tokens of a row at a time
+
+
+def weigh_(
+    logits: torch.Tensor,  # [rows, Vt] fp16, bf16 or fp32, overwritten
+    maximum: torch.Tensor,  # [rows] fp32, not below any of the row's logits
+    totals: torch.Tensor,  # [rows] fp32, changed in place
+) -> torch.Tensor:
+    """`exp(logits - maximum)` [rows, Vt] in the logits' type and in their place. Adds its sums, not
+    rounded, to the totals. A logit is read once and written once."""
+    _weigh_kernel[(len(logits),)](
+        logits,
+        maximum,
+        totals,
+        logits.shape[1],
+        logits.stride(0),
+        BLOCK=_WEIGHED,
+        num_warps=8,
+    )
+    return logits
 
 
 def add_needed_(
@@ -42,7 +63,31 @@ def add_needed_(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "width", "num_blocks"])
+@triton.jit
+def _weigh_kernel(
+    logits,  # [rows, Vt]
+    maximum,  # [rows] fp32
+    totals,  # [rows] fp32
+    width,
+    logits_stride,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.load(maximum + row)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, width, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        place = logits + row * logits_stride + token
+        logit = tl.load(place, mask=token < width, other=0.0).to(tl.float32)
+        weight = tl.where(token < width, tl.exp(logit - top), 0.0)
+        total += weight
+        tl.store(place, weight.to(logits.dtype.element_ty), mask=token < width)
+    tl.store(totals + row, tl.load(totals + row) + tl.sum(total, 0))
+
+
+# Not of `width`: as a multiple of 16, which it nearly always is, it lets logits be read eight at a
+# time, and embeddings without waiting.
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _add_needed_kernel(
     sums,  # [rows, H] fp32
     totals,  # [rows] fp32

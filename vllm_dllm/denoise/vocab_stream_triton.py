@@ -43,7 +43,9 @@ def read_blocks_(
     return VocabBlocks(maximum, best, total, weighted, candidate)
 
 
-@triton.jit(do_not_specialize=["width", "num_blocks", "first_token"])
+# Not of `width`: as a multiple of 16, which it nearly always is, it lets logits be read eight at a
+# time.
+@triton.jit(do_not_specialize=["num_blocks", "first_token"])
 def _read_blocks_kernel(
     output,  # [rows, Vt]
     temperature,  # [rows] fp32

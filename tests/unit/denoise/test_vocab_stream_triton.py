@@ -127,3 +127,23 @@ def test_add_needed(fused: ModuleType, dtype: torch.dtype) -> None:
     add_needed_(*magnitudes, logits, maximum, needed, embeddings.abs())
     for one, other, size in zip(ours, expected, magnitudes, strict=True):
         tolerances.assert_within(one.cpu(), other, share * size.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("width", [2 * BLOCK, 5 * BLOCK + 77])
+def test_weigh(fused: ModuleType, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(12, width + 3, generator=generator).to(dtype)[:, :width]
+    maximum = logits.float().amax(-1) + torch.rand(12, generator=generator)
+    totals = torch.rand(12, generator=generator)
+    exact = (logits.double() - maximum[:, None]).exp()
+    on_device = logits.to(DEVICE), maximum.to(DEVICE), totals.to(DEVICE)
+    weights = expected_embedding_triton.weigh_(*on_device)
+    assert weights.data_ptr() == on_device[0].data_ptr() and weights.dtype == dtype
+    of_weights = tolerances.softmax(1, maximum.abs().max().item()) + tolerances.unit_roundoff(dtype)
+    # Below the smallest normal number, fp16 rounds to a fixed grid.
+    allowed = of_weights * exact + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    tolerances.assert_within(weights.cpu(), exact, allowed)
+    share = tolerances.softmax(width, maximum.abs().max().item())
+    expected = totals + exact.sum(-1)
+    tolerances.assert_within(on_device[2].cpu(), expected, share * expected)
