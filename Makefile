@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-faults test-numerics test-vllm lint docs wheel bench lock clean
+.PHONY: help setup serve demo test test-fast test-faults test-numerics test-vllm lint docs wheel bench codegen lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -90,6 +90,14 @@ wheel: setup ## build dist/vllm_dllm-*.whl, which needs no clone
 
 bench: setup ## measure serving on this machine
 	$(BIN)/python -m bench.serving
+
+# The Triton that `.[cuda]` installs, beside that of requirements/cpu.txt: 250 MB, kept in build/.
+TRITON_OF_CUDA := build/triton-3.7.1
+codegen: setup ## compile the GPU kernels, write attention_kernels/CODEGEN.md
+	@test -d $(TRITON_OF_CUDA) || $(PIP_INSTALL) --quiet --no-deps \
+	  --target $(TRITON_OF_CUDA) triton==$(TRITON_OF_CUDA:build/triton-%=%)
+	$(BIN)/python -m bench.codegen
+	PYTHONPATH=$(TRITON_OF_CUDA) $(BIN)/python -m bench.codegen
 
 lock: setup ## resolve requirements/cpu.txt anew
 	$(BIN)/python scripts/lock.py

@@ -19,7 +19,7 @@ W - 1 tokens of the prefix, and the canvas attends to all of those and all of it
 `reference.py`, the CPU adapter (`vllm_dllm/attention/cpu.py`) and the picture of the masks call
 the functions here. Kernels cannot. They restate the rules, and tests check that they agree:
 
-- `triton_fwd._visible` is `visible`: `test_triton.py::test_visibility`.
+- `triton_kernels._visible` is `visible`: `test_triton.py::test_visibility`.
 - `tiling.key_range` is `visible_range`: `test_triton.py::test_visits_all_keys_that_are_seen_...`.
 - `chunks._cut_kernel` makes bands of `visible`: `test_chunks.py::test_no_page_in_vain`.
 - `fa4_fwd.band_mask` applies them: `test_fa4.py::test_mask_function`.

@@ -1,4 +1,5 @@
-"""What Triton makes of kernels for GPUs that are not there.
+"""What Triton makes of kernels for GPUs that are not there, as far as its PTX says. Spills show in
+the machine code alone: see `bench.codegen`.
 
 A test module lists its kernels as CASES, by name. They are compiled in a process of their own, as
 the tests' process may have Triton's functions in the interpreter:
@@ -21,7 +22,7 @@ from attention_kernels.support import shared_bytes
 from tests.paths import ROOT
 
 TENSOR_CORES = {90: "wgmma.mma_async", 100: "tcgen05.mma"}  # on others mma.sync
-INSTRUCTIONS = (*TENSOR_CORES.values(), "mma.sync", "cp.async", "ld.local")
+INSTRUCTIONS = (*TENSOR_CORES.values(), "mma.sync", "cp.async")
 DIVISIBLE = [["tt.divisibility", 16]]
 
 
@@ -42,7 +43,6 @@ class Case:
 
 
 def check(case: Case, found: Mapping[str, int]) -> None:
-    assert found["ld.local"] == 0, "registers spill"
     assert found["calls in the loop"] == 0, "a call keeps its arguments in another layout"
     assert found["shared_bytes"] <= shared_bytes(divmod(case.capability, 10))
     if case.multiplies:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from attention_kernels.api import FP8, attention
 from attention_kernels.masks import visible, visible_range
 from attention_kernels.testing import PagedBatch, Request, allowed, with_gaps
+from attention_kernels.tiling import key_range
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("triton_version")]
@@ -144,7 +145,6 @@ def test_split_keys(
 
 SLIDING, FULL = (16, 8, 256, 1023), (16, 2, 512, -1)  # heads, key heads, head size, window
 SPLITS = {  # processors, layer, requests, context and queries of each, splits
-    "one canvas, sliding": (132, SLIDING, 1, 8192, 256, 4),
     "one canvas, full": (132, FULL, 1, 8192, 256, 4),
     "one canvas, 108 processors": (108, FULL, 1, 8192, 256, 2),
     "one canvas, 148 processors": (148, FULL, 1, 65536, 256, 4),
@@ -154,6 +154,7 @@ SPLITS = {  # processors, layer, requests, context and queries of each, splits
     "no GPU": (1, FULL, 1, 65536, 256, 1),
 }
 TOO_FEW_KEYS = {
+    "one canvas, sliding": (132, SLIDING, 1, 8192, 256, 4),
     "short context": (132, FULL, 1, 0, 256, 1),
     "some context": (132, FULL, 1, 600, 256, 2),
     "one token": (132, FULL, 1, 65536, 1, 16),
@@ -178,7 +179,6 @@ def test_few_requests_fill_the_processors(
     monkeypatch.setattr(triton_version, "_attention_kernel", Kernel())
     monkeypatch.setattr(triton_version, "_join_kernel", Kernel())
     monkeypatch.setattr(triton_version, "_num_processors", lambda _: num_processors)
-    monkeypatch.setattr(triton_version, "_shared_memory", lambda _: 227 * 1024)
     shape = (num_reqs * query_len, num_heads, head_size)
     query = torch.empty(shape, dtype=torch.half)
     cache = torch.empty(1, 16, num_kv_heads, head_size, dtype=torch.half)
@@ -378,7 +378,6 @@ def test_pages_before_the_window_may_hold_anything(block_size: int) -> None:
     window_left=st.integers(-1, 90),
 )
 def test_visits_all_keys_that_are_seen_and_no_tile_without_one(
-    triton_version: ModuleType,
     query_len: int,
     context_len: int,
     first: int,
@@ -391,7 +390,7 @@ def test_visits_all_keys_that_are_seen_and_no_tile_without_one(
     last = min(first + block_q, query_len) - 1
     seq_len = context_len + query_len
     arguments = (context_len + first, context_len + last, context_len, seq_len)
-    start, end = triton_version.key_range.fn(*arguments, causal, symmetric, window_left)
+    start, end = key_range.fn(*arguments, causal, symmetric, window_left)
     query_pos = torch.arange(arguments[0], arguments[1] + 1)[:, None]
     seen = visible(
         query_pos, torch.arange(seq_len), context_len, causal, window_left, symmetric

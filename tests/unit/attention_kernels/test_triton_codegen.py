@@ -4,7 +4,6 @@ import pytest
 import triton
 
 from attention_kernels import chunks, triton_fwd
-from attention_kernels.support import shared_bytes
 from tests.triton_for_gpus import Case, check, compile_apart
 
 SHAPES = {  # capability, head size, query heads a key head, page, cache dtype
@@ -29,7 +28,8 @@ POINTERS = {
 
 
 def attend(capability: int, head_size: int, group: int, page: int, cache_dtype: str) -> Case:
-    tiles = triton_fwd.Tiles.choose(head_size, group, 2, shared_bytes(divmod(capability, 10)))
+    cache_size = 2 if cache_dtype == "bf16" else 1
+    tiles = triton_fwd.Tiles.choose(head_size, group, 2, cache_size, divmod(capability, 10))
     constants = {
         "HQ": 2 * group,
         "GROUP": group,
@@ -40,6 +40,7 @@ def attend(capability: int, head_size: int, group: int, page: int, cache_dtype: 
         "PAGE": page,
         "BLOCK_Q": tiles.block_q,
         "BLOCK_N": tiles.block_n,
+        "LAGS": tiles.lags,
         "SPLITS": 4,
         "HAS_WINDOW": head_size < 512,
         "HAS_SOFTCAP": False,
