@@ -1,15 +1,14 @@
-"""Our Triton kernels, at the shapes of the 26B model and of a drafter for an 8B one."""
+"""The Triton kernels of attention and sampler, at the shapes of the 26B model."""
 
 from collections.abc import Iterator
 
 import triton
 
 from attention_kernels import chunks, triton_fwd
-from attention_kernels.support import FIRST_FP8_CAPABILITY, shared_bytes
+from attention_kernels.support import FIRST_FP8_CAPABILITY
 from bench.codegen.case import Case
 from vllm_dllm.denoise import expected_embedding_triton as embedding
 from vllm_dllm.denoise import vocab_stream_triton as vocabulary
-from vllm_dllm.drafters import context_kv_triton as drafter
 
 FP8 = "fp8e4nv"
 LAYERS = {  # head size, query heads a key head, page
@@ -20,7 +19,7 @@ LAYERS = {  # head size, query heads a key head, page
 
 def cases(chip: int) -> dict[str, Case]:
     """By name, in the order of the table."""
-    return dict((*_attention(chip), *_sampler(chip), *_drafter(chip)))
+    return dict((*_attention(chip), *_sampler(chip)))
 
 
 def _capability(chip: int) -> tuple[int, int]:
@@ -128,56 +127,4 @@ def _sampler(chip: int) -> Iterator[tuple[str, Case]]:
             loads_ahead=True,
             loop_flops=2 * rows * hidden * tokens,
         ),
-    )
-
-
-# --- drafter --------------------------------------------------------------------------------
-
-_TUPLES = {"tokens": drafter.Tokens, "heads": drafter.Head, "caches": drafter.Caches}
-_DRAFTER = {
-    **dict.fromkeys(("states", "hidden_norm", "projection", "bias", "projected"), "bf16"),
-    **dict.fromkeys(("heads.k_norm", "caches.like"), "bf16"),
-    **dict.fromkeys(("heads.cos_sin", "caches.scales"), "fp32"),
-    **dict.fromkeys(("tokens.positions", "tokens.slots", "caches.addresses"), "i64"),
-}
-_FLOATS = ("heads.eps", "heads.value_factor")
-_HEAD = {"NUM_HEADS": 8, "SIZE": 128, "ROTATING": 128, "HALF": 64, "IS_NEOX": True}
-_WIDE = _HEAD | {"SIZE": 256, "ROTATING": 64, "HALF": 128, "IS_NEOX": False}
-
-
-def _drafter(chip: int) -> Iterator[tuple[str, Case]]:
-    yield "drafter's context, 64 tokens", _fused(chip, 64, _HEAD)
-    yield "drafter's context, heads of 256", _fused(chip, 64, _WIDE)
-    yield "drafter's context after a GEMM, bf16", _after_gemm("bf16")
-    if _capability(chip) >= FIRST_FP8_CAPABILITY:
-        yield "drafter's context after a GEMM, fp8", _after_gemm(FP8)
-
-
-def _of_heads(head: dict[str, int]) -> dict[str, object]:
-    return {f"heads.{name}": value for name, value in head.items()}
-
-
-def _fused(chip: int, num_tokens: int, head: dict[str, int]) -> Case:
-    tiles = drafter.fused_tiles(num_tokens, head["SIZE"], 2, shared_bytes(_capability(chip)))
-    options = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
-    return Case(
-        drafter._project_and_store_kernel,
-        _DRAFTER,
-        {**_of_heads(head), "HIDDEN_SIZE": 4096, "HAS_BIAS": False, **tiles},
-        _FLOATS,
-        _TUPLES,
-        options,
-        multiplies=num_tokens == 64,  # a tile of 16 rows is too small for Hopper's own
-        loads_ahead=True,
-        loop_flops=2 * 2 * tiles["ROWS"] * tiles["INPUTS"] * head["HALF"],
-    )
-
-
-def _after_gemm(cache: str) -> Case:
-    return Case(
-        drafter._store_projected_kernel,
-        _DRAFTER | {"caches.like": cache},
-        {**_of_heads(_HEAD), "ROWS": drafter._ROWS},
-        _FLOATS,
-        _TUPLES,
     )

@@ -137,6 +137,7 @@ def test_weigh(fused: ModuleType, width: int, dtype: torch.dtype) -> None:
     maximum = logits.float().amax(-1) + torch.rand(12, generator=generator)
     totals = torch.rand(12, generator=generator)
     exact = (logits.double() - maximum[:, None]).exp()
+    expected = totals + exact.sum(-1)
     on_device = logits.to(DEVICE), maximum.to(DEVICE), totals.to(DEVICE)
     weights = expected_embedding_triton.weigh_(*on_device)
     assert weights.data_ptr() == on_device[0].data_ptr() and weights.dtype == dtype
@@ -145,5 +146,4 @@ def test_weigh(fused: ModuleType, width: int, dtype: torch.dtype) -> None:
     allowed = of_weights * exact + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     tolerances.assert_within(weights.cpu(), exact, allowed)
     share = tolerances.softmax(width, maximum.abs().max().item())
-    expected = totals + exact.sum(-1)
     tolerances.assert_within(on_device[2].cpu(), expected, share * expected)
