@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.config.diffusion import DiffusionConfig
 from vllm.config.scheduler import SchedulerConfig
+from vllm.config.vllm import OptimizationLevel
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import (
     DiffusionGemmaModelForBlockDiffusionConfig,
@@ -255,10 +256,9 @@ def choose_steps(vllm_config: VllmConfig) -> None:
         why = f"the others wait (--max-num-batched-tokens {wanted} has room for all)"
     else:
         why = f"{budget - num_reqs * canvas_length} tokens are left to prompts"
-    is_chosen = graphs.cudagraph_capture_sizes or graphs.max_cudagraph_capture_size
-    has_graphs = graphs.cudagraph_mode != CUDAGraphMode.NONE
+    chosen = (graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size)
     captured = "as configured"
-    if has_graphs and not is_chosen and not vllm_config.model_config.enforce_eager:
+    if has_cuda_graphs(vllm_config) and chosen == (None, None):
         graphs.cudagraph_capture_sizes = sizes = capture_sizes(canvas_length, num_reqs, budget)
         captured = f"for steps of {', '.join(map(str, sizes))} tokens"
     logger.info(
@@ -266,6 +266,14 @@ def choose_steps(vllm_config: VllmConfig) -> None:
         "%s. CUDA graphs %s.",
         *(num_reqs, budget, room, canvas_length, why, captured),
     )
+
+
+def has_cuda_graphs(vllm_config: VllmConfig) -> bool:
+    """Before vLLM has settled the mode: what it makes of None is the optimization level's."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is None and vllm_config.optimization_level == OptimizationLevel.O0:
+        mode = CUDAGraphMode.NONE
+    return mode != CUDAGraphMode.NONE and not vllm_config.model_config.enforce_eager
 
 
 def default_max_num_seqs(vllm_config: VllmConfig) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.config.vllm import OptimizationLevel
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_dllm import plugin, serving_config
@@ -79,6 +80,7 @@ def on_h100(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
                 dtype=torch.bfloat16,
                 enforce_eager=options.pop("enforce_eager", False),
             ),
+            optimization_level=options.pop("optimization_level", OptimizationLevel.O2),
             quant_config=None,
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             scheduler_config=SimpleNamespace(
@@ -136,6 +138,7 @@ def test_no_step_is_captured_that_never_comes(
         {"max_cudagraph_capture_size": 512},
         {"cudagraph_mode": CUDAGraphMode.NONE},
         {"enforce_eager": True},
+        {"optimization_level": OptimizationLevel.O0},
     ],
     ids=lambda settings: next(iter(settings)),
 )
