@@ -1,9 +1,6 @@
 """The sampling parameters of a batch's requests, applied to the logits of their canvases."""
 
-import numpy as np
 import torch
-from vllm.sampling_params import SamplingParams
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.penalties import use_penalty
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
@@ -17,9 +14,9 @@ from vllm_dllm.denoise.logit_rules import (
     Penalties,
     exclude_below_min_p_,
 )
-from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to
 
 
 class LogitFilters:
@@ -32,63 +29,46 @@ class LogitFilters:
         self.vocab_size = req_states.vocab_size
         self._rules: dict[int, LogitRules] = {}
         self._truncated: set[int] = set()  # top_k, top_p, min_p
-        self._penalised: list[NewRequest] = []  # since the last step
+        self._added: list[tuple[NewRequest, RuleTokens]] = []  # with rules, since the last step
 
     # --- requests ---------------------------------------------------------------------------
 
     def add(self, request: NewRequest) -> None:
-        slot, params, options = request.slot, request.params, request.options
+        params = request.params
         if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
-            self._truncated.add(slot)
-        words = params.bad_words_token_ids or []
-        rules = LogitRules(
-            bias=self._bias(params),
-            excluded=self._excluded(params, options),
-            bad_words=BadWords(word for word in words if len(word) > 1),
-        )
-        # A tokenizer or a generation_config may name tokens that the model has not.
-        stops = sorted(stop for stop in params.all_stop_token_ids if 0 <= stop < self.vocab_size)
-        if params.min_tokens > 0 and stops:
-            rules.early_stops = self._to_device(stops)
-            rules.stops_from = request.prompt_len + params.min_tokens
-        if use_penalty(params):
-            self._penalised.append(request)
-        if rules:
-            self._rules[slot] = rules
+            self._truncated.add(request.slot)
+        tokens = RuleTokens.of(request, self.vocab_size)
+        if tokens or params.bad_words_token_ids or use_penalty(params):
+            self._added.append((request, tokens))
 
     def drop(self, slot: int) -> None:
         self._rules.pop(slot, None)
         self._truncated.discard(slot)
-        self._penalised = [request for request in self._penalised if request.slot != slot]
+        self._added = [added for added in self._added if added[0].slot != slot]
 
     def start(self) -> None:
-        for request in self._penalised:
-            rules = self._rules.setdefault(request.slot, LogitRules())
+        if not self._added:
+            return
+        of_all = copy_to(self.device, [tokens for _, tokens in self._added])
+        for (request, _), tokens in zip(self._added, of_all, strict=True):
+            if rules := self._make_rules(request, tokens):
+                self._rules[request.slot] = rules
+        self._added.clear()
+
+    def _make_rules(self, request: NewRequest, tokens: DeviceRuleTokens) -> LogitRules:
+        params = request.params
+        words = params.bad_words_token_ids or []
+        rules = LogitRules(
+            bias=tokens.bias(self.vocab_size),
+            excluded=tokens.excluded(self.vocab_size),
+            bad_words=BadWords(w for w in words if len(w) > 1 and max(w) < self.vocab_size),
+        )
+        if len(tokens.early_stops):
+            rules.early_stops = tokens.early_stops
+            rules.stops_from = request.prompt_len + params.min_tokens
+        if use_penalty(params):
             rules.penalties = self._penalties(request)
-        self._penalised.clear()
-
-    def _bias(self, params: SamplingParams) -> torch.Tensor | None:
-        if not params.logit_bias:
-            return None
-        bias = torch.zeros(self.vocab_size)
-        tokens = torch.tensor(list(params.logit_bias))
-        bias[tokens] = torch.tensor(list(params.logit_bias.values()), dtype=bias.dtype)
-        return async_tensor_h2d(bias, device=self.device)
-
-    def _excluded(self, params: SamplingParams, options: RequestOptions) -> torch.Tensor | None:
-        allowed: list[int] = list(params.allowed_token_ids or ())
-        if options.constrained:
-            allowed = list(params.logprob_token_ids or ())
-        never = [word[0] for word in params.bad_words_token_ids or [] if len(word) == 1]
-        if not (allowed or never):
-            return None
-        excluded = torch.full((self.vocab_size,), bool(allowed))
-        excluded[allowed] = False
-        excluded[never] = True
-        return async_tensor_h2d(excluded, device=self.device)
-
-    def _to_device(self, tokens: list[int]) -> torch.Tensor:
-        return async_tensor_h2d(np.array(tokens, dtype=np.int64), device=self.device)
+        return rules
 
     def _penalties(self, request: NewRequest) -> Penalties:
         params, prompt_len = request.params, request.prompt_len

@@ -1,0 +1,85 @@
+"""The tokens that requests' rules name, on their way to the device: one copy for all requests that
+come before a step, which nobody waits for."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_dllm.step.registry import NewRequest
+
+
+class RuleTokens(NamedTuple):
+    allowed: list[int]  # empty: all
+    never: list[int]  # bad words of one token
+    biased: list[int]  # each once
+    biases: list[float]  # of `biased`
+    early_stops: list[int]  # may not come before `min_tokens` others
+
+    @classmethod
+    def of(cls, request: NewRequest, vocab_size: int) -> "RuleTokens":
+        params = request.params
+        allowed = params.allowed_token_ids
+        if request.options.constrained:
+            allowed = params.logprob_token_ids
+        bias = params.logit_bias or {}
+        words = params.bad_words_token_ids or []
+        # A tokenizer or a generation_config may name tokens that the model has not.
+        stops = [stop for stop in sorted(params.all_stop_token_ids) if 0 <= stop < vocab_size]
+        return cls(
+            allowed=list(allowed or ()),
+            never=[word[0] for word in words if len(word) == 1 and 0 <= word[0] < vocab_size],
+            biased=list(bias),
+            biases=list(bias.values()),
+            early_stops=stops if params.min_tokens > 0 else [],
+        )
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    def arrays(self) -> list[np.ndarray]:
+        """[k] int64 each. Biases are float64, and travel as their bits."""
+        tokens = (self.allowed, self.never, self.biased, self.early_stops)
+        biases = np.array(self.biases, dtype=np.float64).view(np.int64)
+        return [*(np.array(each, dtype=np.int64) for each in tokens), biases]
+
+
+class DeviceRuleTokens(NamedTuple):
+    """All on the device, [k] int64 but for `biases`."""
+
+    allowed: torch.Tensor
+    never: torch.Tensor
+    biased: torch.Tensor
+    early_stops: torch.Tensor
+    biases: torch.Tensor  # [k] fp32
+
+    def bias(self, vocab_size: int) -> torch.Tensor | None:
+        """[V] fp32, as `LogitRules` has it."""
+        if not len(self.biased):
+            return None
+        bias = torch.zeros(vocab_size, device=self.biases.device)
+        return bias.index_copy_(0, self.biased, self.biases)
+
+    def excluded(self, vocab_size: int) -> torch.Tensor | None:
+        """[V] bool, as `LogitRules` has it."""
+        if not (len(self.allowed) or len(self.never)):
+            return None
+        leaves_others_out = len(self.allowed) > 0
+        excluded = torch.full(
+            (vocab_size,), leaves_others_out, dtype=torch.bool, device=self.allowed.device
+        )
+        return excluded.index_fill_(0, self.allowed, False).index_fill_(0, self.never, True)
+
+
+def copy_to(device: torch.device, requests: Sequence[RuleTokens]) -> Iterator[DeviceRuleTokens]:
+    """Of each of the requests, at least one."""
+    arrays = [tokens.arrays() for tokens in requests]
+    flat = [array for of_request in arrays for array in of_request]
+    copied = async_tensor_h2d(np.concatenate(flat), device=device)
+    parts = iter(copied.split([len(array) for array in flat]))
+    for of_request in arrays:
+        allowed, never, biased, early_stops, biases = (next(parts) for _ in of_request)
+        numbers = biases.view(torch.float64).float()
+        yield DeviceRuleTokens(allowed, never, biased, early_stops, numbers)
