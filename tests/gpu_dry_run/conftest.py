@@ -1,0 +1,56 @@
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu_dry_run import fake_cuda as stand_ins
+from tests.gpu_dry_run.fake_cuda import FakeCuda, Kernel
+
+KERNELS = {
+    "vllm.v1.worker.gpu.buffer_utils": ("_apply_write_kernel",),
+    "vllm_dllm.denoise.vocab_stream_triton": ("_read_blocks_kernel",),
+    "vllm_dllm.denoise.expected_embedding_triton": ("_add_needed_kernel", "_weigh_kernel"),
+    "vllm_dllm.drafters.context_kv_triton": (
+        "_project_and_store_kernel",
+        "_store_projected_kernel",
+    ),
+}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """With what vLLM and PyTorch ask of a machine with a GPU."""
+    from vllm.utils import torch_utils
+    from vllm.v1.worker.gpu import buffer_utils
+
+    from vllm_dllm.models import vocabulary
+
+    device = stand_ins.fake_cuda()
+    for name, kernels in KERNELS.items():
+        __import__(name)
+        for kernel in kernels:
+            monkeypatch.setattr(sys.modules[name], kernel, Kernel(kernel))
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", stand_ins.Event)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: True)
+    view = "get_accelerator_view_from_cpu_tensor"
+    monkeypatch.setattr(buffer_utils, view, stand_ins.view_of_host)
+    monkeypatch.setattr(vocabulary, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    make = torch.tensor
+
+    def pinned_tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        made = make(*args, **kwargs)
+        if pin_memory:
+            device.pin(made)
+        return made
+
+    monkeypatch.setattr(torch, "tensor", pinned_tensor)
+    for log in (device.waits, device.copies, device.launches):
+        log.clear()
+    with device, torch.inference_mode():
+        yield device

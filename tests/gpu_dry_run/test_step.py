@@ -1,0 +1,270 @@
+"""A denoise step on a GPU: the host waits for nothing, whatever requests ask for but bad words of
+several tokens. Nor does it when requests come: what they bring is copied while the host goes on."""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.states import RequestState
+
+from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
+from tests.unit.step.test_logits import Model
+from vllm_dllm.step import model_state
+from vllm_dllm.step.model_state import DiffusionModelState
+from vllm_dllm.step.sampler import DiffusionSampler
+
+R, C, H, PROMPT = 18, 32, 64, 20
+VOCABULARIES = {"streamed": 20_000, "whole": 1_000}
+CANVAS = list(range(5, 5 + C))
+REQUESTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "seeded": {"seed": 3},
+    "greedy": {"temperature": 0.0},
+    "truncated": {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.1},
+    "bias": {"logit_bias": {5: 2.0, 6: -1.0}},
+    "allowed": {"allowed_token_ids": [1, 2, 3]},
+    "early stops": {"min_tokens": 5, "stop_token_ids": [7, 8]},
+    "bad words": {"bad_words": [[9], [10]]},
+    "log-probabilities": {"logprobs": 5},
+    "chosen log-probabilities": {"logprob_token_ids": [4, 5]},
+    "narrow": {"diffusion_canvas_length": 16},
+    "a canvas of its own": {"diffusion_seed_canvas": CANVAS, "diffusion_pinned": [0, 3]},
+    "symmetric": {"diffusion_window_rule": "symmetric"},
+    "revealing": {"diffusion_acceptance": "top_k", "diffusion_accept_tokens": 2},
+    "answer only": {"diffusion_judge_answer_only": True, "stop_token_ids": [7]},
+    "read-only": {"diffusion_read_only": True, "logprobs": 2},
+    "constrained": {"diffusion_constrained": True, "logprob_token_ids": [1, 2]},
+}
+LONG_WORDS = "bad words of several tokens"
+WAITED_FOR = {LONG_WORDS: {"bad_words": [[9], [10, 11], [12, 13, 14]]}}
+"""The host reads the best guesses of these requests' canvases, see `denoise.bad_words`."""
+ALL = REQUESTS | WAITED_FOR
+
+
+def params(**options: Any) -> SamplingParams:
+    extra = {name: options.pop(name) for name in list(options) if name.startswith("diffusion_")}
+    words = options.pop("bad_words", None)
+    made = SamplingParams(max_tokens=100, extra_args=extra, **{"temperature": 1.0} | options)
+    made._bad_words_token_ids = words
+    made._all_stop_token_ids = set(options.get("stop_token_ids", ()))
+    return made
+
+
+class Server(NamedTuple):
+    """What vLLM's runner has of a model on a GPU, as far as steps go."""
+
+    state: DiffusionModelState
+    sampler: DiffusionSampler
+    req_states: RequestState
+
+    def admit(self, *kinds: str) -> None:
+        for kind in kinds:
+            self.req_states.add_request(kind, PROMPT, list(range(PROMPT)), 0, 100)
+            slot = self.req_states.req_id_to_index[kind]
+            self.sampler.add_request(slot, params(**ALL[kind]))
+        self.req_states.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+
+    def leave(self) -> None:
+        for kind in list(self.req_states.req_id_to_index):
+            self.state.remove_request(kind)
+            self.req_states.remove_request(kind)
+
+    def step(self) -> None:
+        batch = self.batch()
+        self.state.prepare_inputs(batch, self.req_states)
+        self.state.prepare_attn(batch, CUDAGraphMode.NONE, (), None, [], None)
+        hidden = torch.empty(batch.num_tokens, H, device=CUDA)
+        source = hidden
+        if not self.state.step.reads_hidden_states:
+            source = torch.empty(batch.num_tokens, self.req_states.vocab_size, device=CUDA)
+        self.sampler(source, batch)
+
+    def batch(self) -> Any:
+        ids = list(self.req_states.req_id_to_index)
+        slots = np.array([self.req_states.req_id_to_index[kind] for kind in ids], dtype=np.int32)
+        lengths = np.array(
+            [ALL[kind].get("diffusion_canvas_length", C) for kind in ids], dtype=np.int32
+        )
+        ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+        def on_device(array: np.ndarray) -> torch.Tensor:
+            return torch.empty(array.shape, dtype=torch.int32, device=CUDA)
+
+        return SimpleNamespace(
+            req_ids=ids,
+            num_reqs=len(ids),
+            num_tokens=int(ends[-1]),
+            num_tokens_after_padding=int(ends[-1]),
+            num_draft_tokens=int(ends[-1]),
+            num_draft_tokens_per_req=lengths,
+            num_scheduled_tokens=lengths,
+            is_prefilling_np=np.zeros(len(ids), dtype=bool),
+            has_prefill=False,
+            max_query_len=C,
+            cu_num_logits_np=ends,
+            query_start_loc_np=ends,
+            query_start_loc=on_device(ends),
+            seq_lens=on_device(lengths),
+            seq_lens_cpu_upper_bound=torch.from_numpy(PROMPT + lengths),
+            idx_mapping_np=slots,
+            idx_mapping=on_device(slots),
+            input_ids=on_device(np.arange(ends[-1])).long(),
+        )
+
+
+@pytest.fixture(params=VOCABULARIES)
+def server(
+    cuda: FakeCuda, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Server:
+    monkeypatch.setattr(model_state, "build_attn_metadata", lambda **kwargs: kwargs)
+    return start(cuda, VOCABULARIES[request.param])
+
+
+def start(cuda: FakeCuda, vocab_size: int, **settings: Any) -> Server:
+    """After its first request, for which some things are made once and for all."""
+    model = Model(torch.empty(vocab_size, H, device=CUDA))
+    model.config.hidden_size = H
+    model.embed_input_ids = lambda ids: torch.empty(len(ids), H, device=CUDA)
+    model.self_conditioning = lambda plain, soft: plain + soft
+    max_num_reqs = R
+    req_states = RequestState(max_num_reqs, 512, 4096, C, vocab_size, CUDA)
+    sampling_states = SamplingStates(max_num_reqs, vocab_size)
+    stock = SimpleNamespace(
+        req_states=req_states, sampling_states=sampling_states, logprobs_mode="raw_logprobs"
+    )
+    state = DiffusionModelState.__new__(DiffusionModelState)
+    state.vllm_config, state.model, state.device = config(vocab_size, settings), model, CUDA
+    state.model_config = state.vllm_config.model_config
+    state.max_num_tokens, state.max_num_reqs = 4096, max_num_reqs
+    state._latest_metadata = None
+    state._causal = torch.zeros(2 * max_num_reqs, dtype=torch.int32, device=CUDA)
+    state._symmetric = torch.zeros_like(state._causal)
+    state._inputs_embeds = torch.zeros(4096, H, device=CUDA)
+    sampler, _ = state.custom_sampler(stock)
+    made = Server(state, sampler, req_states)
+    made.admit("plain")
+    made.step()
+    made.leave()
+    for log in (cuda.waits, cuda.copies, cuda.launches):
+        log.clear()
+    return made
+
+
+def config(vocab_size: int, settings: dict[str, Any]) -> Any:
+    generation = {
+        "max_denoising_steps": 48,
+        "t_min": 0.4,
+        "t_max": 0.8,
+        "stability_threshold": 1,
+        "confidence_threshold": 0.005,
+        "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.1},
+    }
+    return SimpleNamespace(
+        additional_config={"vllm_dllm": settings},
+        kv_transfer_config=None,
+        diffusion_config=SimpleNamespace(canvas_length=C, max_denoising_steps=None),
+        model_config=SimpleNamespace(
+            get_vocab_size=lambda: vocab_size,
+            max_model_len=512,
+            dtype=torch.float32,
+            hf_text_config=SimpleNamespace(hidden_size=H),
+            try_get_generation_config=lambda: generation,
+            override_generation_config={},
+        ),
+    )
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_nobody_waits_for_a_request(server: Server, cuda: FakeCuda, kind: str) -> None:
+    server.admit("plain", kind) if kind != "plain" else server.admit(kind)
+    assert cuda.waits == [], "when it comes"
+    assert any("slots.py" in place for place in cuda.copies)
+    for _ in range(3):
+        server.step()
+    assert cuda.waits == [], "in its steps"
+
+
+def test_bad_words_of_several_tokens_alone_are_waited_for(server: Server, cuda: FakeCuda) -> None:
+    server.admit("plain", LONG_WORDS)
+    assert cuda.waits == [], "when it comes"
+    server.step()
+    places = {wait.rsplit(" at ", 1)[1].split(":")[0] for wait in cuda.waits}
+    assert places == {f"vllm_dllm/denoise/{file}.py" for file in ("bad_words", "logit_rules")}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"self_conditioning_tolerance": 0.01}, {"self_conditioning_top_k": 16}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_cheaper_self_conditioning_waits_for_nothing(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(model_state, "build_attn_metadata", lambda **kwargs: kwargs)
+    server = start(cuda, VOCABULARIES["streamed"], **settings)
+    server.admit("plain", "penalties")
+    for _ in range(3):
+        server.step()
+    assert cuda.waits == []
+
+
+def test_a_steady_step_copies_nothing_to_the_device(server: Server, cuda: FakeCuda) -> None:
+    server.admit("plain", "seeded", "greedy", "symmetric", "penalties", "bias")
+    server.step()
+    cuda.copies.clear()
+    server.step()
+    assert cuda.copies == [] and cuda.waits == []
+
+
+def test_requests_that_come_together_are_copied_together(server: Server, cuda: FakeCuda) -> None:
+    """The rules of one, or of many: the same number of copies."""
+    kinds = ("bias", "allowed", "early stops", "bad words", LONG_WORDS, "penalties")
+    copies = []
+    for admitted in (kinds[:1], kinds):
+        server.admit(*admitted)
+        copies.append(len([p for p in cuda.copies if p.startswith("vllm_dllm/step/")]))
+        server.leave()
+        cuda.copies.clear()
+    assert copies[0] == copies[1]
+
+
+def test_the_vocabulary_is_read_by_our_kernel(server: Server, cuda: FakeCuda) -> None:
+    server.admit("plain")
+    server.step()
+    streams = server.state.step.model.streams_vocabulary
+    for kernel in ("_read_blocks_kernel", "_weigh_kernel"):
+        assert (kernel in cuda.launches) == streams
+
+
+def test_what_waits_is_seen(cuda: FakeCuda) -> None:
+    """That the tests above can fail."""
+    there, here = torch.zeros(4, device=CUDA), torch.ones(4)
+    there.sum().item()
+    there.cpu()
+    here.to(CUDA)
+    here.to(CUDA, non_blocking=True)
+    torch.tensor([1, 2], device=CUDA)
+    there.copy_(here)
+    there[torch.tensor([0, 1])] += 1
+    with pytest.raises(Exception, match="nonzero"):
+        there.nonzero()
+    expected = [
+        "item()",
+        "a copy to the host",
+        "a copy to the device",
+        "a copy from memory that is not pinned",
+        "a copy to the device",
+        "a copy to the device",
+        "CPU and CUDA tensors mixed by aten.index.Tensor",
+        "CPU and CUDA tensors mixed by aten.index_put_.default",
+        "a shape that depends on values, of aten.nonzero.default,",
+    ]
+    assert [wait.rsplit(" at ", 1)[0] for wait in cuda.waits] == expected
+    assert all("test_step.py" in wait for wait in cuda.waits)
