@@ -17,21 +17,19 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _visible(
-    query_pos, key_pos, context_len, causal, symmetric, window_left, HAS_WINDOW: tl.constexpr
+    query_pos, context_len, seq_len, causal, symmetric, window_left, HAS_WINDOW: tl.constexpr
 ):
-    """`masks.visible` for a tile: query_pos [M, 1], key_pos [1, N]."""
-    back = query_pos - key_pos
+    """First key and end of the keys that each query [M] sees, by `masks.visible`. Worked out once:
+    in the loop, a mask is then two comparisons."""
     block = max(causal, 1)
-    before_end = key_pos < (query_pos // block + 1) * block
+    end = tl.where(causal != 0, tl.minimum((query_pos // block + 1) * block, seq_len), seq_len)
+    start = tl.zeros_like(query_pos)
     if HAS_WINDOW:
-        causal_rule = before_end & (back <= window_left)
-        symmetric_rule = (back <= window_left) & (back >= -window_left)
-        reference_rule = (key_pos >= context_len - window_left) & (query_pos >= 0)
-        bidirectional = tl.where(symmetric != 0, symmetric_rule, reference_rule)
-        seen = tl.where(causal != 0, causal_rule, bidirectional)
-    else:
-        seen = before_end | (causal == 0)
-    return seen
+        moves = (causal != 0) | (symmetric != 0)  # the window moves with the query
+        start = tl.maximum(tl.where(moves, query_pos, context_len) - window_left, 0)
+        ahead = (causal == 0) & (symmetric != 0)
+        end = tl.where(ahead, tl.minimum(query_pos + window_left + 1, seq_len), end)
+    return start, end
 
 
 @triton.jit
@@ -168,7 +166,15 @@ def _attention_kernel(
         mask=is_row[:, None] & is_channel[None, :],
         other=0.0,
     )
-    query_pos = context_len + step
+    seen_from, seen_end = _visible(
+        context_len + step,
+        context_len,
+        seq_len,
+        is_causal,
+        is_symmetric,
+        window_left,
+        HAS_WINDOW,
+    )
 
     last = min(first + BLOCK_Q, query_len) - 1
     start, end = key_range(
@@ -228,16 +234,10 @@ def _attention_kernel(
             e = tl.exp2(tl.abs(scores / softcap) * (-2 * LOG2_E))
             tanh = (1 - e) / (1 + e)
             scores = tl.where(scores < 0, -tanh, tanh) * softcap * LOG2_E
-        seen = _visible(
-            query_pos[:, None],
-            key_pos[None, :],
-            context_len,
-            is_causal,
-            is_symmetric,
-            window_left,
-            HAS_WINDOW,
-        )
-        scores = tl.where(seen & in_range[None, :], scores, float("-inf"))
+        seen = key_pos[None, :] < seen_end[:, None]
+        if HAS_WINDOW:
+            seen &= key_pos[None, :] >= seen_from[:, None]
+        scores = tl.where(seen, scores, float("-inf"))
 
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # For a row that has seen no key yet, any finite number will do.
