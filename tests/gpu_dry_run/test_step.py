@@ -216,11 +216,25 @@ def test_cheaper_self_conditioning_waits_for_nothing(
 
 
 def test_a_steady_step_copies_nothing_to_the_device(server: Server, cuda: FakeCuda) -> None:
-    server.admit("plain", "seeded", "greedy", "symmetric", "penalties", "bias")
+    server.admit("plain", "seeded", "greedy", "symmetric", "revealing")
     server.step()
     cuda.copies.clear()
     server.step()
     assert cuda.copies == [] and cuda.waits == []
+
+
+def test_beside_whole_rows_a_steady_step_copies_only_where_rows_are(
+    server: Server, cuda: FakeCuda
+) -> None:
+    """Penalties and biases want the logits of whole rows. Where the vocabulary is streamed, these
+    are read on their own: two copies a step, which nobody waits for."""
+    server.admit("plain", "seeded", "penalties", "bias")
+    server.step()
+    cuda.copies.clear()
+    server.step()
+    streams = server.state.step.model.streams_vocabulary
+    assert len(cuda.copies) == (2 if streams else 0) and cuda.waits == []
+    assert all(place.startswith("vllm_dllm/step/logits.py") for place in cuda.copies)
 
 
 def test_requests_that_come_together_are_copied_together(server: Server, cuda: FakeCuda) -> None:
