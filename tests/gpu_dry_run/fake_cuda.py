@@ -26,6 +26,13 @@ from tests.paths import ROOT
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
+ALLOCATIONS = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten._unsafe_view.default,
+}
 # The guards of all kinds of devices, and two of them (c10/core/DeviceType.h).
 _GUARDS, _CUDA, _META = "_ZN3c104impl26device_guard_impl_registryE", 1, 14
 STAND_INS = {__file__, str(Path(__file__).parent / "conftest.py")}
@@ -34,7 +41,8 @@ OURS = tuple(f"{ROOT / package}/" for package in ("vllm_dllm", "attention_kernel
 
 class FakeCuda(TorchDispatchMode):
     """`waits`: what the host waited for, and where. `copies`: where something went to the device
-    without anybody waiting."""
+    without anybody waiting. `launches`: our kernels and PyTorch's operations that compute; some of
+    the latter, as sorting, are several kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,6 +93,7 @@ class FakeCuda(TorchDispatchMode):
             source, target = args[0], torch.device(kwargs.get("device") or args[0].device)
             asynchronous = kwargs.pop("non_blocking", False)
             self._copied(source, target, asynchronous)
+            self.launches.append(str(func))
             if target.type == "cpu":
                 return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
             with self._fake:
@@ -93,6 +102,7 @@ class FakeCuda(TorchDispatchMode):
         if func is aten.copy_.default:
             asynchronous = kwargs.get("non_blocking", False) or (len(args) > 2 and args[2])
             self._copied(args[1], args[0].device, asynchronous)
+            self.launches.append(str(func))
             return args[0].zero_() if args[0].device.type == "cpu" else args[0]
         if func is aten._local_scalar_dense.default:
             self.wait("item()")
@@ -103,6 +113,8 @@ class FakeCuda(TorchDispatchMode):
         mixed = [each for each in tensors if not _on_cuda(each) and each.dim() > 0]
         if mixed:
             self.waits.append(f"CPU and CUDA tensors mixed by {func} at {_place()}")
+        if func.namespace == "aten" and not func.is_view and func not in ALLOCATIONS:
+            self.launches.append(str(func))
         try:
             with self._fake:
                 return func(*args, **kwargs)

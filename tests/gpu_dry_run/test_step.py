@@ -80,7 +80,8 @@ class Server(NamedTuple):
         batch = self.batch()
         self.state.prepare_inputs(batch, self.req_states)
         self.state.prepare_attn(batch, CUDAGraphMode.NONE, (), None, [], None)
-        hidden = torch.empty(batch.num_tokens, H, device=CUDA)
+        dtype = self.state.model_config.dtype
+        hidden = torch.empty(batch.num_tokens, H, dtype=dtype, device=CUDA)
         source = hidden
         if not self.state.step.reads_hidden_states:
             source = torch.empty(batch.num_tokens, self.req_states.vocab_size, device=CUDA)
@@ -127,11 +128,13 @@ def server(
     return start(cuda, VOCABULARIES[request.param])
 
 
-def start(cuda: FakeCuda, vocab_size: int, **settings: Any) -> Server:
+def start(
+    cuda: FakeCuda, vocab_size: int, dtype: torch.dtype = torch.float32, **settings: Any
+) -> Server:
     """After its first request, for which some things are made once and for all."""
-    model = Model(torch.empty(vocab_size, H, device=CUDA))
+    model = Model(torch.empty(vocab_size, H, dtype=dtype, device=CUDA))
     model.config.hidden_size = H
-    model.embed_input_ids = lambda ids: torch.empty(len(ids), H, device=CUDA)
+    model.embed_input_ids = lambda ids: torch.empty(len(ids), H, dtype=dtype, device=CUDA)
     model.self_conditioning = lambda plain, soft: plain + soft
     max_num_reqs = R
     req_states = RequestState(max_num_reqs, 512, 4096, C, vocab_size, CUDA)
@@ -140,13 +143,13 @@ def start(cuda: FakeCuda, vocab_size: int, **settings: Any) -> Server:
         req_states=req_states, sampling_states=sampling_states, logprobs_mode="raw_logprobs"
     )
     state = DiffusionModelState.__new__(DiffusionModelState)
-    state.vllm_config, state.model, state.device = config(vocab_size, settings), model, CUDA
+    state.vllm_config, state.model, state.device = config(vocab_size, dtype, settings), model, CUDA
     state.model_config = state.vllm_config.model_config
     state.max_num_tokens, state.max_num_reqs = 4096, max_num_reqs
     state._latest_metadata = None
     state._causal = torch.zeros(2 * max_num_reqs, dtype=torch.int32, device=CUDA)
     state._symmetric = torch.zeros_like(state._causal)
-    state._inputs_embeds = torch.zeros(4096, H, device=CUDA)
+    state._inputs_embeds = torch.zeros(4096, H, dtype=dtype, device=CUDA)
     sampler, _ = state.custom_sampler(stock)
     made = Server(state, sampler, req_states)
     made.admit("plain")
@@ -157,7 +160,7 @@ def start(cuda: FakeCuda, vocab_size: int, **settings: Any) -> Server:
     return made
 
 
-def config(vocab_size: int, settings: dict[str, Any]) -> Any:
+def config(vocab_size: int, dtype: torch.dtype, settings: dict[str, Any]) -> Any:
     generation = {
         "max_denoising_steps": 48,
         "t_min": 0.4,
@@ -173,7 +176,7 @@ def config(vocab_size: int, settings: dict[str, Any]) -> Any:
         model_config=SimpleNamespace(
             get_vocab_size=lambda: vocab_size,
             max_model_len=512,
-            dtype=torch.float32,
+            dtype=dtype,
             hf_text_config=SimpleNamespace(hidden_size=H),
             try_get_generation_config=lambda: generation,
             override_generation_config={},

@@ -25,6 +25,7 @@ from vllm_dllm.step.soft_embedding import SoftEmbedding
 TILE_TOKENS = 16 * BLOCK
 # fp32: logit, scaled, below its block's largest, weight, cumulative, rounded, for the product
 _BYTES_PER_STREAMED_LOGIT = 7 * 4
+_FUSED_COPIES = 2  # of a logit: our GPU kernels work in its place; as much again is for products
 # fp32: logit, scaled, log-probability, probability, cumulative; top_k and top_p sort in between
 _BYTES_PER_WHOLE_LOGIT = 8 * 4
 
@@ -36,6 +37,16 @@ def step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
     # The LM head's output, its soft-capped copy, and one to which rules are applied.
     per_logit = model.vocabulary_shard()[1].element_size() + 8
     return budget_bytes + rows * model.config.vocab_size * per_logit
+
+
+def tile_shape(rows: int, budget_bytes: int, fused_bytes: int | None) -> tuple[int, int]:
+    """Rows and tokens of a streamed tile. On a GPU, a launch costs more than a tile of few rows:
+    these have as many tokens as fit."""
+    if fused_bytes is None:
+        return max(1, budget_bytes // (TILE_TOKENS * _BYTES_PER_STREAMED_LOGIT)), TILE_TOKENS
+    tile_rows = max(1, min(rows, budget_bytes // (TILE_TOKENS * fused_bytes)))
+    tokens = budget_bytes // (tile_rows * fused_bytes) // BLOCK * BLOCK
+    return tile_rows, max(TILE_TOKENS, tokens)
 
 
 def whole_rows(vocab_size: int, budget_bytes: int) -> int:
@@ -198,7 +209,7 @@ class StreamedLogits:
         draw: torch.Tensor,
         guess: torch.Tensor | None,
     ) -> ReadRows:
-        tile_rows = max(1, self.budget // (TILE_TOKENS * _BYTES_PER_STREAMED_LOGIT))
+        tile_rows, tile_tokens = tile_shape(len(draw), self.budget, self._fused_bytes(hidden))
         tiles = _tiles(slice(0, len(draw)), tile_rows)
         return _concat(
             [
@@ -207,10 +218,17 @@ class StreamedLogits:
                     temperature[rows],
                     draw[rows],
                     None if guess is None else guess[rows],
+                    tile_tokens,
                 )
                 for rows in tiles
             ]
         )
+
+    def _fused_bytes(self, hidden: torch.Tensor) -> int | None:
+        """That a logit takes, if kernels for GPUs do all that is done to it."""
+        weight = self.model.vocabulary_shard()[1]
+        in_place = hidden.is_cuda and weight.dtype == hidden.dtype and self.soft.top_k is None
+        return _FUSED_COPIES * hidden.element_size() if in_place else None
 
     def _stream_tile(
         self,
@@ -218,14 +236,15 @@ class StreamedLogits:
         temperature: torch.Tensor,
         draw: torch.Tensor,
         guess: torch.Tensor | None,
+        tile_tokens: int,
     ) -> ReadRows:
         first_token, weight = self.model.vocabulary_shard()
         head = self.model.output_shard()
         found: list[VocabBlocks] = []
         soft = self.soft.start(hidden, temperature, guess)
-        for first in range(0, len(weight), TILE_TOKENS):
-            embeddings = weight[first : first + TILE_TOKENS]
-            logits = F.linear(hidden, head[first : first + TILE_TOKENS])
+        for first in range(0, len(weight), tile_tokens):
+            embeddings = weight[first : first + tile_tokens]
+            logits = F.linear(hidden, head[first : first + tile_tokens])
             weights = None
             if hidden.is_cuda:
                 blocks = _fused_read_blocks()(

@@ -18,7 +18,13 @@ from vllm_dllm.models import vocabulary
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from vllm_dllm.step import soft_embedding
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits import StreamedLogits, WholeLogits, step_bytes
+from vllm_dllm.step.logits import (
+    TILE_TOKENS,
+    StreamedLogits,
+    WholeLogits,
+    step_bytes,
+    tile_shape,
+)
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 
 pytestmark = pytest.mark.numerics
@@ -206,3 +212,25 @@ def test_memory_of_a_step(model: Model) -> None:
     for streams, extra in ((True, 0), (False, 100 * V * 12)):
         model.streams_vocabulary = streams
         assert step_bytes(model, rows=100, budget_bytes=MIB) == MIB + extra
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile"),
+    [
+        (16, (16, 4 << 20)),
+        (256, (256, 262_144)),  # one canvas, the whole vocabulary of the 26B model
+        (300, (300, 218 << 10)),
+        (1024, (1024, 65_536)),
+        (4096, (4096, TILE_TOKENS)),
+        (64 * 256, (4096, TILE_TOKENS)),
+    ],
+)
+def test_tiles_of_fused_kernels_fill_the_budget(rows: int, tile: tuple[int, int]) -> None:
+    budget = 256 * MIB
+    assert tile_shape(rows, budget, fused_bytes=4) == tile
+    assert math.prod(tile) * 4 <= budget
+    assert tile_shape(rows, budget, fused_bytes=None) == (585, TILE_TOKENS)
+
+
+def test_the_smallest_tile_may_take_more_than_the_budget() -> None:
+    assert tile_shape(64, 1, fused_bytes=4) == tile_shape(64, 1, None) == (1, TILE_TOKENS)

@@ -1,0 +1,34 @@
+"""How many operations a plain step launches outside of the model, at the sizes of the 26B model."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu_dry_run import test_step
+from tests.gpu_dry_run.fake_cuda import FakeCuda
+
+CANVAS, VOCABULARY = 256, 262_144
+KINDS = ("plain", "seeded", "greedy", "symmetric")
+MOST = {1: 128, 4: 187}
+"""By the number of canvases: what a step launched when this was written. 40 for one is the aim."""
+
+
+@pytest.fixture
+def server(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(test_step, "C", CANVAS)
+    monkeypatch.setattr(test_step.model_state, "build_attn_metadata", lambda **kwargs: kwargs)
+    return test_step.start(cuda, VOCABULARY, torch.bfloat16)
+
+
+@pytest.mark.parametrize("canvases", MOST)
+def test_a_step_launches_no_more_than_it_did(
+    server: test_step.Server, cuda: FakeCuda, canvases: int
+) -> None:
+    server.admit(*KINDS[:canvases])
+    server.step()
+    cuda.launches.clear()
+    server.step()
+    assert cuda.waits == []
+    assert len(cuda.launches) <= MOST[canvases], Counter(cuda.launches).most_common()
