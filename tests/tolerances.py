@@ -185,5 +185,8 @@ STEP_COSTS_OF_A_STEADY_MACHINE = 0.05
 OTHER_SYSTEM = 1e-2
 """Of mean entropies in nats, and as a share of a mean embedding's size, where another system takes
 the same bf16 logits: it rounds them, or what it makes of them, by up to 2^-8 once more or less."""
+BEAM_NATS = 0.1
+"""By how much a path through a canvas may be less probable than the best one and count as found:
+a tenth less probable, where rounding moves the sums of log-probabilities by a thousandth of it."""
 PUBLISHED_BYTES = 5e4
 """Sizes are published in GB with four digits behind the point."""

@@ -1,0 +1,142 @@
+"""Canvases for the tests of grammars: the shipped tokenizer's 512 tokens, and logits of noise, of a
+right answer, or of one with the faults of a model that is half done."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import interegular
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from tests.paths import CHECKPOINTS
+from vllm_dllm.grammar.canvas import constrain
+from vllm_dllm.grammar.compile import Grammars
+from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.reference import ENDED
+from vllm_dllm.grammar.rows import DEEP, CanvasRows
+from vllm_dllm.grammar.state import GrammarState, legal_tokens
+from vllm_dllm.grammar.vocabulary import GrammarVocabulary
+
+V, K = 512, 32
+EOS, QUOTE = 1, 8
+SCHEMAS: dict[str, dict] = json.loads((Path(__file__).parent / "schemas.json").read_text())
+
+
+@cache
+def tokenizer() -> LLTokenizer:
+    text = (CHECKPOINTS / "diffusiongemma-tiny" / "tokenizer.json").read_text()
+    return LLTokenizer(text, n_vocab=V, eos_token=EOS)
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(GrammarVocabulary(tokenizer()))
+
+
+def start(
+    grammar: str, stops: frozenset[int] = frozenset(), exclusions: Exclusions | None = None
+) -> GrammarState:
+    return grammars().start(grammar, stops, exclusions)
+
+
+def of_schema(schema: dict, exclusions: Exclusions | None = None) -> GrammarState:
+    return start(LLMatcher.grammar_from_json_schema(schema), exclusions=exclusions)
+
+
+def text_of(tokens: list[int]) -> str:
+    return tokenizer().decode_bytes([token for token in tokens if token != EOS]).decode()
+
+
+def rows_of(logprobs: np.ndarray, k: int = K) -> CanvasRows:
+    """`logprobs` [L, V] fp32."""
+    order = np.argsort(-logprobs, axis=1, kind="stable")[:, :k]
+
+    def best_legal(row: int, words: np.ndarray) -> tuple[int, float]:
+        token = int(np.where(legal_tokens(words, V), logprobs[row], -np.inf).argmax())
+        return token, float(logprobs[row, token])
+
+    def more(row: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.argsort(-logprobs[row], kind="stable")[:DEEP]
+        return tokens, logprobs[row, tokens]
+
+    return CanvasRows(order, np.take_along_axis(logprobs, order, axis=1), best_legal, more)
+
+
+def noise(rng: np.random.Generator, length: int, scale: float) -> np.ndarray:
+    """[length, V] fp32 log-probabilities, the flatter the smaller `scale`."""
+    return normalised(rng.normal(size=(length, V)) * scale)
+
+
+def drafted(
+    rng: np.random.Generator, text: str, length: int, faults: int, sure: float = 10.0
+) -> np.ndarray:
+    """[length, V] fp32: the model means `text`, but for `faults` rows: with a quotation mark, any
+    other token or nothing in particular in its place."""
+    tokens = [*tokenizer().tokenize_str(text), *[EOS] * length][:length]
+    logits = rng.normal(size=(length, V))
+    for row, token in enumerate(tokens):
+        logits[row, token] += sure + rng.uniform(-3, 3)
+    for row in rng.integers(0, min(length, len(tokenizer().tokenize_str(text))), size=faults):
+        kind = rng.integers(0, 3)
+        if kind == 2:
+            logits[row] = 2 * rng.normal(size=V)
+        else:
+            logits[row, QUOTE if kind == 0 else rng.integers(7, 490)] += sure + 2
+    return normalised(logits)
+
+
+def normalised(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return (shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))).astype(np.float32)
+
+
+def answer(
+    state: GrammarState,  # not moved
+    rng: np.random.Generator,
+    length: int,  # of a canvas
+    max_tokens: int,
+    scale: float,
+) -> list[int]:
+    """An answer of as many canvases as it takes, from noise alone."""
+    state, tokens = state.copy(), []
+    while len(tokens) < max_tokens and not state.has_ended:
+        rows = rows_of(noise(rng, length, scale))
+        found = constrain(state, rows, max_tokens - len(tokens), EOS)
+        for token in found.path.tokens:
+            assert state.consume(token)
+        tokens += found.path.tokens
+    return tokens
+
+
+class RegexAutomaton:
+    """Of a regex of ASCII characters, over the tokens, independent of llguidance."""
+
+    def __init__(self, regex: str) -> None:
+        self._fsm = interegular.parse_pattern(regex).to_fsm()
+        self.start = self._fsm.initial
+        self._following: dict[int, Mapping[int | None, object]] = {}
+
+    def following(self, state: int) -> Mapping[int | None, object]:
+        if state not in self._following:
+            found: dict[int | None, object] = {}
+            for token, text in enumerate(grammars().vocabulary.token_bytes):
+                after = self._after(state, text)
+                if after is not None and self._fsm.islive(after):
+                    found[token] = after
+            if state in self._fsm.finals:
+                found[EOS] = ENDED
+            self._following[state] = found
+        return self._following[state]
+
+    def _after(self, state: int, text: bytes) -> int | None:
+        if not text or not text.isascii():
+            return None
+        at: int | None = state
+        for character in text.decode():
+            symbol = self._fsm.alphabet[character]
+            at = self._fsm.map.get(at, {}).get(symbol)
+            if at is None:
+                return None
+        return at

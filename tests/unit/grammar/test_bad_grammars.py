@@ -1,0 +1,112 @@
+"""Grammars that cannot be used are refused in plain words, and do not take long."""
+
+import json
+
+import pytest
+from llguidance import LLMatcher, grammar_from
+
+from tests.unit.grammar.canvases import start
+from vllm_dllm.grammar.closing import completion
+from vllm_dllm.grammar.compile import GrammarError, check_schema, check_size
+
+
+def of_json(schema: object) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+WRONG = {
+    "unsupported key": (of_json({"type": "array", "uniqueItems": True}), "uniqueItems"),
+    "unknown type": (of_json({"type": "strin"}), "Invalid type: strin"),
+    "no value": (of_json({"enum": []}), "Unsatisfiable schema"),
+    "lengths": (of_json({"type": "string", "minLength": 5, "maxLength": 3}), "minLength (5)"),
+    "reference to nowhere": (of_json({"$ref": "http://x/y"}), "http://x/y"),
+    "look-ahead": (grammar_from("regex", "(?=a)b"), "look-ahead"),
+    "regex of nothing": (grammar_from("regex", "["), "invalid regex"),
+    "rule of itself": (grammar_from("grammar", "start: start"), "no text satisfies it"),
+    "reference to itself": (of_json({"$ref": "#"}), "no text satisfies it"),
+    "no such rule": (grammar_from("grammar", "start: a"), "unknown name"),
+    "regex that explodes": (grammar_from("regex", "(ab|c)?" * 1000), "lexer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_grammar_is_refused(name: str) -> None:
+    text, complaint = WRONG[name]
+    with pytest.raises(GrammarError, match=complaint.replace("(", r"\(").replace(")", r"\)")) as e:
+        start(text)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 400
+
+
+def test_a_grammar_of_a_megabyte_is_refused_unread() -> None:
+    for kind in ("json", "regex", "grammar", "choice"):
+        with pytest.raises(GrammarError, match=r"must be at most [0-9]+ bytes, got 1000000"):
+            check_size(kind, "a" * 1_000_000)
+
+
+def chain(length: int) -> dict:
+    """Definitions, each of which refers to the next one."""
+    links = {f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": {**links, f"a{length}": {}}}
+
+
+TOO_LARGE = {
+    "properties": ({"properties": {f"p{i}": {} for i in range(4000)}}, "#/properties must have"),
+    "definitions": (chain(2000), r"#/\$defs must have at most 300 entries, got 2001"),
+    "alternatives": (
+        {"items": {"anyOf": [{"properties": {f"p{i}": {}}} for i in range(4000)]}},
+        "#/items/anyOf must have at most",
+    ),
+    "repetitions": (
+        {"type": "array", "minItems": 10_000_000},
+        "#/minItems must be at most 10000, got 10000000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_schemas_that_stop_llguidance_are_refused_before(name: str) -> None:
+    schema, complaint = TOO_LARGE[name]
+    with pytest.raises(GrammarError, match=complaint):
+        check_schema(schema)
+
+
+def test_schemas_at_the_limit_compile() -> None:
+    for schema in (
+        {"type": "object", "properties": {f"p{i}": {} for i in range(300)}},
+        chain(299),
+        {"enum": [f"word {i}" for i in range(3000)]},
+        {"type": "array", "minItems": 10_000},
+    ):
+        check_schema(schema)
+        start(of_json(schema))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        grammar_from("grammar", 'start: "a" start'),
+        of_json(
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {
+                    "a": {
+                        "type": "object",
+                        "properties": {"a": {"$ref": "#/$defs/a"}},
+                        "required": ["a"],
+                    }
+                },
+            }
+        ),
+        grammar_from("regex", "(a?){2000}a{2000}"),
+        grammar_from("regex", "(a{1,1000}){1,1000}b"),
+    ],
+    ids=["endless rule", "endless reference", "explodes on the way", "explodes at once"],
+)
+def test_endless_grammars_have_no_completion(text: str) -> None:
+    assert completion(start(text), 4096) is None
+
+
+@pytest.mark.parametrize("regex", ["(a+)+b", "(a|b)*a(a|b){20}"])
+def test_regexes_that_hang_others_are_harmless(regex: str) -> None:
+    tokens = completion(start(grammar_from("regex", regex)), 4096)
+    assert tokens is not None

@@ -1,0 +1,72 @@
+"""The beam against the cheapest path of all."""
+
+import numpy as np
+import pytest
+from llguidance import grammar_from
+
+from tests import tolerances
+from tests.unit.grammar.canvases import (
+    QUOTE,
+    RegexAutomaton,
+    drafted,
+    rows_of,
+    start,
+    text_of,
+    tokenizer,
+)
+from vllm_dllm.grammar.beam import WORTH_NATS, beam, search
+from vllm_dllm.grammar.reference import best_path
+from vllm_dllm.grammar.walk import walk
+
+L = 32
+LANGUAGES = {
+    "object": (
+        r'\{"name": "[a-zA-Z ]{1,20}", "age": [0-9]{1,3}\}',
+        ['{"name": "Emma", "age": 71}', '{"name": "Zoe the queen", "age": 5}'],
+    ),
+    "list": (r"\[[0-9]{1,3}(, [0-9]{1,3}){0,9}\]", ["[1, 22, 333, 4]", "[10, 20, 30, 40, 50, 60]"]),
+    "words": (r'("[a-z]{1,8}"(, )?){1,6}', ['"bear", "moon", "rope"', '"cat", "dog"']),
+    "date": (r"[0-9]{4}-[0-9]{2}-[0-9]{2}", ["2026-11-22", "1999-01-31"]),
+}
+
+
+def test_the_beam_finds_the_cheapest_path() -> None:
+    """At least 99% of the canvases within `BEAM_NATS`."""
+    rng, excess, walked = np.random.default_rng(7), [], []
+    for regex, texts in LANGUAGES.values():
+        automaton = RegexAutomaton(regex)
+        for _ in range(50):
+            text = texts[rng.integers(len(texts))]
+            logprobs = drafted(rng, text, L, faults=int(rng.integers(0, 4)))
+            _, least = best_path(automaton, logprobs)
+            state, rows = start(grammar_from("regex", regex)), rows_of(logprobs)
+            excess.append(search(state, rows, L)[0].cost_nats - least)
+            walked.append(walk(state, rows, L).cost_nats - least)
+    excess_nats = np.array(excess)
+    assert excess_nats.min() > -tolerances.BEAM_NATS  # or the oracle is none
+    assert np.mean(excess_nats < tolerances.BEAM_NATS) >= 0.99
+    assert np.mean(np.array(walked) < tolerances.BEAM_NATS) < 0.9, "faults that a walk repairs"
+
+
+def test_a_quotation_mark_too_early_is_taken_back() -> None:
+    regex, texts = LANGUAGES["object"]
+    logprobs = drafted(np.random.default_rng(0), texts[1], L, faults=0)
+    right = tokenizer().tokenize_str(texts[1])[4]  # the space in "Zoe the queen"
+    logprobs[4] = np.log(1e-4)
+    logprobs[4, QUOTE], logprobs[4, right] = np.log(0.9), np.log(0.05)
+    rows = rows_of(logprobs)
+    walked = walk(start(grammar_from("regex", regex)), rows, L)
+    found, end = search(start(grammar_from("regex", regex)), rows, L)
+    assert walked.tokens[4] == QUOTE and walked.cost_nats > 5 * WORTH_NATS
+    assert found.cost_nats == pytest.approx(np.log(0.9 / 0.05)) and end.has_ended
+    assert text_of(found.tokens) == texts[1]
+
+
+@pytest.mark.parametrize("known", [0, 5])
+def test_a_beam_leaves_its_start_alone(known: int) -> None:
+    regex, texts = LANGUAGES["object"]
+    rows = rows_of(drafted(np.random.default_rng(1), texts[0], L, faults=0))
+    state = start(grammar_from("regex", regex))
+    before = state.mask()
+    beam(state, rows, L, walk(state.copy(), rows, L).tokens[:known])
+    np.testing.assert_array_equal(state.mask(), before)

@@ -1,0 +1,109 @@
+"""An answer is closed within its tokens, and what that takes is known beforehand."""
+
+import json
+import re
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import grammar_from
+
+from tests.unit.grammar.canvases import (
+    EOS,
+    SCHEMAS,
+    answer,
+    noise,
+    of_schema,
+    rows_of,
+    start,
+    text_of,
+    tokenizer,
+)
+from vllm_dllm.grammar.canvas import constrain
+from vllm_dllm.grammar.closing import completion, shortest_completion, shortest_known
+
+# Fewest tokens by hand, in the shipped vocabulary, which has `{"`, `": "`, `", "` and others.
+SHORTEST = {
+    "person": 9,  # {" name ": " " ," age ": 0 }
+    "any object": 2,
+    "anything": 1,
+    "list of integers": 2,
+    "pair": 5,
+    "nothing required": 2,
+}
+
+
+@pytest.mark.parametrize("name", SHORTEST)
+def test_the_shortest_answer_is_found(name: str) -> None:
+    tokens = shortest_known(of_schema(SCHEMAS[name]), 100)
+    assert tokens is not None and len(tokens) == SHORTEST[name], text_of(tokens or [])
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_completion_completes(name: str) -> None:
+    tokens = completion(of_schema(SCHEMAS[name]), 200)
+    assert tokens is not None
+    jsonschema.validate(json.loads(text_of(tokens)), SCHEMAS[name])
+
+
+def test_a_completion_depends_on_the_state_alone() -> None:
+    """What one block was told can be closed must be closed by the next one, which asks anew."""
+    state = of_schema(SCHEMAS["order"])
+    tokens = tokenizer().tokenize_str('{"id": 7, "lines": [{"item": "bel')
+    assert state.consume_text(tokens) == len(tokens)
+    again = of_schema(SCHEMAS["order"])
+    for token in tokens:
+        again.consume(token)
+    assert completion(state, 40) == completion(again, 40)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ['start: "a" start', 'start: "(" start ")"'],
+    ids=["endless", "never closed"],
+)
+def test_no_completion_of_what_has_no_end(grammar: str) -> None:
+    assert completion(start(grammar_from("grammar", grammar)), 60) is None
+
+
+def test_the_search_ends() -> None:
+    state = start(grammar_from("regex", "(a|bc){50}b"))
+    tokens = completion(state, 60)
+    assert tokens is not None and text_of(tokens) == "a" * 50 + "b"
+    assert shortest_completion(state, 20) is None
+
+
+@pytest.mark.parametrize(
+    ("regex", "answer"),
+    [("([a-z]+ ){8}end", "([a-z]+ ){8}end"), ("[A-Z]+z", "[A-Z]z"), ("[a-y ]*\\nz", "\nz")],
+)
+def test_what_ends_is_found_among_what_goes_on(regex: str, answer: str) -> None:
+    tokens = completion(start(grammar_from("regex", regex)), 60)
+    assert tokens is not None and re.fullmatch(answer, text_of(tokens))
+
+
+@pytest.mark.parametrize("spare", [0, 1, 20])
+def test_an_answer_fits_its_tokens(spare: int) -> None:
+    for i, (name, schema) in enumerate(SCHEMAS.items()):
+        state = of_schema(schema)
+        needed = shortest_known(state, 200)
+        assert needed is not None, name
+        rng = np.random.default_rng(100 * i + spare)
+        tokens = answer(state, rng, 32, len(needed) + spare, scale=3.0)
+        assert len(tokens) <= len(needed) + spare
+        jsonschema.validate(json.loads(text_of(tokens)), schema)
+
+
+def test_a_path_is_cut_as_late_as_possible() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    rows = rows_of(noise(np.random.default_rng(0), 16, 3.0))
+    free = constrain(of_schema(schema), rows, 1000, EOS).path.tokens
+    cut = constrain(of_schema(schema), rows, 16, EOS)
+    kept = sum(1 for a, b in zip(free, cut.path.tokens, strict=False) if a == b)
+    assert len(cut.path.tokens) <= 16 and kept >= len(cut.path.tokens) - 4
+
+
+def test_an_answer_that_cannot_fit_stays_open() -> None:
+    state = of_schema(SCHEMAS["person"])
+    found = constrain(state, rows_of(noise(np.random.default_rng(0), 4, 3.0)), 4, EOS)
+    assert len(found.path.tokens) == 4 and not found.ended

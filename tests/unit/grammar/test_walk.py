@@ -1,0 +1,163 @@
+"""Whatever the logits are, what a canvas stands for is legal."""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, grammar_from
+
+from tests.unit.grammar.canvases import (
+    EOS,
+    K,
+    V,
+    answer,
+    drafted,
+    grammars,
+    noise,
+    of_schema,
+    rows_of,
+    start,
+    text_of,
+    tokenizer,
+)
+from vllm_dllm.grammar.canvas import constrain
+from vllm_dllm.grammar.closing import completion
+from vllm_dllm.grammar.reference import plain_walk
+from vllm_dllm.grammar.state import MOST_SPACES
+from vllm_dllm.grammar.walk import walk
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+EMMA = '{"name": "Emma", "age": 71}'
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0, 20.0])
+@pytest.mark.parametrize("k", [1, K])
+def test_a_walk_takes_the_best_legal_token_of_each_row(scale: float, k: int) -> None:
+    for seed in range(10):
+        logprobs = noise(np.random.default_rng(seed), 24, scale)
+        path = walk(of_schema(PERSON), rows_of(logprobs, k), 24)
+        assert path.tokens == plain_walk(of_schema(PERSON), logprobs)
+
+
+def test_a_right_answer_costs_nothing_and_keeps_its_rows() -> None:
+    logprobs = drafted(np.random.default_rng(0), EMMA, 24, faults=0, sure=20.0)
+    found = constrain(of_schema(PERSON), rows_of(logprobs), 100, EOS)
+    assert text_of(found.path.tokens) == EMMA and found.path.tokens[-1] == EOS
+    assert found.ended and found.path.cost_nats == 0
+    # Only the stop token, which the grammar had to be asked about.
+    assert set(found.path.masks) == {len(found.path.tokens) - 1}
+
+
+def test_the_path_gives_its_rows_log_probabilities() -> None:
+    logprobs = drafted(np.random.default_rng(3), EMMA, 24, faults=3)
+    path = constrain(of_schema(PERSON), rows_of(logprobs), 100, EOS).path
+    rows = np.arange(len(path.tokens))
+    np.testing.assert_array_equal(path.logprobs, logprobs[rows, path.tokens])
+    best = logprobs.max(axis=1)[rows].astype(np.float64)
+    assert path.cost_nats == pytest.approx((best - np.array(path.logprobs)).sum())
+
+
+def test_what_is_forced_is_marked() -> None:
+    state = start(grammar_from("choice", '["red", "green"]'))
+    path = walk(state, rows_of(noise(np.random.default_rng(0), 8, 1.0)), 8)
+    assert text_of(path.tokens) in ("red", "green")
+    # The first letter is free, unless the word is one token; the others follow from it.
+    assert path.forced == set(range(1, len(path.tokens)))
+
+
+def test_a_state_and_its_copy_go_their_own_ways() -> None:
+    state = of_schema(PERSON)
+    tokens = tokenizer().tokenize_str(EMMA)
+    state.consume_text(tokens[:3])
+    before = state.mask()
+    ahead = state.copy()
+    assert ahead.consume_text(tokens[3:]) == len(tokens) - 3 and ahead.is_complete()
+    np.testing.assert_array_equal(state.mask(), before)
+    assert not state.is_complete() and not state.consume(EOS) and ahead.consume(EOS)
+
+
+def test_a_rejected_token_changes_nothing() -> None:
+    state = of_schema(PERSON)
+    before = state.mask()
+    brace = tokenizer().tokenize_str("}")[0]
+    assert not state.consume(brace) and state.consume_text([brace]) == 0
+    np.testing.assert_array_equal(state.mask(), before)
+    assert state.consume_text(tokenizer().tokenize_str(EMMA)) > 0
+
+
+def test_every_stop_token_is_legal_where_the_grammar_is_complete() -> None:
+    other_stop = 3
+    state = start(LLMatcher.grammar_from_json_schema(PERSON), frozenset({other_stop}))
+    assert not state.allows(other_stop)
+    state.consume_text(tokenizer().tokenize_str(EMMA))
+    legal = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
+    assert legal.tolist() == [EOS, other_stop]
+    assert state.consume(other_stop) and state.has_ended
+
+
+def test_a_stop_token_that_is_text_ends_where_the_text_may_stand() -> None:
+    dot = tokenizer().tokenize_str(".")[0]
+    state = start(grammar_from("regex", "[a-z.]{5}"), frozenset({dot}))
+    state.consume_text(tokenizer().tokenize_str("ab"))
+    assert not state.is_complete() and state.consume(dot) and state.has_ended
+
+
+def test_whitespace_is_bounded() -> None:
+    logits = np.zeros((80, V))
+    logits[:, tokenizer().tokenize_str("\n")[0]] = 30.0
+    logits[0, tokenizer().tokenize_str("{")[0]] = 60.0
+    shifted = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
+    path = constrain(of_schema(PERSON), rows_of(shifted), 500, EOS).path
+    assert "\n" * MOST_SPACES in text_of(path.tokens)
+    assert "\n" * (MOST_SPACES + 1) not in text_of(path.tokens)
+
+
+@st.composite
+def schemas(draw: st.DrawFn, depth: int = 2) -> dict:
+    simple = ["string", "integer", "number", "boolean", "null"]
+    kind = draw(st.sampled_from(simple + (["object", "array", "enum"] if depth else [])))
+    if kind == "enum":
+        words = st.text('abc "\\é', min_size=1, max_size=4)
+        return {"enum": draw(st.lists(words, min_size=1, max_size=4, unique=True))}
+    if kind == "array":
+        low = draw(st.integers(0, 2))
+        return {"type": "array", "items": draw(schemas(depth - 1)), "minItems": low}
+    if kind == "object":
+        names = draw(st.lists(st.sampled_from("abcd"), unique=True, max_size=3))
+        return {
+            "type": "object",
+            "properties": {name: draw(schemas(depth - 1)) for name in names},
+            "required": draw(st.lists(st.sampled_from(names), unique=True)) if names else [],
+            "additionalProperties": draw(st.booleans()),
+        }
+    return {"type": kind}
+
+
+@settings(max_examples=40, deadline=None)
+@given(schemas(), st.integers(0, 2**32 - 1), st.sampled_from([0.3, 3.0, 15.0]))
+def test_every_answer_is_valid(schema: dict, seed: int, scale: float) -> None:
+    state, rng = of_schema(schema), np.random.default_rng(seed)
+    budget = len(completion(state, 200) or []) + int(rng.integers(0, 40))
+    tokens = answer(state, rng, int(rng.choice([1, 7, 32])), budget, scale)
+    assert len(tokens) <= budget
+    jsonschema.validate(json.loads(text_of(tokens)), schema)
+
+
+def test_grammars_are_compiled_once_and_forgotten_when_there_are_many() -> None:
+    text = grammar_from("regex", "[a-z]+")
+    compiled = grammars()._compiled
+    start(text)
+    first = compiled[text]
+    start(text)
+    assert compiled[text] is first
+    for i in range(300):
+        start(grammar_from("regex", f"[a-z]{{{i}}}"))
+    assert text not in compiled and len(compiled) <= 256

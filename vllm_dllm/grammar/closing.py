@@ -1,0 +1,198 @@
+"""How few tokens complete an answer from where it is, and cutting a path while they still fit.
+
+llguidance tells which tokens are legal, not how far the end is. So the shortest completion that is
+known is searched: what is forced, then what closes things. The result depends on nothing but the
+state and the budget, so a block that was let through as "can still be closed" can be closed by the
+next one.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from vllm_dllm.grammar.rows import Path
+from vllm_dllm.grammar.state import GrammarState, legal_tokens
+
+MOST_STATES = 500
+"""States that a search looks at before it gives up."""
+_SAME_MASK = 2
+"""States of equal length and mask that a search goes on from. They are mostly the same state."""
+_LONGER = 4
+"""A completion may be so many times longer before it is spelt with as few tokens as possible."""
+
+
+def completion(state: GrammarState, most_tokens: int) -> list[int] | None:
+    """At most `most_tokens` tokens that complete the answer, without a stop token; None if none are
+    found. `[]`: it is complete. Does not move `state`."""
+    if state.has_ended or state.is_complete():
+        return []
+    for search in (greedy_completion, restless_completion, shortest_completion):
+        if (found := search(state, most_tokens)) is not None:
+            return found
+    return None
+
+
+def shortest_known(state: GrammarState, most_tokens: int) -> list[int] | None:
+    """Like `completion`, and the shorter of what both ways of searching find."""
+    found = completion(state, most_tokens)
+    if found:
+        shorter = shortest_completion(state, len(found) - 1)
+        return found if shorter is None else shorter
+    return found
+
+
+def greedy_completion(state: GrammarState, most_tokens: int) -> list[int] | None:
+    """Takes the most promising token each time. Cheap, and right for most of JSON."""
+    start, state = state, state.copy()
+    tokens: list[int] = []
+    while len(tokens) <= _LONGER * most_tokens:
+        if state.is_complete():
+            tokens = _respelled(start, tokens)
+            return tokens if len(tokens) <= most_tokens else None
+        following = next(_continuations(state), None)
+        if following is None or state.consume_text(following) < len(following):
+            return None
+        tokens += following
+    return None
+
+
+def restless_completion(state: GrammarState, most_tokens: int) -> list[int] | None:
+    """Takes what has just become legal, so that it leaves each loop at its first exit: the end of a
+    word of several, of which the masks do not tell how many are still to come."""
+    vocabulary = state.vocabulary
+    start, state = state, state.copy()
+    tokens: list[int] = []
+    before = np.ones(vocabulary.size, dtype=bool)
+    order = np.concatenate((vocabulary.characters, vocabulary.blanks))
+    while len(tokens) <= _LONGER * most_tokens:
+        if state.is_complete():
+            tokens = _respelled(start, tokens)
+            return tokens if len(tokens) <= most_tokens else None
+        following = state.forced_tokens()
+        is_legal = legal_tokens(state.mask(), vocabulary.size)
+        is_legal[list(state.stops)] = False
+        if not following:
+            new = order[(is_legal & ~before)[order]]
+            following = new[:1].tolist() or next(_continuations(state), [])
+        if not following or state.consume_text(following) < len(following):
+            return None
+        tokens, before = tokens + following, is_legal
+    return None
+
+
+def shortest_completion(state: GrammarState, most_tokens: int) -> list[int] | None:
+    """The shortest that the search finds among `MOST_STATES` states, the nearest first."""
+    waiting: dict[int, list[tuple[GrammarState, list[int]]]] = {0: [(state.copy(), [])]}
+    num_states = 0
+    while waiting and num_states < MOST_STATES:
+        length = min(waiting)
+        if length > most_tokens:
+            return None
+        seen: dict[bytes, int] = {}
+        for at, tokens in waiting.pop(length):
+            if at.is_complete():
+                return tokens
+            mask = at.mask().tobytes()
+            seen[mask] = seen.get(mask, 0) + 1
+            if seen[mask] > _SAME_MASK:
+                continue
+            num_states += 1
+            for following in _continuations(at, thorough=True):
+                ahead = at.copy()
+                if ahead.consume_text(following) == len(following):
+                    waiting.setdefault(length + len(following), []).append(
+                        (ahead, tokens + following)
+                    )
+    return None
+
+
+def _continuations(state: GrammarState, thorough: bool = False) -> Iterator[list[int]]:
+    """What may come next, the most promising first. `thorough`: every legal character is tried, as
+    where any of several letters goes on and one of them ends."""
+    if forced := state.forced_tokens():
+        yield forced
+        return
+    vocabulary, words = state.vocabulary, state.mask()
+    is_legal = legal_tokens(words, vocabulary.size)
+    is_legal[list(state.stops)] = False
+    characters = vocabulary.characters
+    if _is_free_text(state, is_legal):
+        orders = ((vocabulary.ends_of_strings, 6), (vocabulary.longest_first, 2))
+    else:
+        orders = (
+            (vocabulary.closers, 2),
+            (characters, 6),
+            (vocabulary.structure, 4),
+            (vocabulary.longest_first, 4),
+        )
+    if thorough:
+        orders = (*orders, (characters, len(characters)), (vocabulary.blanks, 2))
+    tried: set[int] = set()
+    for order, count in orders:
+        for token in order[is_legal[order]][:count].tolist():
+            if token not in tried:
+                tried.add(token)
+                yield [token]
+
+
+def _is_free_text(
+    state: GrammarState,
+    is_legal: np.ndarray,  # [V] bool
+) -> bool:
+    """In a string or the like: most characters that the request does not exclude are legal."""
+    characters = state.vocabulary.characters
+    possible = len(characters)
+    if state.exclusions is not None:
+        allowed = legal_tokens(state.exclusions.allowed_words, state.vocabulary.size)
+        possible = int(allowed[characters].sum())
+    return 2 * int(is_legal[characters].sum()) > possible
+
+
+def _respelled(start: GrammarState, tokens: list[int]) -> list[int]:
+    """The same bytes in as few tokens as spell them, since a grammar is one of bytes; the tokens
+    as they are, if one of those is excluded or would end the answer."""
+    vocabulary = start.vocabulary
+    text = b"".join(vocabulary.token_bytes[token] for token in tokens)
+    spelt: dict[int, list[int]] = {0: []}  # by the end in the text
+    for end in range(1, len(text) + 1):
+        begins = [
+            begin
+            for begin in range(max(0, end - vocabulary.longest), end)
+            if begin in spelt and text[begin:end] in vocabulary.by_bytes
+        ]
+        if begins:
+            begin = min(begins, key=lambda begin: len(spelt[begin]))
+            spelt[end] = [*spelt[begin], vocabulary.by_bytes[text[begin:end]]]
+    fewest = spelt[len(text)]
+    is_free = start.stops.isdisjoint(fewest) and start.copy().consume_text(fewest) == len(fewest)
+    return fewest if is_free else tokens
+
+
+def cut_to_fit(
+    start: GrammarState, path: Path, end: GrammarState, num_tokens: int
+) -> list[int] | None:
+    """None if the answer, which may get `num_tokens` tokens from `start` on, can still be completed
+    behind the path, at `end`. Else as many of the path's tokens as allow that, with the completion
+    behind them."""
+    if completion(end, num_tokens - len(path.tokens)) is not None:
+        return None
+    kept, rest = 0, completion(start, num_tokens)
+    if rest is None:
+        return None  # nothing fits: an answer that stays open is all there is
+    too_many = len(path.tokens)
+    while too_many - kept > 1:
+        middle = (kept + too_many) // 2
+        tail = completion(_after(start, path.tokens[:middle]), num_tokens - middle)
+        if tail is None:
+            too_many = middle
+        else:
+            kept, rest = middle, tail
+    return path.tokens[:kept] + rest
+
+
+def _after(start: GrammarState, tokens: list[int]) -> GrammarState:
+    state = start.copy()
+    for token in tokens:
+        consumed = state.consume(token)
+        assert consumed, "a path is legal"
+    return state

@@ -1,0 +1,128 @@
+"""How far an answer has come in its grammar."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+
+from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.vocabulary import GrammarVocabulary
+
+MOST_SPACES = 32
+"""Characters of whitespace in a row, from tokens of nothing else. JSON allows any number, and a
+model that is unsure of what follows would write it to the end of the canvas."""
+
+
+class GrammarState:
+    """After some tokens of an answer. `has_ended`: one of them ended it, and what follows is free.
+
+    Stop tokens are kept from the matcher: they are legal where the grammar is complete, whichever
+    they are, and where they are text of the grammar.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocabulary: GrammarVocabulary,
+        stops: frozenset[int],  # none that is excluded
+        exclusions: Exclusions | None = None,
+    ) -> None:
+        self._matcher = matcher
+        self.vocabulary = vocabulary
+        self.stops = stops
+        self.exclusions = exclusions
+        self._before: tuple[int, ...] = ()  # the last tokens, as many as exclusions ask for
+        self.has_ended = False
+        self.spaces = 0  # characters of whitespace that were the last tokens
+
+    def copy(self) -> "GrammarState":
+        matcher = self._matcher.deep_copy()
+        other = GrammarState(matcher, self.vocabulary, self.stops, self.exclusions)
+        other.has_ended, other.spaces = self.has_ended, self.spaces
+        other._before = self._before
+        return other
+
+    def is_complete(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
+    def error(self) -> str:
+        """Why the matcher gave up, if it did: some limit of llguidance."""
+        return self._matcher.get_error() if self._matcher.is_error() else ""
+
+    def allows(self, token: int) -> bool:
+        if token in self.stops and self.is_complete():
+            return True
+        return self._admitted([token]) == [token] and self._matcher.validate_tokens([token]) == 1
+
+    def consume(self, token: int) -> bool:
+        """False: the token is illegal here, and nothing has changed."""
+        if token in self.stops:
+            if self.is_complete() or self._matcher.validate_tokens([token]) == 1:
+                self.has_ended = True
+            return self.has_ended
+        return self.consume_text([token]) == 1
+
+    def consume_text(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens, none of which is a stop token, were legal and consumed."""
+        admitted = self._admitted(list(tokens))
+        count = self._matcher.try_consume_tokens(admitted) if admitted else 0
+        for token in admitted[:count]:
+            spaces = int(self.vocabulary.spaces[token])
+            self.spaces = self.spaces + spaces if spaces else 0
+        if self.exclusions is not None and self.exclusions.reach:
+            self._before = (*self._before, *admitted[:count])[-self.exclusions.reach :]
+        return count
+
+    def _admitted(self, tokens: list[int]) -> list[int]:
+        """Those before the first that is excluded."""
+        if self.exclusions is None:
+            return tokens
+        before = list(self._before)
+        for i, token in enumerate(tokens):
+            if self.exclusions.excludes(token, before):
+                return tokens[:i]
+            before.append(token)
+        return tokens
+
+    def mask(self) -> np.ndarray:
+        """[W] uint32: the legal tokens."""
+        words = np.zeros(self.vocabulary.num_words, dtype=np.uint32)
+        address = words.__array_interface__["data"][0]  # a tenth of the time of `words.ctypes`
+        self._matcher.unsafe_compute_mask_ptr(address, words.nbytes)
+        if self.exclusions is not None:
+            self.exclusions.remove_from(words, self._before)
+        complete = self.is_complete()
+        for stop in self.stops:
+            if complete:
+                words[stop >> 5] |= np.uint32(1 << (stop & 31))
+        return words
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that come next whatever the model says, up to the first that would end the answer
+        or is excluded; none where the tokenizer leaves a choice of how to spell what is forced."""
+        if self.has_ended:
+            return []
+        tokens = self._admitted(self._matcher.compute_ff_tokens())
+        stop = next((i for i, token in enumerate(tokens) if token in self.stops), None)
+        return tokens[:stop]
+
+
+def legal_among(words: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """[...] bool: which of the tokens [...] the mask [W] has."""
+    return (words[tokens >> 5] >> (tokens & 31).astype(np.uint32)) & 1 == 1
+
+
+def legal_tokens(words: np.ndarray, size: int) -> np.ndarray:
+    """[V] bool."""
+    return np.unpackbits(words.view(np.uint8), bitorder="little")[:size].view(bool)
+
+
+def is_legal(words: np.ndarray, token: int) -> bool:
+    """`legal_among` of one token, in less time."""
+    return bool(words.item(token >> 5) >> (token & 31) & 1)
+
+
+def is_forced(words: np.ndarray) -> bool:
+    """Whether the mask has one token alone."""
+    return int.from_bytes(words.tobytes()).bit_count() == 1

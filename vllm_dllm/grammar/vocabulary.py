@@ -1,0 +1,79 @@
+"""What the grammars know of a tokenizer: its tokens' bytes, and which of them end things."""
+
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
+from llguidance import LLTokenizer
+
+_SPACE = b" \t\r\n"
+_CHARACTERS = [b'"', *(bytes([c]) for c in (*range(0x30, 0x3A), *range(0x21, 0x7F)) if c != 0x22)]
+
+
+class GrammarVocabulary:
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.size = tokenizer.vocab_size
+        self.num_words = (self.size + 31) // 32
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """[V]; empty for special tokens, which no text spells."""
+        tokenizer = self.tokenizer
+        return [
+            b"" if tokenizer.is_special_token(token) else tokenizer.decode_bytes([token])
+            for token in range(self.size)
+        ]
+
+    @cached_property
+    def spaces(self) -> np.ndarray:
+        """[V] int32: characters of tokens that are whitespace alone, 0 for the others."""
+        found = [len(text) if not text.strip(_SPACE) else 0 for text in self.token_bytes]
+        return np.array(found, dtype=np.int32)
+
+    @cached_property
+    def closers(self) -> np.ndarray:
+        """Tokens that may close arrays and objects outside of strings, the longest first."""
+        return self._longest_of(lambda text: not text.strip(b"}])>"))
+
+    @cached_property
+    def ends_of_strings(self) -> np.ndarray:
+        """Tokens that may end a string, those first that close the most behind it."""
+        return self._longest_of(lambda text: text[:1] == b'"' and not text[1:].strip(b"}])>"))
+
+    @cached_property
+    def structure(self) -> np.ndarray:
+        """Tokens of several signs that part or open things, the longest first."""
+        return self._longest_of(lambda text: len(text) > 1 and not text.strip(b'{["]}:, '))
+
+    @cached_property
+    def blanks(self) -> np.ndarray:
+        """Tokens of whitespace alone, the shortest first."""
+        blank = np.flatnonzero(self.spaces)
+        return blank[np.argsort(self.spaces[blank], kind="stable")]
+
+    @cached_property
+    def by_bytes(self) -> dict[bytes, int]:
+        return {text: token for token, text in enumerate(self.token_bytes) if text}
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.token_bytes))
+
+    @cached_property
+    def longest_first(self) -> np.ndarray:
+        """[V] int64: all tokens."""
+        return self._longest_of(lambda text: True)
+
+    @cached_property
+    def characters(self) -> np.ndarray:
+        """Tokens of one visible ASCII character: quotation mark, digits, the others."""
+        tokens = [t for t, text in enumerate(self.token_bytes) if text in _CHARACTERS]
+        order = sorted(tokens, key=lambda t: _CHARACTERS.index(self.token_bytes[t]))
+        return np.array(order, dtype=np.int64)
+
+    def _longest_of(self, is_one: Callable[[bytes], bool]) -> np.ndarray:
+        tokens = [t for t, text in enumerate(self.token_bytes) if is_one(text)]
+        tokens.sort(key=lambda t: -len(self.token_bytes[t]))
+        return np.array(tokens, dtype=np.int64)
