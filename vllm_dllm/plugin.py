@@ -31,14 +31,19 @@ def register() -> None:
 def _register() -> None:
     # Here, because these import things that another vLLM may not have.
     from vllm_dllm import attention, cpu
-    from vllm_dllm.compat import admission, drafting, ending, http, limits, token_texts
+    from vllm_dllm.compat import admission, drafting, ending, grammar, http, limits, token_texts
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.compat.model_configs import set_config_class
     from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
     from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
+    from vllm_dllm.requests.grammar import check_structured_outputs
     from vllm_dllm.requests.http import check_http_request, refuse_beam_search, wrong_type
     from vllm_dllm.requests.limits import check_parameters, check_size, check_tokens
-    from vllm_dllm.requests.masked import check_masked_request, check_unmasked_request
+    from vllm_dllm.requests.masked import (
+        check_masked_request,
+        check_unmasked_request,
+        refuse_structured_outputs,
+    )
     from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
     from vllm_dllm.requests.options import check_choices, check_request
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
@@ -56,6 +61,10 @@ def _register() -> None:
     admission.set_sampling_params_checks(
         {DIFFUSION_GEMMA: check_unmasked_request}
         | dict.fromkeys(MASKED_MODELS, check_masked_request)
+    )
+    grammar.set_structured_outputs_checks(
+        {DIFFUSION_GEMMA: check_structured_outputs}
+        | dict.fromkeys(MASKED_MODELS, refuse_structured_outputs)
     )
     http.set_http_check(check_http_request, check_size)
     http.answer_bad_bodies(wrong_type)

@@ -9,6 +9,7 @@ import pytest
 from vllm import RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests import tolerances
 from tests.engine.conftest import Engine, preemptions
@@ -300,6 +301,10 @@ def test_the_context_cuts_the_last_canvas(
         ({"extra_args": {"diffusion_t_min": 0.4, "diffusion_t_max": 0.8}}, "diffusion_t_min"),
         ({"extra_args": {"diffusion_read_only": 1}}, "diffusion_read_only is not for masked"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
+        (
+            {"structured_outputs": StructuredOutputsParams(json_object=True)},
+            "structured outputs .* are not possible with a masked model",
+        ),
     ],
 )
 def test_refused_requests(

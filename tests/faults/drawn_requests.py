@@ -166,7 +166,7 @@ def requests(draw: Any, model: Model, name: str) -> DrawnRequest:
             body["logprobs"] = draw(among(0, 1, 5, 20))
         if draw(st.booleans()) and not body.get("stream"):
             body["echo"] = True
-    if body.get("response_format") == {"type": "json_object"}:
+    if body.get("response_format") == {"type": "json_object"} and model.canvas_length is None:
         for key in ("allowed_token_ids", "bad_words"):  # no token may be left
             body.pop(key, None)
     if "logprob_token_ids" in body:

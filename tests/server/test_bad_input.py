@@ -97,7 +97,6 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
         {"extra_body": {"bad_words": [f"{i}" + " and so on" * 6 for i in range(60)]}},
         "at most 1024 tokens .* limits.bad_words",
     ),
-    "response_format": ({"response_format": {"type": "json_object"}}, "tructured output"),
 }
 
 
@@ -113,11 +112,11 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a call that must come": (
         {"tools": [TOOL], "tool_choice": "required"},
-        "tool_choice must be 'auto' or 'none' for a diffusion model, got 'required'",
+        "tool_choice must be 'auto' or 'none' on this server, got 'required'",
     ),
     "a call of one function": (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look_up"}}},
-        "tool_choice must be 'auto' or 'none' for a diffusion model, got .*look_up",
+        "tool_choice must be 'auto' or 'none' on this server, got .*look_up",
     ),
     "a call that nobody looks for": ({"tools": [TOOL]}, "--enable-auto-tool-choice"),
 }

@@ -13,9 +13,10 @@ from vllm.v1.engine.input_processor import InputProcessor
 def set_http_check(
     check: Callable[..., None], check_size: Callable[[VllmConfig, Any, list[int]], None]
 ) -> None:
-    """`check(request, parses_tool_calls=...)` sees each request to a diffusion model for chat,
-    completions and responses before anything is made of it, `check_size` chats and completions with
-    the tokens of each of their prompts. Repeatable, and nothing in a process that is no server."""
+    """`check(request, parses_tool_calls=..., forces_tool_calls=...)` sees each request to a
+    diffusion model for chat, completions and responses before anything is made of it, `check_size`
+    chats and completions with the tokens of each of their prompts. Repeatable, and nothing in a
+    process that is no server."""
     if "vllm.entrypoints.launchers.launcher" not in sys.modules:
         return
     from vllm.renderers.online_renderer import OnlineRenderer
@@ -24,7 +25,11 @@ def set_http_check(
         async def render_checked(self: Any, request: Any, **kwargs: Any) -> Any:
             if self.model_config.is_diffusion:
                 parser = self.parser and self.parser.tool_parser_cls
-                check(request, parses_tool_calls=bool(parser and self.enable_auto_tools))
+                check(
+                    request,
+                    parses_tool_calls=bool(parser and self.enable_auto_tools),
+                    forces_tool_calls=bool(parser and _knows_the_form_of_calls(parser)),
+                )
             rendered = await render(self, request, **kwargs)
             if self.model_config.is_diffusion and (lengths := prompt_lengths(rendered)):
                 check_size(self.renderer.config, request, lengths)
@@ -42,6 +47,14 @@ def set_http_check(
         render = getattr(OnlineRenderer, name)
         if render.__module__ != __name__:
             setattr(OnlineRenderer, name, checked(render))
+
+
+def _knows_the_form_of_calls(parser: type) -> bool:
+    """Whether vLLM asks for structured outputs where a call must come."""
+    return bool(
+        getattr(parser, "supports_required_and_named", False)
+        or getattr(parser, "structural_tag_model", None)
+    )
 
 
 def set_beam_search_check(check: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """vLLM's scheduler, with some of its steps open to subclasses."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched import diffusion_scheduler
@@ -16,9 +16,17 @@ from vllm_dllm.compat import version
 class SchedulerHooks(Scheduler):
     """vLLM's scheduler, with some of its steps open to subclasses."""
 
+    _worker_masks = True  # the worker gets the masks of grammars
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _ask_for_draft_tokens_only_if_needed()
+
+    def check_blocks_by(self, make_check: Callable[[Any], Any]) -> None:
+        """What is emitted is checked by `make_check` of vLLM's `StructuredOutputManager`, and no
+        masks are made for the worker."""
+        self.structured_output_manager = make_check(self.structured_output_manager)
+        self._worker_masks = False
 
     @property
     def knows_draft_tokens(self) -> bool:
@@ -42,6 +50,11 @@ class SchedulerHooks(Scheduler):
         output = super().schedule(*args, **kwargs)
         for request in held:
             self.waiting.add_request(request)
+        if not self._worker_masks:
+            # vLLM would wait for the tokens of the step before, and make masks of the drafts. Here
+            # and not earlier: its asynchronous scheduler asks for that last of all.
+            output.has_structured_output_requests = False
+            output.pending_structured_output_tokens = False
         return output
 
     def complete_output(self, output: SchedulerOutput) -> None:

@@ -26,6 +26,18 @@ def accept_by_entropy_bound(
     return torch.zeros_like(taken).scatter_(-1, order, taken)
 
 
+def follow_last_choice(
+    accepted: torch.Tensor,  # [n, C] bool
+    forced: torch.Tensor,  # [n, C] bool, positions where a grammar leaves one token
+) -> torch.Tensor:
+    """[n, C] bool: a forced position is accepted with the last free one on its left, or always if
+    there is none. It says nothing by itself: one wrong early token would lock what it forces."""
+    position = torch.arange(forced.shape[-1], device=forced.device)
+    last_choice = torch.where(forced, -1, position).cummax(dim=-1).values
+    followed = accepted.gather(-1, last_choice.clamp(min=0)) | (last_choice < 0)
+    return torch.where(forced, followed, accepted)
+
+
 class Reveal(NamedTuple):
     """Canvases whose best guesses are revealed permanently, position by position, as in mask-noise
     diffusion models (Wu et al., "Fast-dLLM", arXiv 2505.22618: a probability threshold; Nie et

@@ -4,7 +4,12 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_dllm.denoise.acceptance import Reveal, accept_by_entropy_bound, reveal
+from vllm_dllm.denoise.acceptance import (
+    Reveal,
+    accept_by_entropy_bound,
+    follow_last_choice,
+    reveal,
+)
 from vllm_dllm.denoise.convergence import is_confident, times_repeated, up_to_first_stop
 from vllm_dllm.denoise.row_stats import RowStats
 
@@ -22,6 +27,13 @@ class AnswerOnly(NamedTuple):
 
     is_chosen: torch.Tensor  # [n] bool
     stop_tokens: torch.Tensor  # [n, K] int64; unused places are < 0
+
+
+class Constrained(NamedTuple):
+    """Canvases whose best guesses are the legal path of a grammar."""
+
+    is_chosen: torch.Tensor  # [n] bool
+    forced: torch.Tensor  # [n, C] bool, positions where the grammar leaves one token
 
 
 class CanvasState(NamedTuple):
@@ -48,6 +60,7 @@ def denoise_step(
     rules: StepRules,
     revealing: Reveal | None = None,  # None: no canvas is revealed permanently
     answer_only: AnswerOnly | None = None,  # None: every position of a canvas counts
+    constrained: Constrained | None = None,  # None: no canvas has a grammar
 ) -> StepOutcome:
     """Accept, renoise and judge, like one pass of the reference's `_denoising_step`.
 
@@ -57,13 +70,19 @@ def denoise_step(
     """
     entropy = stats.entropy_nats
     best_guess, candidate = stats.best_guess, stats.candidate
-    accepted = accept_by_entropy_bound(
-        entropy if valid is None else torch.where(valid, entropy, torch.inf), rules.entropy_bound
-    )
+    ranked = entropy if valid is None else torch.where(valid, entropy, torch.inf)
+    if constrained is None:
+        accepted = accept_by_entropy_bound(ranked, rules.entropy_bound)
+    else:
+        ranked = ranked.masked_fill(constrained.forced, torch.inf)
+        accepted = accept_by_entropy_bound(ranked, rules.entropy_bound)
+        accepted = follow_last_choice(accepted, constrained.forced)
     all_revealed = None
     if revealing is not None:
         chosen = revealing.is_chosen[:, None]
         kept = revealing.kept
+        if constrained is not None:  # what a grammar repaired is hidden again
+            kept &= ~constrained.is_chosen[:, None] | (revealing.tokens == best_guess)
         shown = kept | reveal(stats.best_logprob.exp(), valid, revealing)
         accepted = torch.where(chosen, shown, accepted)
         best_guess = torch.where(kept, revealing.tokens, best_guess)

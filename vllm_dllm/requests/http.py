@@ -9,9 +9,9 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 
-def check_http_request(request: Any, *, parses_tool_calls: bool) -> None:
-    """Of a chat, a completion or a response; `parses_tool_calls`: the server looks for calls in the
-    answers.
+def check_http_request(request: Any, *, parses_tool_calls: bool, forces_tool_calls: bool) -> None:
+    """Of a chat, a completion or a response. `parses_tool_calls`: the server looks for calls in the
+    answers; `forces_tool_calls`: it can hold an answer to the form of a call.
 
     Raises:
         VLLMValidationError: answered with HTTP 400; says what came and what to do.
@@ -19,7 +19,7 @@ def check_http_request(request: Any, *, parses_tool_calls: bool) -> None:
     if getattr(request, "use_beam_search", False):
         refuse_beam_search()
     if getattr(request, "tools", None):
-        _check_tool_choice(request, parses_tool_calls)
+        _check_tool_choice(request, parses_tool_calls, forces_tool_calls)
 
 
 def refuse_beam_search() -> None:
@@ -39,13 +39,16 @@ def wrong_type(parameter: str, value: Any) -> VLLMValidationError:
     )
 
 
-def _check_tool_choice(request: Any, parses_tool_calls: bool) -> None:
+def _check_tool_choice(request: Any, parses_tool_calls: bool, forces_tool_calls: bool) -> None:
     choice = request.tool_choice
     if choice not in (None, "auto", "none"):
+        if forces_tool_calls:
+            return
         name = choice if isinstance(choice, str) else choice.model_dump(exclude_none=True)
         raise VLLMValidationError(
-            f"tool_choice must be 'auto' or 'none' for a diffusion model, got {name!r}: an answer "
-            f"cannot be held to the form of a call yet. Ask for the call in the prompt.",
+            f"tool_choice must be 'auto' or 'none' on this server, got {name!r}: it has no "
+            "tool parser that tells the form of a call. Start it with a --tool-call-parser for "
+            "calls in JSON, for example hermes, or ask for the call in the prompt.",
             parameter="tool_choice",
         )
     if choice != "none" and not parses_tool_calls:

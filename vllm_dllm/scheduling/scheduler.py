@@ -16,6 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_dllm.compat.grammar import BlockCheck
 from vllm_dllm.compat.scheduler import (
     SchedulerHooks,
     StockDiffusionAsyncScheduler,
@@ -48,6 +49,7 @@ class CanvasScheduling(SchedulerHooks):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.check_blocks_by(BlockCheck)
         self.spares_last_commit = spares_last_commit(self.vllm_config)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
         self.by_blocks = is_masked(self.vllm_config)
@@ -217,7 +219,7 @@ class CanvasScheduling(SchedulerHooks):
 class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
     """For steps that wait for the tokens of the one before."""
 
-    knows_draft_tokens = True  # only grammars need to see them, and those are refused
+    knows_draft_tokens = True  # only vLLM's way with grammars needs to see them
 
     def output_counted(self, output: SchedulerOutput) -> None:
         """Sets the next step's drafts: the canvas, whose tokens are on the device."""

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepOutcome, denoise_step
@@ -25,6 +26,7 @@ from vllm_dllm.requests.ends import EVERY_BLOCK, is_last_block
 from vllm_dllm.requests.options import fitted_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.grammars import Legal
 from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
 from vllm_dllm.step.masked_settings import MaskedStepSettings
 from vllm_dllm.step.requests import StepRequests
@@ -125,8 +127,7 @@ class CanvasStep:
             sampler,
             SlotSettings(config, num_slots, self.canvas_length, self.device),
             self.extension,
-            self.vocab_size,
-            self.max_model_len,
+            vllm_config,
         )
 
     def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor | None:
@@ -278,14 +279,14 @@ class CanvasStep:
             self.canvas_length,
             self.vocab_size,
         )
+        legal = self._legal(found, logits, row_temperature, reveal)
         by_row, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
         stats = RowStats(*(batch.unflatten(column) for column in by_row))
+        if legal is not None:
+            stats = legal.apply(stats)
         if settings.is_greedy is not None:
             greedy = torch.where(settings.is_greedy[:, None], stats.best_guess, stats.candidate)
             stats = stats._replace(candidate=greedy)
-        answer_only = None
-        if settings.judges_answer_only is not None:
-            answer_only = AnswerOnly(settings.judges_answer_only, found.stops)
         outcome = denoise_step(
             stats,
             batch.valid,
@@ -295,12 +296,27 @@ class CanvasStep:
             drawn.renoise,
             settings.rules,
             reveal,
-            answer_only,
+            _answer_only(settings, legal, found.stops),
+            None if legal is None else legal.constrained,
         )
+        next_canvas = drawn.next_canvas if legal is None else legal.begin(drawn.next_canvas)
         revealed = None if settings.reveal is None else outcome.accepted
-        return Denoised(
-            logits, row_temperature, stats, soft_rows, drawn.next_canvas, outcome, revealed
-        )
+        return Denoised(logits, row_temperature, stats, soft_rows, next_canvas, outcome, revealed)
+
+    def _legal(
+        self,
+        found: Found,
+        logits: CanvasLogits,
+        row_temperature: torch.Tensor,  # [rows, 1] fp32
+        reveal: Reveal | None,
+    ) -> Legal | None:
+        grammars = self.requests.grammars
+        if not grammars.concern(found.batch):
+            return None
+        skipped = found.numbers.is_committing == 1
+        if found.cut is not None:
+            skipped |= found.cut
+        return grammars.legal(found.batch, found.starts, skipped, logits, row_temperature, reveal)
 
     def _settle(self, found: Found, outcome: StepOutcome) -> _Settled:
         committing = found.numbers.is_committing == 1
@@ -354,3 +370,16 @@ class CanvasStep:
             outcome.state.times_repeated,
         )
         return canvas
+
+
+def _answer_only(
+    settings: StepSettings,
+    legal: Legal | None,
+    stops: torch.Tensor,  # [n, K] int64
+) -> AnswerOnly | None:
+    """What follows the end of a grammar is free, and not waited for either."""
+    chosen = settings.judges_answer_only
+    if legal is not None:
+        ends = legal.constrained.is_chosen
+        chosen = ends if chosen is None else chosen | ends
+    return None if chosen is None else AnswerOnly(chosen, stops)

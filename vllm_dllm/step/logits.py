@@ -20,6 +20,7 @@ from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, join_blocks, read_blocks
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.filters import LogitFilters
+from vllm_dllm.step.row_masks import RowMasks
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 
 TILE_TOKENS = 16 * BLOCK
@@ -73,6 +74,12 @@ class CanvasLogits(Protocol):
     def processed(self, i: int) -> Iterator[torch.Tensor]:
         """What its request's rules make of them, before the temperature."""
 
+    def row(self, i: int, position: int) -> torch.Tensor:
+        """[V] fp32: one of them, with the rules that concern it alone."""
+
+    def exclude(self, i: int, masks: RowMasks) -> None:
+        """Leaves canvas i its legal tokens, from now on."""
+
 
 class WholeLogits:
     """Made of logits [rows, V] fp32."""
@@ -98,6 +105,14 @@ class WholeLogits:
                     i, batch, starts[i], guesses[i], None if kept is None else kept[i]
                 )
                 rules.apply_(self._processed[batch.rows_of(i)])
+
+    def exclude(self, i: int, masks: RowMasks) -> None:
+        if self._processed is self._raw:
+            self._processed = self._raw.clone()
+        masks.exclude_(self._processed[self.batch.rows_of(i)], 0)
+
+    def row(self, i: int, position: int) -> torch.Tensor:
+        return self._processed[self.batch.rows_of(i)][position]
 
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
         parts = []
@@ -148,6 +163,17 @@ class StreamedLogits:
         self.hidden, self.batch, self.soft, self.filters = hidden, batch, soft, filters
         self.model, self.starts, self.guesses, self.kept = soft.model, starts, guesses, kept
         self.budget = budget_bytes
+        self._masks: dict[int, RowMasks] = {}
+
+    def exclude(self, i: int, masks: RowMasks) -> None:
+        self._masks[i] = masks
+
+    def row(self, i: int, position: int) -> torch.Tensor:
+        row = self.batch.rows_of(i).start + position
+        logits = self.model.compute_logits(self.hidden[row : row + 1])
+        rules = self.filters.of_canvas(i, self.batch, self.starts[i], self.guesses[i]).rules
+        rules.apply_(logits, position, self.starts[i], self.guesses[i])
+        return logits[0]
 
     def raw(self, i: int) -> Iterator[torch.Tensor]:
         tile_rows = whole_rows(self.model.config.vocab_size, self.budget)
@@ -157,12 +183,16 @@ class StreamedLogits:
     def processed(self, i: int) -> Iterator[torch.Tensor]:
         kept = None if self.kept is None else self.kept[i]
         rules = self.filters.of_canvas(i, self.batch, self.starts[i], self.guesses[i], kept)
+        masks, first = self._masks.get(i), 0
         for logits in self.raw(i):
             rules.apply_(logits)
+            if masks is not None:
+                masks.exclude_(logits, first)
             yield logits
+            first += len(logits)
 
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
-        whole = self.filters.needs_whole_rows(self.batch)
+        whole = sorted({*self.filters.needs_whole_rows(self.batch), *self._masks})
         if not whole:
             return self._stream(self.hidden, row_temperature, draw, self._guess_rows())
         is_plain = np.ones(len(draw), dtype=bool)

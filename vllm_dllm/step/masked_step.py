@@ -38,8 +38,7 @@ class MaskedStep(CanvasStep):
             sampler,
             MaskedSlotSettings(len(self.slots.canvas), self.canvas_length, self.device),
             with_defaults(self.extension, config.threshold),
-            self.vocab_size,
-            self.max_model_len,
+            vllm_config,
             self.mask_id,
         )
 

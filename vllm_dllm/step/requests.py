@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -13,6 +14,7 @@ from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, stop_tokens
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.filters import LogitFilters
 from vllm_dllm.step.first_canvases import FirstCanvases
+from vllm_dllm.step.grammars import CanvasGrammars
 from vllm_dllm.step.logprobs import StepLogprobs
 from vllm_dllm.step.masked_settings import MaskedSlotSettings
 from vllm_dllm.step.registry import NewRequest, Registry
@@ -27,12 +29,13 @@ class StepRequests:
         sampler: Any,  # vLLM's own, for its per-request states
         settings: SlotSettings | MaskedSlotSettings,
         extension: ExtensionConfig,
-        vocab_size: int,
-        max_model_len: int,
+        vllm_config: VllmConfig,
         mask_id: int | None = None,  # what a first canvas holds; None: noise
     ) -> None:
         self.slots, self.settings, self.extension = slots, settings, extension
-        self.vocab_size, self.max_model_len, self.mask_id = vocab_size, max_model_len, mask_id
+        model_config = vllm_config.model_config
+        self.vocab_size = model_config.get_vocab_size()
+        self.max_model_len, self.mask_id = model_config.max_model_len, mask_id
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         self.prefills_emitted_tokens = False  # until a request says what the scheduler does
@@ -40,12 +43,14 @@ class StepRequests:
         self._canvas_length = slots.canvas.shape[1]
         self._offsets = torch.arange(self._canvas_length, device=self._device)
         self.filters = LogitFilters(self.req_states, self.sampling_states)
-        self.logprobs = StepLogprobs(sampler.logprobs_mode, vocab_size, self._device)
+        self.logprobs = StepLogprobs(sampler.logprobs_mode, self.vocab_size, self._device)
+        self.grammars = CanvasGrammars(vllm_config, self.req_states, slots)
         self.first_canvases = FirstCanvases(slots)
         self._registries: tuple[Registry, ...] = (
             self.settings,
             self.filters,
             self.logprobs,
+            self.grammars,
             self.first_canvases,
         )
 

@@ -10,7 +10,12 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from tests import tolerances
-from vllm_dllm.denoise.acceptance import Reveal, accept_by_entropy_bound, reveal
+from vllm_dllm.denoise.acceptance import (
+    Reveal,
+    accept_by_entropy_bound,
+    follow_last_choice,
+    reveal,
+)
 from vllm_dllm.denoise.convergence import (
     NO_TOKEN,
     is_confident,
@@ -18,7 +23,13 @@ from vllm_dllm.denoise.convergence import (
     up_to_first_stop,
 )
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
-from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepRules, denoise_step
+from vllm_dllm.denoise.step import (
+    AnswerOnly,
+    CanvasState,
+    Constrained,
+    StepRules,
+    denoise_step,
+)
 from vllm_dllm.denoise.temperature import temperature
 
 pytestmark = pytest.mark.numerics
@@ -261,6 +272,55 @@ def test_waiting_for_the_answer_only() -> None:
     chosen = AnswerOnly(torch.tensor([True, False]), torch.tensor([[9], [9]]))
     outcome = denoise_step(stats, None, state, torch.zeros(2, 4).long(), rules, None, chosen)
     assert outcome.finished.tolist() == [True, False]
+
+
+def test_what_is_forced_is_accepted_with_the_last_choice_before_it() -> None:
+    accepted = torch.tensor([[False, False, True, False, False, False]])
+    forced = torch.tensor([[True, False, False, True, True, False]])
+    followed = follow_last_choice(accepted, forced)
+    assert followed.int().tolist() == [[1, 0, 1, 1, 1, 0]]
+    assert follow_last_choice(torch.zeros(1, 3).bool(), torch.ones(1, 3).bool()).all()
+
+
+def test_what_is_forced_is_no_sign_of_certainty() -> None:
+    """Nor does it take up the bound."""
+    stats = RowStats(
+        best_guess=torch.tensor([[1, 2, 3, 4]] * 2),
+        candidate=torch.tensor([[1, 2, 3, 4]] * 2),
+        entropy_nats=torch.tensor([[0.05, 2.0, 0.0, 0.06]] * 2),
+        best_logprob=torch.zeros(2, 4),
+    )
+    state = CanvasState(
+        torch.full((2, 4), NO_TOKEN), torch.zeros(2).long(), torch.zeros(2).long(),
+        torch.full((2,), 48),
+    )  # fmt: skip
+    forced = torch.tensor([[False, False, True, False], [False] * 4])
+    constrained = Constrained(torch.tensor([True, False]), forced)
+    noise, rules = torch.full((2, 4), 77), StepRules(0.1, 0.005, 1)
+    outcome = denoise_step(stats, None, state, noise, rules, constrained=constrained)
+    # 0.05 and 0.06 nats are before position 1's 2.0: too many. The forced one goes with it.
+    assert outcome.canvas.tolist() == [[1, 77, 77, 4], [1, 77, 3, 4]]
+
+
+def test_a_revealed_token_that_a_grammar_rejects_is_hidden_again() -> None:
+    stats = RowStats(
+        best_guess=torch.tensor([[50, 8, 3]] * 2),
+        candidate=torch.tensor([[4, 5, 6]] * 2),
+        entropy_nats=torch.ones(2, 3),
+        best_logprob=torch.tensor([[0.5, 0.9, 0.7]] * 2).log(),
+    )
+    state = CanvasState(
+        torch.full((2, 3), NO_TOKEN), torch.zeros(2).long(), torch.zeros(2).long(),
+        torch.full((2,), 9),
+    )  # fmt: skip
+    revealed = torch.tensor([[True, True, False]] * 2)  # all 50
+    constrained = Constrained(torch.tensor([True, False]), torch.zeros(2, 3).bool())
+    rule = reveal_rule(2.0, 1, revealed, n=2)
+    noise, rules = torch.full((2, 3), 77), StepRules(0.1, 0.005, 1)
+    outcome = denoise_step(stats, None, state, noise, rules, rule, constrained=constrained)
+    assert outcome.state.best_guess.tolist() == [[50, 8, 3], [50, 50, 3]]
+    assert outcome.accepted.tolist() == [[True, False, True], [True, True, True]]
+    assert outcome.finished.tolist() == [False, True]
 
 
 def test_a_row_of_nan_points_into_the_vocabulary() -> None:

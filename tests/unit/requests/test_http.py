@@ -62,19 +62,25 @@ ADMITTED = {
 def test_refused(case: str, parses_tool_calls: bool) -> None:
     request, message = REFUSED[case]
     with pytest.raises(VLLMValidationError, match=message):
-        check_http_request(request, parses_tool_calls=parses_tool_calls)
+        check_http_request(request, parses_tool_calls=parses_tool_calls, forces_tool_calls=False)
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if "beams" not in case])
+def test_calls_that_must_come_need_a_parser_that_tells_their_form(case: str) -> None:
+    request, _ = REFUSED[case]
+    check_http_request(request, parses_tool_calls=False, forces_tool_calls=True)
 
 
 @pytest.mark.parametrize("case", NEEDS_A_PARSER)
 def test_calls_need_somebody_who_looks_for_them(case: str) -> None:
-    check_http_request(NEEDS_A_PARSER[case], parses_tool_calls=True)
+    check_http_request(NEEDS_A_PARSER[case], parses_tool_calls=True, forces_tool_calls=False)
     with pytest.raises(VLLMValidationError, match="--enable-auto-tool-choice"):
-        check_http_request(NEEDS_A_PARSER[case], parses_tool_calls=False)
+        check_http_request(NEEDS_A_PARSER[case], parses_tool_calls=False, forces_tool_calls=True)
 
 
 @pytest.mark.parametrize("case", ADMITTED)
 def test_admitted(case: str) -> None:
-    check_http_request(ADMITTED[case], parses_tool_calls=False)
+    check_http_request(ADMITTED[case], parses_tool_calls=False, forces_tool_calls=False)
 
 
 def test_offline_beam_search_is_refused_for_diffusion_models_alone() -> None:

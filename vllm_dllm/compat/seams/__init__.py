@@ -16,6 +16,9 @@ SIGNATURES = {
     "config.vllm:VllmConfig._validate_v2_model_runner": "self",
     "config.vllm:VllmConfig.use_v2_model_runner": "self",
     "sampling_params:SamplingParams._validate_diffusion": "self model_config",
+    "sampling_params:SamplingParams._validate_structured_outputs": (
+        "self model_config structured_outputs_config tokenizer"
+    ),
     "utils.diffusion:validate_diffusion_sampling_params": "params canvas_length vocab_size",
     "utils.ompmultiprocessing:OMPProcessManager.__init__": "self config",
     "utils.ompmultiprocessing:OMPProcessManager._get_autobind_cpu_ids": "self cpu_selector",

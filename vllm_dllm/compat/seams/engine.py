@@ -33,6 +33,11 @@ SEAMS = [
         "self._validate_diffusion(model_config)",
     ),
     Seam(
+        "the check of structured outputs",
+        "sampling_params:SamplingParams.verify",
+        "self._validate_structured_outputs(",
+    ),
+    Seam(
         "configurations by architecture",
         "config.vllm:VllmConfig.try_verify_and_update_config",
         "MODELS_CONFIG_MAP.get(architecture, None)",
@@ -41,6 +46,32 @@ SEAMS = [
         "configuration classes by model type",
         "transformers_utils.config:HFConfigParser.parse",
         "config_class = _CONFIG_REGISTRY[model_type]",
+    ),
+    # --- structured outputs -----------------------------------------------------------------------
+    Seam(
+        "the engine's choice of a grammar's backend",
+        "v1.structured_output:StructuredOutputManager.grammar_init",
+        "backend = request.sampling_params.structured_outputs._backend",
+    ),
+    Seam(
+        "the scheduler checks what is emitted",
+        f"{_SCHEDULER}.update_from_output",
+        "if new_token_ids and not self.structured_output_manager.accept_tokens(",
+    ),
+    Seam(
+        "the scheduler asks for masks",
+        f"{_SCHEDULER}.get_grammar_bitmask",
+        "if not scheduler_output.has_structured_output_requests:",
+    ),
+    Seam(
+        "a scheduler that runs ahead waits for tokens that a grammar needs",
+        f"{_ASYNC_SCHEDULER}._update_after_schedule",
+        "scheduler_output.pending_structured_output_tokens |= (",
+    ),
+    Seam(
+        "a grammar whose stop token is its tokenizer's",
+        "v1.structured_output.backend_guidance:GuidanceGrammar.accept_tokens",
+        "if self.ll_tokenizer.eos_token in tokens:",
     ),
     # --- requests over HTTP -----------------------------------------------------------------------
     Seam(

@@ -1,0 +1,280 @@
+"""Structured outputs: always valid, the same in any company, and no worse than free answers."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from vllm import RequestOutput, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.engine.conftest import HELD_OUT, TRAINED, Engine, preemptions
+from tests.engine.one_step import random_ids
+from tests.engine.rounding import assert_same, decided
+from tests.unit.grammar.canvases import SCHEMAS
+from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
+
+pytestmark = pytest.mark.numerics
+
+EOS = 1
+# Unlike anything the model was trained on.
+ODD = [{"role": "user", "content": "kq 7 {w: 3 zx"}]
+PERSON = SCHEMAS["person"]
+OPTIONS = {"max_num_seqs": 16, "max_model_len": 512}
+TAG = {
+    "structures": [{"begin": "<call>", "schema": PERSON, "end": "</call>"}],
+    "triggers": ["<call>"],
+}
+
+
+def of(**wanted: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**wanted)
+
+
+def is_person(text: str) -> None:
+    jsonschema.validate(json.loads(text), PERSON)
+
+
+def is_an_object(text: str) -> None:
+    assert isinstance(json.loads(text), dict)
+
+
+def matches(pattern: str) -> Callable[[str], None]:
+    def check(text: str) -> None:
+        assert re.fullmatch(pattern, text), text
+
+    return check
+
+
+def calls_are_people(text: str) -> None:
+    for part in text.split("<call>")[1:]:
+        if "</call>" in part:
+            is_person(part.split("</call>")[0])
+
+
+KINDS: dict[str, tuple[StructuredOutputsParams, Callable[[str], None]]] = {
+    "json": (of(json=PERSON), is_person),
+    "json text": (of(json=json.dumps(PERSON)), is_person),
+    "json_object": (of(json_object=True), is_an_object),
+    "regex": (of(regex=r"[A-Z]{3}-[0-9]{2,4}"), matches(r"[A-Z]{3}-[0-9]{2,4}")),
+    "choice": (of(choice=["red", "green", "light blue"]), matches("red|green|light blue")),
+    "grammar": (of(grammar='start: "a"+ "-" /[0-9]{3}/'), matches("a+-[0-9]{3}")),
+    "grammar, GBNF": (of(grammar='root ::= "yes" | "no " [0-9]'), matches("yes|no [0-9]")),
+    "structural_tag": (of(structural_tag=json.dumps(TAG)), calls_are_people),
+}
+
+
+@pytest.fixture(scope="module")
+def served(engine: Callable[..., Engine]) -> Engine:
+    return engine(TRAINED, settings={"fit_canvas": True}, **OPTIONS)
+
+
+def xargs(**options: Any) -> dict[str, Any]:
+    return {"extra_args": {f"diffusion_{name}": value for name, value in options.items()}}
+
+
+def chat(served: Engine, prompts: list[Any], params: list[SamplingParams]) -> list[RequestOutput]:
+    return served.llm.chat(prompts, params, use_tqdm=False)
+
+
+def ask(served: Engine, kind: str, **options: Any) -> RequestOutput:
+    params = SamplingParams(
+        **{"max_tokens": 96, "seed": 7, "structured_outputs": KINDS[kind][0], **options}
+    )
+    return chat(served, [ODD], [params])[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_kept(served: Engine, kind: str) -> None:
+    for seed in range(4):
+        output = ask(served, kind, seed=seed).outputs[0]
+        assert output.finish_reason in ("stop", "length")
+        KINDS[kind][1](output.text)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one step": xargs(max_steps=1),
+    "hot": {"temperature": 2.0, **xargs(max_steps=3)},
+    "greedy": {"temperature": 0.0},
+    "confidence": xargs(acceptance="confidence", accept_probability=0.5),
+    "top_k": xargs(acceptance="top_k", max_steps=6),
+    "truncated": {"top_k": 3, "top_p": 0.9, "min_p": 0.05},
+    "penalties": {"presence_penalty": 1.5, "repetition_penalty": 2.0},
+    "bias": {"logit_bias": {33: 50.0}},
+    "excluded": {"bad_words": ["name"]},
+    "several excluded": {"bad_words": ["name", "ge", "er", "1"]},
+    "narrow canvases": xargs(canvas_length=16),
+    "read only": {"max_tokens": 64, **xargs(read_only=True, max_steps=3)},
+    "several": {"n": 3},
+    "log-probabilities": {"logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_beside_other_parameters(served: Engine, name: str) -> None:
+    for seed in range(3):
+        for output in ask(served, "json", seed=seed, **SETTINGS[name]).outputs:
+            text = output.text
+            if name == "read only":  # goes on behind the end, as a request that ignores it
+                tokens = list(output.token_ids)
+                text = served.llm.get_tokenizer().decode(tokens[: tokens.index(EOS)])
+            is_person(text)
+            for word in SETTINGS[name].get("bad_words", ()):
+                spelt = served.llm.get_tokenizer().encode(word, add_special_tokens=False)
+                found = list(output.token_ids)
+                assert spelt not in [found[i : i + len(spelt)] for i in range(len(found))]
+            if name == "log-probabilities":
+                assert len(output.logprobs) == len(output.token_ids)
+
+
+def test_an_answer_fits_its_tokens(served: Engine) -> None:
+    """From as few as there can be."""
+    for max_tokens in range(9, 24):
+        output = ask(served, "json", max_tokens=max_tokens).outputs[0]
+        assert len(output.token_ids) <= max_tokens
+        is_person(output.text)
+    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 9 .* got 8"):
+        ask(served, "json", max_tokens=8)
+
+
+def test_long_answers_of_several_canvases(served: Engine) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 60}
+    wanted = of(json=schema)
+    for seed in range(2):
+        params = SamplingParams(max_tokens=250, seed=seed, structured_outputs=wanted)
+        output = chat(served, [ODD], [params])[0].outputs[0]
+        assert len(output.token_ids) > 64
+        jsonschema.validate(json.loads(output.text), schema)
+
+
+def test_an_answer_ends_although_it_is_to_go_on(served: Engine) -> None:
+    """What follows, as `ignore_eos` wants it, is free."""
+    tokens = list(ask(served, "json", ignore_eos=True, max_tokens=130).outputs[0].token_ids)
+    assert len(tokens) == 130
+    end = tokens.index(EOS) if EOS in tokens else len(tokens)
+    is_person(served.llm.get_tokenizer().decode(tokens[:end]))
+
+
+def json_prompts() -> list[dict[str, Any]]:
+    rows = map(json.loads, HELD_OUT.read_text().splitlines())
+    return [row for row in rows if row["task"] == "write_json"][:24]
+
+
+def test_json_that_the_model_writes_anyway_is_not_changed(served: Engine) -> None:
+    """Nor does it take more steps."""
+    rows = json_prompts()
+    prompts = [row["messages"] for row in rows]
+    free = [SamplingParams(max_tokens=64, seed=i) for i in range(len(rows))]
+    held = [
+        SamplingParams(max_tokens=64, seed=i, structured_outputs=of(json_object=True))
+        for i in range(len(rows))
+    ]
+    as_it_is, with_grammar = chat(served, prompts, free), chat(served, prompts, held)
+    right = [
+        output.outputs[0].text == row["answer"] for output, row in zip(as_it_is, rows, strict=True)
+    ]
+    assert sum(right) >= len(rows) - 1
+    for output, other in zip(with_grammar, as_it_is, strict=True):
+        assert output.outputs[0].text == other.outputs[0].text
+    steps = [
+        sum(len(served.steps(output.request_id)) for output in outputs)
+        for outputs in (with_grammar, as_it_is)
+    ]
+    assert steps[0] <= steps[1]
+
+
+# --- the same in any company --------------------------------------------------------------------
+
+MIX: list[dict[str, Any]] = [
+    {"structured_outputs": of(json=SCHEMAS["order"])},
+    {},
+    {"structured_outputs": of(json=SCHEMAS["list of people"]), "top_k": 9},
+    {"structured_outputs": of(regex="([a-z]+ ){12}end")},
+    {"logprobs": 1},
+    {"structured_outputs": of(json_object=True), "presence_penalty": 1.0},
+]
+C = 32
+SIZE = {"max_num_seqs": 8, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
+FEW_BLOCKS = {"num_gpu_blocks_override": 40, "block_size": 32, "disable_log_stats": False}
+
+
+def params_of(i: int) -> SamplingParams:
+    # Random weights are chaotic: a last bit of difference shows after a few steps.
+    return SamplingParams(max_tokens=3 * C, seed=i, **xargs(max_steps=3), **MIX[i])
+
+
+def decode(served: Engine, batches: list[list[int]]) -> list[list[int]]:
+    """Tokens of the answers to requests of `MIX`, batch by batch."""
+    found: dict[int, list[int]] = {}
+    for batch in batches:
+        prompts = [{"prompt_token_ids": random_ids(9 + i, 490, i)} for i in batch]
+        outputs = served.llm.generate(prompts, [params_of(i) for i in batch], use_tqdm=False)
+        for i, output in zip(batch, outputs, strict=True):
+            assert output.outputs[0].finish_reason in ("stop", "length")
+            found[i] = list(output.outputs[0].token_ids)
+    return [found[i] for i in sorted(found)]
+
+
+ALL = [list(range(len(MIX)))]
+ALONE = [[i] for i in range(len(MIX))]
+
+
+@pytest.fixture(scope="module", params=[None, 40_960], ids=["whole rows", "streamed"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("grammars")
+    return make_tiny_checkpoint(path, vocab_size=request.param, canvas_length=C)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path, engine: Callable[..., Engine]) -> list[list[int] | None]:
+    served = engine(checkpoint, **SIZE)
+    return decided(served.llm, lambda: decode(served, ALONE))
+
+
+def test_in_one_batch(
+    checkpoint: Path, engine: Callable[..., Engine], alone: list[list[int] | None]
+) -> None:
+    assert_same(decode(engine(checkpoint, **SIZE), ALL), alone)
+
+
+def test_preempted_in_small_tiles(
+    checkpoint: Path, engine: Callable[..., Engine], alone: list[list[int] | None]
+) -> None:
+    served = engine(checkpoint, settings={"sampling_memory_mib": 1}, **SIZE, **FEW_BLOCKS)
+    assert_same(decode(served, ALL), alone)
+    assert preemptions(served) > 0
+
+
+def test_asynchronous(
+    checkpoint: Path,
+    engine: Callable[..., Engine],
+    alone: list[list[int] | None],
+    asynchronous: None,
+) -> None:
+    served = engine(checkpoint, async_scheduling=True, **SIZE)
+    assert_same(decode(served, ALL), alone)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_random_weights_answer_in_every_form(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], name: str
+) -> None:
+    """Answers that vLLM's own grammar rejects would end with an error."""
+    served = engine(tiny(32), **OPTIONS)
+    params = [
+        SamplingParams(
+            max_tokens=100 + seed,
+            seed=seed,
+            structured_outputs=of(json=SCHEMAS[name]),
+            **xargs(max_steps=2),
+        )
+        for seed in range(8)
+    ]
+    prompts = [{"prompt_token_ids": random_ids(7, 490, seed)} for seed in range(8)]
+    for output in served.llm.generate(prompts, params, use_tqdm=False):
+        assert output.outputs[0].finish_reason in ("stop", "length")
+        jsonschema.validate(json.loads(output.outputs[0].text), SCHEMAS[name])

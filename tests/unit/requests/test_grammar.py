@@ -1,0 +1,163 @@
+"""Structured outputs are admitted if there is an answer of that form, and it fits."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm.config import StructuredOutputsConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from tests.paths import CHECKPOINTS
+from tests.unit.grammar.canvases import SCHEMAS
+from vllm_dllm.compat import grammar as compat
+from vllm_dllm.requests.grammar import check_structured_outputs
+from vllm_dllm.requests.masked import refuse_structured_outputs
+
+MAX_MODEL_LEN = 512
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(CHECKPOINTS / "diffusiongemma-tiny")
+
+
+def check(
+    tokenizer: Any,
+    wanted: StructuredOutputsParams,
+    config: StructuredOutputsConfig | None = None,
+    **options: Any,
+) -> SamplingParams:
+    params = SamplingParams(**{"max_tokens": 100, **options}, structured_outputs=wanted)
+    config = config or StructuredOutputsConfig()
+    check_structured_outputs(params, config, tokenizer, 512, MAX_MODEL_LEN)
+    return params
+
+
+def of(**wanted: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**wanted)
+
+
+TAG = {"structures": [{"begin": "<c>", "schema": {}, "end": "</c>"}], "triggers": ["<c>"]}
+ENDLESS = {
+    "$ref": "#/$defs/a",
+    "$defs": {
+        "a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        of(json=SCHEMAS["person"]),
+        of(json=json.dumps(SCHEMAS["tree"])),
+        of(json_object=True),
+        of(regex="[a-z]+"),
+        of(choice=["a", "b"]),
+        of(grammar='start: "a"'),
+        of(grammar='root ::= "a"'),
+        of(structural_tag=json.dumps(TAG)),
+    ],
+    ids=["json", "json text", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag"],
+)
+def test_admitted(tokenizer: Any, wanted: StructuredOutputsParams) -> None:
+    check(tokenizer, wanted)
+
+
+def test_a_structural_tag_becomes_a_grammar(tokenizer: Any) -> None:
+    """All that follows, vLLM's own check of the blocks too, reads the same grammar."""
+    found = check(tokenizer, of(structural_tag=json.dumps(TAG))).structured_outputs
+    assert found is not None and found.structural_tag is None
+    assert found.grammar is not None and "<c>" in found.grammar
+
+
+REFUSED: dict[str, tuple[StructuredOutputsParams, str]] = {
+    "unsupported keyword": (
+        of(json={"properties": {"tags": {"type": "array", "uniqueItems": True}}}),
+        r'structured_outputs.json cannot be used: .*"uniqueItems".*#/properties/tags/uniqueItems',
+    ),
+    "unknown type": (of(json={"items": {"type": "strin"}}), r"Invalid type: strin .*#/items/type"),
+    "no JSON": (of(json="{"), "structured_outputs.json cannot be used: Expecting"),
+    "no object": (of(json_object=False), "json_object must be true"),
+    "endless reference": (of(json=ENDLESS), "no answer of at most 512 tokens was found"),
+    "endless rule": (of(grammar='start: "a" start'), "no answer of at most 512 tokens"),
+    "regex": (of(regex="["), "structured_outputs.regex cannot be used: .*regex"),
+    "megabyte": (of(regex="a" * 1_000_000), "at most 16384 bytes, got 1000000"),
+    "megabyte of choices": (
+        of(choice=[f"x{i}" for i in range(90_000)]),
+        "structured_outputs.choice cannot be used: it must be at most 65536 bytes",
+    ),
+    "too many properties": (
+        of(json={"properties": {f"p{i}": {} for i in range(4000)}}),
+        "#/properties must have at most 300 entries, got 4000",
+    ),
+    "no choice": (of(choice=[]), "structured_outputs.choice cannot be used"),
+    "empty grammar": (of(grammar=" "), "structured_outputs.grammar cannot be used"),
+    "tag without triggers": (
+        of(structural_tag=json.dumps({"structures": TAG["structures"]})),
+        "structured_outputs.structural_tag lacks the key 'triggers'",
+    ),
+    "tag of a list": (of(structural_tag="[1]"), "structured_outputs.structural_tag cannot be used"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(tokenizer: Any, name: str) -> None:
+    wanted, message = REFUSED[name]
+    with pytest.raises(VLLMValidationError, match=message) as refusal:
+        check(tokenizer, wanted)
+    assert "\n" not in str(refusal.value)
+
+
+def test_too_few_tokens(tokenizer: Any) -> None:
+    check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=9)
+    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 9 .* got 8"):
+        check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=8)
+    check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=None)
+
+
+def test_what_is_excluded(tokenizer: Any) -> None:
+    person = of(json=SCHEMAS["person"])
+    check(tokenizer, person, allowed_token_ids=list(range(1, 512)))
+    with pytest.raises(VLLMValidationError, match="every token that ends an answer, such as 1"):
+        check(tokenizer, person, allowed_token_ids=list(range(2, 512)))
+    with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
+        check(tokenizer, person, allowed_token_ids=[1, 100, 101])
+    constrained = {"logprob_token_ids": [1, 100], "extra_args": {"diffusion_constrained": 1}}
+    with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
+        check(tokenizer, person, logprobs=2, **constrained)
+
+
+def test_models_without_a_check_keep_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets of drafters among them."""
+    asked: list[str] = []
+    validate = SamplingParams._validate_structured_outputs
+    monkeypatch.setattr(SamplingParams, "_validate_structured_outputs", validate)
+    monkeypatch.setattr(compat, "_stock_validate", lambda self, model, *_: asked.append(model))
+    compat.set_structured_outputs_checks({"Masked": refuse_structured_outputs})
+    params = SamplingParams(structured_outputs=of(json_object=True))
+    model = SimpleNamespace(
+        architecture="LlamaForCausalLM", get_vocab_size=lambda: 512, max_model_len=512
+    )
+    params._validate_structured_outputs(model, StructuredOutputsConfig(), None)
+    assert asked == [model]
+    model.architecture = "Masked"
+    with pytest.raises(VLLMValidationError, match="not possible with a masked model"):
+        params._validate_structured_outputs(model, StructuredOutputsConfig(), None)
+    SamplingParams()._validate_structured_outputs(model, StructuredOutputsConfig(), None)
+    assert asked == [model]
+
+
+def test_other_settings(tokenizer: Any) -> None:
+    person = of(json=SCHEMAS["person"])
+    with pytest.raises(VLLMValidationError, match="min_tokens = 3"):
+        check(tokenizer, person, min_tokens=3)
+    with pytest.raises(VLLMValidationError, match=r"need the backend 'guidance'.*'xgrammar'"):
+        check(tokenizer, person, StructuredOutputsConfig(backend="xgrammar"))
+    with pytest.raises(VLLMValidationError, match="--reasoning-parser gemma4"):
+        check(tokenizer, person, StructuredOutputsConfig(reasoning_parser="gemma4"))
+    with pytest.raises(VLLMValidationError, match="need a tokenizer"):
+        check(None, person)

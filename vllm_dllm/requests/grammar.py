@@ -1,0 +1,179 @@
+"""Admission of structured outputs: is there an answer of this form, and does it fit?"""
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from vllm.config import StructuredOutputsConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from vllm_dllm.compat.grammar import BACKEND, grammar_text, kind_and_spec, llguidance_tokenizer
+from vllm_dllm.grammar.closing import shortest_known
+from vllm_dllm.grammar.compile import GrammarError, Grammars, check_schema, check_size
+from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.vocabulary import GrammarVocabulary
+from vllm_dllm.requests.structural_tag import to_lark
+
+_NO_STOPS: frozenset[int] = frozenset()
+
+
+@lru_cache(maxsize=8)
+def grammars_of(tokenizer: Any, vocab_size: int) -> Grammars:
+    """Of this process. Raises ValueError unless the tokenizer is one of the fast ones."""
+    return Grammars(GrammarVocabulary(llguidance_tokenizer(tokenizer, vocab_size)))
+
+
+def check_structured_outputs(
+    params: SamplingParams,
+    config: StructuredOutputsConfig,
+    tokenizer: Any,
+    vocab_size: int,
+    max_model_len: int,
+) -> None:
+    """Admission check of a request with structured outputs. May put a grammar in the place of a
+    structural tag.
+
+    Raises:
+        VLLMValidationError: becomes HTTP 400; names the field, and what is wrong where.
+    """
+    _check_settings(params, config, tokenizer)
+    with_words = params.clone()
+    with_words.update_from_tokenizer(tokenizer)
+    kind, spec = _kind_and_spec(params)
+    try:
+        check_size(kind, spec)
+        if kind == "choice" and not json.loads(spec):
+            raise GrammarError("it must have a choice, got none")
+        if kind == "json":
+            check_schema(json.loads(spec))
+        assert params.structured_outputs is not None
+        if kind == "structural_tag":
+            check_schema(tag := json.loads(spec))
+            params.structured_outputs = StructuredOutputsParams(grammar=to_lark(tag))
+        text = grammar_text(params.structured_outputs, config)
+        grammars = grammars_of(tokenizer, vocab_size)
+        exclusions = exclusions_of(with_words, grammars.vocabulary.size)
+        if exclusions is None:
+            needed = _fewest_of_all_tokens(grammars, text, max_model_len)
+        else:
+            _check_ends(params, exclusions, grammars.vocabulary.tokenizer.eos_token)
+            needed = _fewest_tokens(grammars, text, max_model_len, exclusions)
+    except KeyError as error:
+        raise _refusal(f"structured_outputs.{kind} lacks the key {error}") from error
+    except (ValueError, TypeError) as error:
+        is_schema = kind == "json" and not isinstance(error, json.JSONDecodeError)
+        place = _place(spec, str(error)) if is_schema else ""
+        complaint = " ".join(str(error).split())
+        raise _refusal(f"structured_outputs.{kind} cannot be used: {complaint}{place}") from error
+    most = min(params.max_tokens or max_model_len, max_model_len)
+    if needed > most:
+        raise VLLMValidationError(
+            f"max_tokens must be at least {needed} for an answer of the form of "
+            f"structured_outputs.{kind}, got {most}. Raise it.",
+            parameter="max_tokens",
+        )
+
+
+def exclusions_of(params: SamplingParams, vocab_size: int) -> Exclusions | None:
+    """What a request excludes, whose bad words are tokens by now; None: nothing."""
+    allowed = params.allowed_token_ids
+    if (params.extra_args or {}).get("diffusion_constrained"):
+        allowed = params.logprob_token_ids
+    words = params.bad_words_token_ids
+    if not allowed and not words:
+        return None
+    known = range(vocab_size)
+    return Exclusions(
+        vocab_size,
+        frozenset(token for token in allowed if token in known) if allowed else None,
+        frozenset(tuple(word) for word in words or () if all(token in known for token in word)),
+    )
+
+
+def _check_ends(params: SamplingParams, exclusions: Exclusions, eos: int) -> None:
+    """Raises GrammarError if they leave nothing that ends an answer."""
+    ends = {eos, *(() if params.ignore_eos else params.stop_token_ids or ())}
+    if all(exclusions.excludes(end, ()) for end in ends):
+        raise GrammarError(
+            f"the request excludes every token that ends an answer, such as {eos}. Allow one in "
+            "allowed_token_ids (logprob_token_ids, if diffusion_constrained is set) and bad_words"
+        )
+
+
+def _check_settings(
+    params: SamplingParams, config: StructuredOutputsConfig, tokenizer: Any
+) -> None:
+    """Of the server, and what a request may not ask for besides."""
+    if config.backend not in ("auto", BACKEND):
+        raise _refusal(
+            f"structured outputs of a diffusion model need the backend '{BACKEND}', and this "
+            f"server was started with '{config.backend}'. Start it with "
+            f"--structured-outputs-config.backend auto, or leave them out"
+        )
+    if config.reasoning_parser and not config.enable_in_reasoning:
+        raise _refusal(
+            "structured outputs of a diffusion model begin with the answer, and this server "
+            f"expects reasoning before it (--reasoning-parser {config.reasoning_parser}). Start it "
+            "without, or leave structured outputs out"
+        )
+    if tokenizer is None:
+        raise _refusal("structured outputs need a tokenizer, and skip_tokenizer_init leaves it out")
+    if params.min_tokens > 0:
+        raise VLLMValidationError(
+            f"min_tokens and structured outputs exclude each other, got min_tokens = "
+            f"{params.min_tokens}: an answer ends where its form does. Leave one of them out.",
+            parameter="min_tokens",
+        )
+
+
+def _kind_and_spec(params: SamplingParams) -> tuple[str, str]:
+    assert params.structured_outputs is not None
+    try:
+        return kind_and_spec(params.structured_outputs)
+    except ValueError as error:  # json_object is False
+        raise _refusal("structured_outputs.json_object must be true, or be left out") from error
+
+
+def _fewest_tokens(grammars: Grammars, text: str, most: int, exclusions: Exclusions | None) -> int:
+    """Of the shortest answer that is known. Raises GrammarError if none is found."""
+    start = grammars.start(text, _NO_STOPS, exclusions)
+    tokens = shortest_known(start, most)
+    if tokens is None:
+        excluded = "" if exclusions is None else " without the tokens that the request excludes"
+        raise GrammarError(f"no answer of at most {most} tokens was found{excluded}. Simplify it")
+    return len(tokens)
+
+
+@lru_cache(maxsize=1024)
+def _fewest_of_all_tokens(grammars: Grammars, text: str, most: int) -> int:
+    """Nothing is kept of requests that exclude tokens: their lists may be as long as the
+    vocabulary."""
+    return _fewest_tokens(grammars, text, most, None)
+
+
+def _refusal(message: str) -> VLLMValidationError:
+    return VLLMValidationError(f"{message}.", parameter="structured_outputs")
+
+
+def _place(spec: str, complaint: str) -> str:
+    """Where in a JSON schema the first key or word stands that llguidance complains about."""
+    quoted = complaint.split('"')[1::2] or complaint.split()[-1:]
+    for path, word in _words(json.loads(spec)):
+        if word in quoted:
+            return f" (at {path})"
+    return ""
+
+
+def _words(schema: Any, path: str = "#") -> Iterator[tuple[str, str]]:
+    """JSON pointers, and the key or the text that stands there."""
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            yield f"{path}/{key}", key
+            yield from _words(value, f"{path}/{key}")
+    elif isinstance(schema, list):
+        for i, value in enumerate(schema):
+            yield from _words(value, f"{path}/{i}")
+    elif isinstance(schema, str):
+        yield path, schema

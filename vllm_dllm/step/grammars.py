@@ -1,0 +1,306 @@
+"""The grammars of a batch's requests: each canvas of theirs stands for a legal path in every step.
+
+The walk runs on the host, so a step with such a canvas waits for the device. Steps without one do
+not.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_dllm.compat.grammar import grammar_text, tokenizer_of
+from vllm_dllm.denoise.acceptance import Reveal
+from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.step import Constrained
+from vllm_dllm.grammar.canvas import constrain
+from vllm_dllm.grammar.rows import DEEP, CanvasRows, Path
+from vllm_dllm.grammar.state import GrammarState, legal_tokens
+from vllm_dllm.grammar.walk import StuckError
+from vllm_dllm.requests.ends import EVERY_BLOCK
+from vllm_dllm.requests.grammar import exclusions_of, grammars_of
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits import CanvasLogits
+from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.row_masks import RowMasks
+from vllm_dllm.step.slots import CanvasSlots
+
+logger = init_logger(__name__)
+
+MOST_PROBABLE = 32
+"""Tokens of each row that go to the host. Where none of them is legal, the row is asked again."""
+_NONE = -1
+_REVEALED_NATS = 20.0
+"""How much less probable than a revealed token the others of its row count."""
+
+
+@dataclass
+class _Answer:
+    """One request's, as far as it has been emitted."""
+
+    grammar: Future[GrammarState]
+    position: int  # absolute, of the next token
+    end: int  # absolute, behind the last token that it may get
+    wanted_stop: int | None  # ends an answer that is cut, if nothing excludes it
+    next_forced: list[int] = field(default_factory=list)  # of the canvas behind the present one
+
+    @property
+    def state(self) -> GrammarState:
+        return self.grammar.result()
+
+    @property
+    def stop(self) -> int:
+        stops, own = self.state.stops, self.state.vocabulary.tokenizer.eos_token
+        for stop in (self.wanted_stop, own):
+            if stop is not None and stop in stops:
+                return stop
+        return min(stops)
+
+
+class Legal(NamedTuple):
+    """What grammars make of a step's n canvases."""
+
+    constrained: Constrained
+    guess: torch.Tensor  # [n, C] int64, the paths; -1 where none goes
+    logprob: torch.Tensor  # [n, C] fp32, of the path's tokens
+    next_forced: torch.Tensor  # [n, C] int64, how the canvases behind begin; -1: as they like
+
+    def apply(self, stats: RowStats) -> RowStats:
+        """`stats`, fields [n, C], with the paths in place of the best guesses."""
+        differs = (self.guess != _NONE) & (self.guess != stats.best_guess)
+        return stats._replace(
+            best_guess=torch.where(differs, self.guess, stats.best_guess),
+            best_logprob=torch.where(differs, self.logprob, stats.best_logprob),
+        )
+
+    def begin(self, next_canvas: torch.Tensor) -> torch.Tensor:
+        """`next_canvas` [n, C] with what the grammars force at its start."""
+        return torch.where(self.next_forced == _NONE, next_canvas, self.next_forced)
+
+
+class CanvasGrammars:
+    """By slot; only requests with a grammar are in here."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, req_states: RequestState, slots: CanvasSlots
+    ) -> None:
+        self._config, self._req_states, self._slots = vllm_config, req_states, slots
+        self._device = slots.canvas.device
+        self._answers: dict[int, _Answer] = {}
+        self._added: dict[int, int] = {}  # slot -> where its first canvas begins
+        self._compiler: ThreadPoolExecutor | None = None
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def add(self, request: NewRequest) -> None:
+        params = request.params
+        if params.structured_outputs is None:
+            return
+        if self._compiler is None:
+            self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        stops = frozenset(stop for stop in params.all_stop_token_ids if not params.ignore_eos)
+        self._answers[request.slot] = _Answer(
+            self._compiler.submit(self._compile, params, stops),
+            position=request.prompt_len,
+            end=int(self._slots.host("end", np.array([request.slot]))[0]),
+            wanted_stop=params.eos_token_id,
+        )
+        self._added[request.slot] = request.prefill_len
+
+    def _compile(self, params: SamplingParams, stops: frozenset[int]) -> GrammarState:
+        assert params.structured_outputs is not None
+        model_config = self._config.model_config
+        grammars = grammars_of(tokenizer_of(model_config), model_config.get_vocab_size())
+        text = grammar_text(params.structured_outputs, self._config.structured_outputs_config)
+        return grammars.start(text, stops, exclusions_of(params, grammars.vocabulary.size))
+
+    def start(self) -> None:
+        for slot, begin in self._added.items():
+            if (answer := self._ready(slot, begin)) is not None:
+                forced = answer.state.forced_tokens()[: self._slots.canvas.shape[1]]
+                self._slots.canvas[slot, : len(forced)] = self._to_device(forced)
+        self._added.clear()
+
+    def drop(self, slot: int) -> None:
+        self._answers.pop(slot, None)
+        self._added.pop(slot, None)
+
+    def _ready(self, slot: int, begin: int) -> _Answer | None:
+        """The slot's answer with what has been emitted up to `begin` consumed; None if the grammar
+        has nothing to say any more."""
+        answer = self._answers[slot]
+        if (error := answer.grammar.exception()) is not None:  # waits
+            self._give_up(slot, str(error))
+            return None
+        if answer.position < begin:
+            emitted = self._req_states.all_token_ids.gpu[slot][answer.position : begin].tolist()
+            answer.position = begin
+            for token in emitted:
+                if answer.state.has_ended:
+                    break
+                if not answer.state.consume(token):
+                    self._give_up(slot, f"it rejects the emitted token {token}")
+                    return None
+        return None if answer.state.has_ended else answer
+
+    def _give_up(self, slot: int, why: str) -> None:
+        """The scheduler checks what is emitted and ends the request with an error if it must."""
+        logger.error("A request goes on without its grammar: %s.", why)
+        self.drop(slot)
+
+    # --- a step -----------------------------------------------------------------------------
+
+    def concern(self, batch: CanvasBatch) -> bool:
+        return not self._answers.keys().isdisjoint(batch.slots_np.tolist())
+
+    def legal(
+        self,
+        batch: CanvasBatch,
+        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        skipped: torch.Tensor,  # [n] bool, canvases that this step commits, or is taken back for
+        logits: CanvasLogits,
+        row_temperature: torch.Tensor,  # [rows, 1] fp32
+        revealing: Reveal | None,
+    ) -> Legal:
+        """The legal paths of this step. Excludes what is illegal from `logits`."""
+        mine = [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._answers]
+        n, C = batch.num_canvases, batch.canvas_length
+        guess = np.full((n, C), _NONE, dtype=np.int64)
+        following = np.full((n, C), _NONE, dtype=np.int64)
+        logprob = np.zeros((n, C), dtype=np.float32)
+        forced = np.zeros((n, C), dtype=bool)
+        on_host = torch.stack((starts, skipped.long())).tolist()
+        for i in mine:
+            slot = int(batch.slots_np[i])
+            begin, is_skipped = int(on_host[0][i]), bool(on_host[1][i])
+            path = None
+            if not is_skipped:
+                path = self._path(i, slot, begin, batch, logits, row_temperature, revealing)
+            if path is not None:
+                guess[i, : len(path.tokens)] = path.tokens
+                logprob[i, : len(path.tokens)] = path.logprobs
+                forced[i, list(path.forced)] = True
+            if (answer := self._answers.get(slot)) is not None:
+                next_forced = answer.next_forced[:C]
+                following[i, : len(next_forced)] = next_forced
+        tokens = self._to_device(np.stack((guess, following)))
+        is_forced = self._to_device(forced)
+        is_chosen = (tokens[0] != _NONE).any(dim=-1)
+        return Legal(
+            Constrained(is_chosen, is_forced), tokens[0], self._to_device(logprob), tokens[1]
+        )
+
+    def _path(
+        self,
+        i: int,
+        slot: int,
+        begin: int,
+        batch: CanvasBatch,
+        logits: CanvasLogits,
+        row_temperature: torch.Tensor,
+        revealing: Reveal | None,
+    ) -> Path | None:
+        """Canvas i's, whose illegal tokens are then excluded."""
+        answer = self._ready(slot, begin)
+        length = int(batch.lengths_np[i])
+        if answer is None:
+            return None
+        num_tokens = length if answer.end == EVERY_BLOCK else answer.end - begin
+        if num_tokens <= 0:
+            return None
+        temperature = row_temperature[batch.rows_of(i)]
+        tokens, logprobs = _top_tokens(logits, i, temperature, MOST_PROBABLE)
+        if revealing is not None:
+            tokens, logprobs = _revealed_first(tokens, logprobs, revealing, i)
+        rows = CanvasRows(
+            tokens.cpu().numpy(),
+            logprobs.cpu().numpy(),
+            partial(_best_legal, logits, i, temperature),
+            partial(_most_probable, logits, i, temperature),
+        )
+        try:
+            found = constrain(answer.state, rows, num_tokens, answer.stop)
+        except StuckError as error:
+            self._give_up(slot, str(error))
+            return None
+        answer.next_forced = found.next_forced
+        masks = found.path.masks
+        if masks:
+            words = np.stack([masks[row] for row in sorted(masks)])
+            logits.exclude(i, RowMasks(np.array(sorted(masks)), words))
+        return found.path
+
+    def _to_device(self, values: np.ndarray | list[int]) -> torch.Tensor:
+        return async_tensor_h2d(np.asarray(values), device=self._device)
+
+
+def _top_tokens(
+    logits: CanvasLogits,
+    i: int,
+    row_temperature: torch.Tensor,  # [L, 1] fp32, of canvas i
+    k: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k most probable tokens [L, k] int64 of each row of canvas i, the best first, and their
+    log-probabilities [L, k] fp32."""
+    tokens, logprobs, first = [], [], 0
+    for rows in logits.processed(i):
+        scaled = rows / row_temperature[first : first + len(rows)]
+        top = scaled.topk(min(k, scaled.shape[1]), dim=-1)
+        tokens.append(top.indices)
+        logprobs.append(top.values - scaled.logsumexp(dim=-1, keepdim=True))
+        first += len(rows)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _best_legal(
+    logits: CanvasLogits,
+    i: int,
+    temperature: torch.Tensor,  # [L, 1] fp32
+    row: int,
+    words: np.ndarray,  # [W] uint32
+) -> tuple[int, float]:
+    scaled = logits.row(i, row) / temperature[row]
+    is_legal = legal_tokens(words, len(scaled))
+    among = scaled.masked_fill(async_tensor_h2d(~is_legal, device=scaled.device), float("-inf"))
+    token = among.argmax()
+    found = torch.stack((token.double(), (scaled[token] - scaled.logsumexp(dim=-1)).double()))
+    chosen, logprob = found.tolist()
+    return int(chosen), logprob
+
+
+def _most_probable(
+    logits: CanvasLogits,
+    i: int,
+    temperature: torch.Tensor,  # [L, 1] fp32
+    row: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    scaled = logits.row(i, row) / temperature[row]
+    top = scaled.topk(min(DEEP, len(scaled)))
+    logprobs = top.values - scaled.logsumexp(dim=-1)
+    return top.indices.cpu().numpy(), logprobs.cpu().numpy()
+
+
+def _revealed_first(
+    tokens: torch.Tensor,  # [L, k] int64
+    logprobs: torch.Tensor,  # [L, k] fp32
+    revealing: Reveal,
+    i: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What has been revealed for good comes first in its row, and is sure."""
+    L = len(tokens)
+    is_revealed = (revealing.revealed[i, :L] & revealing.is_chosen[i])[:, None]
+    shown = revealing.tokens[i, :L, None]
+    certain = torch.zeros_like(logprobs[:, :1])
+    others = logprobs[:, :-1] - _REVEALED_NATS
+    return (
+        torch.where(is_revealed, torch.cat((shown, tokens[:, :-1]), dim=1), tokens),
+        torch.where(is_revealed, torch.cat((certain, others), dim=1), logprobs),
+    )

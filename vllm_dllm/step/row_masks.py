@@ -1,0 +1,36 @@
+"""What a grammar leaves of a canvas' logits."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
+
+ILLEGAL_LOGIT = 2 * MASKED_LOGIT
+"""Of what a grammar excludes: below what sampling parameters exclude, so that candidates are legal
+where those leave nothing legal."""
+
+
+class RowMasks(NamedTuple):
+    """The legal tokens of some of a canvas' rows, see `vllm_dllm.grammar`. On the host: of a large
+    vocabulary they take megabytes, and are needed some rows at a time."""
+
+    rows: np.ndarray  # [m] int64, rising, of the canvas
+    words: np.ndarray  # [m, W] uint32
+
+    def exclude_(
+        self,
+        logits: torch.Tensor,  # [l, V] fp32, changed in place
+        first: int,  # row of the canvas
+    ) -> None:
+        begin, end = np.searchsorted(self.rows, (first, first + len(logits)))
+        if begin == end:
+            return
+        rows = async_tensor_h2d(self.rows[begin:end] - first, device=logits.device)
+        words = async_tensor_h2d(self.words[begin:end].view(np.int32), device=logits.device)
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        is_legal = (words[:, :, None] >> bits) & 1
+        is_legal = is_legal.flatten(1)[:, : logits.shape[1]].bool()
+        logits[rows] = logits[rows].masked_fill_(~is_legal, ILLEGAL_LOGIT)
