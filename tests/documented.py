@@ -63,6 +63,9 @@ CLIENTS = (
     "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d"
     f""" '{{ "model": "{TINY}", "messages": [{{"role": "user", "content": "Sort: q d x a"}}],"""
     """ "seed": 1, "vllm_xargs": {"diffusion_max_steps": 16} }'""",
+    "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d"
+    f""" '{{ "model": "{TINY}", "messages": [{{"role": "user", "content": "Sort: q d x a"}}],"""
+    """ "max_tokens": 20, "structured_outputs": {"regex": "[a-z]( [a-z]){3}"} }'""",
 )
 """Sent to a server; the answer to each is right."""
 
@@ -85,6 +88,9 @@ ELSEWHERE = {
 """Command -> the test that does the same with other settings."""
 
 PROGRAMS = {
+    "from pydantic import BaseModel": (
+        "tests/server/test_structured_outputs.py::test_documented_program"
+    ),
     "from openai import OpenAI": "tests/server/test_documented.py::test_client_program",
     "from vllm import LLM, SamplingParams": "tests/server/test_documented.py::test_offline_program",
 }
