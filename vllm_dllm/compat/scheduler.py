@@ -25,7 +25,8 @@ class SchedulerHooks(Scheduler):
     def check_blocks_by(self, make_check: Callable[[Any], Any]) -> None:
         """What is emitted is checked by `make_check` of vLLM's `StructuredOutputManager`, and no
         masks are made for the worker."""
-        self.structured_output_manager = make_check(self.structured_output_manager)
+        before = self.structured_output_manager  # type: ignore[has-type]
+        self.structured_output_manager = make_check(before)
         self._worker_masks = False
 
     @property

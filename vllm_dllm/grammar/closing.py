@@ -116,6 +116,7 @@ def _continuations(state: GrammarState, thorough: bool = False) -> Iterator[list
     is_legal = legal_tokens(words, vocabulary.size)
     is_legal[list(state.stops)] = False
     characters = vocabulary.characters
+    orders: tuple[tuple[np.ndarray, int], ...]
     if _is_free_text(state, is_legal):
         orders = ((vocabulary.ends_of_strings, 6), (vocabulary.longest_first, 2))
     else:

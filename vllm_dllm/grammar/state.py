@@ -92,11 +92,22 @@ class GrammarState:
         self._matcher.unsafe_compute_mask_ptr(address, words.nbytes)
         if self.exclusions is not None:
             self.exclusions.remove_from(words, self._before)
+            if not words.any():
+                self._add_other_spellings(words)
         complete = self.is_complete()
         for stop in self.stops:
             if complete:
                 words[stop >> 5] |= np.uint32(1 << (stop & 31))
         return words
+
+    def _add_other_spellings(self, words: np.ndarray) -> None:
+        """Where the text is forced, llguidance's mask has nothing but the tokenizer's own spelling of
+        it. If that is excluded, any other token with which the text begins will do."""
+        text = self._matcher.compute_ff_bytes()
+        for end in range(1, min(len(text), self.vocabulary.longest) + 1):
+            token = self.vocabulary.by_bytes.get(text[:end])
+            if token is not None and self._admitted([token]):
+                words[token >> 5] |= np.uint32(1 << (token & 31))
 
     def forced_tokens(self) -> list[int]:
         """Tokens that come next whatever the model says, up to the first that would end the answer
