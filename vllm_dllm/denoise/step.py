@@ -34,6 +34,7 @@ class Constrained(NamedTuple):
 
     is_chosen: torch.Tensor  # [n] bool
     forced: torch.Tensor  # [n, C] bool, positions where the grammar leaves one token
+    free: torch.Tensor  # [n, C] bool, behind the end of the answer: as good as decided
 
 
 class CanvasState(NamedTuple):
@@ -93,7 +94,11 @@ def denoise_step(
         everywhere = torch.ones_like(accepted) if valid is None else valid
         answer = up_to_first_stop(best_guess, valid, answer_only.stop_tokens)
         judged = torch.where(answer_only.is_chosen[:, None], answer, everywhere)
-    repeated = times_repeated(best_guess, state.best_guess, state.times_repeated, judged)
+    earlier = state.best_guess
+    if constrained is not None:
+        earlier = torch.where(constrained.free, best_guess, earlier)
+        entropy = entropy.masked_fill(constrained.free, 0.0)
+    repeated = times_repeated(best_guess, earlier, state.times_repeated, judged)
     converged = (repeated >= rules.stability_threshold) & is_confident(
         entropy, judged, rules.confidence_threshold
     )

@@ -34,6 +34,7 @@ class GrammarState:
         self._before: tuple[int, ...] = ()  # the last tokens, as many as exclusions ask for
         self.has_ended = False
         self.spaces = 0  # characters of whitespace that were the last tokens
+        self.known_completions: dict[int, list[int] | None] = {}  # from here, by their most tokens
 
     def copy(self) -> "GrammarState":
         matcher = self._matcher.deep_copy()
@@ -60,6 +61,7 @@ class GrammarState:
         if token in self.stops:
             if self.is_complete() or self._matcher.validate_tokens([token]) == 1:
                 self.has_ended = True
+                self.known_completions.clear()
             return self.has_ended
         return self.consume_text([token]) == 1
 
@@ -67,6 +69,8 @@ class GrammarState:
         """How many of the tokens, none of which is a stop token, were legal and consumed."""
         admitted = self._admitted(list(tokens))
         count = self._matcher.try_consume_tokens(admitted) if admitted else 0
+        if count:
+            self.known_completions.clear()
         for token in admitted[:count]:
             spaces = int(self.vocabulary.spaces[token])
             self.spaces = self.spaces + spaces if spaces else 0
@@ -101,8 +105,8 @@ class GrammarState:
         return words
 
     def _add_other_spellings(self, words: np.ndarray) -> None:
-        """Where the text is forced, llguidance's mask has nothing but the tokenizer's own spelling of
-        it. If that is excluded, any other token with which the text begins will do."""
+        """Where the text is forced, llguidance's mask has nothing but the tokenizer's own spelling.
+        If that is excluded, any other token with which the text begins will do."""
         text = self._matcher.compute_ff_bytes()
         for end in range(1, min(len(text), self.vocabulary.longest) + 1):
             token = self.vocabulary.by_bytes.get(text[:end])

@@ -287,6 +287,9 @@ class CanvasStep:
         if settings.is_greedy is not None:
             greedy = torch.where(settings.is_greedy[:, None], stats.best_guess, stats.candidate)
             stats = stats._replace(candidate=greedy)
+        answer_only = None
+        if settings.judges_answer_only is not None:
+            answer_only = AnswerOnly(settings.judges_answer_only, found.stops)
         outcome = denoise_step(
             stats,
             batch.valid,
@@ -296,7 +299,7 @@ class CanvasStep:
             drawn.renoise,
             settings.rules,
             reveal,
-            _answer_only(settings, legal, found.stops),
+            answer_only,
             None if legal is None else legal.constrained,
         )
         next_canvas = drawn.next_canvas if legal is None else legal.begin(drawn.next_canvas)
@@ -370,16 +373,3 @@ class CanvasStep:
             outcome.state.times_repeated,
         )
         return canvas
-
-
-def _answer_only(
-    settings: StepSettings,
-    legal: Legal | None,
-    stops: torch.Tensor,  # [n, K] int64
-) -> AnswerOnly | None:
-    """What follows the end of a grammar is free, and not waited for either."""
-    chosen = settings.judges_answer_only
-    if legal is not None:
-        ends = legal.constrained.is_chosen
-        chosen = ends if chosen is None else chosen | ends
-    return None if chosen is None else AnswerOnly(chosen, stops)

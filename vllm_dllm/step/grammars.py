@@ -193,10 +193,10 @@ class CanvasGrammars:
                 following[i, : len(next_forced)] = next_forced
         tokens = self._to_device(np.stack((guess, following)))
         is_forced = self._to_device(forced)
-        is_chosen = (tokens[0] != _NONE).any(dim=-1)
-        return Legal(
-            Constrained(is_chosen, is_forced), tokens[0], self._to_device(logprob), tokens[1]
-        )
+        has_path = tokens[0] != _NONE
+        is_chosen = has_path.any(dim=-1)
+        constrained = Constrained(is_chosen, is_forced, free=is_chosen[:, None] & ~has_path)
+        return Legal(constrained, tokens[0], self._to_device(logprob), tokens[1])
 
     def _path(
         self,

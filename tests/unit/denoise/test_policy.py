@@ -295,11 +295,27 @@ def test_what_is_forced_is_no_sign_of_certainty() -> None:
         torch.full((2,), 48),
     )  # fmt: skip
     forced = torch.tensor([[False, False, True, False], [False] * 4])
-    constrained = Constrained(torch.tensor([True, False]), forced)
+    constrained = Constrained(torch.tensor([True, False]), forced, torch.zeros(2, 4).bool())
     noise, rules = torch.full((2, 4), 77), StepRules(0.1, 0.005, 1)
     outcome = denoise_step(stats, None, state, noise, rules, constrained=constrained)
     # 0.05 and 0.06 nats are before position 1's 2.0: too many. The forced one goes with it.
     assert outcome.canvas.tolist() == [[1, 77, 77, 4], [1, 77, 3, 4]]
+
+
+def test_what_follows_the_end_is_as_good_as_decided() -> None:
+    """0.01 nats in one position of four are few enough, as where the model has decided the end."""
+    best = torch.tensor([[5, 9, 3, 3], [5, 9, 3, 3]])
+    stats = RowStats(best, best, torch.tensor([[0.01, 0.0, 0.9, 0.9]] * 2), torch.zeros(2, 4))
+    state = CanvasState(
+        torch.tensor([[5, 9, 4, 4]] * 2), torch.zeros(2).long(), torch.ones(2).long(),
+        torch.full((2,), 48),
+    )  # fmt: skip
+    free = torch.tensor([[False, False, True, True], [False] * 4])
+    constrained = Constrained(torch.tensor([True, False]), torch.zeros(2, 4).bool(), free)
+    rules = StepRules(0.1, 0.005, 1)
+    outcome = denoise_step(stats, None, state, best, rules, constrained=constrained)
+    assert outcome.finished.tolist() == [True, False]
+    assert outcome.state.times_repeated.tolist() == [1, 0]
 
 
 def test_a_revealed_token_that_a_grammar_rejects_is_hidden_again() -> None:
@@ -314,7 +330,8 @@ def test_a_revealed_token_that_a_grammar_rejects_is_hidden_again() -> None:
         torch.full((2,), 9),
     )  # fmt: skip
     revealed = torch.tensor([[True, True, False]] * 2)  # all 50
-    constrained = Constrained(torch.tensor([True, False]), torch.zeros(2, 3).bool())
+    nowhere = torch.zeros(2, 3).bool()
+    constrained = Constrained(torch.tensor([True, False]), nowhere, nowhere)
     rule = reveal_rule(2.0, 1, revealed, n=2)
     noise, rules = torch.full((2, 3), 77), StepRules(0.1, 0.005, 1)
     outcome = denoise_step(stats, None, state, noise, rules, rule, constrained=constrained)

@@ -67,7 +67,7 @@ def test_errors_are_found() -> None:
         jsonschema.validate(json.loads(text_of(tokens)), {"type": "string"})
 
 
-@pytest.mark.skipif(FOLDER is None, reason="needs a folder of schemas, VLLM_DLLM_SCHEMAS")
+@pytest.mark.schemas
 @pytest.mark.slow
 def test_schemas_of_a_folder() -> None:
     assert FOLDER is not None
