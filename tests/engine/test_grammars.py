@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,13 @@ def ask(served: Engine, kind: str, **options: Any) -> RequestOutput:
     return chat(served, [ODD], [params])[0]
 
 
+def answer_in(served: Engine, token_ids: Sequence[int]) -> str:
+    """What comes before the token that ends it, if there is room for one."""
+    tokens = list(token_ids)
+    end = tokens.index(EOS) if EOS in tokens else len(tokens)
+    return served.llm.get_tokenizer().decode(tokens[:end])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_kept(served: Engine, kind: str) -> None:
     for seed in range(4):
@@ -120,8 +127,7 @@ def test_beside_other_parameters(served: Engine, name: str) -> None:
         for output in ask(served, "json", seed=seed, **SETTINGS[name]).outputs:
             text = output.text
             if name == "read only":  # goes on behind the end, as a request that ignores it
-                tokens = list(output.token_ids)
-                text = served.llm.get_tokenizer().decode(tokens[: tokens.index(EOS)])
+                text = answer_in(served, output.token_ids)
             is_person(text)
             for word in SETTINGS[name].get("bad_words", ()):
                 spelt = served.llm.get_tokenizer().encode(word, add_special_tokens=False)
@@ -153,10 +159,9 @@ def test_long_answers_of_several_canvases(served: Engine) -> None:
 
 def test_an_answer_ends_although_it_is_to_go_on(served: Engine) -> None:
     """What follows, as `ignore_eos` wants it, is free."""
-    tokens = list(ask(served, "json", ignore_eos=True, max_tokens=130).outputs[0].token_ids)
+    tokens = ask(served, "json", ignore_eos=True, max_tokens=130).outputs[0].token_ids
     assert len(tokens) == 130
-    end = tokens.index(EOS) if EOS in tokens else len(tokens)
-    is_person(served.llm.get_tokenizer().decode(tokens[:end]))
+    is_person(answer_in(served, tokens))
 
 
 def json_prompts() -> list[dict[str, Any]]:
