@@ -97,7 +97,7 @@ def answer_in(served: Engine, token_ids: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_kept(served: Engine, kind: str) -> None:
-    for seed in range(4):
+    for seed in range(2):
         output = ask(served, kind, seed=seed).outputs[0]
         assert output.finish_reason in ("stop", "length")
         KINDS[kind][1](output.text)
@@ -123,7 +123,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_beside_other_parameters(served: Engine, name: str) -> None:
-    for seed in range(3):
+    for seed in range(2):
         for output in ask(served, "json", seed=seed, **SETTINGS[name]).outputs:
             text = output.text
             if name == "read only":  # goes on behind the end, as a request that ignores it
@@ -139,7 +139,7 @@ def test_beside_other_parameters(served: Engine, name: str) -> None:
 
 def test_an_answer_fits_its_tokens(served: Engine) -> None:
     """From as few as there can be."""
-    for max_tokens in range(9, 24):
+    for max_tokens in (9, 10, 12, 16, 23):
         output = ask(served, "json", max_tokens=max_tokens).outputs[0]
         assert len(output.token_ids) <= max_tokens
         is_person(output.text)
@@ -264,22 +264,22 @@ def test_asynchronous(
     assert_same(decode(served, ALL), alone)
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
 def test_random_weights_answer_in_every_form(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path], name: str
+    engine: Callable[..., Engine], tiny: Callable[[int], Path]
 ) -> None:
     """Answers that vLLM's own grammar rejects would end with an error."""
     served = engine(tiny(32), **OPTIONS)
     params = [
         SamplingParams(
-            max_tokens=100 + seed,
-            seed=seed,
-            structured_outputs=of(json=SCHEMAS[name]),
+            max_tokens=100 + i,
+            seed=i,
+            structured_outputs=of(json=schema),
             **xargs(max_steps=2),
         )
-        for seed in range(8)
+        for i, schema in enumerate(SCHEMAS.values())
     ]
-    prompts = [{"prompt_token_ids": random_ids(7, 490, seed)} for seed in range(8)]
-    for output in served.llm.generate(prompts, params, use_tqdm=False):
+    prompts = [{"prompt_token_ids": random_ids(7, 490, i)} for i in range(len(params))]
+    outputs = served.llm.generate(prompts, params, use_tqdm=False)
+    for schema, output in zip(SCHEMAS.values(), outputs, strict=True):
         assert output.outputs[0].finish_reason in ("stop", "length")
-        jsonschema.validate(json.loads(output.outputs[0].text), SCHEMAS[name])
+        jsonschema.validate(json.loads(output.outputs[0].text), schema)
