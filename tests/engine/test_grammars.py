@@ -151,7 +151,9 @@ def test_long_answers_of_several_canvases(served: Engine) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 60}
     wanted = of(json=schema)
     for seed in range(2):
-        params = SamplingParams(max_tokens=250, seed=seed, structured_outputs=wanted)
+        params = SamplingParams(
+            max_tokens=250, seed=seed, structured_outputs=wanted, **xargs(max_steps=8)
+        )
         output = chat(served, [ODD], [params])[0].outputs[0]
         assert len(output.token_ids) > 64
         jsonschema.validate(json.loads(output.text), schema)
@@ -209,7 +211,7 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 40, "block_size": 32, "disable_log_stat
 
 def params_of(i: int) -> SamplingParams:
     # Random weights are chaotic: a last bit of difference shows after a few steps.
-    return SamplingParams(max_tokens=3 * C, seed=i, **xargs(max_steps=3), **MIX[i])
+    return SamplingParams(max_tokens=2 * C, seed=i, **xargs(max_steps=2), **MIX[i])
 
 
 def decode(served: Engine, batches: list[list[int]]) -> list[list[int]]:
@@ -282,4 +284,5 @@ def test_random_weights_answer_in_every_form(
     outputs = served.llm.generate(prompts, params, use_tqdm=False)
     for schema, output in zip(SCHEMAS.values(), outputs, strict=True):
         assert output.outputs[0].finish_reason in ("stop", "length")
-        jsonschema.validate(json.loads(output.outputs[0].text), schema)
+        # Not `text`, which begins with the prompt where that ends amid a character.
+        jsonschema.validate(json.loads(answer_in(served, output.outputs[0].token_ids)), schema)

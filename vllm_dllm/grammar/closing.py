@@ -186,11 +186,8 @@ def cut_to_fit(
     """None if the answer, which may get `num_tokens` tokens from `start` on, can still be completed
     behind the path, at `end`. Else as many of the path's tokens as allow that, by what is cheap to
     find, with the completion behind them."""
-    left = num_tokens - len(path.tokens)
-    tail = cheap_completion(end, left)
-    if tail is None:
-        tail = shortest_completion(end, left)
-    if tail is not None and len(tail) <= left:
+    tail = _tail(start, path.tokens, end, num_tokens)
+    if tail is not None:
         return None
     kept, rest = 0, completion(start, num_tokens)
     if rest is None:
@@ -198,12 +195,31 @@ def cut_to_fit(
     too_many = len(path.tokens)
     while too_many - kept > 1:
         middle = (kept + too_many) // 2
-        tail = cheap_completion(_after(start, path.tokens[:middle]), num_tokens - middle)
-        if tail is None or len(tail) > num_tokens - middle:
+        tail = _tail(start, path.tokens[:middle], None, num_tokens)
+        if tail is None:
             too_many = middle
         else:
             kept, rest = middle, tail
     return path.tokens[:kept] + rest
+
+
+def _tail(
+    start: GrammarState,
+    tokens: list[int],
+    end: GrammarState | None,  # behind `tokens`, where all ways of completing it are tried
+    num_tokens: int,
+) -> list[int] | None:
+    """What completes the answer behind `start` and `tokens` within `num_tokens`. `start` remembers
+    it: the next step's path mostly begins in the same way."""
+    key = (tuple(tokens), num_tokens, end is None)
+    if key not in start.known_tails:
+        left = num_tokens - len(tokens)
+        found = cheap_completion(_after(start, tokens) if end is None else end, left)
+        if found is None and end is not None:
+            found = shortest_completion(end, left)
+        is_short = found is not None and len(found) <= left
+        start.known_tails[key] = found if is_short else None
+    return start.known_tails[key]
 
 
 def _after(start: GrammarState, tokens: list[int]) -> GrammarState:

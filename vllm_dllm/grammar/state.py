@@ -34,7 +34,9 @@ class GrammarState:
         self._before: tuple[int, ...] = ()  # the last tokens, as many as exclusions ask for
         self.has_ended = False
         self.spaces = 0  # characters of whitespace that were the last tokens
-        self.known_completions: dict[int, list[int] | None] = {}  # from here, by their most tokens
+        # From here, see `closing`: by the most tokens, and behind some tokens.
+        self.known_completions: dict[int, list[int] | None] = {}
+        self.known_tails: dict[tuple[tuple[int, ...], int, bool], list[int] | None] = {}
 
     def copy(self) -> "GrammarState":
         matcher = self._matcher.deep_copy()
@@ -61,7 +63,7 @@ class GrammarState:
         if token in self.stops:
             if self.is_complete() or self._matcher.validate_tokens([token]) == 1:
                 self.has_ended = True
-                self.known_completions.clear()
+                self._forget()
             return self.has_ended
         return self.consume_text([token]) == 1
 
@@ -70,13 +72,17 @@ class GrammarState:
         admitted = self._admitted(list(tokens))
         count = self._matcher.try_consume_tokens(admitted) if admitted else 0
         if count:
-            self.known_completions.clear()
+            self._forget()
         for token in admitted[:count]:
             spaces = int(self.vocabulary.spaces[token])
             self.spaces = self.spaces + spaces if spaces else 0
         if self.exclusions is not None and self.exclusions.reach:
             self._before = (*self._before, *admitted[:count])[-self.exclusions.reach :]
         return count
+
+    def _forget(self) -> None:
+        self.known_completions.clear()
+        self.known_tails.clear()
 
     def _admitted(self, tokens: list[int]) -> list[int]:
         """Those before the first that is excluded."""
