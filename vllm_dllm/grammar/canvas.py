@@ -19,7 +19,7 @@ class Constrained:
 
 
 def constrain(
-    start: GrammarState,  # at the canvas' first row; not moved
+    start: GrammarState,  # at the canvas' first row; not moved, but given a plan
     rows: CanvasRows,
     num_tokens: int,  # that the answer may still get, this canvas' among them
     stop: int | None,  # the token that ends an answer which was cut; None: none does

@@ -1,9 +1,8 @@
 """How few tokens complete an answer from where it is, and cutting a path while they still fit.
 
 llguidance tells which tokens are legal, not how far the end is. So the shortest completion that is
-known is searched: what is forced, then what closes things. The result depends on nothing but the
-state and the budget, so a block that was let through as "can still be closed" can be closed by the
-next one.
+known is searched: what is forced, then what closes things. A block is let through together with a
+plan of how the answer can be closed behind it, which the next block falls back on if it finds none.
 """
 
 from collections.abc import Iterator
@@ -29,6 +28,8 @@ def completion(state: GrammarState, most_tokens: int) -> list[int] | None:
         found = cheap_completion(state, most_tokens)
         if found is None or len(found) > most_tokens:
             found = shortest_completion(state, most_tokens)
+        if found is None and state.plan is not None and len(state.plan) <= most_tokens:
+            found = state.plan
         known[most_tokens] = found
     return known[most_tokens]
 
@@ -185,9 +186,10 @@ def cut_to_fit(
 ) -> list[int] | None:
     """None if the answer, which may get `num_tokens` tokens from `start` on, can still be completed
     behind the path, at `end`. Else as many of the path's tokens as allow that, by what is cheap to
-    find, with the completion behind them."""
+    find, with the completion behind them. `start` gets the plan."""
     tail = _tail(start, path.tokens, end, num_tokens)
     if tail is not None:
+        start.plan = path.tokens + tail
         return None
     kept, rest = 0, completion(start, num_tokens)
     if rest is None:
@@ -200,7 +202,8 @@ def cut_to_fit(
             too_many = middle
         else:
             kept, rest = middle, tail
-    return path.tokens[:kept] + rest
+    start.plan = path.tokens[:kept] + rest
+    return start.plan
 
 
 def _tail(

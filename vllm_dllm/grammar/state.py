@@ -34,6 +34,7 @@ class GrammarState:
         self._before: tuple[int, ...] = ()  # the last tokens, as many as exclusions ask for
         self.has_ended = False
         self.spaces = 0  # characters of whitespace that were the last tokens
+        self.plan: list[int] | None = None  # tokens that complete the answer from here, if known
         # From here, see `closing`: by the most tokens, and behind some tokens.
         self.known_completions: dict[int, list[int] | None] = {}
         self.known_tails: dict[tuple[tuple[int, ...], int, bool], list[int] | None] = {}
@@ -73,6 +74,9 @@ class GrammarState:
         count = self._matcher.try_consume_tokens(admitted) if admitted else 0
         if count:
             self._forget()
+            if self.plan is not None:
+                is_kept = self.plan[:count] == admitted[:count]
+                self.plan = self.plan[count:] if is_kept else None
         for token in admitted[:count]:
             spaces = int(self.vocabulary.spaces[token])
             self.spaces = self.spaces + spaces if spaces else 0

@@ -19,6 +19,7 @@ from tests.unit.grammar.canvases import (
     text_of,
     tokenizer,
 )
+from vllm_dllm.grammar import closing
 from vllm_dllm.grammar.canvas import constrain
 from vllm_dllm.grammar.closing import completion, shortest_completion, shortest_known
 
@@ -55,6 +56,27 @@ def test_a_completion_depends_on_the_state_alone() -> None:
     for token in tokens:
         again.consume(token)
     assert completion(state, 40) == completion(again, 40)
+
+
+@pytest.mark.parametrize("spare", [0, 40], ids=["cut", "let through"])
+def test_the_next_block_falls_back_on_the_plan(monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
+    """Where a search gives up, an answer was once left open that the block before could close."""
+    state = of_schema(SCHEMAS["order"])
+    needed = completion(state, 200)
+    assert needed is not None
+    most = len(needed) + spare
+    rows = rows_of(noise(np.random.default_rng(1), 8, 3.0))
+    path = constrain(state, rows, most, EOS).path.tokens
+    assert len(path) == 8 and all(state.consume(token) for token in path)
+    for search in ("cheap_completion", "shortest_completion"):
+        monkeypatch.setattr(closing, search, lambda *args: None)
+    tokens = completion(state, most - 8)
+    assert tokens is not None
+    end = state.copy()
+    assert end.consume_text(tokens) == len(tokens) and end.is_complete()
+    assert state.consume(tokens[0]) and state.plan == tokens[1:]
+    other = next(t for t in range(7, 490) if t != tokens[1] and state.allows(t))
+    assert state.consume(other) and state.plan is None
 
 
 @pytest.mark.parametrize(
