@@ -13,6 +13,12 @@ def add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "same command continues."
     )
     parser = commands.add_parser("train", help=text, description=text)
+    _add_sources(parser)
+    _add_shape_and_length(parser)
+    parser.set_defaults(run=_train)
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         type=Path,
@@ -49,6 +55,9 @@ def add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="DRAFTER",
         help="drafter to continue from; its layout is kept",
     )
+
+
+def _add_shape_and_length(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=int, default=16, help="default: %(default)s")
     parser.add_argument(
         "--layers", type=int, default=3, help="of the drafter (default: %(default)s)"
@@ -69,7 +78,6 @@ def add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)"
     )
     parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
-    parser.set_defaults(run=_train)
 
 
 def _layer_ids(text: str) -> tuple[int, ...]:
