@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-faults test-numerics test-vllm lint docs wheel bench codegen lock clean
+.PHONY: help setup serve demo test test-fast test-faults gpu-dry-run test-numerics test-vllm lint docs wheel bench codegen lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -60,6 +60,10 @@ test-fast: setup ## run the unit tests that are not slow
 # Long forms of what tests/server does in a minute: kills, aborts and storms.
 test-faults: setup ## attack servers: kills, signals, storms of aborts
 	$(BIN)/pytest tests/faults -m faults --durations 20
+
+# In a process of its own: engines on the CPU replace the kernels that it watches.
+gpu-dry-run: setup ## find what a GPU's host would wait for, on CUDA tensors that do not exist
+	$(BIN)/pytest tests/gpu_dry_run -m gpu_dry_run
 
 # As older, newer and other processors compute: vector widths, kernels of the libraries, threads.
 # SHORT=1: one setting, the tests that take seconds.

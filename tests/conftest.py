@@ -26,15 +26,18 @@ if level := os.environ.get("TESTED_CPU_LEVEL"):
     torch.cpu._is_amx_tile_supported = lambda: False
 
 SLOW = {"engine", "faults", "server"}  # folders whose tests start engines
+# Run only where they are asked for. The dry run needs a process in which no engine has replaced
+# the GPU's kernels.
+APART = {"faults", "gpu_dry_run"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in SLOW:
             item.add_marker(pytest.mark.slow)
-        if item.path.parent.name == "faults":
-            item.add_marker(pytest.mark.faults)
-    absent = set() if "faults" in config.getoption("markexpr") else {"faults"}
+        if item.path.parent.name in APART:
+            item.add_marker(item.path.parent.name)
+    absent = {name for name in APART if name not in config.getoption("markexpr")}
     if not torch.cuda.is_available():
         absent.add("gpu")
     if not any(d.name == "flash-attn-4" for d in importlib.metadata.distributions()):

@@ -4,6 +4,7 @@ import pytest
 
 from bench import roofline
 from bench.roofline import CHIPS, SCHEMES, Prediction, floor_s, step_s
+from tests import tolerances
 from tests.gpu_dry_run.test_launches import CANVAS, MOST, VOCABULARY
 
 CASES = [(chip, scheme) for chip in CHIPS for scheme in SCHEMES]
@@ -24,7 +25,7 @@ def test_weights_are_those_of_the_26b_model() -> None:
     scheme = roofline.Scheme(1, 1)
     found = {p.name: p for p in roofline.parts(CHIPS["H200"], scheme, 64, 0, "stock")}
     weights = found["projections"].num_bytes + found["experts"].num_bytes
-    assert weights + found["LM head"].num_bytes / 2 == pytest.approx(25.2e9, rel=0.03)
+    assert weights + found["LM head"].num_bytes / 2 == pytest.approx(25.2e9, rel=tolerances.COUNT)
 
 
 def test_launches_are_those_of_the_dry_run() -> None:
