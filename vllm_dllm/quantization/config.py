@@ -105,7 +105,7 @@ class ServedCompressedTensors(CompressedTensorsConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if current_platform.is_cpu():
-            # Importing it registers the kernel for NVFP4 linears.
+            # Importing it registers the kernels for linears.
             from vllm_dllm.quantization import linear as linear
 
             if isinstance(layer, RoutedExperts):

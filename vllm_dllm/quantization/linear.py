@@ -1,4 +1,9 @@
-"""A CPU kernel for NVFP4 linears that vLLM can choose. FP8 linears run in vLLM's own kernel."""
+"""CPU kernels for FP8 and NVFP4 linears that vLLM can choose.
+
+vLLM has one for FP8, around `torch._scaled_mm`. On processors with AMX, PyTorch 2.13 hands that to
+a reference implementation of oneDNN: 35 s for [256, 1024] x [1024, 1024] on one core, where the
+same product of the same values as floats takes 20 ms.
+"""
 
 import torch
 from vllm.model_executor.kernels.linear import (
@@ -9,8 +14,48 @@ from vllm.model_executor.kernels.linear import (
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from vllm_dllm.compat.linear_kernels import StockFp8LinearKernel, prefer_on_cpus
 from vllm_dllm.quantization import nvfp4
 from vllm_dllm.quantization.scaled import multiply
+
+
+def fp8_product(
+    a: torch.Tensor,  # [M, K] float8_e4m3fn
+    b: torch.Tensor,  # [K, N] float8_e4m3fn
+) -> torch.Tensor:
+    """a @ b, [M, N] fp32."""
+    return a.float() @ b.float()
+
+
+direct_register_custom_op(
+    "vllm_dllm_fp8_product",
+    fp8_product,
+    fake_impl=lambda a, b: a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32),
+)
+
+
+class CpuFp8LinearKernel(StockFp8LinearKernel):
+    def get_output_padding(self) -> int | None:
+        return None  # rows that `torch._scaled_mm` would like to have
+
+    def apply_scaled_mm(
+        self,
+        *,
+        A: torch.Tensor,  # [M, K] float8_e4m3fn
+        B: torch.Tensor,  # [K, N] float8_e4m3fn
+        out_dtype: torch.dtype,
+        As: torch.Tensor,  # [M, 1] fp32
+        Bs: torch.Tensor,  # [N, 1] fp32
+        bias: torch.Tensor | None,
+        output_shape: list[int],
+    ) -> torch.Tensor:
+        out = torch.ops.vllm.vllm_dllm_fp8_product(A, B) * As * Bs.t()
+        if bias is not None:
+            out = out + bias
+        return out.to(out_dtype).view(*output_shape)
+
+
+prefer_on_cpus(CpuFp8LinearKernel)
 
 
 def nvfp4_linear(

@@ -15,6 +15,11 @@ SEAMS = [
         "_custom_ops:cpu_attn_reshape_and_cache",
         "torch.ops._C.cpu_attn_reshape_and_cache(",
     ),
+    Seam(
+        "FP8 linears take the first kernel of a list that can do them",
+        "model_executor.kernels.linear",
+        "_POSSIBLE_FP8_KERNELS",
+    ),
     Seam("the C++ RMS norm", "_custom_ops:rms_norm", "torch.ops._C.rms_norm(out, input,"),
     Seam(
         "the cached choice of attention backend",
