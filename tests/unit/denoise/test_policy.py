@@ -256,6 +256,15 @@ def test_judging_the_answer_only() -> None:
     assert answer.int().tolist() == [[1, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]
 
 
+def not_repeated(
+    best_guess: torch.Tensor,  # [n, C] int64
+    steps_done: int = 0,
+    num_steps: int = 48,
+) -> CanvasState:
+    zeros = torch.zeros(len(best_guess), dtype=torch.long)
+    return CanvasState(best_guess, zeros, zeros + steps_done, zeros + num_steps)
+
+
 def test_waiting_for_the_answer_only() -> None:
     """What follows the first stop token may change, and be unsure, without holding a canvas up."""
     stats = RowStats(
@@ -264,10 +273,7 @@ def test_waiting_for_the_answer_only() -> None:
         entropy_nats=torch.tensor([[0.0, 0.0, 3.0, 3.0]] * 2),
         best_logprob=torch.zeros(2, 4),
     )
-    state = CanvasState(
-        torch.tensor([[5, 9, 1, 2]] * 2), torch.zeros(2).long(), torch.ones(2).long(),
-        torch.full((2,), 48),
-    )  # fmt: skip
+    state = not_repeated(torch.tensor([[5, 9, 1, 2]] * 2), steps_done=1)
     rules = StepRules(0.1, 0.005, 1)
     chosen = AnswerOnly(torch.tensor([True, False]), torch.tensor([[9], [9]]))
     outcome = denoise_step(stats, None, state, torch.zeros(2, 4).long(), rules, None, chosen)
@@ -290,10 +296,7 @@ def test_what_is_forced_is_no_sign_of_certainty() -> None:
         entropy_nats=torch.tensor([[0.05, 2.0, 0.0, 0.06]] * 2),
         best_logprob=torch.zeros(2, 4),
     )
-    state = CanvasState(
-        torch.full((2, 4), NO_TOKEN), torch.zeros(2).long(), torch.zeros(2).long(),
-        torch.full((2,), 48),
-    )  # fmt: skip
+    state = not_repeated(torch.full((2, 4), NO_TOKEN))
     forced = torch.tensor([[False, False, True, False], [False] * 4])
     constrained = Constrained(torch.tensor([True, False]), forced, torch.zeros(2, 4).bool())
     noise, rules = torch.full((2, 4), 77), StepRules(0.1, 0.005, 1)
@@ -306,10 +309,7 @@ def test_what_follows_the_end_is_as_good_as_decided() -> None:
     """0.01 nats in one position of four are few enough, as where the model has decided the end."""
     best = torch.tensor([[5, 9, 3, 3], [5, 9, 3, 3]])
     stats = RowStats(best, best, torch.tensor([[0.01, 0.0, 0.9, 0.9]] * 2), torch.zeros(2, 4))
-    state = CanvasState(
-        torch.tensor([[5, 9, 4, 4]] * 2), torch.zeros(2).long(), torch.ones(2).long(),
-        torch.full((2,), 48),
-    )  # fmt: skip
+    state = not_repeated(torch.tensor([[5, 9, 4, 4]] * 2), steps_done=1)
     free = torch.tensor([[False, False, True, True], [False] * 4])
     constrained = Constrained(torch.tensor([True, False]), torch.zeros(2, 4).bool(), free)
     rules = StepRules(0.1, 0.005, 1)
@@ -325,10 +325,7 @@ def test_a_revealed_token_that_a_grammar_rejects_is_hidden_again() -> None:
         entropy_nats=torch.ones(2, 3),
         best_logprob=torch.tensor([[0.5, 0.9, 0.7]] * 2).log(),
     )
-    state = CanvasState(
-        torch.full((2, 3), NO_TOKEN), torch.zeros(2).long(), torch.zeros(2).long(),
-        torch.full((2,), 9),
-    )  # fmt: skip
+    state = not_repeated(torch.full((2, 3), NO_TOKEN), num_steps=9)
     revealed = torch.tensor([[True, True, False]] * 2)  # all 50
     nowhere = torch.zeros(2, 3).bool()
     constrained = Constrained(torch.tensor([True, False]), nowhere, nowhere)

@@ -3,7 +3,8 @@
 import pytest
 
 from attention_kernels.support import FIRST_FP8_CAPABILITY, shared_bytes
-from tests.triton_for_gpus import Case, check, compile_apart
+from bench.codegen.case import Case
+from tests.triton_for_gpus import check, compile_apart
 from vllm_dllm.drafters import context_kv_triton as kernels
 
 TUPLES = {"tokens": kernels.Tokens, "heads": kernels.Head, "caches": kernels.Caches}
@@ -22,12 +23,11 @@ def of_heads(head: dict[str, int]) -> dict[str, object]:
     return {f"heads.{name}": value for name, value in head.items()}
 
 
-def fused(capability: int, num_tokens: int, head: dict[str, int] = HEAD) -> Case:
-    shared_memory = shared_bytes(divmod(capability, 10))
+def fused(chip: int, num_tokens: int, head: dict[str, int] = HEAD) -> Case:
+    shared_memory = shared_bytes(divmod(chip, 10))
     tiles = kernels.fused_tiles(num_tokens, head["SIZE"], 2, shared_memory)
     options = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
     return Case(
-        capability,
         kernels._project_and_store_kernel,
         POINTERS,
         {**of_heads(head), "HIDDEN_SIZE": 4096, "HAS_BIAS": False, **tiles},
@@ -39,9 +39,8 @@ def fused(capability: int, num_tokens: int, head: dict[str, int] = HEAD) -> Case
     )
 
 
-def after_gemm(capability: int, cache: str = "bf16") -> Case:
+def after_gemm(cache: str = "bf16") -> Case:
     return Case(
-        capability,
         kernels._store_projected_kernel,
         POINTERS | {"caches.like": cache},
         {**of_heads(HEAD), "ROWS": kernels._ROWS},
@@ -50,14 +49,14 @@ def after_gemm(capability: int, cache: str = "bf16") -> Case:
     )
 
 
-CASES: dict[str, Case] = {}
-for capability in (80, 90, 100):
-    CASES[f"sm_{capability} fused, 64 tokens"] = fused(capability, 64)
-    CASES[f"sm_{capability} fused, 16 tokens"] = fused(capability, 16)
-    CASES[f"sm_{capability} fused, heads of 256"] = fused(capability, 64, WIDE)
-    CASES[f"sm_{capability} after a GEMM"] = after_gemm(capability)
-    if divmod(capability, 10) >= FIRST_FP8_CAPABILITY:
-        CASES[f"sm_{capability} after a GEMM, fp8 cache"] = after_gemm(capability, "fp8e4nv")
+CASES: dict[str, tuple[int, Case]] = {}
+for chip in (80, 90, 100):
+    CASES[f"sm_{chip} fused, 64 tokens"] = chip, fused(chip, 64)
+    CASES[f"sm_{chip} fused, 16 tokens"] = chip, fused(chip, 16)
+    CASES[f"sm_{chip} fused, heads of 256"] = chip, fused(chip, 64, WIDE)
+    CASES[f"sm_{chip} after a GEMM"] = chip, after_gemm()
+    if divmod(chip, 10) >= FIRST_FP8_CAPABILITY:
+        CASES[f"sm_{chip} after a GEMM, fp8 cache"] = chip, after_gemm("fp8e4nv")
 
 
 @pytest.fixture(scope="module")
@@ -67,4 +66,4 @@ def compiled() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_and_fits(compiled: dict[str, dict[str, int]], case: str) -> None:
-    check(CASES[case], compiled[case])
+    check(*CASES[case], compiled[case])

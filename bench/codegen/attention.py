@@ -1,0 +1,58 @@
+"""The attention's kernels, at any shape. Needs no vLLM."""
+
+import triton
+
+from attention_kernels import chunks, triton_fwd
+from bench.codegen.case import Case
+
+_POINTERS = {
+    **dict.fromkeys(("query", "output"), "bf16"),
+    **dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "causal", "symmetric"), "i32"),
+    **dict.fromkeys(("key_scale", "value_scale", "partial_output", "partial_lse"), "fp32"),
+    **dict.fromkeys(("chunk_start_loc", "chunk_seq_lens", "chunk_block_table", "bands"), "i32"),
+}
+
+
+def attend(chip: int, head_size: int, group: int, page: int, cache: str) -> Case:
+    """`group`: query heads a key head; `cache`: Triton's name of its type."""
+    cache_size = 2 if cache == "bf16" else 1
+    tiles = triton_fwd.Tiles.choose(head_size, group, 2, cache_size, divmod(chip, 10))
+    padded = triton.next_power_of_2(head_size)
+    constants = {
+        "HQ": 2 * group,
+        "GROUP": group,
+        "HEADS": tiles.heads,
+        "PARTS": triton.cdiv(group, tiles.heads),
+        "D": head_size,
+        "D_PADDED": padded,
+        "PAGE": page,
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_N": tiles.block_n,
+        "LAGS": tiles.lags,
+        "SPLITS": 4,
+        "HAS_WINDOW": head_size < 512,
+        "HAS_SOFTCAP": False,
+        "HAS_KEY_SCALE": cache != "bf16",
+        "HAS_VALUE_SCALE": cache != "bf16",
+    }
+    return Case(
+        triton_fwd._attention_kernel,
+        _POINTERS | dict.fromkeys(("key_cache", "value_cache"), cache),
+        constants,
+        floats=("scale", "softcap"),
+        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+        multiplies=True,
+        loads_ahead=True,
+        loop_flops=2 * 2 * tiles.block_q * tiles.heads * tiles.block_n * padded,
+    )
+
+
+def join(head_size: int, group: int) -> Case:
+    padded = triton.next_power_of_2(head_size)
+    sizes = {"HQ": 2 * group, "D": head_size, "D_PADDED": padded, "SPLITS": 4, "SPLITS_PADDED": 4}
+    return Case(triton_fwd._join_kernel, _POINTERS, sizes)
+
+
+def cut(page: int) -> Case:
+    constants = {"CHUNK": chunks.CHUNK, "PAGE": page, "PAGES_A_STEP": 128}
+    return Case(chunks._cut_kernel, _POINTERS, constants)
