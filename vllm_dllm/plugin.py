@@ -46,6 +46,7 @@ def _register() -> None:
     )
     from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
     from vllm_dllm.requests.options import check_choices, check_request
+    from vllm_dllm.requests.prediction import encode
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
     from vllm_dllm.startup import hooks
 
@@ -57,7 +58,7 @@ def _register() -> None:
         admission.set_serving_config(architecture, MaskedServingConfig)
     admission.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
     admission.set_request_check(check_request)
-    admission.set_params_checks(check_numbers, check_choices, check_sampler_limits)
+    admission.set_params_checks(check_numbers, check_choices, check_sampler_limits, encode)
     admission.set_sampling_params_checks(
         {DIFFUSION_GEMMA: check_unmasked_request}
         | dict.fromkeys(MASKED_MODELS, check_masked_request)

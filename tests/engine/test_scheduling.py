@@ -30,19 +30,26 @@ KINDS: list[dict[str, Any]] = [
     {"top_k": 9, "top_p": 0.9, "logit_bias": {7: 2.0}},
     {"temperature": 1.5, "logprobs": 0},
 ]
-# Every second one with a first canvas of its own, some of it pinned.
+
+
+def expectation(seed: int) -> dict[str, Any]:
+    """Every second one with a first canvas of its own, some of it pinned; of the others every
+    second one with a prediction."""
+    if seed % 2:
+        return {
+            "diffusion_seed_canvas": random_ids(32, VOCABULARY, seed),
+            "diffusion_pinned": [3, 9],
+        }
+    return {"diffusion_prediction": random_ids(50 + seed, VOCABULARY, seed)} if seed % 4 else {}
+
+
 PARAMS = [
     SamplingParams(
         max_tokens=70 + seed % 27,  # the last of three canvases is narrow, in part
         ignore_eos=True,
         seed=seed,
         **KINDS[seed % len(KINDS)],
-        extra_args=FEW_STEPS
-        | (
-            {"diffusion_seed_canvas": random_ids(32, VOCABULARY, seed), "diffusion_pinned": [3, 9]}
-            if seed % 2
-            else {}
-        ),
+        extra_args=FEW_STEPS | expectation(seed),
     )
     for seed in range(len(PROMPTS))
 ]

@@ -18,7 +18,7 @@ from vllm_dllm.step import model_state
 from vllm_dllm.step.model_state import DiffusionModelState
 from vllm_dllm.step.sampler import DiffusionSampler
 
-R, C, H, PROMPT = 18, 32, 64, 20
+R, C, H, PROMPT = 19, 32, 64, 20
 VOCABULARIES = {"streamed": 20_000, "whole": 1_000}
 CANVAS = list(range(5, 5 + C))
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -35,6 +35,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "chosen log-probabilities": {"logprob_token_ids": [4, 5]},
     "narrow": {"diffusion_canvas_length": 16},
     "a canvas of its own": {"diffusion_seed_canvas": CANVAS, "diffusion_pinned": [0, 3]},
+    "a prediction": {"diffusion_prediction": CANVAS * 2, "stop_token_ids": [7]},
     "symmetric": {"diffusion_window_rule": "symmetric"},
     "revealing": {"diffusion_acceptance": "top_k", "diffusion_accept_tokens": 2},
     "answer only": {"diffusion_judge_answer_only": True, "stop_token_ids": [7]},

@@ -18,11 +18,17 @@ def set_request_check(check: Callable[..., Any]) -> None:
 Check = Callable[[SamplingParams], None]
 
 
-def set_params_checks(numbers: Check, choices: Check, sampler_limits: Check) -> None:
+def set_params_checks(
+    numbers: Check,
+    choices: Check,
+    sampler_limits: Check,
+    encode: Callable[[SamplingParams, Any], None],
+) -> None:
     """Checks of sampling parameters at their admission, of diffusion models and of targets with a
     drafter.
 
-    `numbers` sees all of them. The others see those that name tokens, with the stop tokens and bad
+    `numbers` sees all of them; `encode` those of diffusion models, with the tokenizer, if there is
+    one. The others see those that name tokens, with the stop tokens and bad
     words that the engine will see: `choices` what may be chosen, `sampler_limits` what vLLM's own
     sampler serves. Repeatable.
     """
@@ -35,6 +41,8 @@ def set_params_checks(numbers: Check, choices: Check, sampler_limits: Check) -> 
         is_diffusion = self.model_config.is_diffusion
         if isinstance(params, SamplingParams) and (is_diffusion or self.speculative_config):
             numbers(params)
+            if is_diffusion:
+                encode(params, self.tokenizer)
             if _names_tokens(params):
                 own = params.clone()
                 eos = self.renderer.get_eos_token_id()

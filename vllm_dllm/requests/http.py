@@ -8,6 +8,8 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
+from vllm_dllm.requests.prediction import take_openai_prediction
+
 
 def check_http_request(request: Any, *, parses_tool_calls: bool, forces_tool_calls: bool) -> None:
     """Of a chat, a completion or a response. `parses_tool_calls`: the server looks for calls in the
@@ -18,6 +20,7 @@ def check_http_request(request: Any, *, parses_tool_calls: bool, forces_tool_cal
     """
     if getattr(request, "use_beam_search", False):
         refuse_beam_search()
+    take_openai_prediction(request)
     if getattr(request, "tools", None):
         _check_tool_choice(request, parses_tool_calls, forces_tool_calls)
 

@@ -29,6 +29,8 @@ STOCK_OPTIONS = frozenset(
     }
 )
 """Keys that stock vLLM checks in requests."""
+PREDICTION = "diffusion_prediction"
+CHECKED_ELSEWHERE = STOCK_OPTIONS | {PREDICTION}  # and never a server's default
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ OPTIONS: Mapping[str, Option] = {
 }
 
 
-def check_options(given: Mapping[str, Any], known: frozenset[str] = STOCK_OPTIONS) -> None:
+def check_options(given: Mapping[str, Any], known: frozenset[str] = CHECKED_ELSEWHERE) -> None:
     """Raises ValueError for an unknown key or a value out of range. Keys in `known` are checked
     elsewhere."""
     for key, value in given.items():

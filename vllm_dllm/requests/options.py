@@ -13,6 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.diffusion import validate_diffusion_sampling_params
 
 from vllm_dllm.requests.keys import check_options
+from vllm_dllm.requests.prediction import check_prediction
 
 DEFAULT_ACCEPT_PROBABILITY = 0.9
 DEFAULT_EDIT_STEPS = 16  # LLaDA2.1's
@@ -28,6 +29,7 @@ class RequestOptions:
     max_steps: int | None
     canvas_length: int | None
     first_canvas: list[int] | None
+    prediction: list[int]  # none: empty
     pinned: list[int]
     read_only: bool
     constrained: bool
@@ -63,6 +65,7 @@ class RequestOptions:
             max_steps=get("max_steps"),
             canvas_length=get("canvas_length"),
             first_canvas=get("seed_canvas"),
+            prediction=list(get("prediction", ())),
             pinned=list(get("pinned", ())),
             read_only=is_read_only(params),
             constrained=bool(get("constrained")),
@@ -154,6 +157,7 @@ def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_si
         ) from error
     try:
         check_options({k: v for k, v in extra.items() if k.startswith("diffusion_")})
+        check_prediction(extra, vocab_size)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="extra_args") from error
 

@@ -361,13 +361,20 @@ class CanvasStep:
             pinned = self.requests.first_canvases.keep_pins(idx, ended)
             canvas = torch.where(pinned & ~finished, found.tokens.first_canvas, canvas)
             drops_soft = drops_soft | pinned[..., None]
-        slots.canvas[idx] = torch.where(ended, denoised.next_canvas, canvas)
+        next_canvas = denoised.next_canvas
+        guess = outcome.state.best_guess.masked_fill(ended, NO_TOKEN)
+        emitted = settled.emitted if found.cut is None else settled.emitted * ~found.cut
+        expected = self.requests.predictions.behind(batch, settled.best_guess, emitted)
+        if expected is not None:
+            next_canvas = expected.put(next_canvas)
+            guess = torch.where(ended, expected.guess, guess)
+        slots.canvas[idx] = torch.where(ended, next_canvas, canvas)
         slots.soft_embeds[idx] = batch.unflatten(denoised.soft_rows).masked_fill_(drops_soft, 0.0)
         if denoised.revealed is not None:
             slots.revealed[idx] = denoised.revealed & ~ended
         slots.write(
             idx,
-            outcome.state.best_guess.masked_fill(ended, NO_TOKEN),
+            guess,
             outcome.state.steps_done.masked_fill(settled.ends, 0),
             settled.finished & ~settled.at_once,
             outcome.state.times_repeated,

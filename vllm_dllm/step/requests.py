@@ -17,6 +17,7 @@ from vllm_dllm.step.first_canvases import FirstCanvases
 from vllm_dllm.step.grammars import CanvasGrammars
 from vllm_dllm.step.logprobs import StepLogprobs
 from vllm_dllm.step.masked_settings import MaskedSlotSettings
+from vllm_dllm.step.predictions import Predictions
 from vllm_dllm.step.registry import NewRequest, Registry
 from vllm_dllm.step.settings import SlotSettings
 from vllm_dllm.step.slots import CanvasSlots
@@ -46,12 +47,14 @@ class StepRequests:
         self.logprobs = StepLogprobs(sampler.logprobs_mode, self.vocab_size, self._device)
         self.grammars = CanvasGrammars(vllm_config, self.req_states, slots)
         self.first_canvases = FirstCanvases(slots)
+        self.predictions = Predictions(slots, self.req_states)
         self._registries: tuple[Registry, ...] = (
             self.settings,
             self.filters,
             self.logprobs,
             self.grammars,
             self.first_canvases,
+            self.predictions,
         )
 
     def add(self, slot: int, params: SamplingParams) -> None:

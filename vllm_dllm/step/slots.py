@@ -165,6 +165,13 @@ class CanvasSlots:
         progress = (steps_done, is_committing.long(), times_repeated)
         self.numbers[idx, : len(progress)] = torch.stack(progress, dim=1)
 
+    def guess_before_first_step(
+        self,
+        idx: Index,
+        tokens: torch.Tensor,  # [n, C] int64; NO_TOKEN: none
+    ) -> None:
+        self.tokens[idx, 0] = tokens
+
     def pin(
         self,
         slot: int,

@@ -1,0 +1,160 @@
+"""What predicted outputs save: denoise steps a block, and what they do to the answers.
+
+    python -m bench.prediction
+
+The shipped checkpoint answers the held-out prompts greedily, without a prediction and with several
+kinds: the answer itself, the answer with tokens changed, added or left out, the answer to another
+prompt. Canvases of 64, which hold most answers whole, and of 16, whose predictions must be followed
+from block to block. Counts steps, no times: the numbers are the same on every machine, but for
+rounding. Refuses to report when the tests of predictions are red or predictions make answers worse.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from vllm import LLM, SamplingParams
+
+from bench import harness
+
+CHECKPOINTS = harness.ROOT / "checkpoints"
+TESTS = ("unit/denoise/test_prediction.py", "unit/step/test_predictions.py")
+MOST_POINTS_BELOW = 0.5
+FIRST_OF_TEXT = 7  # ids before it are special tokens
+Prediction = list[int] | None
+Kind = Callable[[int], Prediction]
+
+
+class Answers:
+    """An engine, and what it answered without predictions."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        rows = [json.loads(line) for line in (CHECKPOINTS / "held_out.jsonl").open()]
+        self.rows = rows[:: max(1, len(rows) // count)]
+        self._trace = folder / "trace.jsonl"
+        self._llm = LLM(
+            str(CHECKPOINTS / "diffusiongemma-tiny"),
+            dtype="float32",
+            max_model_len=1024,
+            enforce_eager=True,
+            kv_cache_memory_bytes=1 << 29,
+            diffusion_config={"canvas_length": 64},
+            additional_config={"vllm_dllm": {"trace_path": str(self._trace)}},
+        )
+        self.tokenizer = self._llm.get_tokenizer()
+        self.vocab_size = len(self.tokenizer)
+
+    def run(self, predictions: list[Prediction], canvas_length: int) -> dict[str, Any]:
+        prompts = [
+            self.tokenizer.apply_chat_template(
+                row["messages"], add_generation_prompt=True, return_dict=False
+            )
+            for row in self.rows
+        ]
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                seed=seed,
+                max_tokens=256,
+                extra_args={
+                    "diffusion_canvas_length": canvas_length,
+                    "diffusion_prediction": prediction,
+                },
+            )
+            for seed, prediction in enumerate(predictions)
+        ]
+        before = self._trace.stat().st_size if self._trace.exists() else 0
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        steps = [json.loads(line) for line in self._trace.read_bytes()[before:].splitlines()]
+        texts = [output.outputs[0].text for output in outputs]
+        return {
+            "exact_match": harness.exact_match(texts, [row["answer"] for row in self.rows]),
+            "steps": len(steps),
+            "blocks": sum(step["finished"] for step in steps),
+            "tokens": [self.tokenizer.encode(text, add_special_tokens=False) for text in texts],
+        }
+
+
+def kinds(answers: list[list[int]], tasks: list[str], vocab_size: int) -> dict[str, Kind]:
+    """By name: the prediction for each row."""
+    chance = random.Random(0)
+
+    def edited(tokens: list[int], edits: list[str], count: int) -> list[int]:
+        found = list(tokens)
+        for _ in range(count):
+            place, edit = chance.randrange(len(found) or 1), chance.choice(edits)
+            if edit != "leave out":
+                found.insert(place, chance.randrange(FIRST_OF_TEXT, vocab_size))
+            if edit != "add" and len(found) > 1:
+                del found[min(place + (edit == "change"), len(found) - 1)]
+        return found
+
+    def one(edit: str) -> Kind:
+        return lambda row: edited(answers[row], [edit], 1)
+
+    def share(of_tokens: float) -> Kind:
+        edits = ["change", "add", "leave out"]
+        return lambda row: edited(answers[row], edits, max(1, int(of_tokens * len(answers[row]))))
+
+    def of_same_task(row: int) -> Prediction:
+        same = [i for i, task in enumerate(tasks) if task == tasks[row]]
+        return answers[same[(same.index(row) + 1) % len(same)]]
+
+    return {
+        "none": lambda row: None,
+        "the answer": lambda row: answers[row],
+        "one token changed": one("change"),
+        "one token more": one("add"),
+        "one token less": one("leave out"),
+        "5% edited": share(0.05),
+        "20% edited": share(0.2),
+        "another prompt's, same task": of_same_task,
+        "another prompt's": lambda row: answers[row - len(answers) // 2],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--prompts", type=int, default=506)
+    parser.add_argument("--canvas", type=int, nargs="+", default=[64, 16])
+    args = parser.parse_args()
+    test = [sys.executable, "-m", "pytest", "-q", *(f"tests/{name}" for name in TESTS)]
+    if subprocess.run(test, cwd=harness.ROOT).returncode != 0:
+        raise harness.Refused("the tests of predictions are red.")
+    report: dict[str, Any] = harness.machine()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Answers(Path(folder), args.prompts)
+        rows = range(len(engine.rows))
+        report["prompts"] = len(rows)
+        for canvas_length in args.canvas:
+            plain = engine.run([None] * len(rows), canvas_length)
+            tasks = [row["task"] for row in engine.rows]
+            print(f"\ncanvas {canvas_length:3}                     right   blocks  steps a block")
+            for name, predict in kinds(plain["tokens"], tasks, engine.vocab_size).items():
+                found = engine.run([predict(row) for row in rows], canvas_length)
+                harness.require_accuracy(
+                    found["exact_match"], plain["exact_match"], MOST_POINTS_BELOW
+                )
+                del found["tokens"]
+                found["steps_per_block"] = found["steps"] / found["blocks"]
+                report[f"{canvas_length}/{name}"] = found
+                print(
+                    f"{name:30} {found['exact_match']:6.1%} {found['blocks']:8}"
+                    f" {found['steps_per_block']:14.2f}",
+                    flush=True,
+                )
+    harness.publish(report, harness.results_folder() / "prediction.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Blocks that start from what their clients expect of them (`denoise.prediction`).
+
+What is expected also stands for the guess of a step before the first: a block that is what its
+client expects is finished by the one step that confirms it. Behind the prediction's end, stop
+tokens are guessed; the canvas holds noise there, because a wrong prediction may be too short, and
+models hardly give up a canvas full of ends.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_dllm.denoise.prediction import NO_TOKEN, ended_with, follow, next_tokens
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import CanvasSlots, Index
+
+
+class Expected(NamedTuple):
+    """Of n blocks, NO_TOKEN where nothing is expected."""
+
+    canvas: torch.Tensor  # [n, C] int64, what they start from
+    guess: torch.Tensor  # [n, C] int64, what they may be found to be
+
+    def put(self, noise: torch.Tensor) -> torch.Tensor:
+        """Whole canvases [n, C]."""
+        return torch.where(self.canvas == NO_TOKEN, noise, self.canvas)
+
+
+class Predictions:
+    """By slot; only requests with a prediction cost anything."""
+
+    def __init__(self, slots: CanvasSlots, req_states: RequestState) -> None:
+        self._slots, self._req_states = slots, req_states
+        device = slots.canvas.device
+        # [slots, longest so far], [slots], [slots]
+        self._tokens = torch.empty(len(slots.canvas), 0, dtype=torch.int32, device=device)
+        self._length = torch.zeros(len(slots.canvas), dtype=torch.int64, device=device)
+        self._position = torch.zeros_like(self._length)
+        self._added: dict[int, NewRequest] = {}
+        self._predicted: set[int] = set()
+
+    def add(self, request: NewRequest) -> None:
+        if request.options.prediction:
+            self._added[request.slot] = request
+            self._predicted.add(request.slot)
+
+    def start(self) -> None:
+        for slot, request in self._added.items():
+            idx = slice(slot, slot + 1)
+            self._store(idx, request.options.prediction)
+            if request.is_resumed:
+                self._follow_emitted(idx, request)
+            expected = self._expected(idx)
+            self._slots.canvas[idx] = expected.put(self._slots.canvas[idx])
+            self._slots.guess_before_first_step(idx, expected.guess)
+        self._added.clear()
+
+    def drop(self, slot: int) -> None:
+        self._added.pop(slot, None)
+        self._predicted.discard(slot)
+
+    def behind(
+        self,
+        batch: CanvasBatch,
+        blocks: torch.Tensor,  # [n, C] int64
+        emitted: torch.Tensor,  # [n] int64, tokens of the blocks that are the answers' now
+    ) -> Expected | None:
+        """Of the n blocks behind these, if they have ended. None: no request of the batch has a
+        prediction."""
+        if not self._predicted:
+            return None
+        rows_np = np.array(
+            [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._predicted],
+            dtype=np.int64,
+        )
+        if len(rows_np) == 0:
+            return None
+        device = blocks.device
+        rows = async_tensor_h2d(rows_np, device=device)
+        slots = async_tensor_h2d(batch.slots_np[rows_np].astype(np.int64), device=device)
+        before, count = self._position[slots], emitted[rows]
+        after = follow(self._tokens[slots], before, blocks[rows], count)
+        self._position[slots] = torch.where(count > 0, after, before)
+        nothing = torch.full_like(blocks, NO_TOKEN)
+        return Expected(
+            *(nothing.index_copy(0, rows, of_rows) for of_rows in self._expected(slots))
+        )
+
+    def _expected(self, idx: Index) -> Expected:
+        """From where the answers of these slots are now."""
+        position, length = self._position[idx], self._length[idx]
+        tokens = next_tokens(self._tokens[idx], position, self._slots.canvas.shape[1])
+        stop_token = self._slots.stop_tokens[idx, 0]
+        return Expected(tokens, ended_with(stop_token, tokens, position, length))
+
+    def _follow_emitted(self, idx: slice, request: NewRequest) -> None:
+        """After a preemption: block by block, as it was followed before."""
+        width = request.options.canvas_length or self._slots.canvas.shape[1]
+        answers = self._req_states.all_token_ids.gpu[idx]
+        for begin in range(request.prompt_len, request.prefill_len, width):
+            block = answers[:, begin : min(begin + width, request.prefill_len)].long()
+            emitted = torch.full_like(self._position[idx], block.shape[1])
+            self._position[idx] = follow(self._tokens[idx], self._position[idx], block, emitted)
+
+    def _store(self, idx: slice, prediction: list[int]) -> None:
+        length, old = len(prediction), self._tokens
+        if length > old.shape[1]:  # few predictions are longer than all before
+            self._tokens = old.new_full((len(old), 1 << (length - 1).bit_length()), NO_TOKEN)
+            self._tokens[:, : old.shape[1]] = old
+        tokens = np.array(prediction, dtype=np.int32)
+        self._tokens[idx] = NO_TOKEN
+        self._tokens[idx, :length] = async_tensor_h2d(tokens, device=old.device)
+        self._length[idx] = length
+        self._position[idx] = 0
