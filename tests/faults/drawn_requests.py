@@ -12,7 +12,7 @@ from hypothesis.strategies import SearchStrategy
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from vllm_dllm.requests.keys import ACCEPTANCE_RULES, OPTIONS, STOCK_OPTIONS
+from vllm_dllm.requests.keys import ACCEPTANCE_RULES, CHECKED_ELSEWHERE, OPTIONS, PREDICTION
 
 NAN, INFINITE = float("nan"), float("inf")
 DENORMAL = 1e-320
@@ -108,11 +108,13 @@ def diffusion_keys(model: Model) -> SearchStrategy[dict[str, Any]]:
             optional={"diffusion_pinned": positions},
         )
 
+    expected = st.one_of(st.text(max_size=40), st.lists(token, max_size=4 * length))
     widths = among(16, length // 2, length)
     canvas = st.one_of(
         *[st.just({})] * 3,
         among(1, 5, length).map(lambda width: {"diffusion_canvas_length": width}),
         widths.flatmap(first_canvas),
+        expected.map(lambda prediction: {PREDICTION: prediction}),
     )
     return st.tuples(keys, schedule, canvas).map(lambda parts: parts[0] | parts[1] | parts[2])
 
@@ -130,8 +132,9 @@ def spoiled(draw: Any, body: dict[str, Any], names: list[str]) -> None:
 FIELDS = sorted(
     (CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys())
     - {"return_token_ids", "request_id"}
+    | {"prediction"}
 )
-KEYS = [*sorted(OPTIONS.keys() | STOCK_OPTIONS), "diffusion_no_such_key"]
+KEYS = [*sorted(OPTIONS.keys() | CHECKED_ELSEWHERE), "diffusion_no_such_key"]
 
 
 @st.composite

@@ -19,6 +19,8 @@ class RequestLimits:
     """Tokens of all `bad_words`."""
     logit_bias: int = 1024
     """Tokens that get a bias."""
+    prediction: int = 32_768
+    """Tokens of a predicted output. A server keeps room for as many requests as it runs at once."""
     canvas_length: int = 8
     """The least `diffusion_canvas_length`: a canvas takes as many steps for a few tokens as for
     many."""

@@ -1,5 +1,5 @@
 """The `diffusion_*` keys of a request (`vllm_xargs`, offline `SamplingParams.extra_args`) that a
-server may have a default for, and what each accepts. vLLM checks the others (`STOCK_OPTIONS`).
+server may have a default for, and what each accepts. The others are `CHECKED_ELSEWHERE`.
 
 A server's defaults are `--additional-config '{"vllm_dllm": {"defaults": {...}}}'`.
 """

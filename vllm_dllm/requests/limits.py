@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.limits import RequestLimits
+from vllm_dllm.requests.keys import PREDICTION
 from vllm_dllm.requests.options import is_read_only
 
 
@@ -33,9 +34,11 @@ def check_parameters(config: VllmConfig, params: SamplingParams) -> None:
 
 
 def check_tokens(config: VllmConfig, params: SamplingParams, num_prompt_tokens: int) -> None:
-    """Of one prompt, when its bad words are tokens."""
+    """Of one prompt, when its bad words and its prediction are tokens."""
     words = params.bad_words_token_ids or ()
     _at_most("bad_words", "tokens", sum(map(len, words)), _limits(config).bad_words)
+    prediction = (params.extra_args or {}).get(PREDICTION) or ()
+    _at_most("prediction", "tokens", len(prediction), _limits(config).prediction)
     _check_prompt_logprobs(config, params.prompt_logprobs, num_prompt_tokens)
 
 

@@ -19,6 +19,7 @@ LIMITS = {
     "prompt_logprobs": 60,
     "bad_words": 5,
     "logit_bias": 3,
+    "prediction": 6,
     "canvas_length": 8,
 }
 
@@ -61,6 +62,12 @@ CHECKED = {
         [params(bad_words_token_ids=[[1, 2], [3, 4, 5]]), 9],
         [params(bad_words_token_ids=[[1, 2], [3, 4, 5, 6]]), 9],
         "got 6",
+    ),
+    "prediction": (
+        check_tokens,
+        [params(extra_args={"diffusion_prediction": [1] * 6}), 9],
+        [params(extra_args={"diffusion_prediction": [1] * 7}), 9],
+        "at most 6 tokens .* got 7",
     ),
     "prompt_logprobs": (
         check_tokens,

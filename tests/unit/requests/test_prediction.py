@@ -71,14 +71,19 @@ def test_a_chat_without_one() -> None:
     assert request.vllm_xargs is None
 
 
-@pytest.mark.parametrize(
-    "prediction",
-    ["AB", {"type": "text", "content": "A"}, {"type": "content"}, {"type": "content", "content": 5},
-     {"type": "content", "content": [{"type": "image_url"}]}, {"type": "content", "content": ["A"]}],
-    ids=repr,
-)  # fmt: skip
+OTHER_FORMS: list[Any] = [
+    "AB",
+    {"type": "text", "content": "A"},
+    {"type": "content"},
+    {"type": "content", "content": 5},
+    {"type": "content", "content": [{"type": "image_url"}]},
+    {"type": "content", "content": ["A"]},
+]
+
+
+@pytest.mark.parametrize("prediction", OTHER_FORMS, ids=repr)
 def test_another_form(prediction: Any) -> None:
-    with pytest.raises(VLLMValidationError, match="^prediction must be "):
+    with pytest.raises(VLLMValidationError, match="prediction must be "):
         take_openai_prediction(chat(prediction))
 
 

@@ -1,0 +1,70 @@
+"""What the shipped model makes of predictions: the same answers, in fewer steps."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from vllm import RequestOutput, SamplingParams
+
+from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+
+ROWS = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+# Of every task, and two that need several canvases.
+CHOSEN = [*ROWS[::60], *[row for row in ROWS if row["task"] == "count_up"][:2]]
+
+Answers = list[tuple[str, int]]
+"""Texts, and denoise steps."""
+
+
+@pytest.fixture(scope="module")
+def answer(engine: Callable[..., Engine]) -> Callable[[list[str | None]], Answers]:
+    served = engine(Path(TRAINED), diffusion_config={"canvas_length": 64})
+
+    def run(predictions: list[str | None]) -> Answers:
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=192,
+                seed=seed,
+                extra_args={"diffusion_prediction": prediction},
+            )
+            for seed, prediction in enumerate(predictions)
+        ]
+        chats = [row["messages"] for row in CHOSEN]
+        outputs: list[RequestOutput] = served.llm.chat(chats, params, use_tqdm=False)
+        return [(one.outputs[0].text, len(served.steps(one.request_id))) for one in outputs]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def unpredicted(answer: Callable[[list[str | None]], Answers]) -> Answers:
+    return answer([None] * len(CHOSEN))
+
+
+def test_a_right_prediction_saves_steps(
+    answer: Callable[[list[str | None]], Answers], unpredicted: Answers
+) -> None:
+    found = answer([text for text, _ in unpredicted])
+    for (text, steps), (expected, before) in zip(found, unpredicted, strict=True):
+        assert text == expected
+        assert steps < before
+    assert sum(steps for _, steps in found) < 0.6 * sum(steps for _, steps in unpredicted)
+
+
+def test_a_wrong_prediction_changes_no_answer(
+    answer: Callable[[list[str | None]], Answers], unpredicted: Answers
+) -> None:
+    texts = [text for text, _ in unpredicted]
+    found = answer([*texts[1:], texts[0]])
+    assert [text for text, _ in found] == texts
+    assert any(steps >= before for (_, steps), (_, before) in zip(found, unpredicted, strict=True))
+
+
+def test_answers_that_part_from_their_prediction(
+    answer: Callable[[list[str | None]], Answers], unpredicted: Answers
+) -> None:
+    texts = [text for text, _ in unpredicted]
+    found = answer([text[:3] + text[5:] for text in texts])
+    assert [text for text, _ in found] == texts
