@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine, preemptions
 from tests.engine.one_step import random_ids
 from tests.engine.rounding import assert_same, decided
+from tests.processes import HANGS_S
 from tests.unit.grammar.canvases import SCHEMAS
+from vllm_dllm.grammar.state import GrammarState
+from vllm_dllm.step.grammars import CanvasGrammars
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.numerics
@@ -164,6 +168,34 @@ def test_an_answer_ends_although_it_is_to_go_on(served: Engine) -> None:
     tokens = ask(served, "json", ignore_eos=True, max_tokens=130).outputs[0].token_ids
     assert len(tokens) == 130
     is_person(answer_in(served, tokens))
+
+
+def test_nobody_waits_for_a_slow_grammar(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ask(served, "json").outputs[0].token_ids
+    compile_, is_wanted = CanvasGrammars._compile, threading.Event()
+
+    def compile_slowly(self: CanvasGrammars, *args: Any) -> GrammarState:
+        assert is_wanted.wait(HANGS_S)
+        return compile_(self, *args)
+
+    monkeypatch.setattr(CanvasGrammars, "_compile", compile_slowly)
+    core, prompt = served.llm.llm_engine, {"prompt_token_ids": random_ids(40, 512, seed=1)}
+    chat_prompt = served.llm.get_tokenizer().apply_chat_template(
+        ODD, add_generation_prompt=True, return_dict=False
+    )
+    constrained = SamplingParams(max_tokens=96, seed=7, structured_outputs=KINDS["json"][0])
+    core.add_request("slow", {"prompt_token_ids": chat_prompt}, constrained)
+    core.add_request("free", prompt, SamplingParams(max_tokens=64, ignore_eos=True, seed=1))
+    done: dict[str, list[int]] = {}
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+        if "free" in done:
+            assert is_wanted.is_set() or "slow" not in done
+            is_wanted.set()
+    assert list(done) == ["free", "slow"]
+    assert done["slow"] == list(expected)
 
 
 def json_prompts() -> list[dict[str, Any]]:

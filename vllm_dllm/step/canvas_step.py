@@ -196,6 +196,7 @@ class CanvasStep:
         if found.cut is not None and found.earlier is not None:
             self.slots.take_back(batch.slot_index, found.cut, found.earlier)
             emitted, denoises = torch.where(found.cut, 0, emitted), denoises & ~found.cut
+            self.requests.grammars.start(within_s=0)
         self.requests.filters.count_emitted(batch, settled.best_guess, emitted)
         if self.trace is not None:
             self.trace.record(
@@ -216,6 +217,9 @@ class CanvasStep:
         starts = block_ends - batch.lengths
         num_stops = slots.num_stops[batch.slots_np].max()
         cut = self._cut_canvases(batch, numbers, starts, input_batch)
+        compiling = self.requests.grammars.compiling(batch)
+        if compiling is not None:
+            cut = compiling if cut is None else cut | compiling
         return Found(
             batch,
             numbers,

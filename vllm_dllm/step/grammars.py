@@ -4,7 +4,8 @@ The walk runs on the host, so a step with such a canvas waits for the device. St
 not.
 """
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -37,6 +38,9 @@ logger = init_logger(__name__)
 
 MOST_PROBABLE = 32
 """Tokens of each row that go to the host. Where none of them is legal, the row is asked again."""
+COMPILED_WITHIN_S = 0.02
+"""For which a step waits. Most grammars take a millisecond or two; the canvas of one that takes
+longer sits steps out, and nobody else waits for it."""
 _NONE = -1
 _REVEALED_NATS = 20.0
 """How much less probable than a revealed token the others of its row count."""
@@ -96,6 +100,8 @@ class CanvasGrammars:
         self._device = slots.canvas.device
         self._answers: dict[int, _Answer] = {}
         self._added: dict[int, int] = {}  # slot -> where its first canvas begins
+        # Workers that share a model must denoise the same canvases: they wait for the slowest.
+        self._waits = vllm_config.parallel_config.tensor_parallel_size > 1
         self._compiler: ThreadPoolExecutor | None = None
 
     # --- requests ---------------------------------------------------------------------------
@@ -122,12 +128,19 @@ class CanvasGrammars:
         text = grammar_text(params.structured_outputs, self._config.structured_outputs_config)
         return grammars.start(text, stops, exclusions_of(params, grammars.vocabulary.size))
 
-    def start(self) -> None:
-        for slot, begin in self._added.items():
+    def start(self, within_s: float = COMPILED_WITHIN_S) -> None:
+        """Again after each step that `compiling` has kept a canvas out of."""
+        if not self._added:
+            return
+        added = {self._answers[slot].grammar for slot in self._added}
+        done = wait(added, None if self._waits else within_s).done
+        for slot, begin in list(self._added.items()):
+            if self._answers[slot].grammar not in done:
+                continue
+            del self._added[slot]
             if (answer := self._ready(slot, begin)) is not None:
                 forced = answer.state.forced_tokens()[: self._slots.canvas.shape[1]]
                 self._slots.canvas[slot, : len(forced)] = self._to_device(forced)
-        self._added.clear()
 
     def drop(self, slot: int) -> None:
         self._answers.pop(slot, None)
@@ -157,6 +170,14 @@ class CanvasGrammars:
         self.drop(slot)
 
     # --- a step -----------------------------------------------------------------------------
+
+    def compiling(self, batch: CanvasBatch) -> torch.Tensor | None:
+        """[n] bool: canvases whose grammar is not there yet, so that this step says nothing about
+        them. None: all are there."""
+        if not self._added:
+            return None
+        waiting = [slot in self._added for slot in batch.slots_np.tolist()]
+        return self._to_device(waiting) if any(waiting) else None
 
     def concern(self, batch: CanvasBatch) -> bool:
         return not self._answers.keys().isdisjoint(batch.slots_np.tolist())
@@ -238,7 +259,7 @@ class CanvasGrammars:
             logits.exclude(i, RowMasks(np.array(sorted(masks)), words))
         return found.path
 
-    def _to_device(self, values: np.ndarray | list[int]) -> torch.Tensor:
+    def _to_device(self, values: np.ndarray | Sequence[int]) -> torch.Tensor:
         return async_tensor_h2d(np.asarray(values), device=self._device)
 
 
