@@ -9,6 +9,8 @@ from vllm_dllm.compat import version
 
 logger = init_logger(__name__)
 
+CANVASES = "vllm_dllm_canvas"
+"""The entry point in `vllm.endpoint_plugins`, which serves where `VLLM_PLUGINS` names it."""
 DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
 MASKED_MODELS = {
     "SDARForCausalLM": "vllm_dllm.models.sdar",
@@ -30,10 +32,13 @@ def register() -> None:
 
 def _register() -> None:
     # Here, because these import things that another vLLM may not have.
+    from vllm import envs
+
     from vllm_dllm import attention, cpu
     from vllm_dllm.compat import admission, drafting, ending, grammar, http, limits, token_texts
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.compat.model_configs import set_config_class
+    from vllm_dllm.config import canvas_feeds
     from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
     from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
     from vllm_dllm.requests.grammar import check_structured_outputs
@@ -83,6 +88,8 @@ def _register() -> None:
     drafting.set_dflash_speculator("vllm_dllm.drafters.dflash.WidthDFlashSpeculator")
     cpu.install()
     hooks.install()
+    if CANVASES in (envs.VLLM_PLUGINS or ()):
+        canvas_feeds.make_folder(envs.VLLM_RPC_BASE_PATH)
     ModelRegistry.register_model(
         DIFFUSION_GEMMA,
         "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",

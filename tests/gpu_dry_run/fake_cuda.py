@@ -173,6 +173,9 @@ class Kernel:
 class Event:
     """Stands in for `torch.cuda.Event`."""
 
+    def __init__(self, blocking: bool = False) -> None:
+        pass
+
     def record(self) -> None:
         pass
 

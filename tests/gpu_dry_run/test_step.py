@@ -1,6 +1,7 @@
 """A denoise step on a GPU: the host waits for nothing, whatever requests ask for but bad words of
 several tokens. Nor does it when requests come: what they bring is copied while the host goes on."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
 from tests.unit.step.test_logits import Model
-from vllm_dllm.step import model_state
+from vllm_dllm.config.canvas_feeds import FEED
+from vllm_dllm.step import model_state, observers
 from vllm_dllm.step.model_state import DiffusionModelState
 from vllm_dllm.step.sampler import DiffusionSampler
 
@@ -45,11 +47,17 @@ REQUESTS: dict[str, dict[str, Any]] = {
 LONG_WORDS = "bad words of several tokens"
 WAITED_FOR = {LONG_WORDS: {"bad_words": [[9], [10, 11], [12, 13, 14]]}}
 """The host reads the best guesses of these requests' canvases, see `denoise.bad_words`."""
-ALL = REQUESTS | WAITED_FOR
+WATCHED = {
+    "watched": {"diffusion_feed": "feed"},
+    "narrow and watched": {"diffusion_feed": "feed", "diffusion_canvas_length": 16},
+}
+ALL = REQUESTS | WAITED_FOR | WATCHED
 
 
 def params(**options: Any) -> SamplingParams:
     extra = {name: options.pop(name) for name in list(options) if name.startswith("diffusion_")}
+    if feed := extra.pop("diffusion_feed", None):
+        extra[FEED] = feed
     words = options.pop("bad_words", None)
     made = SamplingParams(max_tokens=100, extra_args=extra, **{"temperature": 1.0} | options)
     made._bad_words_token_ids = words
@@ -173,6 +181,7 @@ def config(vocab_size: int, dtype: torch.dtype, settings: dict[str, Any]) -> Any
     return SimpleNamespace(
         additional_config={"vllm_dllm": settings},
         kv_transfer_config=None,
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
         diffusion_config=SimpleNamespace(canvas_length=C, max_denoising_steps=None),
         model_config=SimpleNamespace(
             get_vocab_size=lambda: vocab_size,
@@ -193,6 +202,25 @@ def test_nobody_waits_for_a_request(server: Server, cuda: FakeCuda, kind: str) -
     for _ in range(3):
         server.step()
     assert cuda.waits == [], "in its steps"
+
+
+def test_nobody_waits_for_those_who_watch(
+    server: Server, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of their canvases are under way when the step is over; a thread waits for them."""
+    sent: list[Any] = []
+    sender = SimpleNamespace(put=sent.append)
+    monkeypatch.setattr(observers, "find_socket", lambda feed: (Path(feed), b"topic"))
+    monkeypatch.setattr(observers, "CanvasSender", lambda: sender)
+    server.admit("plain", "watched", "narrow and watched")
+    for _ in range(3):
+        server.step()
+    assert cuda.waits == []
+    assert [step.lengths for step in sent] == [[C, 16]] * 3
+    for column in sent[0].canvases:
+        assert column.device.type == "cpu" and len(column) == 2
+    sent[0].wait()
+    assert len(cuda.waits) == 1 and cuda.waits[0].startswith("an event")
 
 
 def test_bad_words_of_several_tokens_alone_are_waited_for(server: Server, cuda: FakeCuda) -> None:

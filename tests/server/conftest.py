@@ -34,6 +34,9 @@ SHORT_CANVASES = ("--diffusion-config", json.dumps({"canvas_length": CANVAS}))
 # Compiling takes longer than most files of tests.
 UNCOMPILED = (*SHORT_CANVASES, "--enforce-eager")
 
+WATCHED = {"VLLM_PLUGINS": "vllm_dllm,vllm_dllm_canvas"}
+"""The environment of a server whose canvases can be watched."""
+
 Complaint = Callable[..., str]
 
 
@@ -57,8 +60,11 @@ class Server:
         return str(CHECKPOINT)
 
 
-def start(checkpoint: Path, log: Path, *options: str) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts a server on a free port of 127.0.0.1; returns its process (group leader) and port."""
+def start(
+    checkpoint: Path, log: Path, *options: str, env: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts a server on a free port of 127.0.0.1; returns its process (group leader) and port.
+    `env`: beside this process' own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -68,7 +74,11 @@ def start(checkpoint: Path, log: Path, *options: str) -> tuple[subprocess.Popen[
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(env or {})},
         )
     return process, port
 
@@ -84,13 +94,17 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def start_serving(
-    checkpoint: Path, folder: Path, *options: str, settings: Mapping[str, Any] | None = None
+    checkpoint: Path,
+    folder: Path,
+    *options: str,
+    settings: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> tuple[subprocess.Popen[bytes], Server]:
     """A server that answers, and its process. `settings`: the extension's."""
     log, trace = folder / "vllm.log", folder / "trace.jsonl"
     section = {"trace_path": str(trace), **(settings or {})}
     extension = ("--additional-config", json.dumps({"vllm_dllm": section}))
-    process, port = start(checkpoint, log, *extension, *options)
+    process, port = start(checkpoint, log, *extension, *options, env=env)
     try:
         deadline = time.monotonic() + HANGS_S
         while True:
@@ -108,8 +122,10 @@ def start_serving(
 
 
 @contextmanager
-def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[Server]:
-    process, server = start_serving(checkpoint, folder, *options)
+def serving(
+    checkpoint: Path, folder: Path, *options: str, env: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    process, server = start_serving(checkpoint, folder, *options, env=env)
     try:
         yield server
     finally:
@@ -119,7 +135,8 @@ def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = (*UNCOMPILED, "--max-num-seqs", "32", "--enable-prompt-tokens-details")
-    with serving(CHECKPOINT, tmp_path_factory.mktemp("server"), *options) as it:
+    folder = tmp_path_factory.mktemp("server")
+    with serving(CHECKPOINT, folder, *options, env=WATCHED) as it:
         yield it
 
 

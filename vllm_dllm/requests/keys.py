@@ -73,6 +73,11 @@ def _one_of(names: tuple[str, ...]) -> Option:
 # JSON booleans arrive as 0 and 1 in vllm_xargs.
 _BOOLEAN = Option("a boolean (or 0/1)", lambda value: isinstance(value, int) and value in (0, 1))
 
+STREAM_CANVASES = "diffusion_stream_canvases"
+"""Served by the API process (`vllm_dllm.canvases`), which takes it out of the requests that it
+serves. The engine sees it only where nobody does."""
+WATCHING_PLUGINS = "VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas"
+
 OPTIONS: Mapping[str, Option] = {
     "diffusion_max_steps": _integer(1),
     "diffusion_acceptance": _one_of(ACCEPTANCE_RULES),
@@ -96,9 +101,12 @@ def check_options(given: Mapping[str, Any], known: frozenset[str] = CHECKED_ELSE
     for key, value in given.items():
         if key in known or value is None:
             continue
+        if key == STREAM_CANVASES and known:
+            _check_stream_canvases(value)
+            continue
         option = OPTIONS.get(key)
         if option is None:
-            names = sorted(OPTIONS.keys() | known)
+            names = sorted(OPTIONS.keys() | known | ({STREAM_CANVASES} if known else set()))
             raise ValueError(f"{key} is not known. Known are: {', '.join(names)}.")
         if not option.accepts(value):
             raise ValueError(f"{key} must be {option.expected}, got {value!r}.")
@@ -110,4 +118,15 @@ def check_options(given: Mapping[str, Any], known: frozenset[str] = CHECKED_ELSE
     if t_min is not None and t_max is not None and t_min > t_max:
         raise ValueError(
             f"diffusion_t_min must be at most diffusion_t_max, got {t_min!r} and {t_max!r}."
+        )
+
+
+def _check_stream_canvases(value: Any) -> None:
+    if not _BOOLEAN.accepts(value):
+        raise ValueError(f"{STREAM_CANVASES} must be {_BOOLEAN.expected}, got {value!r}.")
+    if value:
+        raise ValueError(
+            f"{STREAM_CANVASES} is for streams of /v1/completions and /v1/chat/completions, on "
+            f"a server that was started with {WATCHING_PLUGINS} in its environment. Leave it out "
+            f"elsewhere."
         )

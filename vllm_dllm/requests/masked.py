@@ -9,6 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.requests.keys import STREAM_CANVASES
 
 _ENTROPY_BOUND = 0.35  # nats, SDAR's
 KEYS = frozenset(
@@ -20,6 +21,7 @@ KEYS = frozenset(
         "diffusion_edit_steps",
         "diffusion_entropy_bound",
         "diffusion_max_steps",
+        STREAM_CANVASES,
     }
 )
 

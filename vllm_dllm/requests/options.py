@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils.diffusion import validate_diffusion_sampling_params
 
+from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.requests.keys import check_options
 from vllm_dllm.requests.prediction import check_prediction
 
@@ -47,6 +48,7 @@ class RequestOptions:
     judge_answer_only: bool
     joins_commits: bool
     fits_canvases: bool
+    canvas_feed: str | None  # where the API process waits for this request's canvases
 
     @classmethod
     def from_sampling_params(
@@ -83,6 +85,7 @@ class RequestOptions:
             judge_answer_only=bool(get("judge_answer_only")),
             joins_commits=bool(own.get(JOINS_COMMITS)),
             fits_canvases=bool(own.get(FITS_CANVASES)),
+            canvas_feed=feed if isinstance(feed := own.get(FEED), str) else None,
         )
 
 

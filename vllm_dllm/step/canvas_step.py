@@ -26,6 +26,7 @@ from vllm_dllm.requests.ends import EVERY_BLOCK, is_last_block
 from vllm_dllm.requests.options import fitted_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_record import StepCanvases
 from vllm_dllm.step.grammars import Legal
 from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
 from vllm_dllm.step.masked_settings import MaskedStepSettings
@@ -33,7 +34,6 @@ from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.settings import SlotSettings, StepSettings, revealing
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers, SlotTokens
 from vllm_dllm.step.soft_embedding import SoftEmbedding
-from vllm_dllm.step.trace import CanvasTrace
 
 
 class Advanced(NamedTuple):
@@ -63,6 +63,7 @@ class Denoised(NamedTuple):
     """What a denoise step would make of each canvas, whatever its phase is."""
 
     logits: CanvasLogits
+    temperature: torch.Tensor  # [n] fp32
     row_temperature: torch.Tensor  # [rows, 1] fp32
     stats: RowStats  # fields [n, C]
     soft_rows: torch.Tensor  # [rows, H]
@@ -117,8 +118,6 @@ class CanvasStep:
             self.extension.self_conditioning_tolerance,
             self.extension.self_conditioning_top_k,
         )
-        trace_path = self.extension.trace_path
-        self.trace = CanvasTrace(trace_path) if trace_path else None
 
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
         config, num_slots = read_denoise_config(vllm_config), len(self.slots.canvas)
@@ -198,16 +197,20 @@ class CanvasStep:
             emitted, denoises = torch.where(found.cut, 0, emitted), denoises & ~found.cut
             self.requests.grammars.start(within_s=0)
         self.requests.filters.count_emitted(batch, settled.best_guess, emitted)
-        if self.trace is not None:
-            self.trace.record(
-                input_batch,
-                batch,
-                denoised.stats,
-                denoised.outcome,
-                canvas,
-                denoises,
-                settled.finished,
+        if self.requests.observers.look_at(batch):
+            outcome = denoised.outcome
+            shown = StepCanvases(
+                tokens=outcome.state.best_guess,
+                accepted=outcome.accepted,
+                next_canvas=canvas,
+                entropy_nats=denoised.stats.entropy_nats,
+                step=outcome.state.steps_done,
+                temperature=denoised.temperature,
+                start=found.starts,
+                denoises=denoises,
+                finished=settled.finished,
             )
+            self.requests.observers.show(shown, batch, input_batch.req_ids)
         return Advanced(settled.best_guess, emitted, logprobs)
 
     def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
@@ -308,7 +311,16 @@ class CanvasStep:
         )
         next_canvas = drawn.next_canvas if legal is None else legal.begin(drawn.next_canvas)
         revealed = None if settings.reveal is None else outcome.accepted
-        return Denoised(logits, row_temperature, stats, soft_rows, next_canvas, outcome, revealed)
+        return Denoised(
+            logits,
+            step_temperature,
+            row_temperature,
+            stats,
+            soft_rows,
+            next_canvas,
+            outcome,
+            revealed,
+        )
 
     def _legal(
         self,

@@ -94,6 +94,7 @@ class MaskedStep(CanvasStep):
         state = CanvasState(tokens, edit_steps_done, numbers.steps_done + 1, numbers.num_steps)
         return Denoised(
             logits,
+            settings.temperature,
             row_temperature,
             RowStats(tokens, tokens, candidates.entropy_nats, candidates.probability.log()),
             source.new_empty(len(source), 0),

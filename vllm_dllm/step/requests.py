@@ -17,6 +17,7 @@ from vllm_dllm.step.first_canvases import FirstCanvases
 from vllm_dllm.step.grammars import CanvasGrammars
 from vllm_dllm.step.logprobs import StepLogprobs
 from vllm_dllm.step.masked_settings import MaskedSlotSettings
+from vllm_dllm.step.observers import CanvasObservers
 from vllm_dllm.step.predictions import Predictions
 from vllm_dllm.step.registry import NewRequest, Registry
 from vllm_dllm.step.settings import SlotSettings
@@ -48,6 +49,14 @@ class StepRequests:
         self.grammars = CanvasGrammars(vllm_config, self.req_states, slots)
         self.first_canvases = FirstCanvases(slots)
         self.predictions = Predictions(slots, self.req_states)
+        parallel = vllm_config.parallel_config
+        self.observers = CanvasObservers(
+            extension.trace_path,
+            self._canvas_length,
+            self._device,
+            speaks=parallel.rank % parallel.tensor_parallel_size == 0,
+            blocks_are_aligned=mask_id is not None,
+        )
         self._registries: tuple[Registry, ...] = (
             self.settings,
             self.filters,
@@ -55,6 +64,7 @@ class StepRequests:
             self.grammars,
             self.first_canvases,
             self.predictions,
+            self.observers,
         )
 
     def add(self, slot: int, params: SamplingParams) -> None:

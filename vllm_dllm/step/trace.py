@@ -3,14 +3,10 @@
 import json
 from pathlib import Path
 
-import torch
 from vllm.logger import init_logger
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.config.files import LineFile
-from vllm_dllm.denoise.row_stats import RowStats
-from vllm_dllm.denoise.step import StepOutcome
-from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_record import CanvasRecord
 
 logger = init_logger(__name__)
 
@@ -29,37 +25,19 @@ class CanvasTrace:
         self._file = LineFile(Path(path))
         self._has_warned = False
 
-    def record(
-        self,
-        input_batch: InputBatch,
-        batch: CanvasBatch,
-        stats: RowStats,  # fields [n, C]
-        outcome: StepOutcome,
-        canvas: torch.Tensor,  # [n, C] int64
-        denoising: torch.Tensor,  # [n] bool
-        finished: torch.Tensor,  # [n] bool
-    ) -> None:
-        """Writes this step's denoised canvases. Waits for the device."""
-        tokens, accepted = outcome.state.best_guess.tolist(), outcome.accepted.int().tolist()
-        entropy = (stats.entropy_nats.sum(-1) / batch.lengths).tolist()
-        next_canvas = canvas.tolist()
-        steps = outcome.state.steps_done.tolist()
-        for i, is_denoising in enumerate(denoising.tolist()):
-            if not is_denoising:
-                continue
-            length = int(batch.lengths_np[i])
-            line = {
-                "request_id": input_batch.req_ids[int(batch.requests_np[i])],
-                "step": steps[i],
-                "tokens": tokens[i][:length],
-                "accepted": accepted[i][:length],
-                "canvas": next_canvas[i][:length],
-                "entropy": entropy[i],
-                "finished": bool(finished[i]),
-            }
-            self._write(json.dumps(line).encode() + b"\n")
+    def write(self, request_id: str, record: CanvasRecord) -> None:
+        line = {
+            "request_id": request_id,
+            "step": record.step,
+            "tokens": record.tokens,
+            "accepted": record.accepted,
+            "canvas": record.next_canvas,
+            "entropy": record.mean_entropy,
+            "finished": record.finished,
+        }
+        self._append(json.dumps(line).encode() + b"\n")
 
-    def _write(self, line: bytes) -> None:
+    def _append(self, line: bytes) -> None:
         try:
             self._file.append(line)
         except OSError as error:

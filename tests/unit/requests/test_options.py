@@ -7,7 +7,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.requests.keys import check_options
+from vllm_dllm.requests.keys import STREAM_CANVASES, check_options
+from vllm_dllm.requests.masked import check_masked_request
 from vllm_dllm.requests.options import (
     FITS_CANVASES,
     JOINS_COMMITS,
@@ -150,3 +151,30 @@ def test_a_request_that_leaves_no_token_to_choose(key: str) -> None:
         check([2], [[2]], bad_words=["x"])
     with pytest.raises(VLLMValidationError, match="that bad_words and min_tokens do not exclude"):
         check([1, 2], [[2]], bad_words=["x"], min_tokens=1)
+
+
+# --- canvases to watch ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, False, None])
+def test_not_to_watch_is_no_wish(value: Any) -> None:
+    check_options({STREAM_CANVASES: value})
+    check_masked_request(SamplingParams(extra_args={STREAM_CANVASES: value}))
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (True, "is for streams of /v1/completions and .* VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas"),
+        ("yes", r"must be a boolean \(or 0/1\), got 'yes'"),
+    ],
+)
+def test_an_engine_that_nobody_watches_says_so(value: Any, complaint: str) -> None:
+    """Offline, and where the plugin is not loaded."""
+    with pytest.raises(ValueError, match=complaint):
+        check_options({STREAM_CANVASES: value})
+
+
+def test_a_server_cannot_watch_by_default() -> None:
+    with pytest.raises(ValueError, match="is not known"):
+        check_options({STREAM_CANVASES: True}, known=frozenset())

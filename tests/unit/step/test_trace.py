@@ -2,14 +2,12 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
 
 from tests.unit.config.test_files import room_for
 from vllm_dllm.step import trace
+from vllm_dllm.step.canvas_record import CanvasRecord
 from vllm_dllm.step.trace import CanvasTrace
 
 C = 4
@@ -17,18 +15,9 @@ C = 4
 
 def record(written: CanvasTrace, request_id: str) -> None:
     """A step of one canvas."""
-    tokens = torch.arange(C)[None]
-    state = SimpleNamespace(best_guess=tokens, steps_done=torch.tensor([1]))
-    written.record(
-        SimpleNamespace(req_ids=[request_id]),
-        SimpleNamespace(
-            lengths=torch.tensor([C]), lengths_np=np.array([C]), requests_np=np.array([0])
-        ),
-        SimpleNamespace(entropy_nats=torch.ones(1, C)),
-        SimpleNamespace(state=state, accepted=tokens > 1),
-        tokens,
-        torch.tensor([True]),
-        torch.tensor([False]),
+    tokens = list(range(C))
+    written.write(
+        request_id, CanvasRecord(1, tokens, [0, 0, 1, 1], tokens, [1.0] * C, 0.5, 3, False)
     )
 
 

@@ -5,9 +5,9 @@ installed one, `scripts/check_vllm.py VERSION` in any other. A seam that moved m
 source, then change `compat/`.
 """
 
-from vllm_dllm.compat.seams import engine, processes, worker
+from vllm_dllm.compat.seams import engine, processes, streams, worker
 
-SEAMS = [*engine.SEAMS, *worker.SEAMS, *processes.SEAMS]
+SEAMS = [*engine.SEAMS, *worker.SEAMS, *processes.SEAMS, *streams.SEAMS]
 
 SIGNATURES = {
     "compilation.decorators:_model_hash_key": "fn",

@@ -1,0 +1,154 @@
+"""Canvases in their request's own stream, and the page that draws them."""
+
+import json
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from openai import BadRequestError
+
+from tests.server.conftest import Server
+from tests.server.open_requests import LONG, OpenRequest, wait_until_unfinished
+
+CANVASES = {"diffusion_stream_canvases": True}
+QUESTIONS = ("Sort: o r n i a z l v", "Reverse: sand rose seed cherry eagle fox bridge cloud")
+
+
+def watch(server: Server, question: str, name: str, **options: Any) -> tuple[str, list[Any]]:
+    """The answer, and the canvases that came with it."""
+    chunks = list(
+        server.client.chat.completions.create(
+            model=server.model,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=128,
+            seed=1,
+            stream=True,
+            extra_body={"vllm_xargs": CANVASES},
+            extra_headers={"X-Request-Id": name},
+            **options,
+        )
+    )
+    assert {chunk.id for chunk in chunks} == {f"chatcmpl-{name}"}
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    events: list[Any] = [chunk for chunk in chunks if chunk.object == "vllm_dllm.canvas"]
+    assert all(event.choices == [] and event.model == server.model for event in events)
+    return text, [event.canvas for event in events]
+
+
+def traced(server: Server, name: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, server.trace.read_text().splitlines())
+    return [line for line in lines if line["request_id"].startswith(f"chatcmpl-{name}-")]
+
+
+def post(server: Server, body: dict[str, Any]) -> str:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/completions",
+        json.dumps({"model": server.model, **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return answer.read().decode()
+
+
+def test_what_is_seen_is_what_was_denoised(server: Server) -> None:
+    text, canvases = watch(server, QUESTIONS[1], "seen", stream_options={"include_usage": True})
+    last = canvases[-1]
+    assert last["finished"] and "".join(last["texts"]).strip() == text.strip()
+    steps = [(line["step"], line["tokens"], line["accepted"]) for line in traced(server, "seen")]
+    assert [(c["step"], c["tokens"], c["accepted"]) for c in canvases] == steps
+    for canvas in canvases:
+        assert len(canvas["texts"]) == len(canvas["entropy"]) == len(canvas["tokens"])
+        mean = sum(canvas["entropy"]) / len(canvas["entropy"])
+        assert canvas["mean_entropy"] == pytest.approx(mean, abs=1e-3)  # both are rounded
+    assert [c["temperature"] for c in canvases] == sorted(
+        (c["temperature"] for c in canvases), reverse=True
+    )
+
+
+def test_each_sees_its_own(server: Server) -> None:
+    """And what it sees alone."""
+    alone = [watch(server, question, f"alone-{i}") for i, question in enumerate(QUESTIONS)]
+    with ThreadPoolExecutor() as pool:
+        together = [
+            pool.submit(watch, server, question, f"together-{i % 2}")
+            for i, question in enumerate(QUESTIONS * 3)
+        ]
+    assert alone[0] != alone[1]
+    for i, found in enumerate(together):
+        assert found.result() == alone[i % 2]
+
+
+def test_the_answer_is_the_same(server: Server) -> None:
+    asked = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "seed": 3, "stream": True}
+
+    def chunks(answer: str) -> list[dict[str, Any]]:
+        found = [json.loads(line[6:]) for line in answer.splitlines() if line[:7] == "data: {"]
+        return [chunk["choices"] for chunk in found if chunk["object"] != "vllm_dllm.canvas"]
+
+    watched = post(server, asked | {"vllm_xargs": CANVASES})
+    assert chunks(watched) == chunks(post(server, asked))
+    assert watched.endswith("data: [DONE]\n\n")
+    canvases = [json.loads(e[6:]) for e in watched.split("\n\n") if '"canvas"' in e]
+    assert [c["canvas"]["block"] for c in canvases if c["canvas"]["finished"]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({"stream": False}, "diffusion_stream_canvases needs a stream"),
+        ({"stream": True, "n": 2}, "got n = 2"),
+        ({"vllm_xargs": {"diffusion_stream_canvases": "yes"}}, "must be a boolean"),
+    ],
+)
+def test_refused(server: Server, asked: dict[str, Any], complaint: str) -> None:
+    body = {"prompt": [5], "vllm_xargs": CANVASES} | asked
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(server, body)
+    assert refused.value.code == 400 and complaint in refused.value.read().decode()
+
+
+def test_other_routes_say_where_it_works(server: Server) -> None:
+    with pytest.raises(BadRequestError, match="is for streams of /v1/completions and /v1/chat"):
+        server.client.post(
+            "/chat/completions/batch",
+            cast_to=object,
+            body={
+                "model": server.model,
+                "messages": [[{"role": "user", "content": "Sort: b a"}]],
+                "vllm_xargs": CANVASES,
+            },
+        )
+
+
+def test_a_client_that_leaves(server: Server) -> None:
+    extra = LONG["vllm_xargs"] | CANVASES
+    open_ones = [
+        OpenRequest(server, LONG | {"stream": True, "seed": i, "vllm_xargs": extra})
+        for i in range(4)
+    ]
+    wait_until_unfinished(server, 4)
+    for one in open_ones:
+        one.leave(0)
+    wait_until_unfinished(server, 0)
+    text, canvases = watch(server, QUESTIONS[0], "after")
+    assert "".join(canvases[-1]["texts"]).strip() == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "holds"),
+    [
+        ("canvas", "text/html", "<!doctype html>"),
+        ("canvas/", "text/html", "<!doctype html>"),
+        ("canvas/canvas.css", "text/css", "--doubt"),
+        ("canvas/canvas.js", "text/javascript", "./panel.js"),
+        ("canvas/stream.js", "text/javascript", "diffusion_stream_canvases"),
+        ("canvas/panel.js", "text/javascript", "textContent"),
+    ],
+)
+def test_the_page(server: Server, path: str, kind: str, holds: str) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/{path}") as answer:
+        assert answer.headers["Content-Type"].startswith(kind)
+        assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
+        assert holds in answer.read().decode()

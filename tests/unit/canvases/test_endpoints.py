@@ -1,0 +1,111 @@
+"""The plugin in vLLM's application: inside of what asks for the API key, and harmless elsewhere."""
+
+import asyncio
+import json
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+from fastapi.testclient import TestClient
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+from vllm_dllm.canvases.endpoints import PAGE, CanvasEndpoints
+from vllm_dllm.canvases.texts import TokenTexts
+from vllm_dllm.config import canvas_feeds
+from vllm_dllm.config.canvas_feeds import FEED
+
+KEYS = ("first", "second")
+BODY = {"prompt": "a", "stream": True, "vllm_xargs": {"diffusion_stream_canvases": True}}
+
+
+class Tokenizer:
+    all_special_ids = (0, 1)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens and len(ids) == 1
+        return f"<{ids[0]}>"
+
+
+def application(is_diffusion: bool = True) -> TestClient:
+    """With the middleware that vLLM puts around a plugin's, and a route that shows what it got."""
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> StreamingResponse:
+        body = await request.body()
+        return StreamingResponse(iter([b"data: " + body + b"\n\n"]), media_type="text/event-stream")
+
+    plugin = CanvasEndpoints()
+    assert isinstance(plugin, EndpointPlugin)
+    plugin.attach_router(app)
+    args = Namespace(
+        allowed_origins=["*"],
+        allow_credentials=False,
+        allowed_methods=["*"],
+        allowed_headers=["*"],
+        api_key=list(KEYS),
+        enable_request_id_headers=False,
+        middleware=[],
+    )
+    init_entrypoints_middleware(args, app, ())
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(is_diffusion=is_diffusion), get_tokenizer=Tokenizer
+    )
+    asyncio.run(plugin.init_state(engine, app.state, args))
+    return TestClient(app)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv(canvas_feeds.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def extra_of(answer: Any) -> dict[str, Any]:
+    assert answer.status_code == 200
+    return json.loads(answer.text.removeprefix("data: "))["vllm_xargs"]
+
+
+def test_every_key_has_feeds_of_its_own(folder: Path) -> None:
+    with application() as client:
+        for key in KEYS * 2:
+            headers = {"Authorization": f"Bearer {key}"}
+            answers = [client.post("/v1/completions", json=BODY, headers=headers) for _ in range(2)]
+            feeds = [extra_of(answer)[FEED] for answer in answers]
+            assert len(set(feeds)) == 2
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer third"}], ids=["no", "wrong"])
+def test_without_the_key(folder: Path, headers: dict[str, str]) -> None:
+    with application() as client:
+        assert client.post("/v1/completions", json=BODY, headers=headers).status_code == 401
+    assert not list(folder.iterdir()), "nobody listens"
+
+
+def test_a_model_that_has_no_canvases(folder: Path) -> None:
+    with application(is_diffusion=False) as client:
+        headers = {"Authorization": "Bearer first"}
+        answer = client.post("/v1/completions", json=BODY, headers=headers)
+        assert extra_of(answer) == BODY["vllm_xargs"]
+
+
+def test_the_page_needs_no_key_and_names_no_other_host() -> None:
+    with application() as client:
+        page = client.get("/canvas")
+        assert page.status_code == 200 and page.url.path == "/canvas/"
+        for file in PAGE.iterdir():
+            name = "" if file.name == "index.html" else file.name
+            answer = client.get(f"/canvas/{name}")
+            assert answer.content == file.read_bytes()
+            assert "//" not in answer.text.replace("// ", "").replace("</", ""), "an address"
+            assert "innerHTML" not in answer.text
+
+
+def test_texts() -> None:
+    texts = TokenTexts(Tokenizer())
+    assert texts([5, 0, 5, 9]) == ["<5>", "", "<5>", "<9>"]

@@ -1,0 +1,209 @@
+"""What a watched request becomes for the engine, and its stream for the client."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from vllm_dllm.canvases.hub import CanvasHub
+from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams
+from vllm_dllm.config import canvas_feeds
+from vllm_dllm.config.canvas_feeds import FEED
+from vllm_dllm.requests.keys import STREAM_CANVASES
+
+BODY: dict[str, Any] = {
+    "model": "m",
+    "prompt": "Sort: b a",
+    "stream": True,
+    "vllm_xargs": {STREAM_CANVASES: True, "diffusion_max_steps": 4},
+}
+
+
+class Engine:
+    """An app that streams, and whose worker sends canvases where the request says."""
+
+    def __init__(self, status: int = 200, num_canvases: int = 2) -> None:
+        self.status, self.num_canvases = status, num_canvases
+        self.body: dict[str, Any] = {}
+        self.headers: dict[bytes, bytes] = {}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        data = (await receive())["body"]
+        self.body, self.headers = json.loads(data), dict(scope["headers"])
+        assert int(self.headers[b"content-length"]) == len(data)
+        kind = b"text/event-stream; charset=utf-8" if self.status == 200 else b"application/json"
+        headers = [(b"content-type", kind)]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        extra = self.body.get("vllm_xargs")
+        feed = extra.get(FEED) if isinstance(extra, dict) else None
+        if feed is not None and self.status == 200:
+            found = canvas_feeds.find_socket(feed)
+            assert found is not None
+            with zmq.asyncio.Context() as context, context.socket(zmq.PUSH) as socket:
+                socket.connect(f"ipc://{found[0]}")
+                await socket.send_multipart([b"0" * 32, b"of somebody else, who has left"])
+                for step in range(1, self.num_canvases + 1):
+                    message = {"step": step, "tokens": [step, 7], "finished": step == 2}
+                    await socket.send_multipart([found[1], json.dumps(message).encode()])
+        await send(piece(b'data: {"id": "x"}\n\n', more=True))
+        await send(piece(b"data: [DONE]\n\n", more=True))
+        await send(piece(b"", more=False))
+
+
+def piece(body: bytes, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+async def ask(
+    app: Any, body: bytes, path: str = "/v1/completions", *headers: tuple[bytes, bytes]
+) -> tuple[int, bytes]:
+    """The status and all of the body. The request comes in pieces."""
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "root_path": "",
+        "headers": [(b"content-length", b"%d" % len(body)), *headers],
+    }
+    pieces = [body[:5], body[5:]]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not pieces:
+            await asyncio.Event().wait()
+        data = pieces.pop(0)
+        return {"type": "http.request", "body": data, "more_body": bool(pieces)}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(message["body"] for message in sent[1:])
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv(canvas_feeds.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+async def watch(
+    folder: Path, engine: Engine, body: Any, *args: Any
+) -> tuple[int, list[dict[str, Any]], bytes]:
+    """The status, the canvas events and all that was sent."""
+    hub = CanvasHub(folder)
+    app = CanvasStreams(engine, lambda: (hub, lambda tokens: [f"<{t}>" for t in tokens]))
+    try:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, answer = await ask(app, data, *args)
+        assert hub.num_feeds == 0
+    finally:
+        await hub.close()
+    events = [line[6:] for line in answer.split(b"\n\n") if line.startswith(b"data: {")]
+    return status, [e for e in map(json.loads, events) if e.get("object") == OBJECT], answer
+
+
+def test_a_watched_stream(folder: Path) -> None:
+    engine = Engine()
+    status, events, answer = asyncio.run(watch(folder, engine, BODY))
+    assert status == 200
+    assert [e["canvas"]["step"] for e in events] == [1, 2]
+    assert events[1]["canvas"]["texts"] == ["<2>", "<7>"]
+    name = engine.headers[b"x-request-id"].decode()
+    assert all(e["id"] == f"cmpl-{name}" and e["choices"] == [] for e in events)
+    assert answer.endswith(b"data: [DONE]\n\n")
+    extra = engine.body["vllm_xargs"]
+    assert extra.keys() == {"diffusion_max_steps", FEED}
+    assert engine.body | {"vllm_xargs": None} == BODY | {"vllm_xargs": None}
+
+
+def test_the_id_is_the_clients_own(folder: Path) -> None:
+    header = (b"X-Request-Id", b"mine")
+    path = "/v1/chat/completions"
+    _, events, _ = asyncio.run(watch(folder, Engine(), BODY, path, header))
+    assert {e["id"] for e in events} == {"chatcmpl-mine"}
+    _, events, _ = asyncio.run(watch(folder, Engine(), BODY | {"request_id": "named"}))
+    assert {e["id"] for e in events} == {"cmpl-named"}
+
+
+def test_each_sees_its_own(folder: Path) -> None:
+    async def both() -> None:
+        hub = CanvasHub(folder)
+        engines = [Engine(num_canvases=n) for n in (1, 2)]
+        source = hub, lambda tokens: [""] * len(tokens)
+        body = json.dumps(BODY).encode()
+        answers = await asyncio.gather(
+            *(ask(CanvasStreams(engine, lambda: source), body) for engine in engines)
+        )
+        await hub.close()
+        assert [answer.count(b'"step"') for _, answer in answers] == [1, 2]
+
+    asyncio.run(both())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        BODY | {"vllm_xargs": {"diffusion_max_steps": 4}},
+        BODY | {"vllm_xargs": {STREAM_CANVASES: False}},
+        BODY | {"vllm_xargs": {STREAM_CANVASES: "yes"}},
+        BODY | {"vllm_xargs": [STREAM_CANVASES]},
+        BODY | {"vllm_xargs": None, "prompt": STREAM_CANVASES},
+    ],
+    ids=["without the key", "off", "wrong", "no object", "elsewhere"],
+)
+def test_others_pass_as_they_are(folder: Path, body: dict[str, Any]) -> None:
+    engine = Engine()
+    _, events, answer = asyncio.run(watch(folder, engine, body))
+    assert engine.body == body and b"x-request-id" not in engine.headers
+    assert not events and answer.count(b"data: ") == 2
+    assert not list(folder.iterdir()), "nobody listens"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"stream": False}, "needs a stream, got stream = False. Set stream to true"),
+        ({"n": 2}, "shows one answer, got n = 2"),
+        ({"prompt": ["a", "b"]}, "shows one answer, got 2 prompts"),
+        ({"prompt": [[1], [2]]}, "shows one answer, got 2 prompts"),
+    ],
+)
+def test_refused(folder: Path, change: dict[str, Any], complaint: str) -> None:
+    engine = Engine()
+    status, _, answer = asyncio.run(watch(folder, engine, BODY | change))
+    assert status == 400 and not engine.body
+    assert complaint in json.loads(answer)["error"]["message"]
+
+
+def test_an_error_stays_as_it_is(folder: Path) -> None:
+    status, events, answer = asyncio.run(watch(folder, Engine(status=400), BODY))
+    assert status == 400 and not events
+    assert answer == b'data: {"id": "x"}\n\ndata: [DONE]\n\n'
+
+
+def test_a_client_that_leaves(folder: Path) -> None:
+    """Its feed is closed, whatever it was doing."""
+
+    async def check() -> None:
+        hub = CanvasHub(folder)
+        waits = asyncio.Event()
+
+        async def engine(scope: Any, receive: Any, send: Any) -> None:
+            waits.set()
+            await asyncio.Event().wait()
+
+        app = CanvasStreams(engine, lambda: (hub, lambda tokens: []))
+        task = asyncio.create_task(ask(app, json.dumps(BODY).encode()))
+        await waits.wait()
+        assert hub.num_feeds == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert hub.num_feeds == 0
+        await hub.close()
+
+    asyncio.run(check())

@@ -1,0 +1,174 @@
+"""Who looks at a step's canvases sees those it asked for; where nobody looks, nothing happens."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from tests.processes import HANGS_S
+from vllm_dllm.config import canvas_feeds
+from vllm_dllm.step import observers
+from vllm_dllm.step.canvas_record import StepCanvases
+from vllm_dllm.step.observers import CanvasObservers
+
+C = 4
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv(canvas_feeds.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def listener(folder: Path) -> Any:
+    """An API process' socket, and its name."""
+    name = canvas_feeds.new_name()
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.set(zmq.RCVTIMEO, int(HANGS_S * 1000))
+        socket.bind(f"ipc://{folder / name}")
+        yield socket, name
+
+
+def observing(trace: Path | None = None, **options: Any) -> CanvasObservers:
+    known = {"speaks": True, "blocks_are_aligned": False}
+    return CanvasObservers(str(trace) if trace else None, C, CPU, **(known | options))
+
+
+def request(slot: int, feed: str | None, prompt_len: int = 3, width: int | None = None) -> Any:
+    options = SimpleNamespace(canvas_feed=feed, canvas_length=width)
+    return SimpleNamespace(slot=slot, options=options, prompt_len=prompt_len)
+
+
+def batch(*slots: int) -> Any:
+    """Canvases of C positions, the last one a position shorter."""
+    lengths = np.full(len(slots), C)
+    lengths[-1] -= 1
+    return SimpleNamespace(
+        slots_np=np.array(slots), lengths_np=lengths, requests_np=np.arange(len(slots))
+    )
+
+
+def step(n: int, number: int = 1, start: int = 3) -> StepCanvases:
+    """Canvas i holds 10i, 10i + 1, ...; the first one commits if there are several."""
+    tokens = torch.arange(C) + 10 * torch.arange(n)[:, None]
+    denoises = torch.ones(n, dtype=torch.bool)
+    denoises[0] = n == 1
+    return StepCanvases(
+        *(tokens, tokens % 2 == 0, tokens + 100, tokens / 8),
+        *(torch.full((n,), number), torch.full((n,), 0.75), torch.full((n,), start)),
+        *(denoises, torch.ones(n, dtype=torch.bool)),
+    )
+
+
+def received(socket: Any) -> tuple[bytes, dict[str, Any]]:
+    topic, message = socket.recv_multipart()
+    return topic, json.loads(message)
+
+
+def test_a_client_sees_its_own_canvas(listener: Any) -> None:
+    socket, name = listener
+    watching = observing()
+    topic = canvas_feeds.new_name()
+    watching.add(request(7, f"{name}/{topic}"))
+    watching.add(request(5, None))
+    assert watching.look_at(batch(4, 5, 7)) and not watching.look_at(batch(4, 5))
+    canvases = step(3, number=2, start=3 + C)
+    watching.show(canvases, batch(4, 5, 7), ["a", "b", "c"])
+    canvases.tokens.zero_()  # as later steps do
+    assert received(socket) == (
+        topic.encode(),
+        {
+            "block": 1,
+            "step": 2,
+            "finished": True,
+            "temperature": 0.75,
+            "mean_entropy": round((20 + 21 + 22) / 24, 4),
+            "tokens": [20, 21, 22],
+            "accepted": [1, 0, 1],
+            "entropy": [2.5, 2.625, 2.75],
+        },
+    )
+    watching.drop(7)
+    assert not watching.look_at(batch(4, 5, 7))
+
+
+@pytest.mark.parametrize(
+    ("aligned", "prompt_len", "starts"),
+    [(False, 3, [3, 7, 11]), (True, 3, [3, 4, 8]), (True, 8, [8, 12, 16])],
+)
+def test_blocks_are_counted(
+    listener: Any, aligned: bool, prompt_len: int, starts: list[int]
+) -> None:
+    socket, name = listener
+    watching = observing(blocks_are_aligned=aligned)
+    watching.add(request(0, f"{name}/{canvas_feeds.new_name()}", prompt_len))
+    for start in starts:
+        watching.show(step(1, start=start), batch(0), ["a"])
+    assert [received(socket)[1]["block"] for _ in starts] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "feed",
+    ["", "a/b", "../" + "0" * 29 + "/" + "0" * 32, "0" * 32 + "/" + "0" * 32, "0" * 65],
+)
+def test_names_that_lead_nowhere(folder: Path, feed: str) -> None:
+    (folder / ("1" * 32)).touch()
+    watching = observing()
+    for name in (feed, "1" * 32 + "/" + "0" * 32):
+        watching.add(request(0, name))
+        assert not watching.look_at(batch(0))
+
+
+def test_of_several_workers_one_speaks(listener: Any) -> None:
+    watching = observing(speaks=False)
+    watching.add(request(0, f"{listener[1]}/{canvas_feeds.new_name()}"))
+    assert not watching.look_at(batch(0))
+
+
+def test_a_reader_that_stands_still_holds_up_nobody(
+    listener: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The socket fills up, and the thread goes on to who reads."""
+    _, name = listener
+    other = canvas_feeds.new_name()
+    monkeypatch.setattr("vllm_dllm.step.canvas_sender.SOCKET_MESSAGES", 1)
+    watching = observing()
+    watching.add(request(0, f"{name}/{canvas_feeds.new_name()}"))
+    with zmq.Context() as context, context.socket(zmq.PULL) as reading:
+        reading.set(zmq.RCVTIMEO, int(HANGS_S * 1000))
+        reading.bind(f"ipc://{Path(canvas_feeds.folder() or '') / other}")
+        watching.add(request(1, f"{other}/{canvas_feeds.new_name()}"))
+        for number in range(2000):
+            watching.show(step(1, number), batch(0), ["a"])
+        watching.show(step(1, 5000), batch(1), ["b"])
+        assert received(reading)[1]["step"] == 5000
+
+
+def test_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that does not ask starts nothing."""
+    monkeypatch.setattr(observers, "CanvasSender", lambda: pytest.fail("a thread"))
+    watching = observing()
+    watching.add(request(0, None))
+    assert not watching.look_at(batch(0))
+
+
+def test_trace_and_stream_show_the_same(listener: Any, tmp_path: Path) -> None:
+    socket, name = listener
+    trace = tmp_path / "trace.jsonl"
+    watching = observing(trace)
+    watching.add(request(1, f"{name}/{canvas_feeds.new_name()}"))
+    assert watching.look_at(batch(0))
+    watching.show(step(3), batch(0, 1, 2), ["a", "b", "c"])
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [line["request_id"] for line in lines] == ["b", "c"]
+    assert lines[1]["tokens"] == [20, 21, 22] and lines[1]["canvas"] == [120, 121, 122]
+    streamed = received(socket)[1]
+    for field in ("step", "tokens", "accepted", "finished"):
+        assert streamed[field] == lines[0][field]

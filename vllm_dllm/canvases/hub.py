@@ -1,0 +1,99 @@
+"""An API process' end of the feeds: one local socket, and a bounded buffer for each client.
+
+A client that reads too slowly loses canvases, the oldest first.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from vllm_dllm.config.canvas_feeds import new_name, socket_path
+
+BUFFER_CANVASES = 16
+_SOCKET_MESSAGES = 256
+
+
+class Feed:
+    """The canvases of one request that its client has not got yet."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """For the request, so that the worker sends here."""
+        self._canvases: deque[dict[str, Any]] = deque(maxlen=BUFFER_CANVASES)
+        self._changed = asyncio.Event()
+        self.newest_is_finished = False
+
+    def put(self, canvas: dict[str, Any]) -> None:
+        self._canvases.append(canvas)
+        self.newest_is_finished = bool(canvas["finished"])
+        self._changed.set()
+
+    async def wait(self) -> None:
+        """Until there is a canvas to take."""
+        while not self._canvases:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def until_finished(self) -> None:
+        """Until the newest canvas is a finished one."""
+        while not self.newest_is_finished:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def take(self) -> dict[str, Any] | None:
+        return self._canvases.popleft() if self._canvases else None
+
+
+class CanvasHub:
+    """Listens from the first feed on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._name = new_name()
+        self._path = socket_path(folder, self._name)
+        self._feeds: dict[bytes, Feed] = {}
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def num_feeds(self) -> int:
+        return len(self._feeds)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Feed]:
+        """A feed of its own for one request."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read(self._listen()))
+        topic = new_name()
+        feed = self._feeds[topic.encode()] = Feed(f"{self._name}/{topic}")
+        try:
+            yield feed
+        finally:
+            del self._feeds[topic.encode()]
+
+    def _listen(self) -> zmq.asyncio.Socket:
+        socket = zmq.asyncio.Context().socket(zmq.PULL)
+        socket.set(zmq.RCVHWM, _SOCKET_MESSAGES)
+        socket.set(zmq.LINGER, 0)
+        socket.bind(f"ipc://{self._path}")
+        return socket
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        try:
+            while True:
+                topic, message = await socket.recv_multipart()
+                if (feed := self._feeds.get(topic)) is not None:
+                    feed.put(json.loads(message))
+        finally:
+            socket.close()
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+            self._reader = None

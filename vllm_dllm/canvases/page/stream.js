@@ -1,0 +1,64 @@
+// The server's API, as far as the page needs it.
+
+// One level up: the page is at /canvas/, also behind a proxy that adds a prefix.
+const API = new URL("../v1/", document.baseURI);
+
+function headers(key) {
+  return {
+    "Content-Type": "application/json",
+    ...(key ? { Authorization: `Bearer ${key}` } : {}),
+  };
+}
+
+async function complaint(response) {
+  if (response.status === 401) return "The server wants an API key: enter it above.";
+  const text = await response.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return `The server answered ${response.status}: ${text.slice(0, 300)}`;
+  }
+}
+
+export async function readModel(key) {
+  const response = await fetch(new URL("models", API), { headers: headers(key) });
+  if (!response.ok) throw new Error(await complaint(response));
+  return (await response.json()).data[0].id;
+}
+
+// The data of server-sent events, wherever their bytes were cut.
+export async function* readEvents(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      if (event.startsWith("data: ")) yield event.slice(6);
+    }
+  }
+}
+
+// Chunks of a chat: the answer's and the canvases.
+export async function* streamChat(body, settings, key, signal) {
+  const response = await fetch(new URL("chat/completions", API), {
+    method: "POST",
+    headers: headers(key),
+    signal,
+    body: JSON.stringify({
+      ...body,
+      stream: true,
+      stream_options: { include_usage: true },
+      vllm_xargs: { ...settings, diffusion_stream_canvases: true },
+    }),
+  });
+  if (!response.ok) throw new Error(await complaint(response));
+  for await (const data of readEvents(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message ?? String(chunk.error));
+    yield chunk;
+  }
+}

@@ -1,0 +1,44 @@
+"""Seams in how an API server streams, and how a plugin's routes come into it."""
+
+from vllm_dllm.compat.seams.seam import Seam
+
+SEAMS = [
+    Seam(
+        "the header names a request",
+        "entrypoints.serve.engine.serving:BaseServing._base_request_id",
+        'raw_request.headers.get("X-Request-Id")',
+    ),
+    Seam(
+        "and so the chunks of a completion",
+        "entrypoints.openai.completion.serving:OpenAIServingCompletion._create_completion",
+        'request_id = f"cmpl-{self._base_request_id(raw_request, request.request_id)}"',
+    ),
+    Seam(
+        "and those of a chat",
+        "entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_completion",
+        'f"chatcmpl-{self._base_request_id(raw_request, request.request_id)}"',
+    ),
+    Seam(
+        "a completion's stream has an end",
+        "entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
+        r'yield "data: [DONE]\n\n"',
+    ),
+    Seam(
+        "a chat's, too",
+        "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
+        r'yield "data: [DONE]\n\n"',
+    ),
+    Seam(
+        "a plugin's layers lie inside of those that ask for the key",
+        "entrypoints.launchers.app:build_app",
+        """attach_endpoint_plugins(app, supported_tasks)
+
+    init_exception_handler(app)
+    init_entrypoints_middleware(args, app, supported_tasks)""",
+    ),
+    Seam(
+        "plugins of endpoints are loaded where they are named",
+        "plugins:load_endpoint_plugins",
+        "if envs.VLLM_PLUGINS is None:",
+    ),
+]

@@ -1,0 +1,68 @@
+"""Where canvases go from the process that denoises them to the one whose client watches.
+
+A watched request carries the name of its feed: `SOCKET/TOPIC`, two random numbers. The API process
+listens on the local socket of that name, in a folder that only its owner can read; the worker
+connects to it and marks what it sends with the topic. Nobody can guess either, and a name that is
+no socket of the folder leads nowhere.
+"""
+
+import atexit
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+FOLDER = "VLLM_DLLM_CANVAS_FOLDER"
+"""Environment variable, which a server's first process hands down to the others."""
+FEED = "vllm_dllm_canvas_feed"
+"""Key of `SamplingParams.extra_args`, set by the API process and never by a client's wish."""
+_NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})")
+_LONGEST_PATH = 107  # bytes, of a local socket
+
+
+def new_name() -> str:
+    return secrets.token_hex(16)
+
+
+def make_folder(base: str) -> None:
+    """In the first process of a server: makes the folder below `base`, to be removed when this
+    process ends. Nothing if a process before this one has made it."""
+    if os.environ.get(FOLDER):
+        return
+    folder = tempfile.mkdtemp(prefix="vllm-dllm-canvases-", dir=base)  # mode 0700
+    os.environ[FOLDER] = folder
+    maker = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == maker:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+
+
+def folder() -> Path | None:
+    """Of this server. None: canvases cannot be watched here."""
+    name = os.environ.get(FOLDER)
+    return Path(name) if name else None
+
+
+def socket_path(folder: Path, socket: str) -> Path:
+    """Raises ValueError where the folder's name leaves no room for it."""
+    path = folder / socket
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ValueError(
+            f"VLLM_RPC_BASE_PATH must leave room for the name of a local socket "
+            f"({_LONGEST_PATH} bytes in all), got {str(path)!r}. Name a folder with a shorter path."
+        )
+    return path
+
+
+def find_socket(feed: str) -> tuple[Path, bytes] | None:
+    """The socket and topic of a request's feed; None if there is no such socket on this machine."""
+    match, found = _NAME.fullmatch(feed), folder()
+    if match is None or found is None:
+        return None
+    path = found / match[1]
+    return (path, match[2].encode()) if path.is_socket() else None

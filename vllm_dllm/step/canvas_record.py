@@ -1,0 +1,78 @@
+"""What a step shows of its canvases: on the device, and read on the host.
+
+The trace file and the live streams are both made of these records.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class StepCanvases(NamedTuple):
+    """Of n canvases, on the device or on their way from it."""
+
+    tokens: torch.Tensor  # [n, C] int64, best guesses
+    accepted: torch.Tensor  # [n, C] bool
+    next_canvas: torch.Tensor  # [n, C] int64, what the next step reads
+    entropy_nats: torch.Tensor  # [n, C]
+    step: torch.Tensor  # [n] int64, 1-based
+    temperature: torch.Tensor  # [n]
+    start: torch.Tensor  # [n] int64, absolute position of the first token
+    denoises: torch.Tensor  # [n] bool, else there is nothing to show
+    finished: torch.Tensor  # [n] bool
+
+    def rows(self, index: torch.Tensor) -> "StepCanvases":
+        """Copies, which later steps do not change."""
+        return StepCanvases(*(column.index_select(0, index) for column in self))
+
+    def to_host(self) -> tuple["StepCanvases", Callable[[], None]]:
+        """Starts copying. Call what comes second before reading: it waits until all is there."""
+        device = self.tokens.device
+        if device.type == "cpu":
+            return self, lambda: None
+        copies = StepCanvases(*(column.to("cpu", non_blocking=True) for column in self))
+        # Sleeps instead of polling the driver, which the thread that launches kernels needs.
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        return copies, event.synchronize
+
+
+@dataclass(frozen=True)
+class CanvasRecord:
+    """One denoise step of one canvas; lists have one entry per canvas position."""
+
+    step: int
+    tokens: list[int]
+    accepted: list[int]  # 0 or 1
+    next_canvas: list[int]
+    entropy_nats: list[float]
+    temperature: float
+    start: int
+    finished: bool
+
+    @property
+    def mean_entropy(self) -> float:
+        return sum(self.entropy_nats) / len(self.entropy_nats)
+
+
+def read(canvases: StepCanvases, lengths: list[int]) -> list[CanvasRecord | None]:
+    """On the host. `lengths`: canvas positions of each. None: the step did not denoise it."""
+    columns = [column.int().tolist() for column in canvases[:3]]
+    entropy = canvases.entropy_nats.tolist()
+    step, temperature, start = (column.tolist() for column in canvases[4:7])
+    finished = canvases.finished.tolist()
+    records: list[CanvasRecord | None] = []
+    for i, denoises in enumerate(canvases.denoises.tolist()):
+        if not denoises:
+            records.append(None)
+            continue
+        tokens, accepted, next_canvas = (column[i][: lengths[i]] for column in columns)
+        records.append(
+            CanvasRecord(
+                *(step[i], tokens, accepted, next_canvas, entropy[i][: lengths[i]]),
+                *(temperature[i], start[i], finished[i]),
+            )
+        )
+    return records

@@ -1,0 +1,77 @@
+"""Who looks at the canvases of a step: the trace file at all of them, clients at their own.
+
+A step that nobody looks at copies and computes nothing.
+"""
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_dllm.config.canvas_feeds import find_socket
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_record import StepCanvases, read
+from vllm_dllm.step.canvas_sender import CanvasSender, Sent, Watcher
+from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.trace import CanvasTrace
+
+
+class CanvasObservers:
+    """By slot; only requests whose client watches are in here."""
+
+    def __init__(
+        self,
+        trace_path: str | None,
+        canvas_length: int,
+        device: torch.device,
+        *,
+        speaks: bool,  # with tensor parallelism, one worker of all that compute the same
+        blocks_are_aligned: bool,  # counted from a request's first token, not from its answer's
+    ) -> None:
+        self.trace = CanvasTrace(trace_path) if trace_path else None
+        self._canvas_length, self._device = canvas_length, device
+        self._speaks, self._blocks_are_aligned = speaks, blocks_are_aligned
+        self._watchers: dict[int, Watcher] = {}
+        self._sender: CanvasSender | None = None  # started by the first who watches
+
+    def add(self, request: NewRequest) -> None:
+        feed = request.options.canvas_feed
+        if feed is None or not self._speaks or (found := find_socket(feed)) is None:
+            return
+        width, first = request.options.canvas_length or self._canvas_length, request.prompt_len
+        if self._blocks_are_aligned:
+            first -= first % width
+        self._watchers[request.slot] = Watcher(*found, first, width)
+        self._sender = self._sender or CanvasSender()
+
+    def start(self) -> None:
+        """Nothing waits."""
+
+    def drop(self, slot: int) -> None:
+        self._watchers.pop(slot, None)
+
+    def look_at(self, batch: CanvasBatch) -> bool:
+        """Whether anybody wants to see this step's canvases."""
+        return self.trace is not None or (
+            bool(self._watchers) and not self._watchers.keys().isdisjoint(batch.slots_np.tolist())
+        )
+
+    def show(self, canvases: StepCanvases, batch: CanvasBatch, request_ids: list[str]) -> None:
+        """`request_ids`: of the whole batch. Waits for the device only if there is a trace."""
+        slots, lengths = batch.slots_np.tolist(), batch.lengths_np.tolist()
+        if self.trace is not None:
+            host, wait = canvases.to_host()
+            wait()
+            for record, request in zip(read(host, lengths), batch.requests_np, strict=True):
+                if record is not None:
+                    self.trace.write(request_ids[int(request)], record)
+        watched = [i for i, slot in enumerate(slots) if slot in self._watchers]
+        if self._sender is None or not watched:
+            return
+        index = async_tensor_h2d(np.array(watched, dtype=np.int64), device=self._device)
+        self._sender.put(
+            Sent(
+                *canvases.rows(index).to_host(),
+                [lengths[i] for i in watched],
+                [self._watchers[slots[i]] for i in watched],
+            )
+        )
