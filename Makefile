@@ -40,6 +40,8 @@ $(READY): requirements/cpu.txt pyproject.toml
 	@touch $@
 	@echo "Ready. Next: make serve, make demo or make test."
 
+# With what lets clients watch canvases, and the page /canvas (docs/canvases.md).
+serve: export VLLM_PLUGINS := vllm_dllm,vllm_dllm_canvas
 serve: setup ## serve the shipped checkpoint on port 8000 (PORT=...)
 	$(BIN)/vllm serve $(CHECKPOINT) --host 127.0.0.1 --port $(PORT) \
 	  --diffusion-config '{"canvas_length": 64}' --dtype float32 --max-model-len 1024 \

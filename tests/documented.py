@@ -71,7 +71,13 @@ CLIENTS = (
 
 _DEMO = "tests/server/test_demo.py::test_demo_piped"
 _WHEEL = "tests/server/test_wheel.py::test_demo_serves_the_checkpoint_of_the_wheel"
+_CANVASES = "tests/server/test_canvases.py::test_the_documented_request"
 ELSEWHERE = {
+    "curl -N http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d"
+    f""" '{{ "model": "{TINY}", "messages": [{{"role": "user", "content": "Sort: q d x a"}}],"""
+    """ "seed": 1, "stream": true, "vllm_xargs": {"diffusion_stream_canvases": true} }'""": (
+        _CANVASES
+    ),
     ".venv/bin/vllm-dllm demo": _DEMO,
     '.venv/bin/vllm-dllm demo --ask "Sort: q d x"': _DEMO,
     ".venv/bin/vllm-dllm demo --save-picture canvas.svg": _DEMO,

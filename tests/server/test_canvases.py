@@ -1,6 +1,7 @@
 """Canvases in their request's own stream, and the page that draws them."""
 
 import json
+import re
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 from openai import BadRequestError
 
+from tests.paths import ROOT
 from tests.server.conftest import Server
 from tests.server.open_requests import LONG, OpenRequest, wait_until_unfinished
 
 CANVASES = {"diffusion_stream_canvases": True}
+DOCS = ROOT / "docs"
 QUESTIONS = ("Sort: o r n i a z l v", "Reverse: sand rose seed cherry eagle fox bridge cloud")
 
 
@@ -65,6 +68,15 @@ def test_what_is_seen_is_what_was_denoised(server: Server) -> None:
     assert [c["temperature"] for c in canvases] == sorted(
         (c["temperature"] for c in canvases), reverse=True
     )
+
+
+def test_the_documented_request(server: Server) -> None:
+    """Its events have the fields that the page lists."""
+    text, canvases = watch(server, "Sort: q d x a", "documented")
+    assert text == "a d q x"
+    page = (DOCS / "canvases.md").read_text()
+    fields = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert all(canvas.keys() == fields for canvas in canvases)
 
 
 def test_each_sees_its_own(server: Server) -> None:

@@ -2,6 +2,9 @@
 
 const WORST_NATS = 3; // entropy from which a position is drawn as unsure as can be
 
+// The root: small entropies are where positions differ.
+const doubt = (nats) => Math.sqrt(Math.min(nats / WORST_NATS, 1)).toFixed(3);
+
 const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 export class Panel {
@@ -102,6 +105,7 @@ export class Panel {
     this.#isReplaying = false;
     this.#slider.disabled = this.#play.disabled = true;
     this.#slider.max = this.#slider.value = 0;
+    this.#find(".position").textContent = "Canvases";
     this.#canvas.replaceChildren();
     for (const selector of [".answer", ".problem", ".settled"]) this.#find(selector).textContent = "";
     for (const shown of this.#root.querySelectorAll("[data-show]")) shown.textContent = "–";
@@ -113,7 +117,8 @@ export class Panel {
     this.#steps.push(canvas);
     this.#slider.max = last + 1;
     this.#slider.disabled = false;
-    if (follows) this.#draw(last + 1); // else a person looks at an earlier one
+    // Else a person looks at an earlier one.
+    if (follows) this.#draw(last + 1);
   }
 
   async #replay() {
@@ -129,6 +134,7 @@ export class Panel {
   #draw(index) {
     const canvas = this.#steps[index];
     this.#slider.value = index;
+    this.#find(".position").textContent = `Canvas ${index + 1} of ${this.#steps.length}`;
     this.#slider.setAttribute(
       "aria-valuetext",
       `Block ${canvas.block + 1}, step ${canvas.step}: ${canvas.texts.join("")}`,
@@ -152,7 +158,7 @@ export class Panel {
     token.className = "token";
     token.classList.toggle("accepted", canvas.accepted[i] === 1);
     token.classList.toggle("special", text === "");
-    token.style.setProperty("--doubt", Math.min(canvas.entropy[i] / WORST_NATS, 1).toFixed(3));
+    token.style.setProperty("--doubt", doubt(canvas.entropy[i]));
     token.title = `token ${canvas.tokens[i]}, entropy ${canvas.entropy[i]} nats`;
   }
 
