@@ -5,7 +5,6 @@ A client that reads too slowly loses canvases, the oldest first.
 
 import asyncio
 import contextlib
-import json
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from vllm_dllm.config.canvas_feeds import new_name, socket_path
+from vllm_dllm.config.canvas_message import unpack
 
 BUFFER_CANVASES = 16
 _SOCKET_MESSAGES = 256
@@ -86,9 +86,9 @@ class CanvasHub:
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         try:
             while True:
-                topic, message = await socket.recv_multipart()
+                topic, *message = await socket.recv_multipart()
                 if (feed := self._feeds.get(topic)) is not None:
-                    feed.put(json.loads(message))
+                    feed.put(unpack(message))
         finally:
             socket.close()
 

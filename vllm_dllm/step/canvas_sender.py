@@ -1,19 +1,19 @@
 """Sends canvases to the API processes whose clients watch, from a thread of its own.
 
-A step hands over what it copies and goes on; the thread waits for the copy, writes JSON and sends.
+A step hands over what it copies and goes on; the thread waits for the copy and sends it as it is.
 Whoever reads too slowly loses canvases: the queue keeps the newest, and a full socket takes none.
 """
 
-import json
 import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import zmq
 
-from vllm_dllm.step.canvas_record import CanvasRecord, StepCanvases, read
+from vllm_dllm.config.canvas_message import pack
+from vllm_dllm.step.canvas_record import StepCanvases
 
 QUEUE_STEPS = 64
 SOCKET_MESSAGES = 256
@@ -57,36 +57,37 @@ class CanvasSender:
             while self._steps:
                 step = self._steps.popleft()
                 step.wait()
-                records = read(step.canvases, step.lengths)
-                for record, watcher in zip(records, step.watchers, strict=True):
-                    if record is not None:
-                        self._send(watcher, record)
+                self._send(step)
 
-    def _send(self, watcher: Watcher, record: CanvasRecord) -> None:
-        socket = self._sockets.get(watcher.socket)
+    def _send(self, step: Sent) -> None:
+        shown = step.canvases
+        tokens, accepted = shown.tokens.int().numpy(), shown.accepted.numpy()
+        entropy = shown.entropy_nats.float().numpy()
+        starts, denoises = shown.start.tolist(), shown.denoises.tolist()
+        numbers, finished = shown.step.tolist(), shown.finished.tolist()
+        temperatures = shown.temperature.tolist()
+        for i, (watcher, length) in enumerate(zip(step.watchers, step.lengths, strict=True)):
+            if not denoises[i]:
+                continue
+            header = {
+                "block": (starts[i] - watcher.first) // watcher.width,
+                "step": numbers[i],
+                "finished": finished[i],
+                "temperature": round(temperatures[i], 4),
+            }
+            columns = (column[i, :length] for column in (tokens, accepted, entropy))
+            try:
+                self._socket(watcher.socket).send_multipart(
+                    [watcher.topic, *pack(header, *columns)], zmq.NOBLOCK
+                )
+            except zmq.Again:
+                continue  # the API process does not keep up: its client misses this canvas
+
+    def _socket(self, path: Path) -> "zmq.Socket[bytes]":
+        socket = self._sockets.get(path)
         if socket is None:
-            socket = self._context.socket(zmq.PUSH)
+            socket = self._sockets[path] = self._context.socket(zmq.PUSH)
             socket.set(zmq.SNDHWM, SOCKET_MESSAGES)
             socket.set(zmq.LINGER, 0)
-            socket.connect(f"ipc://{watcher.socket}")
-            self._sockets[watcher.socket] = socket
-        block = (record.start - watcher.first) // watcher.width
-        message = json.dumps(message_of(record, block), separators=(",", ":")).encode()
-        try:
-            socket.send_multipart([watcher.topic, message], zmq.NOBLOCK)
-        except zmq.Again:
-            return  # the API process does not keep up: its clients miss this canvas
-
-
-def message_of(record: CanvasRecord, block: int) -> dict[str, Any]:
-    """The event's `canvas`, without the texts, which the API process adds."""
-    return {
-        "block": block,
-        "step": record.step,
-        "finished": record.finished,
-        "temperature": round(record.temperature, 4),
-        "mean_entropy": round(record.mean_entropy, 4),
-        "tokens": record.tokens,
-        "accepted": record.accepted,
-        "entropy": [round(value, 3) for value in record.entropy_nats],
-    }
+            socket.connect(f"ipc://{path}")
+        return socket

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
@@ -13,6 +14,7 @@ from vllm_dllm.canvases.hub import CanvasHub
 from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import FEED
+from vllm_dllm.config.canvas_message import pack
 from vllm_dllm.requests.keys import STREAM_CANVASES
 
 BODY: dict[str, Any] = {
@@ -47,8 +49,11 @@ class Engine:
                 socket.connect(f"ipc://{found[0]}")
                 await socket.send_multipart([b"0" * 32, b"of somebody else, who has left"])
                 for step in range(1, self.num_canvases + 1):
-                    message = {"step": step, "tokens": [step, 7], "finished": step == 2}
-                    await socket.send_multipart([found[1], json.dumps(message).encode()])
+                    header = {"step": step, "finished": step == 2}
+                    tokens = np.array([step, 7], dtype=np.int32)
+                    entropy = np.zeros(2, dtype=np.float32)
+                    message = pack(header, tokens, tokens == 7, entropy)
+                    await socket.send_multipart([found[1], *message])
         await send(piece(b'data: {"id": "x"}\n\n', more=True))
         await send(piece(b"data: [DONE]\n\n", more=True))
         await send(piece(b"", more=False))

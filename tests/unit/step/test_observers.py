@@ -12,6 +12,7 @@ import zmq
 
 from tests.processes import HANGS_S
 from vllm_dllm.config import canvas_feeds
+from vllm_dllm.config.canvas_message import unpack
 from vllm_dllm.step import observers
 from vllm_dllm.step.canvas_record import StepCanvases
 from vllm_dllm.step.observers import CanvasObservers
@@ -68,8 +69,8 @@ def step(n: int, number: int = 1, start: int = 3) -> StepCanvases:
 
 
 def received(socket: Any) -> tuple[bytes, dict[str, Any]]:
-    topic, message = socket.recv_multipart()
-    return topic, json.loads(message)
+    topic, *message = socket.recv_multipart()
+    return topic, unpack(message)
 
 
 def test_a_client_sees_its_own_canvas(listener: Any) -> None:

@@ -1,0 +1,136 @@
+"""Uses the page /canvas of a running server in a real browser, checks it and takes pictures of it.
+
+    make serve   # elsewhere
+    python -m venv /tmp/browser && /tmp/browser/bin/pip install playwright
+    /tmp/browser/bin/python scripts/canvas_page.py http://127.0.0.1:8000 FOLDER
+
+Needs Chromium (Debian's package `chromium`) and the small checkpoint. FOLDER gets desktop.png and
+phone.png, which docs/canvases.md shows. Look at them.
+"""
+
+import argparse
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+QUESTION = "Count from 34 to 59."
+ANSWER = " ".join(map(str, range(34, 60)))
+DESKTOP, PHONE = (1100, 800), (390, 844)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("server")
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as playwright:
+        chromium = shutil.which("chromium")
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for check in (compare_two_settings, on_a_phone, show_text_as_text, show_errors, stop):
+            check(browser, arguments.server, arguments.folder)
+            print(f"{check.__name__}: ok")
+        browser.close()
+
+
+@contextlib.contextmanager
+def page_of(
+    browser: Browser, server: str, size: tuple[int, int], scheme: str = "light"
+) -> Iterator[Page]:
+    """Fails on any error of its script, and on requests to other hosts."""
+    page = browser.new_page(
+        viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, reduced_motion="reduce"
+    )
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on(
+        "request",
+        lambda request: None if request.url.startswith((server, "data:")) else wrong.append(
+            request.url
+        ),
+    )
+    page.goto(f"{server}/canvas")
+    expect(page.locator("#model")).not_to_contain_text("Looking")
+    yield page
+    assert not wrong, wrong
+    page.close()
+
+
+def ask(page: Page, question: str, seed: int = 4) -> None:
+    """By keyboard."""
+    for field, value in {"seed": str(seed), "pace": "30", "prompt": question}.items():
+        page.locator(f"#{field}").fill(value)
+    page.locator("#prompt").press("Control+Enter")
+
+
+def compare_two_settings(browser: Browser, server: str, folder: Path) -> None:
+    with page_of(browser, server, DESKTOP) as page:
+        page.get_by_label("Compare two settings").check()
+        second = page.locator(".panel").nth(1)
+        second.locator("summary").click()
+        second.get_by_label("Acceptance").select_option("top_k")
+        second.get_by_label("Others, as JSON").fill('{"diffusion_accept_tokens": 8}')
+        ask(page, QUESTION)
+        expect(page.locator("#status")).to_have_text("Done.", timeout=120_000)
+        expect(page.locator(".answer")).to_have_text([ANSWER, ANSWER])
+        for panel, steps in ((page.locator(".panel").nth(0), 0), (second, 3)):
+            slider = panel.get_by_role("slider")
+            slider.press("Home")
+            for _ in range(steps):
+                slider.press("ArrowRight")
+            expect(panel.locator(".position")).to_contain_text(f"Canvas {steps + 1} of ")
+        slider.blur()
+        page.screenshot(path=folder / "desktop.png", full_page=True)
+
+
+def on_a_phone(browser: Browser, server: str, folder: Path) -> None:
+    with page_of(browser, server, PHONE, "dark") as page:
+        ask(page, QUESTION)
+        expect(page.locator("#status")).to_have_text("Done.", timeout=120_000)
+        page.get_by_role("slider").press("Home")
+        page.get_by_role("slider").blur()
+        page.screenshot(path=folder / "phone.png", full_page=True)
+        body = page.locator("body").bounding_box()
+        assert body is not None and body["width"] <= PHONE[0]
+
+
+def show_text_as_text(browser: Browser, server: str, folder: Path) -> None:
+    with page_of(browser, server, DESKTOP) as page:
+        ask(page, "<img src=x onerror=alert(1)>")
+        expect(page.locator("#start")).to_be_enabled(timeout=120_000)
+        expect(page.locator("main img")).to_have_count(0)
+
+
+def show_errors(browser: Browser, server: str, folder: Path) -> None:
+    with page_of(browser, server, DESKTOP) as page:
+        page.locator("summary").click()
+        others = page.get_by_label("Others, as JSON")
+        for value, complaint in (
+            ('{"diffusion_foo": 1}', "diffusion_foo is not known"),
+            ("{", "JSON"),
+        ):
+            others.fill(value)
+            ask(page, QUESTION)
+            expect(page.locator(".problem")).to_contain_text(complaint)
+            expect(page.locator("#status")).to_have_text("Not answered.")
+
+
+def stop(browser: Browser, server: str, folder: Path) -> None:
+    with page_of(browser, server, DESKTOP) as page:
+        page.locator("summary").click()
+        # No canvas is finished before its last step.
+        settings = '{"diffusion_confidence_threshold": 1e-9}'
+        page.get_by_label("Others, as JSON").fill(settings)
+        page.get_by_label("Most tokens").fill("900")
+        ask(page, QUESTION)
+        expect(page.locator(".token").first).to_be_visible(timeout=120_000)
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator(".problem")).to_have_text("Stopped.")
+        expect(page.locator("#start")).to_be_enabled()
+
+
+if __name__ == "__main__":
+    main()
