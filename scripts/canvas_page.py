@@ -48,8 +48,8 @@ def page_of(
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on(
         "request",
-        lambda request: None if request.url.startswith((server, "data:")) else wrong.append(
-            request.url
+        lambda request: (
+            None if request.url.startswith((server, "data:")) else wrong.append(request.url)
         ),
     )
     page.goto(f"{server}/canvas")

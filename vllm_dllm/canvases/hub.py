@@ -16,7 +16,7 @@ import zmq.asyncio
 from vllm_dllm.config.canvas_feeds import new_name, socket_path
 from vllm_dllm.config.canvas_message import unpack
 
-BUFFER_CANVASES = 16
+BUFFER_CANVASES = 32
 _SOCKET_MESSAGES = 256
 
 
@@ -28,11 +28,16 @@ class Feed:
         """For the request, so that the worker sends here."""
         self._canvases: deque[dict[str, Any]] = deque(maxlen=BUFFER_CANVASES)
         self._changed = asyncio.Event()
-        self.newest_is_finished = False
+        self.has_ended = False
 
     def put(self, canvas: dict[str, Any]) -> None:
         self._canvases.append(canvas)
-        self.newest_is_finished = bool(canvas["finished"])
+        self.has_ended = False  # a preempted request comes back
+        self._changed.set()
+
+    def end(self) -> None:
+        """The worker has dropped the request, and sent all there was."""
+        self.has_ended = True
         self._changed.set()
 
     async def wait(self) -> None:
@@ -41,9 +46,8 @@ class Feed:
             self._changed.clear()
             await self._changed.wait()
 
-    async def until_finished(self) -> None:
-        """Until the newest canvas is a finished one."""
-        while not self.newest_is_finished:
+    async def until_ended(self) -> None:
+        while not self.has_ended:
             self._changed.clear()
             await self._changed.wait()
 
@@ -88,7 +92,10 @@ class CanvasHub:
             while True:
                 topic, *message = await socket.recv_multipart()
                 if (feed := self._feeds.get(topic)) is not None:
-                    feed.put(unpack(message))
+                    feed.put(unpack(message)) if message else feed.end()
+                    # Where more waits, `recv_multipart` does not let others run: not those either
+                    # who send what has come.
+                    await asyncio.sleep(0)
         finally:
             socket.close()
 

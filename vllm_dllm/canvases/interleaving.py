@@ -23,10 +23,10 @@ class Interleaved:
         send: Send,
         feed: Feed,
         event_of: Callable[[dict[str, Any]], bytes],
-        grace_s: float = 0.1,
+        grace_s: float = 1.0,
     ) -> None:
-        """`grace_s`: how long the end of the stream waits for the canvas that ended the answer. It
-        comes by another way, and may be late."""
+        """`grace_s`: how long the end of the stream waits at most for the last canvases, which come
+        by another way and may be late."""
         self._send, self._feed, self._event_of = send, feed, event_of
         self._grace_s = grace_s
         self._incomplete = b""
@@ -70,10 +70,9 @@ class Interleaved:
 
     async def _finish(self, rest: bytes) -> None:
         """The canvases that are still there, then `rest`, and no canvas after it."""
-        if not self._feed.newest_is_finished:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._grace_s):
-                    await self._feed.until_finished()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._grace_s):
+                await self._feed.until_ended()
         async with self._turn:
             while (canvas := self._feed.take()) is not None:
                 await self._send(self._event_of(canvas))

@@ -4,6 +4,7 @@ A step hands over what it copies and goes on; the thread waits for the copy and 
 Whoever reads too slowly loses canvases: the queue keeps the newest, and a full socket takes none.
 """
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class Sent(NamedTuple):
 
 class CanvasSender:
     def __init__(self) -> None:
-        self._steps: deque[Sent] = deque(maxlen=QUEUE_STEPS)
+        self._steps: deque[Sent | Watcher] = deque(maxlen=QUEUE_STEPS)
         self._has_steps = threading.Event()
         self._context = zmq.Context()
         self._sockets: dict[Path, zmq.Socket[bytes]] = {}
@@ -50,12 +51,20 @@ class CanvasSender:
         self._steps.append(step)
         self._has_steps.set()
 
+    def end(self, watcher: Watcher) -> None:
+        """Nothing more comes, unless the request was preempted. Never waits."""
+        self._steps.append(watcher)
+        self._has_steps.set()
+
     def _run(self) -> None:
         while True:
             self._has_steps.wait()
             self._has_steps.clear()
             while self._steps:
                 step = self._steps.popleft()
+                if isinstance(step, Watcher):
+                    self._push(step, [])
+                    continue
                 step.wait()
                 self._send(step)
 
@@ -76,12 +85,12 @@ class CanvasSender:
                 "temperature": round(temperatures[i], 4),
             }
             columns = (column[i, :length] for column in (tokens, accepted, entropy))
-            try:
-                self._socket(watcher.socket).send_multipart(
-                    [watcher.topic, *pack(header, *columns)], zmq.NOBLOCK
-                )
-            except zmq.Again:
-                continue  # the API process does not keep up: its client misses this canvas
+            self._push(watcher, pack(header, *columns))
+
+    def _push(self, watcher: Watcher, message: list[bytes]) -> None:
+        """Not where the API process does not keep up: its client misses this canvas."""
+        with contextlib.suppress(zmq.Again):
+            self._socket(watcher.socket).send_multipart([watcher.topic, *message], zmq.NOBLOCK)
 
     def _socket(self, path: Path) -> "zmq.Socket[bytes]":
         socket = self._sockets.get(path)

@@ -47,7 +47,9 @@ class CanvasObservers:
         """Nothing waits."""
 
     def drop(self, slot: int) -> None:
-        self._watchers.pop(slot, None)
+        watcher = self._watchers.pop(slot, None)
+        if watcher is not None and self._sender is not None:
+            self._sender.end(watcher)
 
     def look_at(self, batch: CanvasBatch) -> bool:
         """Whether anybody wants to see this step's canvases."""

@@ -54,6 +54,7 @@ class Engine:
                     entropy = np.zeros(2, dtype=np.float32)
                     message = pack(header, tokens, tokens == 7, entropy)
                     await socket.send_multipart([found[1], *message])
+                await socket.send_multipart([found[1]])
         await send(piece(b'data: {"id": "x"}\n\n', more=True))
         await send(piece(b"data: [DONE]\n\n", more=True))
         await send(piece(b"", more=False))

@@ -98,6 +98,7 @@ def test_a_client_sees_its_own_canvas(listener: Any) -> None:
     )
     watching.drop(7)
     assert not watching.look_at(batch(4, 5, 7))
+    assert socket.recv_multipart() == [topic.encode()], "the end"
 
 
 @pytest.mark.parametrize(
