@@ -6,7 +6,8 @@ The shipped checkpoint answers greedily, without a prediction and with several k
 itself, the answer with tokens changed, added or left out, the answer to another prompt. Most of the
 held-out answers fit one canvas; those that count are two, so the second follows the first through
 the prediction. Counts steps, no times: the numbers are the same on every machine, but for rounding.
-Refuses to report when the tests of predictions are red or predictions make answers worse.
+Whether predictions make answers worse is a result like the others. Refuses to report when the tests
+of predictions are red.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,6 @@ from bench import harness
 
 CHECKPOINTS = harness.ROOT / "checkpoints"
 TESTS = ("unit/denoise/test_prediction.py", "unit/step/test_predictions.py")
-MOST_POINTS_BELOW = 0.5
 FIRST_OF_TEXT = 7  # ids before it are special tokens
 Prediction = list[int] | None
 Kind = Callable[[int], Prediction]
@@ -159,13 +158,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(Path(folder))
         groups = {"held out": held_out(count), "two canvases": counting()}
-        right: Counter[str] = Counter()
         for group, tasks in groups.items():
             plain = engine.run(tasks, [None] * len(tasks))
             print(f"\n{group:30} {'right':>6} {'blocks':>8} {'steps a block':>14}")
             for name, predict in kinds(plain["tokens"], tasks, engine.vocab_size).items():
                 found = engine.run(tasks, [predict(row) for row in range(len(tasks))])
-                right[name] += round(found["exact_match"] * len(tasks))
                 del found["tokens"]
                 found["steps_per_block"] = found["steps"] / found["blocks"]
                 report[f"{group}/{name}"] = found
@@ -174,12 +171,6 @@ def main() -> None:
                     f" {found['steps_per_block']:14.2f}",
                     flush=True,
                 )
-    num_answers = sum(map(len, groups.values()))
-    for name, count in right.items():
-        print(f"{name}: {count} of {num_answers} right")
-        harness.require_accuracy(
-            count / num_answers, right["none"] / num_answers, MOST_POINTS_BELOW
-        )
     harness.publish(report, harness.results_folder() / "prediction.json")
 
 

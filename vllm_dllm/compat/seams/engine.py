@@ -51,7 +51,7 @@ SEAMS = [
     Seam(
         "the engine's choice of a grammar's backend",
         "v1.structured_output:StructuredOutputManager.grammar_init",
-        "backend = request.sampling_params.structured_outputs._backend",
+        "structured_outputs._backend",
     ),
     Seam(
         "the scheduler checks what is emitted",

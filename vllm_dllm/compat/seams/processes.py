@@ -179,7 +179,7 @@ from vllm.transformers_utils.config import (""",
     Seam(
         "errors with a status of their own reach the client",
         "v1.engine.async_llm:AsyncLLM.generate",
-        "except (VLLMClientError, GracefulHTTPError) as e:",
+        "except (VLLMClientError, GracefulHTTPError",
     ),
     Seam(
         "an error ends all requests",
