@@ -194,3 +194,7 @@ BEAM_NATS = 0.1
 a tenth less probable, where rounding moves the sums of log-probabilities by a thousandth of it."""
 PUBLISHED_BYTES = 5e4
 """Sizes are published in GB with four digits behind the point."""
+
+ROUNDED_ENTROPY = 0.5e-3 + 0.5e-4
+"""nats. A canvas' mean entropy, written with four decimals, next to the mean of its positions',
+each written with three."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from openai import BadRequestError
 
+from tests import tolerances
 from tests.paths import ROOT
 from tests.server.conftest import Server
 from tests.server.open_requests import LONG, OpenRequest, wait_until_unfinished
@@ -64,7 +65,7 @@ def test_what_is_seen_is_what_was_denoised(server: Server) -> None:
     for canvas in canvases:
         assert len(canvas["texts"]) == len(canvas["entropy"]) == len(canvas["tokens"])
         mean = sum(canvas["entropy"]) / len(canvas["entropy"])
-        assert canvas["mean_entropy"] == pytest.approx(mean, abs=1e-3)  # both are rounded
+        assert canvas["mean_entropy"] == pytest.approx(mean, rel=0, abs=tolerances.ROUNDED_ENTROPY)
     assert [c["temperature"] for c in canvases] == sorted(
         (c["temperature"] for c in canvases), reverse=True
     )
