@@ -69,7 +69,9 @@ class WatchWaits:
         """From now on, in every sampling step and in the preparation of its inputs."""
         self._waits, self._watched, self._patches = Waits(), 0, ExitStack()
         sampler = self.model_runner.sampler
-        self._patches.enter_context(patch.object(sampler.step, "trace", None))  # copies
+        self._patches.enter_context(
+            patch.object(sampler.step.requests.observers, "trace", None)
+        )  # copies
         self._watch(type(sampler), "__call__")
         self._watch(type(self.model_runner.model_state), "prepare_inputs")
 
