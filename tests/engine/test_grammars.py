@@ -192,7 +192,6 @@ def test_nobody_waits_for_a_slow_grammar(served: Engine, monkeypatch: pytest.Mon
             if output.finished:
                 done[output.request_id] = list(output.outputs[0].token_ids)
         if "free" in done:
-            assert is_wanted.is_set() or "slow" not in done
             is_wanted.set()
     assert list(done) == ["free", "slow"]
     assert done["slow"] == list(expected)

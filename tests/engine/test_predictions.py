@@ -9,6 +9,8 @@ from vllm import RequestOutput, SamplingParams
 
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine
 
+pytestmark = pytest.mark.numerics
+
 ROWS = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
 # Of every task, and two that need several canvases.
 CHOSEN = [*ROWS[::60], *[row for row in ROWS if row["task"] == "count_up"][:2]]

@@ -7,14 +7,14 @@ each block the place is looked for by the last tokens of the answer.
 
 import torch
 
+from vllm_dllm.denoise.convergence import NO_TOKEN
+
 LONGEST = 8
 """Of the answer's last tokens, how many are looked for in the prediction."""
 LEAST = 3
 """So many must be found for a place other than the expected one."""
 REACH = 512
 """Tokens before and behind the expected place in which others are looked for."""
-NO_TOKEN = -1
-"""Stands behind the end of a prediction, and where a canvas starts from noise."""
 
 
 def next_tokens(

@@ -30,7 +30,11 @@ STOCK_OPTIONS = frozenset(
 )
 """Keys that stock vLLM checks in requests."""
 PREDICTION = "diffusion_prediction"
-CHECKED_ELSEWHERE = STOCK_OPTIONS | {PREDICTION}  # and never a server's default
+STREAM_CANVASES = "diffusion_stream_canvases"
+"""Served by the API process (`vllm_dllm.canvases`), which takes it out of the requests that it
+serves. The engine sees it only where nobody does."""
+CHECKED_ELSEWHERE = STOCK_OPTIONS | {PREDICTION, STREAM_CANVASES}  # and never a server's default
+WATCHING_PLUGINS = "VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas"
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,6 @@ def _one_of(names: tuple[str, ...]) -> Option:
 # JSON booleans arrive as 0 and 1 in vllm_xargs.
 _BOOLEAN = Option("a boolean (or 0/1)", lambda value: isinstance(value, int) and value in (0, 1))
 
-STREAM_CANVASES = "diffusion_stream_canvases"
-"""Served by the API process (`vllm_dllm.canvases`), which takes it out of the requests that it
-serves. The engine sees it only where nobody does."""
-WATCHING_PLUGINS = "VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas"
-
 OPTIONS: Mapping[str, Option] = {
     "diffusion_max_steps": _integer(1),
     "diffusion_acceptance": _one_of(ACCEPTANCE_RULES),
@@ -101,12 +100,9 @@ def check_options(given: Mapping[str, Any], known: frozenset[str] = CHECKED_ELSE
     for key, value in given.items():
         if key in known or value is None:
             continue
-        if key == STREAM_CANVASES and known:
-            _check_stream_canvases(value)
-            continue
         option = OPTIONS.get(key)
         if option is None:
-            names = sorted(OPTIONS.keys() | known | ({STREAM_CANVASES} if known else set()))
+            names = sorted(OPTIONS.keys() | known)
             raise ValueError(f"{key} is not known. Known are: {', '.join(names)}.")
         if not option.accepts(value):
             raise ValueError(f"{key} must be {option.expected}, got {value!r}.")
@@ -121,7 +117,10 @@ def check_options(given: Mapping[str, Any], known: frozenset[str] = CHECKED_ELSE
         )
 
 
-def _check_stream_canvases(value: Any) -> None:
+def check_stream_canvases(value: Any) -> None:
+    """Raises ValueError for a request that reached the engine and wants its canvases."""
+    if value is None:
+        return
     if not _BOOLEAN.accepts(value):
         raise ValueError(f"{STREAM_CANVASES} must be {_BOOLEAN.expected}, got {value!r}.")
     if value:

@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.diffusion import validate_diffusion_sampling_params
 
 from vllm_dllm.config.canvas_feeds import FEED
-from vllm_dllm.requests.keys import check_options
+from vllm_dllm.requests.keys import STREAM_CANVASES, check_options, check_stream_canvases
 from vllm_dllm.requests.prediction import check_prediction
 
 DEFAULT_ACCEPT_PROBABILITY = 0.9
@@ -161,6 +161,7 @@ def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_si
     try:
         check_options({k: v for k, v in extra.items() if k.startswith("diffusion_")})
         check_prediction(extra, vocab_size)
+        check_stream_canvases(extra.get(STREAM_CANVASES))
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="extra_args") from error
 

@@ -75,7 +75,7 @@ class Denoised(NamedTuple):
 class _Settled(NamedTuple):
     """What becomes of each canvas, by its phase."""
 
-    denoises: torch.Tensor  # [n] bool, else it commits
+    denoises: torch.Tensor  # [n] bool, else it commits or is taken back
     best_guess: torch.Tensor  # [n, C] int64
     finished: torch.Tensor  # [n] bool, decided by this step
     at_once: torch.Tensor  # [n] bool, and emitted by it, too
@@ -191,12 +191,10 @@ class CanvasStep:
             found.cut,
         )
         canvas = self._write(found, denoised, settled)
-        emitted, denoises = settled.emitted, settled.denoises
         if found.cut is not None and found.earlier is not None:
             self.slots.take_back(batch.slot_index, found.cut, found.earlier)
-            emitted, denoises = torch.where(found.cut, 0, emitted), denoises & ~found.cut
             self.requests.grammars.start(within_s=0)
-        self.requests.filters.count_emitted(batch, settled.best_guess, emitted)
+        self.requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
         if self.requests.observers.look_at(batch):
             outcome = denoised.outcome
             shown = StepCanvases(
@@ -207,11 +205,11 @@ class CanvasStep:
                 step=outcome.state.steps_done,
                 temperature=denoised.temperature,
                 start=found.starts,
-                denoises=denoises,
+                denoises=settled.denoises,
                 finished=settled.finished,
             )
             self.requests.observers.show(shown, batch, input_batch.req_ids)
-        return Advanced(settled.best_guess, emitted, logprobs)
+        return Advanced(settled.best_guess, settled.emitted, logprobs)
 
     def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
         slots, idx = self.slots, batch.slot_index
@@ -347,6 +345,8 @@ class CanvasStep:
         at_once = finished & self._emits_at_once(best_guess, found)
         ends = committing | at_once
         emitted = found.batch.lengths * ends
+        if found.cut is not None:
+            emitted, denoises = torch.where(found.cut, 0, emitted), denoises & ~found.cut
         return _Settled(denoises, best_guess, finished, at_once, ends, emitted)
 
     def _emits_at_once(
@@ -379,8 +379,7 @@ class CanvasStep:
             drops_soft = drops_soft | pinned[..., None]
         next_canvas = denoised.next_canvas
         guess = outcome.state.best_guess.masked_fill(ended, NO_TOKEN)
-        emitted = settled.emitted if found.cut is None else settled.emitted * ~found.cut
-        expected = self.requests.predictions.behind(batch, settled.best_guess, emitted)
+        expected = self.requests.predictions.behind(batch, settled.best_guess, settled.emitted)
         if expected is not None:
             next_canvas = expected.put(next_canvas)
             guess = torch.where(ended, expected.guess, guess)

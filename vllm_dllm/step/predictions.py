@@ -13,7 +13,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_dllm.denoise.prediction import NO_TOKEN, ended_with, follow, next_tokens
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.prediction import ended_with, follow, next_tokens
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.slots import CanvasSlots, Index

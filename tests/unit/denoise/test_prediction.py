@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from vllm_dllm.denoise.prediction import LEAST, LONGEST, NO_TOKEN, REACH, follow, next_tokens
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.prediction import LEAST, LONGEST, REACH, follow, next_tokens
 
 C = 12
 

@@ -14,6 +14,7 @@ from vllm_dllm.requests.options import (
     JOINS_COMMITS,
     RequestOptions,
     check_choices,
+    check_request,
     fit_canvas,
     mark,
 )
@@ -158,8 +159,9 @@ def test_a_request_that_leaves_no_token_to_choose(key: str) -> None:
 
 @pytest.mark.parametrize("value", [0, False, None])
 def test_not_to_watch_is_no_wish(value: Any) -> None:
-    check_options({STREAM_CANVASES: value})
-    check_masked_request(SamplingParams(extra_args={STREAM_CANVASES: value}))
+    params = SamplingParams(extra_args={STREAM_CANVASES: value})
+    check_request(params, canvas_length=64, vocab_size=512)
+    check_masked_request(params)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +173,9 @@ def test_not_to_watch_is_no_wish(value: Any) -> None:
 )
 def test_an_engine_that_nobody_watches_says_so(value: Any, complaint: str) -> None:
     """Offline, and where the plugin is not loaded."""
-    with pytest.raises(ValueError, match=complaint):
-        check_options({STREAM_CANVASES: value})
+    params = SamplingParams(extra_args={STREAM_CANVASES: value})
+    with pytest.raises(VLLMValidationError, match=complaint):
+        check_request(params, canvas_length=64, vocab_size=512)
 
 
 def test_a_server_cannot_watch_by_default() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from vllm_dllm.denoise.prediction import NO_TOKEN
+from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.predictions import Predictions
 from vllm_dllm.step.registry import NewRequest
