@@ -111,6 +111,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one step": xargs(max_steps=1),
     "hot": {"temperature": 2.0, **xargs(max_steps=3)},
     "greedy": {"temperature": 0.0},
+    "a wrong prediction": xargs(prediction=[40, 41, 42] * 30),
     "confidence": xargs(acceptance="confidence", accept_probability=0.5),
     "top_k": xargs(acceptance="top_k", max_steps=6),
     "truncated": {"top_k": 3, "top_p": 0.9, "min_p": 0.05},

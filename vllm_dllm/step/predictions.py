@@ -1,9 +1,9 @@
 """Blocks that start from what their clients expect of them (`denoise.prediction`).
 
 What is expected also stands for the guess of a step before the first: a block that is what its
-client expects is finished by the one step that confirms it. Behind the prediction's end, stop
-tokens are guessed; the canvas holds noise there, because a wrong prediction may be too short, and
-models hardly give up a canvas full of ends.
+client expects is finished by the one step that confirms it. Behind the prediction's end, the guess
+is stop tokens. The canvas holds noise there: a wrong prediction may be too short, and a model
+rarely recovers from a canvas full of stop tokens.
 """
 
 from typing import NamedTuple
