@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_dllm.compat import cpu_cores
+from vllm_dllm.compat import cpu_collectives, cpu_cores
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.runner import (
     allow_v2_worker_without_triton,
@@ -32,6 +32,7 @@ class TritonFreeCPUWorker(CPUWorker):
         replace_rejection_sample(rejection_sample)
         compilation.reuse_compiled_models()
         cpu_cores.keep_threads()
+        cpu_collectives.exchange_uneven_steps()
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
