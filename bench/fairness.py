@@ -29,8 +29,8 @@ ATTACKS: dict[str, Body] = {
         "max_tokens": 1,
         "prompt_logprobs": 20,
     },
-    "a prompt of 370 tokens, prompt_logprobs 20": {
-        "prompt": [7] * 370,
+    "a prompt of 97 tokens, prompt_logprobs 20": {
+        "prompt": [7] * 97,
         "max_tokens": 1,
         "prompt_logprobs": 20,
     },

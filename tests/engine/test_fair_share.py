@@ -9,6 +9,7 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import Engine
 from tests.engine.one_step import FEW_STEPS, random_ids
+from vllm_dllm.scheduling import fair_share
 
 MANY, CANVASES, PLACES = 6, 2, 4
 PROMPT = {"prompt_token_ids": random_ids(20, 512, seed=1)}
@@ -22,8 +23,12 @@ def params(n: int, **options: Any) -> SamplingParams:
 
 @pytest.fixture(params=[False, True], ids=["waiting", "asynchronous"])
 def served(
-    request: pytest.FixtureRequest, tiny: Callable[[int], Path], engine: Callable[..., Engine]
+    request: pytest.FixtureRequest,
+    tiny: Callable[[int], Path],
+    engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Engine]:
+    monkeypatch.setattr(fair_share, "REMEMBERED_STEPS", 2)  # its answers take few steps
     options = {"async_scheduling": True} if request.param else {}
     if request.param:
         request.getfixturevalue("asynchronous")

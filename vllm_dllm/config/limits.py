@@ -13,7 +13,7 @@ class RequestLimits:
 
     n: int = 64
     """Answers: `n` times the prompts of a completion."""
-    prompt_logprobs: int = 8192
+    prompt_logprobs: int = 2048
     """Log-probabilities of prompts: their tokens times one more than `prompt_logprobs`."""
     bad_words: int = 1024
     """Tokens of all `bad_words`."""

@@ -4,6 +4,9 @@ The answers of one request (`n`, several prompts) are requests of their own to t
 others run too, only some of a request's answers take part in a step, the oldest first; the others
 keep their places and wait for them to end. And never do they take all places, so that there is one
 for the next request that comes.
+
+A client that asks one thing after the other is still there between two requests. If each gap were
+filled with a step of all answers, its next request would wait for that step.
 """
 
 from collections import Counter
@@ -17,6 +20,8 @@ from vllm_dllm.compat.scheduler import http_request_of
 from vllm_dllm.config.limits import RequestLimits
 
 _CANVASES_ON_CPUS = 2
+REMEMBERED_STEPS = 32
+"""For so many steps after the last that others shared, a request takes no more than its share."""
 
 
 class FairShare:
@@ -24,6 +29,7 @@ class FairShare:
         """`canvases`: most of one HTTP request in a step that others share; `places`: most that
         run at a time."""
         self.canvases, self.places = canvases, places
+        self._steps_alone = REMEMBERED_STEPS
 
     @classmethod
     def of(cls, config: VllmConfig, limits: RequestLimits) -> "FairShare":
@@ -33,18 +39,22 @@ class FairShare:
         return cls(canvases, max(canvases, most // 2))
 
     def sitting_out(self, running: Sequence[Request], waiting: Iterable[Request]) -> list[Request]:
-        """Those that run, and leave the next step to others."""
+        """Those that run, and leave the next step to others. Called once a step, first."""
         names = _names(running)
-        if len({*names, *_names(waiting)}) < 2:
-            return []
-        return _beyond(self.canvases, running, names, Counter())
+        is_shared = len({*names, *_names(waiting)}) > 1
+        self._steps_alone = 0 if is_shared else self._steps_alone + 1
+        return _beyond(self.canvases, running, names, Counter()) if self._shares else []
 
     def held_back(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Request]:
         """Those that wait, and go on waiting while others come first."""
         counts, waiting = Counter(_names(running)), list(waiting)
-        names = _names(waiting)
-        is_shared = len({*counts, *names}) > 1
-        return _beyond(self.canvases if is_shared else self.places, waiting, names, counts)
+        most = self.canvases if self._shares else self.places
+        return _beyond(most, waiting, _names(waiting), counts)
+
+    @property
+    def _shares(self) -> bool:
+        """Whether others share the step that is about to be scheduled, or may come any moment."""
+        return self._steps_alone < REMEMBERED_STEPS
 
 
 def _names(requests: Iterable[Request]) -> list[str]:

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from vllm_dllm.compat.scheduler import http_request_of
-from vllm_dllm.scheduling.fair_share import FairShare
+from vllm_dllm.scheduling.fair_share import REMEMBERED_STEPS, FairShare
 
-SHARE = FairShare(canvases=2, places=4)
+
+@pytest.fixture
+def share() -> FairShare:
+    return FairShare(canvases=2, places=4)
 
 
 def requests(names: str) -> list[Any]:
@@ -35,8 +38,10 @@ def places(found: list[Any]) -> list[int]:
         ("abcd", "", []),
     ],
 )
-def test_a_step_that_others_share(running: str, waiting: str, sit_out: list[int]) -> None:
-    assert places(SHARE.sitting_out(requests(running), requests(waiting))) == sit_out
+def test_a_step_that_others_share(
+    share: FairShare, running: str, waiting: str, sit_out: list[int]
+) -> None:
+    assert places(share.sitting_out(requests(running), requests(waiting))) == sit_out
 
 
 @pytest.mark.parametrize(
@@ -50,8 +55,23 @@ def test_a_step_that_others_share(running: str, waiting: str, sit_out: list[int]
         ("abc", "abc", []),
     ],
 )
-def test_places_are_left_for_others(running: str, waiting: str, held: list[int]) -> None:
-    assert places(SHARE.held_back(requests(running), requests(waiting))) == held
+def test_places_are_left_for_others(
+    share: FairShare, running: str, waiting: str, held: list[int]
+) -> None:
+    share.sitting_out(requests(running), requests(waiting))
+    assert places(share.held_back(requests(running), requests(waiting))) == held
+
+
+def test_who_asks_again_and_again_is_not_forgotten(share: FairShare) -> None:
+    """In the gap between two requests of b, a takes its share and no more."""
+    many, other = requests("aaaa"), requests("aaaab")
+    assert places(share.sitting_out(many, [])) == []
+    assert places(share.sitting_out(other, [])) == [2, 3]
+    for _ in range(REMEMBERED_STEPS - 1):
+        assert places(share.sitting_out(many, requests("a"))) == [2, 3]
+        assert places(share.held_back(many, requests("a"))) == [0]
+    assert places(share.sitting_out(many, [])) == []
+    assert places(share.held_back(requests("aa"), requests("aaa"))) == [2]
 
 
 def test_names() -> None:
