@@ -13,6 +13,7 @@ WHEEL = f"vllm_dllm-{VERSION}-py3-none-any.whl"
 TINY = "checkpoints/diffusiongemma-tiny"
 
 TOOLS = {
+    f".venv/bin/vllm-dllm plan {TINY} --gpu h200 --context 1024": None,
     f".venv/bin/vllm-dllm quantize {TINY} --scheme fp8-dynamic -o /tmp/tiny-FP8": "tiny-FP8",
     f".venv/bin/vllm-dllm quantize {TINY} --scheme nvfp4 --dry-run": None,
     f".venv/bin/vllm-dllm quantize {TINY} --scheme nvfp4"

@@ -10,6 +10,7 @@ from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.calibration.cli import add_calibrate_width
 from vllm_dllm.tools.drafter.training.cli import add_train
+from vllm_dllm.tools.plan.gpus import ELEMENT_BYTES, GPUS
 from vllm_dllm.tools.resumable import exit_status
 
 
@@ -29,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_quantize(commands)
     _add_drafter(commands)
     _add_eval(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -238,3 +240,39 @@ def _eval(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Say how many requests of a checkpoint a GPU has room for. Needs no GPU."
+    parser = commands.add_parser("plan", help=text, description=text)
+    parser.add_argument("checkpoint", type=Path, help="folder of the checkpoint")
+    parser.add_argument("--gpu", required=True, choices=tuple(GPUS))
+    parser.add_argument(
+        "--memory-gib", type=float, metavar="GIB", help="of each GPU (default: its data sheet's)"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=8192,
+        metavar="TOKENS",
+        help="prompt and answer of a request (default: %(default)s)",
+    )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("--kv-cache-dtype", choices=tuple(ELEMENT_BYTES), default="auto")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from vllm_dllm.tools.plan import plan  # late: it loads transformers
+
+    return exit_status(
+        "plan",
+        lambda: plan.show(
+            options.checkpoint,
+            options.gpu,
+            options.memory_gib,
+            options.context,
+            options.tensor_parallel_size,
+            options.kv_cache_dtype,
+        ),
+    )

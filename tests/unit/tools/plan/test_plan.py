@@ -1,0 +1,137 @@
+"""What `vllm-dllm plan` computes, held against vLLM's own sizes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+from bench import dummy_checkpoint
+from tests.paths import CHECKPOINTS
+from vllm_dllm import cli
+from vllm_dllm.tools.plan import plan
+from vllm_dllm.tools.plan.memory import Layer, read_shape
+
+TINY = CHECKPOINTS / "diffusiongemma-tiny"
+BLOCK = plan.BLOCK_SIZE
+
+
+@pytest.fixture(scope="module")
+def folder_26b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shape of the 26B model, and one weight of 1 KiB."""
+    folder = tmp_path_factory.mktemp("26B")
+    dummy_checkpoint.write(folder, "26B", "bf16", num_steps=16)
+    save_file({"some.weight": torch.zeros(512, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    return folder
+
+
+def vllms(layer: Layer) -> AttentionSpec:
+    sizes = dict(
+        block_size=BLOCK,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        dtype=torch.bfloat16,
+    )
+    if layer.window is None:
+        return FullAttentionSpec(**sizes)
+    return SlidingWindowSpec(**sizes, sliding_window=layer.window)
+
+
+@pytest.mark.parametrize("context", [1, 256, 1279, 1280, 8192, 100_000])
+def test_keys_and_values_take_what_vllm_says(folder_26b: Path, context: int) -> None:
+    shape = read_shape(folder_26b)
+    assert len(shape.layers) == 30
+    assert sum(layer.window is None for layer in shape.layers) == 5
+    expected = 0
+    for layer in shape.layers:
+        spec = vllms(layer)
+        blocks = -(-context // BLOCK)
+        if isinstance(spec, SlidingWindowSpec):
+            blocks = spec.max_admission_blocks_per_request(shape.canvas_length, context)
+        expected += blocks * spec.page_size_bytes
+    assert shape.kv_bytes(context, element_bytes=2, ranks=1, block_size=BLOCK) == expected
+
+
+def test_26b_by_hand(folder_26b: Path) -> None:
+    shape = read_shape(folder_26b)
+    assert shape.weight_bytes == 1024
+    assert shape.state_bytes() == 256 * 2816 * 2
+    # A token: 5 full layers of 2 heads of 512, 25 sliding ones of 8 heads of 256, keys and values.
+    assert [layer.bytes_per_token(2, 1) for layer in shape.layers].count(2 * 2 * 512 * 2) == 5
+    assert [layer.bytes_per_token(2, 1) for layer in shape.layers].count(2 * 8 * 256 * 2) == 25
+    # On 4 ranks, 2 heads of sliding layers on each, and of the 2 of full layers a copy of one.
+    assert {layer.bytes_per_token(2, 4) for layer in shape.layers} == {2 * 512 * 2}
+
+
+def test_masked_models(tmp_path: Path) -> None:
+    config = dict(
+        model_type="sdar",
+        block_size=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=3,
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
+    shape = read_shape(tmp_path)
+    assert shape.layers == (Layer(2, 16, None),) * 3
+    assert shape.canvas_length == 4
+
+
+def test_quantised_weights_are_counted_as_they_are_stored() -> None:
+    folder = CHECKPOINTS / "diffusiongemma-tiny-FP8-dynamic"
+    on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    headers = 100_000  # at most
+    assert on_disk - headers < read_shape(folder).weight_bytes <= on_disk
+
+
+def test_requests_that_fit(folder_26b: Path) -> None:
+    """Their memory does, and one more's would not."""
+    found = plan.make(folder_26b, 80, context=8192, ranks=1, kv_cache_dtype="auto")
+    each = found.kv + found.state
+    taken = found.weights + found.workspace + found.sampling
+    assert taken + found.num_requests * each <= found.memory
+    assert taken + (found.num_requests + 1) * each > found.memory
+    fp8 = plan.make(folder_26b, 80, context=8192, ranks=1, kv_cache_dtype="fp8")
+    assert fp8.kv * 2 == found.kv
+
+
+def test_command(folder_26b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(folder_26b), "--gpu", "h200"]) == 0
+    printed = capsys.readouterr().out
+    assert "one h200, 8,192 tokens of context per request" in printed
+    assert "keys and values    413.12 MiB" in printed
+    assert "denoises 24 canvases" in printed
+    assert "1,288 tokens per second" in printed
+
+
+def test_only_what_is_published_is_said(
+    folder_26b: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, gpu in ((TINY, "h200"), (folder_26b, "a100")):
+        assert cli.main(["plan", str(folder), "--gpu", gpu, "--tensor-parallel-size", "2"]) == 0
+        printed = capsys.readouterr().out
+        assert f"each of 2 {gpu}" in printed
+        assert "ublished" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nowhere"], "does not exist: expected the folder of a checkpoint"),
+        ([str(TINY), "--context", "0"], "--context must be at least 1, got 0"),
+        ([str(TINY), "--tensor-parallel-size", "0"], "--tensor-parallel-size must be at least 1"),
+        ([str(TINY), "--memory-gib", "3"], "raise --tensor-parallel-size, or quantise"),
+        ([str(TINY), "--memory-gib", "-1"], "--memory-gib must be greater than 0, got -1.0"),
+        ([str(CHECKPOINTS / "qwen3-tiny-target")], "names no canvas_length"),
+    ],
+)
+def test_what_cannot_be_planned(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    assert cli.main(["plan", *arguments, "--gpu", "h100"]) == 1
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""How many requests of a checkpoint fit a GPU: `vllm-dllm plan`."""

@@ -1,0 +1,100 @@
+"""Memory of a served checkpoint, by its shape: weights, what a request keeps, keys and values."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
+from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
+from vllm_dllm.quantization.weight_files import read_json, read_shards
+
+MODEL_BYTES = 2  # of an activation, and of an expected embedding: bf16
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one attention layer keeps of a token."""
+
+    num_kv_heads: int
+    head_size: int
+    window: int | None  # tokens; None: full attention
+
+    def bytes_per_token(self, element_bytes: int, ranks: int) -> int:
+        """On each of `ranks` GPUs: heads are spread over them, and copied where they are fewer."""
+        return 2 * math.ceil(self.num_kv_heads / ranks) * self.head_size * element_bytes
+
+    def num_tokens(self, context: int, canvas_length: int) -> int:
+        """How many a request holds that denoises the end of a context of that length. Everything
+        that the canvas' first row sees is kept, and the canvas."""
+        if self.window is None:
+            return context
+        return min(context, self.window - 1 + canvas_length)
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: tuple[Layer, ...]
+    hidden_size: int
+    canvas_length: int
+    weight_bytes: int
+
+    def state_bytes(self) -> int:
+        """What a request keeps from step to step: an embedding for each position of its canvas."""
+        return self.canvas_length * self.hidden_size * MODEL_BYTES
+
+    def kv_bytes(self, context: int, element_bytes: int, ranks: int, block_size: int) -> int:
+        """Keys and values of a request on each GPU, in whole blocks, and one more in each layer
+        with a window, which need not begin where a block does."""
+        total = 0
+        for layer in self.layers:
+            tokens = layer.num_tokens(context, self.canvas_length)
+            blocks = math.ceil(tokens / block_size) + (layer.window is not None)
+            total += blocks * block_size * layer.bytes_per_token(element_bytes, ranks)
+        return total
+
+
+def read_shape(folder: Path) -> Shape:
+    """Of a checkpoint in a folder: its config.json and the headers of its weight files.
+
+    Raises InputError if it is not a diffusion language model, or its files are damaged.
+    """
+    config = _read_config(folder)
+    text = config.get_text_config()
+    if not (canvas_length := getattr(config, "canvas_length", None)):
+        raise InputError(
+            f"{folder / 'config.json'} names no canvas_length: expected a diffusion language model"
+        )
+    tensors = [tensor for shard in read_shards(folder).values() for tensor in shard.values()]
+    return Shape(
+        tuple(_layer(text, index) for index in range(text.num_hidden_layers)),
+        text.hidden_size,
+        canvas_length,
+        sum(tensor.num_bytes for tensor in tensors),
+    )
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise InputError(f"{file} does not exist: expected the folder of a checkpoint")
+    masked = {kind.model_type: kind for kind in (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig)}
+    kind = masked.get(read_json(file).get("model_type"), AutoConfig)
+    try:
+        return kind.from_pretrained(folder)
+    except ValueError as error:
+        raise InputError(f"{file} is not what transformers expects ({error})") from error
+
+
+def _layer(text: Any, index: int) -> Layer:
+    own = text.per_layer_config[index] if text.is_heterogeneous else text
+    kinds = getattr(text, "layer_types", None)
+    is_sliding = kinds is not None and kinds[index] == "sliding_attention"
+    return Layer(
+        own.num_key_value_heads,
+        getattr(own, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        text.sliding_window if is_sliding else None,
+    )
