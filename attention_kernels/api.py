@@ -25,6 +25,7 @@ def attention(
     scale: float,  # of the scores, before the soft cap
     window_left: int = -1,  # tokens a query sees back, not counting itself; negative = no window
     window_rule: WindowRule | torch.Tensor = "reference",  # or [num_reqs] int32, 1 = symmetric
+    spans: torch.Tensor | None = None,  # [T, 2] int32, keys of each query's image; None: no images
     softcap: float = 0.0,  # scores become `softcap * tanh(score / softcap)`; 0 = none
     key_scale: torch.Tensor | None = None,  # [1] fp32, what an fp8 cache is multiplied by; None = 1
     value_scale: torch.Tensor | None = None,
@@ -44,12 +45,16 @@ def attention(
     sequence's last page to its end, which must then be finite. `max_seq_len` only steers how the
     work is split. With `output` None, the new tensor is zero outside the rows of requests.
 
+    spans: for each query the first position and the end of the image that its token belongs to,
+    (0, 0) if it is none's. The image must hold the query and end within its request. With a window
+    "fa4" takes no image that starts before what the request's first query sees.
+
     Raises:
         ValueError: names the argument, what was expected and what was passed.
         ImportError: a package of `impl` is missing; says which.
     """
     tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, causal)
-    _check_tensors(*tensors, window_rule, key_scale, value_scale, output)
+    _check_tensors(*tensors, window_rule, spans, key_scale, value_scale, output)
     _check_options(query, key_cache, softcap, window_rule)
     longest = block_table.shape[1] * key_cache.shape[1]
     longest = longest if max_seq_len is None else min(max_seq_len, longest)
@@ -61,6 +66,7 @@ def attention(
     run(
         *tensors,
         symmetric=window_rule,
+        spans=spans,
         output=output,
         scale=scale,
         window_left=window_left,
@@ -80,6 +86,7 @@ def _check_tensors(
     seq_lens: torch.Tensor,
     causal: torch.Tensor,
     window_rule: WindowRule | torch.Tensor,
+    spans: torch.Tensor | None,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
     output: torch.Tensor | None,
@@ -97,6 +104,7 @@ def _check_tensors(
         ("seq_lens", seq_lens, (num_reqs,), torch.int32),
         ("causal", causal, (num_reqs,), torch.int32),
         ("window_rule", window_rule, (num_reqs,), torch.int32),
+        ("spans", spans, (num_tokens, 2), torch.int32),
         ("key_scale", key_scale, (1,), torch.float32),
         ("value_scale", value_scale, (1,), torch.float32),
         ("output", output, (num_tokens, num_heads, head_size), query.dtype),

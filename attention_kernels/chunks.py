@@ -3,7 +3,8 @@ neither per-request flags nor windows.
 
 A chunk is up to `CHUNK` queries of one request and the pages from its first visible key to its
 last. The kernel sees it as a sequence, and so skips all other keys. Visibility inside a chunk is
-one band: its query row q sees its key k iff `low <= k - slope * q <= high`.
+one band: its query row q sees its key k iff `low <= k - slope * q <= high`, or the image that the
+row belongs to holds the key.
 
 Legend: N requests, T queries in all, C chunks.
 """
@@ -14,10 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attention_kernels.tiling import find_request, key_range
+from attention_kernels.tiling import FAR, find_request, images, key_range, with_images
 
 CHUNK = 256  # queries; a canvas of the 26B model is one chunk
-FAR = tl.constexpr(1 << 30)  # beyond any position
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Chunks:
     seq_lens: torch.Tensor  # [C] keys, from the start of the first page
     block_table: torch.Tensor  # [C, P]
     bands: torch.Tensor  # [C, 3] slope, low, high
+    images: torch.Tensor | None = None  # [C, CHUNK, 2] first key and end of each row's image, as
+    # keys of the chunk, with no keys for other rows; None: there are no images
 
     @classmethod
     def cut(
@@ -41,6 +43,7 @@ class Chunks:
         num_tokens: int,  # at least T
         block_size: int,
         window_left: int,
+        spans: torch.Tensor | None = None,  # [num_tokens, 2] int32; None: no images
     ) -> "Chunks":
         """One small kernel. Shapes depend only on the arguments' shapes."""
         num_reqs, max_blocks = block_table.shape
@@ -54,6 +57,7 @@ class Chunks:
             block_table.new_empty(num_chunks),
             block_table.new_empty(num_chunks, num_pages),
             block_table.new_empty(num_chunks, 3),
+            None if spans is None else spans.new_empty(num_chunks, CHUNK, 2),
         )
         _cut_kernel[(num_chunks,)](
             block_table,
@@ -61,10 +65,12 @@ class Chunks:
             seq_lens,
             causal,
             symmetric,
+            spans,
             chunks.query_start_loc,
             chunks.seq_lens,
             chunks.block_table,
             chunks.bands,
+            chunks.images,
             num_reqs,
             num_chunks,
             num_pages,
@@ -84,10 +90,12 @@ def _cut_kernel(
     seq_lens,
     causal,
     symmetric,
+    spans,  # [T, 2], or None
     chunk_start_loc,  # [C + 1]
     chunk_seq_lens,  # [C]
     chunk_block_table,  # [C, num_pages]
     bands,  # [C, 3]
+    chunk_images,  # [C, CHUNK, 2], or None
     num_reqs,
     num_chunks,
     num_pages,
@@ -121,6 +129,10 @@ def _cut_kernel(
         is_symmetric,
         window_left,
     )
+    if spans is not None:
+        row = tl.arange(0, CHUNK)
+        image_start, image_end = images(spans, first_row + first + row, row < num_rows, seq_len)
+        start, end = with_images(start, end, image_start, image_end)
     first_page = start // PAGE
     shift = first_page * PAGE  # position of the chunk's key 0
     num_keys = max(end - shift, 0)
@@ -146,6 +158,10 @@ def _cut_kernel(
     tl.store(bands + 3 * chunk, slope)
     tl.store(bands + 3 * chunk + 1, low)
     tl.store(bands + 3 * chunk + 2, high)
+    if spans is not None:
+        to_images = chunk_images + 2 * (chunk * CHUNK + row)
+        tl.store(to_images, image_start - shift)
+        tl.store(to_images + 1, image_end - shift)
 
     used = tl.cdiv(num_keys, PAGE)
     from_table = block_table + request.to(tl.int64) * table_stride + first_page

@@ -2,8 +2,8 @@
 
 FlashAttention-4 has one causal flag and one window per launch, but accepts a mask function with
 tensors of its own. So the batch is cut into chunks (`chunks.py`), which still skips keys that no
-query sees, and `band_mask` masks inside each chunk. The function's hash is part of
-FlashAttention-4's compile key, so no other variant is mistaken for it.
+query sees, and `band_mask` masks inside each chunk, or `image_mask` in a step with images. The
+function's hash is part of FlashAttention-4's compile key, so no variant is mistaken for another.
 """
 
 import cutlass.cute as cute
@@ -13,7 +13,7 @@ from flash_attn.cute.interface import _flash_attn_fwd  # unlike the public one, 
 from flash_attn.cute.utils import scalar_to_ssa
 
 from attention_kernels.chunks import CHUNK, Chunks
-from attention_kernels.support import check_last_strides
+from attention_kernels.support import check_contiguous, check_last_strides
 
 _ALIGNMENT = 16  # bytes, for its vectorised loads
 
@@ -27,6 +27,20 @@ def band_mask(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
     high = scalar_to_ssa(bands[chunk, 2], Int32)
     ahead = kv_idx - slope * q_idx
     return (ahead >= low) & (ahead <= high)
+
+
+@cute.jit
+def image_mask(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+    """`band_mask`, or the key is one of the row's image."""
+    bands, images, chunk = aux_tensors[0], aux_tensors[1], batch_idx[0]  # [C, 3], [C, CHUNK, 2]
+    slope = scalar_to_ssa(bands[chunk, 0], Int32)
+    low = scalar_to_ssa(bands[chunk, 1], Int32)
+    high = scalar_to_ssa(bands[chunk, 2], Int32)
+    row = q_idx[0] % images.shape[1]  # a tile may reach past the chunk; nobody reads that
+    first = scalar_to_ssa(images[chunk, row, 0], Int32)
+    end = scalar_to_ssa(images[chunk, row, 1], Int32)
+    ahead = kv_idx - slope * q_idx
+    return ((ahead >= low) & (ahead <= high)) | ((kv_idx >= first) & (kv_idx < end))
 
 
 def attention(
@@ -45,6 +59,7 @@ def attention(
     softcap: float,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    spans: torch.Tensor | None = None,  # [T, 2] int32; None: no images
     chunks: Chunks | None = None,  # from an earlier layer with the same batch and window
 ) -> Chunks | None:
     """See `api.attention`, which checks the rest. Returns the chunks, for the next layer; None if
@@ -71,6 +86,7 @@ def attention(
         causal=causal,
         window_rule=symmetric,
     )
+    check_contiguous("fa4", spans)
     if len(query) == 0 or len(seq_lens) == 0:
         return None
     if chunks is None:
@@ -83,6 +99,7 @@ def attention(
             num_tokens=len(query),
             block_size=key_cache.shape[1],
             window_left=window_left,
+            spans=spans,
         )
     attend_chunks(query, key_cache, value_cache, chunks, output, scale, softcap)
     return chunks
@@ -98,6 +115,9 @@ def attend_chunks(
     softcap: float,
 ) -> None:
     """FlashAttention-4 over chunks, which it sees as requests."""
+    mask, tensors = band_mask, [chunks.bands]
+    if chunks.images is not None:
+        mask, tensors = image_mask, [chunks.bands, chunks.images]
     _flash_attn_fwd(
         query,
         key_cache,
@@ -109,8 +129,8 @@ def attend_chunks(
         max_seqlen_k=chunks.block_table.shape[1] * key_cache.shape[1],
         softmax_scale=scale,
         softcap=softcap,
-        mask_mod=band_mask,
-        aux_tensors=[chunks.bands],
+        mask_mod=mask,
+        aux_tensors=tensors,
         out=output,
     )
 

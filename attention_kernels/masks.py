@@ -16,15 +16,23 @@ means no window.
 `reference` is what transformers' DiffusionGemma does: the sliding layers' cache keeps the last
 W - 1 tokens of the prefix, and the canvas attends to all of those and all of itself.
 
+Whatever the rule, a query whose token belongs to an image also sees all keys of that image, those
+after it and those beyond the window too: `spans` has the first key and the end of each query's
+image, (0, 0) for a query of no image. This is what transformers' DiffusionGemma does with a prompt,
+in all layers; Gemma 4 itself keeps the window and leaves its full layers causal. The keys that a
+query sees stay one range, since its own is in both.
+
 `reference.py`, the CPU adapter (`vllm_dllm/attention/cpu.py`) and the picture of the masks call
 the functions here. Kernels cannot. They restate the rules, and tests check that they agree:
 
 - `triton_kernels._visible` is `visible`: `test_triton.py::test_visibility`.
 - `tiling.key_range` is `visible_range`: `test_triton.py::test_visits_all_keys_that_are_seen_...`.
+  `tiling.images` and `tiling.with_images` are both functions' part about images.
 - `chunks._cut_kernel` makes bands of `visible`: `test_chunks.py::test_no_page_in_vain`.
-- `fa4_fwd.band_mask` applies them: `test_fa4.py::test_mask_function`.
+- `fa4_fwd.band_mask` and `fa4_fwd.image_mask` apply them: `test_fa4.py::test_mask_function`.
 - vLLM's CPU kernel, for causal and `symmetric` requests: `test_cpu_backend.py::test_visibility`.
-  Requests that are causal by blocks are cut into bidirectional ones (`attention/cpu_blocks.py`).
+  Requests that are causal by blocks are cut into bidirectional ones (`attention/cpu_blocks.py`),
+  and so are images (`attention/cpu_images.py`).
 
 FlashAttention-4 does not know blocks of more than one token.
 """
@@ -39,9 +47,26 @@ def visible(
     causal: torch.Tensor | int,  # 0 = bidirectional, else tokens of a block; 1 = causal
     window_left: int,
     symmetric: torch.Tensor | bool = False,  # True: `symmetric` rule, False: `reference`
+    spans: torch.Tensor | None = None,  # int, query_pos' shape and 2; None: no images
 ) -> torch.Tensor:
     """Visibility, bool, of the broadcast shape. The caller leaves out keys past the end of the
     request."""
+    seen = _visible_as_text(query_pos, key_pos, context_len, causal, window_left, symmetric)
+    if spans is None:
+        return seen
+    first, end = spans.unbind(-1)
+    return seen | ((key_pos >= first) & (key_pos < end))
+
+
+def _visible_as_text(
+    query_pos: torch.Tensor,
+    key_pos: torch.Tensor,
+    context_len: torch.Tensor | int,
+    causal: torch.Tensor | int,
+    window_left: int,
+    symmetric: torch.Tensor | bool,
+) -> torch.Tensor:
+    """`visible` for queries of no image."""
     block = torch.as_tensor(causal, device=query_pos.device).long()
     causal, seen = block > 0, key_pos < block_end(query_pos, block)
     symmetric = torch.as_tensor(symmetric, device=query_pos.device)
@@ -71,6 +96,7 @@ def visible_range(
     causal: torch.Tensor | int,
     window_left: int,
     symmetric: torch.Tensor | bool = False,
+    spans: torch.Tensor | None = None,  # int [..., n, 2], of the tile's queries; None: no images
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """First key that any query of the tile sees, and the end of those keys. Every key in between
     is seen by at least one query, so a kernel that visits only these visits none in vain."""
@@ -86,4 +112,8 @@ def visible_range(
         start = torch.where(moves, first_query, context_len) - window_left
         ahead = torch.where(~causal & symmetric, last_query + window_left + 1, end)
         end = torch.minimum(ahead, end_of_all)
+    if spans is not None:
+        first, past = spans.unbind(-1)
+        start = torch.minimum(start, torch.where(past > 0, first, start[..., None]).amin(-1))
+        end = torch.maximum(end, past.amax(-1))
     return start.clamp(min=0), end

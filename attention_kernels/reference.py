@@ -16,6 +16,7 @@ def attention(
     scale: float,
     window_left: int = -1,
     symmetric: torch.Tensor | None = None,  # [num_reqs] int, 1 = symmetric rule; None: reference
+    spans: torch.Tensor | None = None,  # [T, 2] int, first key and end of each query's image
     softcap: float = 0.0,  # 0 = none
     key_scale: torch.Tensor | None = None,  # [1] fp32, of an fp8 cache; None = 1
     value_scale: torch.Tensor | None = None,
@@ -53,6 +54,7 @@ def attention(
             causal=int(causal[i]),
             window_left=window_left,
             symmetric=symmetric is not None and bool(symmetric[i]),
+            spans=spans[rows, None] if spans is not None else None,
         )
         probs = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1).nan_to_num(0.0)
         output[rows] = torch.einsum("hqk,khd->qhd", probs, values)

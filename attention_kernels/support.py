@@ -69,5 +69,14 @@ def check_last_strides(impl: str, **tensors: torch.Tensor) -> None:
             )
 
 
+def check_contiguous(impl: str, spans: torch.Tensor | None) -> None:
+    """Raises ValueError for gaps in `spans`, which the kernels read as pairs, one after another."""
+    if spans is not None and not spans.is_contiguous():
+        raise ValueError(
+            f"impl {impl!r} takes contiguous spans, got strides {spans.stride()} for shape "
+            f"{tuple(spans.shape)}: pass a contiguous copy"
+        )
+
+
 def _name(case: Case) -> str:
     return "sm_{}{}".format(*case.capability)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+FAR = tl.constexpr(1 << 30)  # beyond any position
+
 
 @triton.jit
 def find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
@@ -36,3 +38,18 @@ def key_range(first_query, last_query, context_len, seq_len, causal, symmetric, 
         else:
             start = context_len - window_left
     return max(start, 0), min(end, seq_len)
+
+
+@triton.jit
+def images(spans, row, is_row, seq_len):
+    """First key and end of the keys of the image that each row's token belongs to: FAR and 0 for
+    other rows, so that the minimum and the maximum with them change nothing."""
+    first = tl.load(spans + 2 * row, mask=is_row, other=0)
+    end = tl.load(spans + 2 * row + 1, mask=is_row, other=0)
+    return tl.where(end > 0, first, FAR), tl.minimum(end, seq_len)
+
+
+@triton.jit
+def with_images(start, end, image_start, image_end):
+    """`key_range` of a tile, widened to the images of its rows."""
+    return min(start, tl.min(image_start, 0)), max(end, tl.max(image_end, 0))

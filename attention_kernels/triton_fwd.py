@@ -14,7 +14,7 @@ from functools import cache
 import torch
 import triton
 
-from attention_kernels.support import check_last_strides, shared_bytes
+from attention_kernels.support import check_contiguous, check_last_strides, shared_bytes
 from attention_kernels.triton_kernels import _attention_kernel, _join_kernel
 
 MAX_SPLITS = 16
@@ -89,6 +89,7 @@ def attention(
     key_scale: torch.Tensor | None,  # [1] fp32
     value_scale: torch.Tensor | None,
     max_seq_len: int,
+    spans: torch.Tensor | None = None,  # [T, 2] int32; None: no images
     num_splits: int | None = None,  # None: enough to fill the GPU
 ) -> None:
     """See `api.attention`, which checks the rest.
@@ -110,6 +111,7 @@ def attention(
         window_rule=symmetric,
         output=output,
     )
+    check_contiguous("triton", spans)
     if len(query) == 0 or len(seq_lens) == 0:
         return
     cut = _Cut.choose(query, key_cache, len(seq_lens), window_left, max_seq_len, num_splits)
@@ -120,6 +122,7 @@ def attention(
         partial_lse = query.new_empty(shape, dtype=torch.float32)
     _attend(
         (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, causal, symmetric),
+        spans,
         (key_scale, value_scale),
         (output, partial_output, partial_lse),
         cut,
@@ -175,6 +178,7 @@ class _Cut:
 
 def _attend(
     inputs: tuple[torch.Tensor, ...],  # those of `attention`, from `query` to `symmetric`
+    spans: torch.Tensor | None,  # [T, 2] int32
     scales: tuple[torch.Tensor | None, torch.Tensor | None],  # of keys, of values
     outputs: tuple[torch.Tensor, ...],  # whole; of each share: partial, log-sum-exp
     cut: _Cut,
@@ -189,6 +193,7 @@ def _attend(
     tiles = cut.tiles
     _attention_kernel[(cut.num_tiles, num_kv_heads * cut.num_parts, cut.num_splits)](
         *inputs,
+        spans,
         *(query if scale_of is None else scale_of for scale_of in scales),
         *outputs,
         cut.num_reqs,

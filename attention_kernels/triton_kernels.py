@@ -10,7 +10,7 @@ then neither product feeds the other, and the warps share keys and channels, too
 import triton
 import triton.language as tl
 
-from attention_kernels.tiling import find_request, key_range
+from attention_kernels.tiling import find_request, images, key_range, with_images
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -100,6 +100,8 @@ def _attention_kernel(
     seq_lens,  # [num_reqs] int32
     causal,  # [num_reqs] int32
     symmetric,  # [num_reqs] int32
+    spans,  # [T, 2] int32, first key and end of each query's image; None, which is no argument of
+    # the compiled kernel: there are no images
     key_scale,  # [1] fp32; unused without HAS_KEY_SCALE
     value_scale,  # [1] fp32
     output,  # [T, Hq, D]
@@ -175,6 +177,10 @@ def _attention_kernel(
         window_left,
         HAS_WINDOW,
     )
+    if spans is not None:
+        image_start, image_end = images(spans, row, is_row, seq_len)
+        seen_from = tl.minimum(seen_from, image_start)
+        seen_end = tl.maximum(seen_end, image_end)
 
     last = min(first + BLOCK_Q, query_len) - 1
     start, end = key_range(
@@ -186,6 +192,8 @@ def _attention_kernel(
         is_symmetric,
         window_left,
     )
+    if spans is not None:
+        start, end = with_images(start, end, image_start, image_end)
     first_tile = start // BLOCK_N
     num_tiles = tl.cdiv(end, BLOCK_N) - first_tile
     share = tl.cdiv(num_tiles, SPLITS)

@@ -23,9 +23,20 @@ GPU_BACKEND = "vllm_dllm.attention.gpu.GpuCanvasBackend"
 
 @dataclass(frozen=True)
 class WindowRules:
-    """What a step's metadata builders need besides vLLM's own arguments."""
+    """What a step's metadata builders need besides vLLM's own arguments.
+
+    `spans` holds, for each query row of the batch, the first key and the end of the keys of the
+    image that the row belongs to, as positions in its request; (0, 0) for any other row. It is None
+    if no row of the step belongs to an image, and attention then runs as it does without images.
+    `DiffusionModelState.image_spans` provides it, a buffer whose address does not change. The
+    builders pass it on to all layers, whatever their window, as the metadata's `spans`.
+
+    An image is whole: its keys end within the request as attention sees it, and on layers with a
+    window none of them lies further back than the window of the request's first row.
+    """
 
     symmetric: torch.Tensor | None = None  # [num_reqs] int32, 1 = symmetric rule, 0 = reference
+    spans: torch.Tensor | None = None  # [num_tokens, 2] int32
     shared: dict[Any, Any] = field(default_factory=dict)  # passed on between KV cache groups
 
 

@@ -1,9 +1,11 @@
-"""CPU attention with the reference window rule: vLLM's kernel plus one path for canvases.
+"""CPU attention with the reference window rule and images: vLLM's kernel plus one path for what it
+does not know.
 
 vLLM's CPU kernel takes a causal flag per request and, for bidirectional requests, applies the
 `symmetric` rule. Under the `reference` rule all rows of a canvas see the same keys: the last W - 1
 tokens of the context and the canvas itself. So attention is two plain matrix products over those
-keys, gathered from the cache, for all canvases together.
+keys, gathered from the cache, for all canvases together. Images that are longer than the window, of
+which each row sees the whole, go the same way, one by one.
 """
 
 from dataclasses import dataclass
@@ -20,17 +22,18 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from attention_kernels.masks import visible_range
+from attention_kernels.masks import visible, visible_range
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.attention.cpu_blocks import cut_into_blocks
+from vllm_dllm.attention.cpu_images import Image, cut_out_images
 from vllm_dllm.compat.attention import use_cpu_kernels
 from vllm_dllm.compat.cpu_ops import write_cpu_kv_cache
 
 
 @dataclass(frozen=True)
 class CanvasLayout:
-    """Where the n reference-rule canvases of a batch find their queries and keys, by position. It
-    is the same for all layers with the same window and block size.
+    """Where the n reference-rule canvases of a batch, or one of its images, find their queries and
+    keys, by position. It is the same for all layers with the same window and block size.
 
     Q = longest canvas (tokens), B = most cache blocks any canvas sees, K <= B * block_size = keys.
     """
@@ -42,7 +45,8 @@ class CanvasLayout:
     valid_rows: torch.Tensor | None  # entries of flattened `rows` that are canvas positions
     block_columns: np.ndarray  # [n, B] int64, columns of the block table
     keys: slice  # the K keys of those blocks that any canvas sees
-    bias: torch.Tensor | None  # [n, 1, 1, K] fp32, 0 for a visible key, else -inf; None: all are
+    bias: torch.Tensor | None  # [n, 1, 1, 1 or Q, K] fp32, 0 for a visible key, else -inf; None:
+    # all are
     only_canvases: bool  # the batch holds no other requests
 
     @classmethod
@@ -88,8 +92,7 @@ class CanvasLayout:
         if first_seen.max() != keys.start or end_seen.min() != keys.stop:
             positions = np.arange(keys.start, keys.stop)
             seen = (positions >= first_seen[:, None]) & (positions < end_seen[:, None])
-            bias = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
-            bias = bias[:, None, None, :]
+            bias = _bias(torch.from_numpy(seen))[:, None, None, None, :]
         return cls(
             selected=selected,
             query_len=query_len,
@@ -100,6 +103,37 @@ class CanvasLayout:
             bias=bias,
             only_canvases=only_canvases,
         )
+
+    @classmethod
+    def of_image(cls, image: Image, block_size: int, window_left: int) -> "CanvasLayout":
+        num_rows = image.rows.stop - image.rows.start
+        query_pos = torch.arange(image.end - num_rows, image.end)[:, None]
+        first_key = min(image.first_key, max(image.end - num_rows - window_left, 0))
+        first_block, last_block = first_key // block_size, (image.end - 1) // block_size
+        shift = first_block * block_size
+        seen = visible(
+            query_pos,
+            torch.arange(first_key, image.end),
+            context_len=image.end - num_rows,
+            causal=True,
+            window_left=window_left,
+            spans=torch.tensor((image.first_key, image.end)).expand(num_rows, 1, 2),
+        )
+        return cls(
+            selected=np.array([image.request]),
+            query_len=num_rows,
+            rows=torch.arange(image.rows.start, image.rows.stop)[None],
+            valid_rows=torch.arange(num_rows),
+            block_columns=np.arange(first_block, last_block + 1)[None],
+            keys=slice(first_key - shift, image.end - shift),
+            bias=_bias(seen)[None, None, None],
+            only_canvases=False,
+        )
+
+
+def _bias(seen: torch.Tensor) -> torch.Tensor:
+    """What is added to scores: 0 where a key is seen, else minus infinity."""
+    return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -121,9 +155,11 @@ class CanvasKeys:
 
 @dataclass
 class CpuCanvasMetadata(CPUAttentionMetadata):
-    """vLLM's CPU metadata, and the canvases under the reference rule (None: there are none)."""
+    """vLLM's CPU metadata, the canvases under the reference rule (None: there are none) and the
+    images that are longer than the window."""
 
     canvas_keys: CanvasKeys | None = None
+    image_keys: tuple[CanvasKeys, ...] = ()
 
 
 class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -147,18 +183,35 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
         window_rules: WindowRules | None = None,
     ) -> CpuCanvasMetadata:
-        common_attn_metadata = cut_into_blocks(common_attn_metadata)
-        base = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        rules = window_rules or WindowRules()
+        common, rules, images = cut_out_images(common_attn_metadata, rules)
+        common = cut_into_blocks(common)
+        base = super().build(common_prefix_len, common, fast_build)
         return CpuCanvasMetadata(
-            **vars(base), canvas_keys=self._canvas_keys(common_attn_metadata, window_rules)
+            **vars(base),
+            canvas_keys=self._canvas_keys(common, rules),
+            image_keys=self._image_keys(common, images),
+        )
+
+    def _image_keys(
+        self, common: CommonAttentionMetadata, images: list[Image]
+    ) -> tuple[CanvasKeys, ...]:
+        if self.window_size <= 0:
+            return ()
+        table = common.block_table_tensor.numpy()
+        return tuple(
+            CanvasKeys.build(
+                CanvasLayout.of_image(image, self.block_size, self.window_size - 1), table
+            )
+            for image in images
+            if image.end - image.first_key > self.window_size
         )
 
     def _canvas_keys(
-        self, common: CommonAttentionMetadata, window_rules: WindowRules | None
+        self, common: CommonAttentionMetadata, rules: WindowRules
     ) -> CanvasKeys | None:
         if self.window_size <= 0 or not isinstance(common.causal, torch.Tensor):
             return None
-        rules = window_rules or WindowRules()
         key = (self.window_size, self.block_size)
         if key not in rules.shared:
             rules.shared[key] = self._layout(common, rules.symmetric)
@@ -187,7 +240,8 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class CpuCanvasImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, except that canvases under the reference rule are computed here."""
+    """vLLM's CPU attention, except that canvases under the reference rule and images that are longer
+    than the window are computed here."""
 
     def forward(
         self,
@@ -201,7 +255,9 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        canvas_keys = attn_metadata.canvas_keys if attn_metadata is not None else None
+        canvas_keys, image_keys = None, ()
+        if attn_metadata is not None:
+            canvas_keys, image_keys = attn_metadata.canvas_keys, attn_metadata.image_keys
         if canvas_keys is None or not canvas_keys.layout.only_canvases:
             super().forward(
                 layer,
@@ -214,8 +270,9 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
-        if canvas_keys is not None:
-            attend_canvases(query, kv_cache, canvas_keys, self.scale, output, self.logits_soft_cap)
+        computed_here = image_keys if canvas_keys is None else (canvas_keys, *image_keys)
+        for keys in computed_here:
+            attend_canvases(query, kv_cache, keys, self.scale, output, self.logits_soft_cap)
         return output
 
 
@@ -239,7 +296,7 @@ def attend_canvases(
     output: torch.Tensor,  # [T, Hq, D], written at the canvases' rows
     softcap: float = 0.0,  # scores become softcap * tanh(score / softcap); 0 = none
 ) -> None:
-    """Bidirectional attention of each canvas over its visible keys."""
+    """Attention of the rows of a layout over the keys they see."""
     layout = canvas_keys.layout
     n, Q = len(layout.selected), layout.query_len
     Hq, D = query.shape[1:]
@@ -254,7 +311,7 @@ def attend_canvases(
     if softcap > 0:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if layout.bias is not None:
-        scores = scores.add_(layout.bias)
+        scores.view(n, Hkv, Hq // Hkv, Q, -1).add_(layout.bias)
     probs = torch.softmax(scores, dim=-1).to(values.dtype)
     attended = torch.matmul(probs, values).view(n, Hkv, Hq // Hkv, Q, D)
     by_row = attended.permute(0, 3, 1, 2, 4)

@@ -51,6 +51,7 @@ class GpuCanvasMetadata:
     slot_mapping: torch.Tensor  # [T] int64
     causal: torch.Tensor  # [N] int32
     symmetric: torch.Tensor  # [N] int32
+    spans: torch.Tensor | None = None  # [T, 2] int32
     chunks: dict[int, Any] = field(default_factory=dict)  # by window, passed on between layers
 
 
@@ -83,6 +84,7 @@ class GpuCanvasMetadataBuilder(AttentionMetadataBuilder[GpuCanvasMetadata]):
             slot_mapping=common.slot_mapping,
             causal=common.causal,
             symmetric=window_rules.symmetric,
+            spans=window_rules.spans,
         )
 
 
@@ -130,6 +132,7 @@ class GpuCanvasImpl(TritonAttentionImpl):
         window_left = self.sliding_window[0]
         options = dict(
             symmetric=attn_metadata.symmetric,
+            spans=attn_metadata.spans,
             output=output[:num_tokens],
             scale=self.scale,
             window_left=window_left,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_dllm.attention import WindowRules
 from vllm_dllm.step.attn_requests import AttnRequests
 
 
@@ -22,7 +23,7 @@ class LatestMetadata:
         build: Callable[[], dict[str, Any]],
         requests: AttnRequests,
         causal: torch.Tensor,  # [N] int32
-        symmetric_window: torch.Tensor,  # [N] int32
+        window_rules: WindowRules,
         slot_mappings: torch.Tensor,  # [num_groups, num_tokens] int64
     ) -> dict[str, Any]:
         """The latest metadata if this step is made of the same, else new ones. All on the CPU.
@@ -30,11 +31,12 @@ class LatestMetadata:
         Metadata refer to the runner's buffers, so those must be the same memory, too. What slot
         mappings hold may differ: nothing is derived from it.
         """
-        tables = requests.block_tables
+        rules = [t for t in (window_rules.symmetric, window_rules.spans) if t is not None]
+        tensors = (requests.seq_lens, causal, *rules, *requests.block_tables)
         made_of = (
             requests.query_start_loc_np.tobytes(),
-            *_contents((requests.seq_lens, causal, symmetric_window, *tables)),
-            *(t.data_ptr() for t in (requests.seq_lens, causal, slot_mappings, *tables)),
+            *_contents(tensors),
+            *(t.data_ptr() for t in (*tensors, slot_mappings)),
         )
         if made_of != self._made_of:
             self._metadata = build()

@@ -100,6 +100,12 @@ class DiffusionModelState(ModelState):
             causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
         return causal
 
+    def image_spans(
+        self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
+    ) -> torch.Tensor | None:
+        """[at least the batch's rows, 2] int32: `WindowRules.spans` of this step."""
+        return None
+
     def prepare_attn(
         self,
         input_batch: InputBatch,
@@ -129,6 +135,8 @@ class DiffusionModelState(ModelState):
             seq_lens = input_batch.seq_lens
             self._causal[input_batch.num_reqs : num_reqs] = 0
         causal, symmetric = self._causal[:num_reqs], self._symmetric[:num_reqs]
+        spans = self.image_spans(input_batch, cudagraph_mode)
+        rules = WindowRules(symmetric, spans if spans is None else spans[:num_tokens])
         build = partial(
             build_attn_metadata,
             attn_groups=attn_groups,
@@ -143,11 +151,11 @@ class DiffusionModelState(ModelState):
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
             causal=causal,
-            model_specific_attn_metadata=_AttnExtras(WindowRules(symmetric)),
+            model_specific_attn_metadata=_AttnExtras(rules),
         )
         if self._latest_metadata is None:
             return build()
-        return self._latest_metadata.get_or_build(build, requests, causal, symmetric, slot_mappings)
+        return self._latest_metadata.get_or_build(build, requests, causal, rules, slot_mappings)
 
 
 class _AttnExtras(ModelSpecificAttnMetadata):
