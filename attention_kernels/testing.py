@@ -19,6 +19,15 @@ class Request(NamedTuple):
     context_len: int  # tokens before them
     causal: int = False  # see `masks`
     symmetric: bool = False
+    images: tuple[tuple[int, int], ...] = ()  # first key and end of each; they do not overlap
+
+    def spans(self) -> torch.Tensor:
+        """[query_len, 2]: of each query's image."""
+        spans = torch.zeros(self.query_len + self.context_len, 2, dtype=torch.int32)
+        for first, end in self.images:
+            assert 0 <= first < end <= len(spans)
+            spans[first:end] = torch.tensor((first, end))
+        return spans[self.context_len :]
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class PagedBatch:
     seq_lens: torch.Tensor  # [num_reqs] int32
     causal: torch.Tensor  # [num_reqs] int32
     symmetric: torch.Tensor  # [num_reqs] int32
+    spans: torch.Tensor | None = None  # [T, 2] int32; None: no request has images
 
     @classmethod
     def random(
@@ -84,15 +94,24 @@ class PagedBatch:
             seq_lens=int32(seq_lens),
             causal=int32([request.causal for request in requests]),
             symmetric=int32([request.symmetric for request in requests]),
+            spans=(
+                int32(torch.cat([request.spans() for request in requests]))
+                if any(request.images for request in requests)
+                else None
+            ),
         )
 
-    def arguments(self) -> dict[str, torch.Tensor]:
+    def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `api.attention`."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"window_rule": tensors.pop("symmetric"), **tensors}
 
     def to(self, device: str | torch.device) -> "PagedBatch":
-        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self)}
+        moved = {
+            field.name: tensor.to(device)
+            for field in fields(self)
+            if (tensor := getattr(self, field.name)) is not None
+        }
         return PagedBatch(**moved)
 
     def reference(self, dtype: torch.dtype, **options: Any) -> torch.Tensor:

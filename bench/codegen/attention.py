@@ -11,9 +11,12 @@ _POINTERS = {
     **dict.fromkeys(("key_scale", "value_scale", "partial_output", "partial_lse"), "fp32"),
     **dict.fromkeys(("chunk_start_loc", "chunk_seq_lens", "chunk_block_table", "bands"), "i32"),
 }
+_IMAGES = ("spans", "chunk_images")  # None without images
 
 
-def attend(chip: int, head_size: int, group: int, page: int, cache: str) -> Case:
+def attend(
+    chip: int, head_size: int, group: int, page: int, cache: str, images: bool = False
+) -> Case:
     """`group`: query heads a key head; `cache`: Triton's name of its type."""
     cache_size = 2 if cache == "bf16" else 1
     tiles = triton_fwd.Tiles.choose(head_size, group, 2, cache_size, divmod(chip, 10))
@@ -35,10 +38,11 @@ def attend(chip: int, head_size: int, group: int, page: int, cache: str) -> Case
         "HAS_KEY_SCALE": cache != "bf16",
         "HAS_VALUE_SCALE": cache != "bf16",
     }
+    pointers, none = _with_images(images)
     return Case(
         triton_fwd._attention_kernel,
-        _POINTERS | dict.fromkeys(("key_cache", "value_cache"), cache),
-        constants,
+        pointers | dict.fromkeys(("key_cache", "value_cache"), cache),
+        constants | none,
         floats=("scale", "softcap"),
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
         multiplies=True,
@@ -53,6 +57,14 @@ def join(head_size: int, group: int) -> Case:
     return Case(triton_fwd._join_kernel, _POINTERS, sizes)
 
 
-def cut(page: int) -> Case:
+def cut(page: int, images: bool = False) -> Case:
     constants = {"CHUNK": chunks.CHUNK, "PAGE": page, "PAGES_A_STEP": 128}
-    return Case(chunks._cut_kernel, _POINTERS, constants)
+    pointers, none = _with_images(images)
+    return Case(chunks._cut_kernel, pointers, constants | none)
+
+
+def _with_images(images: bool) -> tuple[dict[str, str], dict[str, None]]:
+    """Pointers and constants: without images, what they need is no argument of the kernel."""
+    if images:
+        return _POINTERS | dict.fromkeys(_IMAGES, "i32"), {}
+    return _POINTERS, dict.fromkeys(_IMAGES)

@@ -29,8 +29,13 @@ def _attention(chip: int) -> Iterator[tuple[str, Case]]:
                 f"attention, {layer}, {cache}",
                 attention.attend(chip, head_size, group, page, dtype),
             )
+        yield (
+            f"attention, {layer}, bf16, images",
+            attention.attend(chip, head_size, group, page, "bf16", images=True),
+        )
     yield "join of key splits", attention.join(head_size=512, group=8)
     yield "chunks for FlashAttention-4", attention.cut(page=16)
+    yield "chunks for FlashAttention-4, images", attention.cut(page=16, images=True)
 
 
 SAMPLER = {

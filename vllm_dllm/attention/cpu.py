@@ -240,8 +240,8 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class CpuCanvasImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, except that canvases under the reference rule and images that are longer
-    than the window are computed here."""
+    """vLLM's CPU attention, except that canvases under the reference rule and images that are
+    longer than the window are computed here."""
 
     def forward(
         self,

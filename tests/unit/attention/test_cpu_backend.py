@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
 
 from attention_kernels.testing import PagedBatch, Request, allowed
+from tests.unit.attention_kernels.test_triton import MIXES as TRITON_MIXES
 from tests.unit.attention_kernels.test_triton import WINDOWS, seen_by_definition
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.attention.cpu import CpuCanvasBackend
@@ -39,6 +40,7 @@ MIXES = {
         Request(21, 130),
         Request(1, 0, causal=True),
     ],
+    "images": [*TRITON_MIXES["images"], Request(0, 12)],
 }
 BY_BLOCKS = {
     "blocks": [
@@ -104,7 +106,7 @@ def attend(isa: str, monkeypatch: pytest.MonkeyPatch) -> Attend:
             slot_mapping=torch.zeros(len(batch.query), dtype=torch.int64),
             causal=batch.causal,
         )
-        metadata = builder.build(0, common, window_rules=WindowRules(batch.symmetric))
+        metadata = builder.build(0, common, window_rules=WindowRules(batch.symmetric, batch.spans))
         output = torch.full_like(batch.query, torch.nan)
         kv_cache = engine_layout(batch)
         return impl.forward(layer, batch.query, None, None, kv_cache, metadata, output)

@@ -56,7 +56,7 @@ def metadata(batch: PagedBatch):
         slot_mapping=torch.zeros(len(batch.query), dtype=torch.int64),
         causal=batch.causal,
     )
-    return builder.build(0, common, window_rules=WindowRules(batch.symmetric))
+    return builder.build(0, common, window_rules=WindowRules(batch.symmetric, batch.spans))
 
 
 def engine_layout(batch: PagedBatch) -> torch.Tensor:
@@ -77,14 +77,23 @@ def attend(
     return output[: len(batch.query)]
 
 
-def random_batch(dtype: torch.dtype) -> PagedBatch:
+def random_batch(dtype: torch.dtype, requests: list[Request] = REQUESTS) -> PagedBatch:
     return PagedBatch.random(
-        REQUESTS, num_heads=HQ, num_kv_heads=HKV, head_size=D, block_size=PAGE, dtype=dtype
+        requests, num_heads=HQ, num_kv_heads=HKV, head_size=D, block_size=PAGE, dtype=dtype
     )
 
 
 def test_engine_layout() -> None:
     batch = random_batch(torch.float32)
+    output = attend(batch, engine_layout(batch))
+    allowed(batch, scale=0.3, window_left=WINDOW - 1).check(output)
+
+
+WITH_IMAGES = [*REQUESTS, Request(40, 7, causal=True, images=((7, 12), (15, 40)))]
+
+
+def test_images() -> None:
+    batch = random_batch(torch.float32, WITH_IMAGES)
     output = attend(batch, engine_layout(batch))
     allowed(batch, scale=0.3, window_left=WINDOW - 1).check(output)
 
@@ -190,7 +199,10 @@ def test_another_extension_keeps_the_name(gpu: Callable[[int, int], list[str]]) 
     assert gpu_backend(config()) is custom
 
 
-def test_dispatch_to_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("requests", [REQUESTS, WITH_IMAGES], ids=["text", "images"])
+def test_dispatch_to_flash_attention_4(
+    monkeypatch: pytest.MonkeyPatch, requests: list[Request]
+) -> None:
     """A stand-in for it takes what the backend hands over; its chunks reach the next layer."""
     handed_on: list[object] = []
 
@@ -202,7 +214,7 @@ def test_dispatch_to_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_dllm.attention.gpu, "runs_fa4", lambda *_: True)
     stand_in = SimpleNamespace(attention=fa4)
     monkeypatch.setattr(vllm_dllm.attention.gpu, "import_fa4", lambda: stand_in)
-    batch = random_batch(torch.float32)
+    batch = random_batch(torch.float32, requests)
     of_step = metadata(batch)
     right = allowed(batch, scale=0.3, window_left=WINDOW - 1)
     for _ in range(2):

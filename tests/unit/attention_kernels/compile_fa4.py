@@ -3,7 +3,7 @@ looks for. A process of its own: the chip is chosen by the environment, before t
 
     python compile_fa4.py CAPABILITY HEAD_SIZE QUERY_HEADS_A_KEY_HEAD PAGE
 
-Our mask comes first, then another mask with the same tensors, then ours again.
+Our mask comes first, then another mask with the same tensors, then ours again, then that of images.
 """
 
 import json
@@ -30,7 +30,7 @@ from flash_attn.cute.utils import scalar_to_ssa  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from attention_kernels import fa4_fwd  # noqa: E402
-from attention_kernels.chunks import Chunks  # noqa: E402
+from attention_kernels.chunks import CHUNK, Chunks  # noqa: E402
 
 
 def int32(*shape):
@@ -51,9 +51,9 @@ def another_mask(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
     return kv_idx >= slope * q_idx
 
 
-def ptx_with(mask, query, keys, values, softcap):
+def ptx_with(mask, query, keys, values, softcap, images=None):
     """What is compiled anew for it."""
-    chunks = Chunks(int32(6), int32(5), int32(5, 83), int32(5, 3))
+    chunks = Chunks(int32(6), int32(5), int32(5, 83), int32(5, 3), images)
     with patch.object(fa4_fwd, "band_mask", mask):
         fa4_fwd.attend_chunks(query, keys, values, chunks, torch.empty_like(query), 0.1, softcap)
     texts = []
@@ -69,5 +69,7 @@ if __name__ == "__main__":
     with FakeTensorMode():
         batch = tensors(*map(int, sys.argv[2:]))
         texts = [ptx_with(mask, *batch, softcap=0.0) for mask in masks]
+        images = int32(5, CHUNK, 2)
+        texts.append(ptx_with(fa4_fwd.band_mask, *batch, softcap=0.0, images=images))
     shutil.rmtree(FOLDER)
     print(json.dumps([{word: text.count(word) for word in words} for text in texts]))

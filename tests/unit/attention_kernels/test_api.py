@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Any, str]] = {
         "two-sided",
         "window_rule must be 'reference', 'symmetric' or a tensor",
     ),
+    "spans": (torch.zeros(7, dtype=torch.int32), r"spans must have shape \(7, 2\), got \(7,\)"),
     "softcap": (-1.0, r"softcap must be at least 0 \(none\), got -1.0"),
     "key_scale": (torch.tensor([1], dtype=torch.int32), "key_scale must have dtype torch.float32"),
     "output": (torch.zeros(7, 4, 16, dtype=torch.half), "output must have dtype torch.float32"),

@@ -26,6 +26,12 @@ MIXED = [
     Request(40, 90, causal=True),
     Request(30, 2),
 ]
+WITH_IMAGES = [
+    *MIXED,
+    Request(40, 90, causal=True, images=((90, 95), (97, 130))),  # in several chunks
+    Request(16, 16, causal=True, images=((16, 32),)),
+    Request(20, 0, causal=True, images=((0, 7), (7, 19))),
+]
 
 
 def small_batch(requests: list[Request], block_size: int = 16) -> PagedBatch:
@@ -42,15 +48,29 @@ def cut(batch: PagedBatch, window_left: int, padding: int = 0) -> Chunks:
         on_device.seq_lens,
         on_device.causal,
         on_device.symmetric,
+        spans=on_device.spans,
         num_tokens=len(batch.query) + padding,
         block_size=batch.key_cache.shape[1],
         window_left=window_left,
     )
-    return Chunks(**{name: tensor.cpu() for name, tensor in vars(chunks).items()})
+    tensors = vars(chunks).items()
+    return Chunks(**{name: tensor.cpu() for name, tensor in tensors if tensor is not None})
+
+
+def seen_in(chunks: Chunks, chunk: int, num_rows: int) -> torch.Tensor:
+    """[num_rows, keys] bool, by the chunk's band and its rows' images."""
+    k, rows = torch.arange(int(chunks.seq_lens[chunk])), torch.arange(num_rows)[:, None]
+    slope, low, high = chunks.bands[chunk].tolist()
+    ahead = k - slope * rows
+    seen = (ahead >= low) & (ahead <= high)
+    if chunks.images is not None:
+        first, end = chunks.images[chunk, :num_rows, :, None].unbind(1)
+        seen |= (k >= first) & (k < end)
+    return seen
 
 
 def attend(batch: PagedBatch, chunks: Chunks, scale: float) -> torch.Tensor:
-    """What a kernel makes of chunks that takes them for requests, and of the band of each."""
+    """What a kernel makes of chunks that takes them for requests, and of what each row sees."""
     output = torch.zeros_like(batch.query)
     block_size, num_kv_heads = batch.key_cache.shape[1:3]
     group = batch.query.shape[1] // num_kv_heads
@@ -62,9 +82,7 @@ def attend(batch: PagedBatch, chunks: Chunks, scale: float) -> torch.Tensor:
             cache[pages, k % block_size].repeat_interleave(group, dim=1)
             for cache in (batch.key_cache, batch.value_cache)
         )
-        slope, low, high = chunks.bands[chunk].tolist()
-        ahead = k - slope * torch.arange(rows.stop - rows.start)[:, None]
-        seen = (ahead >= low) & (ahead <= high)
+        seen = seen_in(chunks, chunk, rows.stop - rows.start)
         scores = torch.einsum("qhd,khd->hqk", batch.query[rows], keys) * scale
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         output[rows] = torch.einsum("hqk,khd->qhd", weights, values)
@@ -73,11 +91,12 @@ def attend(batch: PagedBatch, chunks: Chunks, scale: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("window_left", [-1, 0, 11, 200])
+@pytest.mark.parametrize("requests", [MIXED, WITH_IMAGES], ids=["text", "images"])
 def test_attention_by_chunks(
-    monkeypatch: pytest.MonkeyPatch, window_left: int, block_size: int
+    monkeypatch: pytest.MonkeyPatch, requests: list[Request], window_left: int, block_size: int
 ) -> None:
     monkeypatch.setattr(chunks_module, "CHUNK", 16)
-    batch = small_batch(MIXED, block_size)
+    batch = small_batch(requests, block_size)
     output = attend(batch, cut(batch, window_left), 0.3)
     allowed(batch, scale=0.3, window_left=window_left).check(output)
 
@@ -98,6 +117,7 @@ def test_many_requests_and_the_padding_of_a_graph() -> None:
     symmetric=st.booleans(),
     window_left=st.integers(-1, 90),
     block_size=st.sampled_from([16, 32]),
+    image=st.none() | st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
 def test_no_page_in_vain(
     query_len: int,
@@ -107,8 +127,14 @@ def test_no_page_in_vain(
     symmetric: bool,
     window_left: int,
     block_size: int,
+    image: tuple[float, float] | None,  # where it begins and ends, of what it may cover
 ) -> None:
     request = Request(query_len, context_len, causal, symmetric)
+    if image is not None and query_len > 0:
+        least = max(context_len - window_left, 0) if window_left >= 0 else 0
+        first = least + int(image[0] * (request.context_len + query_len - 1 - least))
+        end = first + 1 + int(image[1] * (request.context_len + query_len - 1 - first))
+        request = request._replace(images=((first, end),))
     batch = small_batch([Request(before, 3), request], block_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks_module, "CHUNK", 16)
@@ -125,16 +151,15 @@ def test_no_page_in_vain(
         num_rows += end - first
         positions = torch.tensor(context_len + first), torch.tensor(context_len + end - 1)
         seq_len = context_len + query_len
+        spans = request.spans()[first:end]
         start, stop = visible_range(
-            *positions, context_len, seq_len, causal, window_left, symmetric
+            *positions, context_len, seq_len, causal, window_left, symmetric, spans
         )
         shift = int(start) // block_size * block_size
         length = int(stop) - shift
         assert chunks.seq_lens[chunk] == length
         pages = batch.block_table[1, shift // block_size :][: -(-length // block_size)]
         assert torch.equal(chunks.block_table[chunk, : len(pages)], pages)
-        slope, low, high = chunks.bands[chunk].tolist()
-        ahead = torch.arange(length) - slope * torch.arange(end - first)[:, None]
         seen = visible(
             torch.arange(*(int(p) + i for i, p in enumerate(positions)))[:, None],
             torch.arange(length) + shift,
@@ -142,6 +167,7 @@ def test_no_page_in_vain(
             causal,
             window_left,
             symmetric,
+            spans[:, None],
         )
-        assert torch.equal((ahead >= low) & (ahead <= high), seen)
+        assert torch.equal(seen_in(chunks, chunk, end - first), seen)
     assert num_rows == query_len

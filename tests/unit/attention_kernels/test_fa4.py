@@ -15,34 +15,38 @@ from attention_kernels import chunks as chunks_module
 from attention_kernels.api import attention
 from attention_kernels.chunks import Chunks
 from attention_kernels.masks import visible
-from attention_kernels.testing import PagedBatch, with_gaps
+from attention_kernels.testing import PagedBatch, Request, with_gaps
 from tests.paths import ROOT
-from tests.unit.attention_kernels.test_chunks import MIXED
+from tests.unit.attention_kernels.test_chunks import MIXED, WITH_IMAGES
 
 SCRIPT = Path(__file__).parent / "compile_fa4.py"
 TENSOR_CORES = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
 def truth_table(chunks: Chunks, num_queries: int, num_keys: int) -> torch.Tensor:
-    """[C, Q, K] bool: `band_mask` as FlashAttention-4 would call it, run by CuTe on the CPU."""
+    """[C, Q, K] bool: `band_mask`, or `image_mask` if there are images, as FlashAttention-4 would
+    call it, run by CuTe on the CPU."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import from_dlpack
     from flash_attn.cute.utils import scalar_to_ssa, ssa_to_scalar
 
-    from attention_kernels.fa4_fwd import band_mask
+    from attention_kernels.fa4_fwd import band_mask, image_mask
+
+    mask = band_mask if chunks.images is None else image_mask
 
     @cute.jit
-    def fill(bands: cute.Tensor, table: cute.Tensor):
+    def fill(bands: cute.Tensor, images: cute.Tensor, table: cute.Tensor):
         for chunk in range(table.shape[0]):
             for q in range(table.shape[1]):
                 for k in range(table.shape[2]):
                     where = [scalar_to_ssa(i, cutlass.Int32) for i in (chunk, 0, q, k)]
-                    seen = ssa_to_scalar(band_mask(*where, None, [bands]))
+                    seen = ssa_to_scalar(mask(*where, None, [bands, images]))
                     table[chunk, q, k] = cutlass.Int32(seen)
 
     table = torch.full((len(chunks.seq_lens), num_queries, num_keys), -1, dtype=torch.int32)
-    fill(from_dlpack(chunks.bands), from_dlpack(table))
+    images = chunks.bands if chunks.images is None else chunks.images
+    fill(from_dlpack(chunks.bands), from_dlpack(images), from_dlpack(table))
     assert ((table == 0) | (table == 1)).all()
     return table == 1
 
@@ -50,9 +54,12 @@ def truth_table(chunks: Chunks, num_queries: int, num_keys: int) -> torch.Tensor
 @pytest.mark.fa4
 @pytest.mark.usefixtures("triton_version")
 @pytest.mark.parametrize("window_left", [-1, 0, 11, 200])
-def test_mask_function(monkeypatch: pytest.MonkeyPatch, window_left: int) -> None:
+@pytest.mark.parametrize("requests", [MIXED, WITH_IMAGES], ids=["text", "images"])
+def test_mask_function(
+    monkeypatch: pytest.MonkeyPatch, requests: list[Request], window_left: int
+) -> None:
     monkeypatch.setattr(chunks_module, "CHUNK", 16)
-    batch = PagedBatch.random(MIXED, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
+    batch = PagedBatch.random(requests, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
     starts, lengths = batch.query_start_loc, batch.seq_lens
     chunks = Chunks.cut(
         batch.block_table,
@@ -63,6 +70,7 @@ def test_mask_function(monkeypatch: pytest.MonkeyPatch, window_left: int) -> Non
         num_tokens=len(batch.query),
         block_size=16,
         window_left=window_left,
+        spans=batch.spans,
     )
     table = truth_table(chunks, 16, int(chunks.seq_lens.max()))
     checked = 0
@@ -84,6 +92,7 @@ def test_mask_function(monkeypatch: pytest.MonkeyPatch, window_left: int) -> Non
             int(batch.causal[r]),
             window_left,
             bool(batch.symmetric[r]),
+            None if batch.spans is None else batch.spans[row : row + num_rows, None],
         )
         assert torch.equal(table[chunk, :num_rows, :num_keys], expected)
         checked += num_rows
@@ -104,12 +113,14 @@ def test_compiles(capability: int, head_size: int, group: int, page: int) -> Non
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert process.returncode == 0, process.stderr
-    ours, another, ours_again = json.loads(process.stdout)
-    assert ours[TENSOR_CORES[capability]] > 0 and ours["ld.local"] == 0, ours
+    ours, another, ours_again, with_images = json.loads(process.stdout)
+    for made in (ours, with_images):
+        assert made[TENSOR_CORES[capability]] > 0 and made["ld.local"] == 0, made
     # Stock vLLM's causal tensor is not part of FlashAttention-4's key: what was compiled for a
     # fixed flag is taken for it. A mask function is.
     assert another[".entry"] == 1, "another mask was taken from the cache"
     assert ours_again[".entry"] == 0, "the same mask was compiled again"
+    assert with_images[".entry"] == 1, "the mask without images was taken for that with them"
 
 
 @pytest.mark.fa4
@@ -127,6 +138,20 @@ def test_gaps_along_a_last_dimension_are_refused(name: str) -> None:
     arguments[name] = with_gaps(arguments[name])
     arguments["symmetric"] = arguments.pop("window_rule")
     with pytest.raises(ValueError, match=f"a {name} that is contiguous along its last dimension"):
+        fa4_fwd.attention(**arguments, scale=0.3, window_left=-1, softcap=0.0)
+
+
+@pytest.mark.fa4
+def test_gaps_in_spans_are_refused() -> None:
+    from attention_kernels import fa4_fwd
+
+    batch = PagedBatch.random(
+        WITH_IMAGES, num_heads=2, num_kv_heads=1, head_size=32, block_size=16, dtype=torch.float16
+    )
+    arguments = {**batch.arguments(), "output": torch.zeros_like(batch.query)}
+    arguments["spans"] = with_gaps(arguments["spans"])
+    arguments["symmetric"] = arguments.pop("window_rule")
+    with pytest.raises(ValueError, match="impl 'fa4' takes contiguous spans, got strides"):
         fa4_fwd.attention(**arguments, scale=0.3, window_left=-1, softcap=0.0)
 
 

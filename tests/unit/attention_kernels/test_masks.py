@@ -33,6 +33,44 @@ def test_rules_by_hand() -> None:
     assert drawn(causal=True, window_left=0) == ["....x..", ".....x.", "......x"]
 
 
+def test_images_by_hand() -> None:
+    """One of the keys 3 to 5, whose rows see each other and, as all rows do, what came before."""
+    query_pos, key_pos = grid(context=2, queries=6)
+    spans = torch.zeros(6, 1, 2, dtype=torch.int32)
+    spans[1:4] = torch.tensor((3, 6))
+
+    def drawn(causal: int, window_left: int, symmetric: bool = False) -> list[str]:
+        return rows(visible(query_pos, key_pos, 2, causal, window_left, symmetric, spans))
+
+    assert drawn(causal=True, window_left=-1) == [
+        "xxx.....",
+        "xxxxxx..",
+        "xxxxxx..",
+        "xxxxxx..",
+        "xxxxxxx.",
+        "xxxxxxxx",
+    ]
+    # The window ends at the third key back, and not at the second of an image.
+    assert drawn(causal=True, window_left=1) == [
+        ".xx.....",
+        "..xxxx..",
+        "...xxx..",
+        "...xxx..",
+        ".....xx.",
+        "......xx",
+    ]
+    assert drawn(causal=True, window_left=0)[1:4] == ["...xxx.."] * 3
+    assert drawn(causal=False, window_left=0, symmetric=True)[1:4] == ["...xxx.."] * 3
+    assert drawn(causal=False, window_left=0) == ["..xxxxxx"] * 6
+
+
+def test_two_images_side_by_side_are_two() -> None:
+    query_pos, key_pos = grid(context=0, queries=4)
+    spans = torch.tensor(((0, 2), (0, 2), (2, 4), (2, 4)))[:, None]
+    seen = visible(query_pos, key_pos, 0, causal=True, window_left=-1, spans=spans)
+    assert rows(seen) == ["xx..", "xx..", "xxxx", "xxxx"]
+
+
 def test_per_request_flags_broadcast() -> None:
     query_pos, key_pos = grid(context=5, queries=4)
     causal = torch.tensor([1, 0, 0, 3])[:, None, None]

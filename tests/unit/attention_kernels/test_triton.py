@@ -45,6 +45,16 @@ MIXES = {
         Request(8, 37),
         Request(8, 37, causal=True),
     ],
+    # Of 1 token, and of as many as a window of 16 holds, one fewer, one more and three times that.
+    "images": [
+        Request(30, 20, causal=True, images=((20, 28), (35, 50))),  # as its rows begin and end
+        Request(8, 37),
+        Request(45, 0, causal=True, images=((3, 4), (6, 22), (23, 40))),
+        Request(8, 37, symmetric=True),
+        Request(59, 40, causal=True, images=((42, 90), (90, 97))),  # side by side
+        Request(9, 17, causal=True),
+        Request(16, 0, causal=True, images=((0, 16),)),
+    ],
 }
 WINDOWS = [-1, 0, 1, 15, 200]
 # Every mix with every window, and both with every page size: two sizes each, in turn.
@@ -60,7 +70,8 @@ def seen_by_definition(batch: PagedBatch, window_left: int, first_key: int) -> t
     D = batch.query.shape[-1]
     rows = []
     for r, length in enumerate(batch.seq_lens.tolist()):
-        query_len = int(batch.query_start_loc[r + 1] - batch.query_start_loc[r])
+        first_row, end_row = batch.query_start_loc[r : r + 2].tolist()
+        query_len = end_row - first_row
         key_pos = torch.arange(first_key, first_key + D)
         seen = visible(
             torch.arange(length - query_len, length)[:, None],
@@ -69,6 +80,7 @@ def seen_by_definition(batch: PagedBatch, window_left: int, first_key: int) -> t
             int(batch.causal[r]),
             window_left,
             bool(batch.symmetric[r]),
+            None if batch.spans is None else batch.spans[first_row:end_row, None],
         )
         rows.append(seen & (key_pos < length))
     return torch.cat(rows)
@@ -89,6 +101,7 @@ def test_visibility(mix: str, window_left: int, block_size: int) -> None:
 
 SHAPES = {  # requests, heads, key heads, head size, page
     "mixed": (MIXES["mixed"], 4, 2, 64, 16),
+    "images": (MIXES["images"], 4, 2, 64, 16),
     "odd head size": (MIXES["mixed"], 2, 1, 48, 16),
     "three heads a group": (MIXES["mixed"], 6, 2, 32, 32),
     "one head a group": (MIXES["canvases"], 2, 2, 32, 64),
@@ -139,6 +152,7 @@ def test_split_keys(
 ) -> None:
     monkeypatch.setattr(triton_version, "_choose_splits", lambda *_: num_splits)
     requests = [*MIXES["mixed"], Request(4, 500), Request(3, 400, causal=True)]
+    requests.append(Request(90, 400, causal=True, images=((405, 450),)))
     check_numbers(small_batch(requests))
     check_numbers(small_batch(requests), window_left=30)
 

@@ -24,6 +24,12 @@ for name, (chip, head_size, group, page, cache_dtype) in SHAPES.items():
     CASES[name] = chip, attend(chip, head_size, group, page, cache_dtype)
     CASES[f"{name}, join"] = chip, join(head_size, group)
     CASES[f"{name}, cut"] = chip, cut(page)
+    if not name.endswith(("fp8", "group")):
+        CASES[f"{name}, images"] = (
+            chip,
+            attend(chip, head_size, group, page, cache_dtype, images=True),
+        )
+        CASES[f"{name}, cut, images"] = chip, cut(page, images=True)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_dllm.attention import WindowRules
 from vllm_dllm.step.attn_metadata import LatestMetadata
 from vllm_dllm.step.attn_requests import AttnRequests
 
@@ -21,6 +22,7 @@ class Runner:
         self.tables = [torch.zeros(2, 4, dtype=torch.int32) for _ in range(2)]
         self.causal = torch.zeros(2, dtype=torch.int32)
         self.symmetric = torch.zeros(2, dtype=torch.int32)
+        self.spans = torch.zeros(128, 2, dtype=torch.int32)
         self.slot_mappings = torch.zeros(2, 128, dtype=torch.int64)
 
     def step(self) -> dict[str, int]:
@@ -33,8 +35,9 @@ class Runner:
             block_tables=tuple(table[:] for table in self.tables),
             max_query_len=64,
         )
+        rules = WindowRules(self.symmetric, self.spans)
         return self.latest.get_or_build(
-            self._build, requests, self.causal[:], self.symmetric, self.slot_mappings[:]
+            self._build, requests, self.causal[:], rules, self.slot_mappings[:]
         )
 
     def _build(self) -> dict[str, int]:
@@ -52,6 +55,8 @@ CHANGES: dict[str, Callable[[Runner], object]] = {
     "page": lambda runner: runner.tables[1][1, 3].add_(1),
     "phase": lambda runner: runner.causal[0].fill_(1),
     "window rule": lambda runner: runner.symmetric[1].fill_(1),
+    "image": lambda runner: runner.spans[5].add_(7),
+    "no image": lambda runner: setattr(runner, "spans", None),
     "memory": replace_block_table,
 }
 

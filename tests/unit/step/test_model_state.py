@@ -85,5 +85,15 @@ def test_a_full_graph_reads_buffers_that_stay(
     assert not metadata.get("for_cudagraph_capture")
 
 
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL])
+def test_images_go_to_the_builders(state: DiffusionModelState, mode: CUDAGraphMode) -> None:
+    assert prepare(state, mode)["window_rules"].spans is None
+    buffer = torch.zeros(100, 2, dtype=torch.int32)
+    state.image_spans = lambda *_: buffer  # type: ignore[method-assign]
+    metadata = prepare(state, mode)
+    spans = metadata["window_rules"].spans
+    assert spans.data_ptr() == buffer.data_ptr() and len(spans) == metadata["num_tokens"]
+
+
 def test_stock_builders_are_not_given_what_they_do_not_take() -> None:
     assert not takes_window_rules(object())
