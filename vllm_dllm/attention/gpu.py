@@ -228,7 +228,7 @@ class GpuCanvasBackend(TritonAttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        return True  # every checkpoint with a vision tower requires it; images are refused
+        return True  # every checkpoint with a vision tower requires it: `GpuCanvasMetadata.spans`
 
     @classmethod
     def supports_rswa(cls) -> bool:
