@@ -1,0 +1,147 @@
+"""Images in Triton: which tiles are visited, what spans must be like, and that they matter.
+Visibility and numbers are in `test_triton.py`, some of whose batches have images.
+"""
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_kernels.api import attention
+from attention_kernels.interpreter import interpret_kernels
+from attention_kernels.masks import visible, visible_range
+from attention_kernels.testing import PagedBatch, Request, allowed, with_gaps
+from attention_kernels.tiling import images, key_range, with_images
+from tests.unit.attention_kernels.test_triton import seen_by_definition
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("here")]
+ROWS = 16  # of a tile
+
+
+@triton.jit
+def range_kernel(
+    spans,
+    bounds,  # [2]
+    first,  # query of the request
+    num_rows,
+    context_len,
+    seq_len,
+    causal,
+    window_left,
+    ROWS: tl.constexpr,
+):
+    first_pos = context_len + first
+    last_pos = first_pos + num_rows - 1
+    start, end = key_range(first_pos, last_pos, context_len, seq_len, causal, 0, window_left)
+    row = tl.arange(0, ROWS)
+    image_start, image_end = images(spans, first + row, row < num_rows, seq_len)
+    start, end = with_images(start, end, image_start, image_end)
+    tl.store(bounds, start)
+    tl.store(bounds + 1, end)
+
+
+@pytest.fixture(scope="module")
+def here(triton_version: ModuleType) -> None:
+    if DEVICE == "cpu":
+        interpret_kernels(sys.modules[__name__])
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Request:
+    """With images of any length anywhere."""
+    query_len, context_len = draw(st.integers(1, 60)), draw(st.integers(0, 60))
+    ends = draw(st.lists(st.integers(0, query_len + context_len), unique=True, max_size=8))
+    pairs = list(zip(*[iter(sorted(ends))] * 2, strict=False))
+    return Request(query_len, context_len, causal=True, images=tuple(pairs))
+
+
+@settings(deadline=None, max_examples=200)
+@given(request=prompts(), first=st.integers(0, 59), window_left=st.integers(-1, 70))
+def test_visits_all_keys_that_are_seen_and_no_tile_without_one(
+    request: Request, first: int, window_left: int
+) -> None:
+    query_len, context_len = request.query_len, request.context_len
+    first = min(first, query_len - 1)
+    num_rows = min(ROWS, query_len - first)
+    seq_len, spans = context_len + query_len, request.spans()
+    bounds = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    numbers = (first, num_rows, context_len, seq_len, 1, window_left)
+    range_kernel[(1,)](spans.to(DEVICE), bounds, *numbers, ROWS=ROWS)
+    start, end = bounds.tolist()
+    own = spans[first : first + num_rows]
+    query_pos = torch.arange(context_len + first, context_len + first + num_rows)
+    seen = visible(
+        query_pos[:, None], torch.arange(seq_len), context_len, 1, window_left, spans=own[:, None]
+    ).any(dim=0)
+    assert seen[start:end].all() and not seen[:start].any() and not seen[end:].any()
+    by_definition = visible_range(
+        query_pos[0], query_pos[-1], context_len, seq_len, 1, window_left, spans=own
+    )
+    assert [int(bound) for bound in by_definition] == [start, end]
+
+
+def batch_of(requests: list[Request], **options: int) -> PagedBatch:
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "block_size": 16}
+    return PagedBatch.random(requests, **{**sizes, **options})
+
+
+def test_images_that_are_read_causally_are_wrong() -> None:
+    """As stock vLLM reads them, and as they are in a batch that is said to have none."""
+    batch = batch_of([Request(40, 10, causal=True, images=((15, 30),)), Request(8, 20)])
+    right = allowed(batch, scale=0.3)
+    right.check(attention(**batch.to(DEVICE).arguments(), scale=0.3).cpu())
+    without = replace(batch, spans=None)
+    output = attention(**without.to(DEVICE).arguments(), scale=0.3).cpu()
+    right.check(output, slice(0, 5))
+    right.check(output, slice(19, None))  # the image's last row sees no more than a causal one
+    with pytest.raises(AssertionError, match="rounding allows"):
+        right.check(output, slice(5, 19))
+
+
+def test_no_span_is_as_no_spans() -> None:
+    batch = batch_of([Request(40, 10, causal=True), Request(8, 20)]).to(DEVICE)
+    of_none = replace(batch, spans=torch.zeros_like(batch.query[:, 0, :2], dtype=torch.int32))
+    plain, spanned = (attention(**b.arguments(), scale=0.3) for b in (batch, of_none))
+    assert torch.equal(plain, spanned)
+
+
+@pytest.mark.parametrize("window_left", [-1, 3, 20])
+def test_the_first_rows_of_an_image_may_be_in_the_cache(window_left: int) -> None:
+    """As after a hit in the prefix cache."""
+    batch = batch_of([Request(30, 40, causal=True, images=((25, 50), (52, 70)))])
+    for first_key in range(0, 70, 32):
+        probe = batch.probe(first_key).to(DEVICE)
+        output = attention(**probe.arguments(), scale=1.0, window_left=window_left).cpu()
+        expected = seen_by_definition(batch, window_left, first_key)
+        assert torch.equal(output > 0, expected[:, None].expand_as(output))
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_pages_before_the_window_may_hold_anything(block_size: int) -> None:
+    """Though the image is longer than the window."""
+    window_left, context_len = 20, 300
+    batch = batch_of(
+        [Request(90, context_len, causal=True, images=((300, 380),))], block_size=block_size
+    )
+    options = {"scale": 0.3, "window_left": window_left}
+    right = allowed(batch, **options)
+    position = torch.arange(context_len - window_left)
+    pages = batch.block_table[0, position // block_size].long()
+    for cache in (batch.key_cache, batch.value_cache):
+        cache[pages, position % block_size] = torch.nan
+    right.check(attention(**batch.to(DEVICE).arguments(), **options).cpu())
+
+
+def test_gaps_in_spans_are_refused() -> None:
+    batch = batch_of([Request(40, 10, causal=True, images=((15, 30),))]).to(DEVICE)
+    arguments = batch.arguments()
+    arguments["spans"] = with_gaps(arguments["spans"])
+    with pytest.raises(ValueError, match=r"takes contiguous spans, got strides .* shape \(40, 2\)"):
+        attention(**arguments, scale=0.3)
