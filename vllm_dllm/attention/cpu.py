@@ -255,9 +255,8 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        canvas_keys, image_keys = None, ()
-        if attn_metadata is not None:
-            canvas_keys, image_keys = attn_metadata.canvas_keys, attn_metadata.image_keys
+        canvas_keys = attn_metadata.canvas_keys if attn_metadata is not None else None
+        image_keys = attn_metadata.image_keys if attn_metadata is not None else ()
         if canvas_keys is None or not canvas_keys.layout.only_canvases:
             super().forward(
                 layer,
