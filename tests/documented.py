@@ -79,6 +79,7 @@ ELSEWHERE = {
     """ "seed": 1, "stream": true, "vllm_xargs": {"diffusion_stream_canvases": true} }'""": (
         _CANVASES
     ),
+    ".venv/bin/vllm-dllm top --url http://127.0.0.1:8000": "tests/server/test_metrics.py::test_top",
     ".venv/bin/vllm-dllm demo": _DEMO,
     '.venv/bin/vllm-dllm demo --ask "Sort: q d x"': _DEMO,
     ".venv/bin/vllm-dllm demo --save-picture canvas.svg": _DEMO,

@@ -26,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_top(commands)
     _add_checkpoint(commands)
     _add_quantize(commands)
     _add_drafter(commands)
@@ -84,6 +85,31 @@ def _demo(options: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    return 0
+
+
+def _add_top(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Watch a running server in the terminal: requests, steps per block, tokens per second."
+    parser = commands.add_parser("top", help=text, description=text + " q or Ctrl-C ends it.")
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="address of the server (default: %(default)s)",
+    )
+    parser.add_argument("--once", action="store_true", help="print one frame as plain text and end")
+    parser.set_defaults(run=_top)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from vllm_dllm.tools import top
+
+    try:
+        top.run(options.url.rstrip("/"), options.once)
+    except InputError as error:
+        print(f"vllm-dllm top: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
     return 0
 
 

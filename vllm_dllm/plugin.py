@@ -35,10 +35,20 @@ def _register() -> None:
     from vllm import envs
 
     from vllm_dllm import attention, cpu
-    from vllm_dllm.compat import admission, drafting, ending, grammar, http, limits, token_texts
+    from vllm_dllm.compat import (
+        admission,
+        drafting,
+        ending,
+        grammar,
+        http,
+        limits,
+        metrics,
+        token_texts,
+    )
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.compat.model_configs import set_config_class
     from vllm_dllm.config import canvas_feeds
+    from vllm_dllm.metrics.prometheus import CanvasMetrics
     from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
     from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
     from vllm_dllm.requests.grammar import check_structured_outputs
@@ -78,6 +88,7 @@ def _register() -> None:
     limits.set_limit_checks(check_parameters, check_tokens)
     token_texts.find_token_texts_once()
     ending.stop_gracefully()
+    metrics.carry(CanvasMetrics)
     register_custom_attention_backend(attention.GPU_BACKEND)
     drafting.set_draft_schedulers(
         {

@@ -10,6 +10,7 @@ import vllm.config.vllm as vllm_config_module
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_dllm.compat import version
 
@@ -26,6 +27,20 @@ def prefill_emitted_tokens(runner: Any, scheduler_output: SchedulerOutput) -> No
         prompts = states.prompt_len.np[slots]
         states.prefill_len.np[slots] = prompts + np.array(cached.num_output_tokens)
         states.prefill_len.copy_to_uva()
+
+
+def send_numbers(runner: Any, output: Any) -> Any:
+    """`output` of a worker's step, and with it the numbers that the sampler has of that step, if it
+    counts. They may still be on their way from the device, ahead of the tokens."""
+    take_numbers = getattr(runner.sampler, "take_numbers", None)
+    if take_numbers is not None and isinstance(output, AsyncModelRunnerOutput):
+        output.model_runner_output.canvas_numbers = take_numbers()
+    return output
+
+
+def numbers_of(output: ModelRunnerOutput) -> Any:
+    """What `send_numbers` sent with it, if it did."""
+    return getattr(output, "canvas_numbers", None)
 
 
 def score_prompts_by(num_rows: int) -> None:

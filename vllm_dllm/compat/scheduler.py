@@ -1,6 +1,7 @@
 """vLLM's scheduler, with some of its steps open to subclasses."""
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,6 +92,7 @@ class SchedulerHooks(Scheduler):
         return self._get_new_block_ids_to_zero() or []
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        scheduler_output.scheduled_at = time.monotonic()
         self.complete_output(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         self.output_counted(scheduler_output)
@@ -121,6 +123,11 @@ def _ask_for_draft_tokens_only_if_needed() -> None:
             stock_post_step(self, model_executed)
 
     EngineCore.post_step = post_step
+
+
+def scheduled_at(output: SchedulerOutput) -> float:
+    """When a step that one of our schedulers has scheduled was: seconds of the monotonic clock."""
+    return output.scheduled_at
 
 
 def tokens_in_flight(request: Request, num_kept: int) -> int:

@@ -12,6 +12,7 @@ from vllm_dllm.compat.runner import (
     allow_v2_worker_without_triton,
     prefill_emitted_tokens,
     replace_rejection_sample,
+    send_numbers,
 )
 from vllm_dllm.cpu import compilation, threads
 from vllm_dllm.cpu.launch import replace_kernels
@@ -59,3 +60,6 @@ class TritonFreeCPUWorker(CPUWorker):
             and not self.scheduler_config.async_scheduling  # there, the engine has asked already
         )
         return self.sample_tokens(None) if output is None and samples_at_once else output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return send_numbers(self.model_runner, super().sample_tokens(grammar_output))

@@ -50,7 +50,10 @@ class StepOutcome(NamedTuple):
     canvas: torch.Tensor  # [n, C] int64, the next step's input
     accepted: torch.Tensor  # [n, C] bool
     state: CanvasState
-    finished: torch.Tensor  # [n] bool, converged or at the step cap
+    finished: torch.Tensor  # [n] bool, for one of the two reasons below, or at the step cap
+    converged: torch.Tensor | None  # [n] bool, the best guess stands still and the model is sure
+    # of it; None: no canvas is judged by that
+    revealed: torch.Tensor | None  # [n] bool, nothing is hidden any more; None: nothing ever was
 
 
 def denoise_step(
@@ -102,12 +105,13 @@ def denoise_step(
     converged = (repeated >= rules.stability_threshold) & is_confident(
         entropy, judged, rules.confidence_threshold
     )
-    if all_revealed is not None:
-        converged |= all_revealed
+    done = converged if all_revealed is None else converged | all_revealed
     steps_done = state.steps_done + 1
     return StepOutcome(
         canvas=torch.where(accepted, candidate, renoise_tokens),
         accepted=accepted,
         state=CanvasState(best_guess, repeated, steps_done, state.num_steps),
-        finished=converged | (steps_done >= state.num_steps),
+        finished=done | (steps_done >= state.num_steps),
+        converged=converged,
+        revealed=all_revealed,
     )

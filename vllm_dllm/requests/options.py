@@ -20,6 +20,7 @@ DEFAULT_ACCEPT_PROBABILITY = 0.9
 DEFAULT_EDIT_STEPS = 16  # LLaDA2.1's
 JOINS_COMMITS = "vllm_dllm_joins_commits"
 FITS_CANVASES = "vllm_dllm_fits_canvases"
+IS_COUNTED = "vllm_dllm_is_counted"
 _WIDTH_STEP = 16  # tokens: few different widths, and a little room after the last token
 
 
@@ -48,6 +49,7 @@ class RequestOptions:
     judge_answer_only: bool
     joins_commits: bool
     fits_canvases: bool
+    is_counted: bool  # for the metrics
     canvas_feed: str | None  # where the API process waits for this request's canvases
 
     @classmethod
@@ -85,6 +87,7 @@ class RequestOptions:
             judge_answer_only=bool(get("judge_answer_only")),
             joins_commits=bool(own.get(JOINS_COMMITS)),
             fits_canvases=bool(own.get(FITS_CANVASES)),
+            is_counted=bool(own.get(IS_COUNTED)),
             canvas_feed=feed if isinstance(feed := own.get(FEED), str) else None,
         )
 
@@ -113,12 +116,18 @@ def fit_canvas(params: SamplingParams | None, canvas_length: int) -> bool:
     return True
 
 
-def mark(params: SamplingParams | None, *, joins_commits: bool, fits_canvases: bool) -> None:
-    """Tells the worker whether the scheduler commits this request's blocks next to their successors
-    and whether it fits canvases to the tokens that may still come. Overwrites what the request
-    itself says under these keys."""
+def mark(
+    params: SamplingParams | None, *, joins_commits: bool, fits_canvases: bool, is_counted: bool
+) -> None:
+    """Tells the worker whether the scheduler commits this request's blocks next to their
+    successors, whether it fits canvases to the tokens that may still come, and whether the metrics
+    count them. Overwrites what the request itself says under these keys."""
     if params is not None:
-        marks = {JOINS_COMMITS: joins_commits, FITS_CANVASES: fits_canvases}
+        marks = {
+            JOINS_COMMITS: joins_commits,
+            FITS_CANVASES: fits_canvases,
+            IS_COUNTED: is_counted,
+        }
         params.extra_args = {**(params.extra_args or {}), **marks}
 
 

@@ -7,6 +7,7 @@ commit. The last block is not committed, because nobody would read its keys and 
 wider than the tokens that its request may still get (`canvas_width`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -17,6 +18,7 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.compat.grammar import BlockCheck
+from vllm_dllm.compat.metrics import CarryingStats
 from vllm_dllm.compat.scheduler import (
     SchedulerHooks,
     StockDiffusionAsyncScheduler,
@@ -28,7 +30,16 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import MaskedConfig, is_masked
 from vllm_dllm.processes import end_with_parent
 from vllm_dllm.requests.ends import was_foreseen
-from vllm_dllm.requests.options import fit_canvas, fits_canvases, fitted_width, is_read_only, mark
+from vllm_dllm.requests.masked import with_defaults
+from vllm_dllm.requests.options import (
+    RequestOptions,
+    fit_canvas,
+    fits_canvases,
+    fitted_width,
+    is_read_only,
+    mark,
+)
+from vllm_dllm.scheduling.canvas_counter import CanvasCounter
 from vllm_dllm.scheduling.fair_share import FairShare
 from vllm_dllm.scheduling.spared_forwards import joins_canvases, joins_commits, spares_last_commit
 
@@ -54,10 +65,12 @@ class CanvasScheduling(SchedulerHooks):
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
         self.by_blocks = is_masked(self.vllm_config)
         self.fits_canvas = config.fit_canvas and not self.by_blocks
+        self.defaults = self._defaults(config)
         self.fair_share = FairShare.of(self.vllm_config, config.limits)
         self.joins_canvases = joins_canvases(self.vllm_config)
         self.joins_commits = joins_commits(self.vllm_config)
         self._spared_commits: list[int] = []  # widths, until they are in the statistics
+        self._counter = CanvasCounter(self.canvas_width) if self.log_stats else None
         # Log-probabilities of prompts, by request, until its first block is emitted.
         self._prompt_scores: dict[str, tuple[Any, Any]] = {}
         if self.by_blocks:
@@ -77,6 +90,12 @@ class CanvasScheduling(SchedulerHooks):
                 "prefilled. Leave them out."
             )
 
+    def _defaults(self, config: ExtensionConfig) -> Mapping[str, Any]:
+        """The server's values for keys that a request leaves out."""
+        if self.by_blocks:
+            config = with_defaults(config, MaskedConfig.read(self.vllm_config).threshold)
+        return config.defaults
+
     def canvas_width(self, request: Request) -> int:
         """Tokens of the canvas that `request` is at, or of the one that follows its tokens so far.
         A masked model's ends with a block; blocks are counted from the request's first token."""
@@ -87,7 +106,11 @@ class CanvasScheduling(SchedulerHooks):
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
         fits = self.fits_canvas and fit_canvas(params, self.num_spec_tokens)
-        mark(params, joins_commits=self.joins_commits, fits_canvases=fits)
+        is_counted = self._counter is not None
+        mark(params, joins_commits=self.joins_commits, fits_canvases=fits, is_counted=is_counted)
+        if self._counter is not None and params is not None:
+            options = RequestOptions.from_sampling_params(params, self.defaults)
+            self._counter.request_received(options.acceptance)
         super().add_request(request)
 
     def sitting_out(self) -> list[Request]:
@@ -175,6 +198,8 @@ class CanvasScheduling(SchedulerHooks):
     # --- finished blocks --------------------------------------------------------------------
 
     def block_emitted(self, request: Request, block_length: int) -> None:
+        if self._counter is not None:
+            self._counter.block_emitted(request, is_last=False)
         if self.joins_commits:
             # vLLM counted the canvas as accepted drafts, but the next step computes its tokens.
             request.num_computed_tokens -= block_length
@@ -186,6 +211,8 @@ class CanvasScheduling(SchedulerHooks):
         request.spec_token_ids = request.spec_token_ids[:width]
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
+        if self._counter is not None:
+            self._counter.block_emitted(request, is_last=True)
         if request.num_computed_tokens == 0:
             return  # preempted while this step ran: it has no cache blocks any more
         is_committed = not (self.spares_last_commit or is_read_only(request.sampling_params))
@@ -203,6 +230,21 @@ class CanvasScheduling(SchedulerHooks):
                 request, min(request.num_computed_tokens, request.num_tokens)
             )
 
+    # --- statistics -------------------------------------------------------------------------
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        if self._counter is not None:
+            self._counter.step_ended(scheduler_output, model_runner_output, self.requests)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
+    ) -> SpecDecodingStats | None:
+        stats = spec_decoding_stats or CarryingStats(self.num_spec_tokens)
+        return super().make_spec_decoding_stats(stats, *args, **kwargs)
+
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -212,6 +254,8 @@ class CanvasScheduling(SchedulerHooks):
         if spec_decoding_stats is not None:
             for width in self._spared_commits:
                 spec_decoding_stats.observe_draft(width, num_accepted_tokens=0)
+        if self._counter is not None and isinstance(spec_decoding_stats, CarryingStats):
+            spec_decoding_stats.cargo = vars(self._counter.take())
         self._spared_commits.clear()
         return super().make_stats(spec_decoding_stats, *args, **kwargs)
 

@@ -22,6 +22,7 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepOutcome, denoise_step
 from vllm_dllm.denoise.temperature import temperature
+from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.requests.ends import EVERY_BLOCK, is_last_block
 from vllm_dllm.requests.options import fitted_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
@@ -30,6 +31,7 @@ from vllm_dllm.step.canvas_record import StepCanvases
 from vllm_dllm.step.grammars import Legal
 from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
 from vllm_dllm.step.masked_settings import MaskedStepSettings
+from vllm_dllm.step.numbers import canvas_numbers
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.settings import SlotSettings, StepSettings, revealing
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers, SlotTokens
@@ -106,6 +108,7 @@ class CanvasStep:
         self.device = device
 
         self.batch: CanvasBatch | None = None  # from `begin` to `advance`
+        self._numbers: CanvasNumbers | None = None  # from `advance` to `take_numbers`
         self.slots = CanvasSlots(
             sampler.req_states.draft_tokens[:, : self.canvas_length],
             model_config.hf_text_config.hidden_size if self.self_conditions else 0,
@@ -209,7 +212,15 @@ class CanvasStep:
                 finished=settled.finished,
             )
             self.requests.observers.show(shown, batch, input_batch.req_ids)
+        if self.requests.are_counted:
+            entropy = denoised.stats.entropy_nats
+            self._numbers = canvas_numbers(batch, denoised.outcome, entropy, settled.denoises)
         return Advanced(settled.best_guess, settled.emitted, logprobs)
+
+    def take_numbers(self) -> CanvasNumbers | None:
+        """Of the step just taken, for the metrics. None: nobody counts, or it had no canvas."""
+        numbers, self._numbers = self._numbers, None
+        return numbers
 
     def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
         slots, idx = self.slots, batch.slot_index

@@ -99,6 +99,6 @@ class MaskedStep(CanvasStep):
             RowStats(tokens, tokens, candidates.entropy_nats, candidates.probability.log()),
             source.new_empty(len(source), 0),
             torch.full_like(tokens, self.mask_id),
-            StepOutcome(canvas, revealed, state, finished),
+            StepOutcome(canvas, revealed, state, finished, converged=None, revealed=finished),
             revealed,
         )

@@ -40,7 +40,8 @@ class StepRequests:
         self.max_model_len, self.mask_id = model_config.max_model_len, mask_id
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
-        self.prefills_emitted_tokens = False  # until a request says what the scheduler does
+        # Until a request says what the scheduler does.
+        self.prefills_emitted_tokens = self.are_counted = False
         self._device = slots.canvas.device
         self._canvas_length = slots.canvas.shape[1]
         self._offsets = torch.arange(self._canvas_length, device=self._device)
@@ -71,6 +72,7 @@ class StepRequests:
         """Of a new request, or one that comes back after a preemption."""
         options = RequestOptions.from_sampling_params(params, self.extension.defaults)
         self.prefills_emitted_tokens = options.joins_commits
+        self.are_counted = options.is_counted
         self.sampling_states.add_request(slot, params)
         num_steps = self.settings.max_steps
         if options.max_steps is not None:

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_dllm.compat.prompt_privacy import keep_prompts_private
 from vllm_dllm.compat.runner import score_prompts_by
+from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.logits import step_bytes, whole_rows
 
@@ -35,6 +36,9 @@ class DiffusionSampler:
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         self.step.requests.add(req_idx, sampling_params)
+
+    def take_numbers(self) -> CanvasNumbers | None:
+        return self.step.take_numbers()
 
     def apply_staged_writes(self) -> None:
         self.step.requests.start()

@@ -6,7 +6,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.compat.ending import leave_signals_to_engine
-from vllm_dllm.compat.runner import prefill_emitted_tokens
+from vllm_dllm.compat.runner import prefill_emitted_tokens, send_numbers
 from vllm_dllm.processes import end_with_parent
 
 
@@ -23,3 +23,6 @@ class CanvasWorker(Worker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         prefill_emitted_tokens(self.model_runner, scheduler_output)
         return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return send_numbers(self.model_runner, super().sample_tokens(grammar_output))

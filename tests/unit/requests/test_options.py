@@ -53,7 +53,7 @@ def test_later_canvases_are_fitted_unless_the_request_says_how_wide_they_are() -
 
 def test_what_the_scheduler_says_is_not_the_requests_to_say() -> None:
     params = SamplingParams(extra_args={FITS_CANVASES: True, JOINS_COMMITS: True})
-    mark(params, joins_commits=False, fits_canvases=False)
+    mark(params, joins_commits=False, fits_canvases=False, is_counted=False)
     options = RequestOptions.from_sampling_params(params, {})
     assert not options.fits_canvases and not options.joins_commits
 

@@ -31,6 +31,10 @@ SIGNATURES = {
     "tokenizers.detokenizer_utils:convert_ids_list_to_tokens": "tokenizer token_ids",
     "v1.engine.input_processor:InputProcessor._validate_params": "self params supported_tasks",
     "v1.engine.input_processor:InputProcessor.resolve_watermarking": "self params",
+    "v1.spec_decode.metrics:SpecDecodingProm.__init__": (
+        "self speculative_config labelnames per_engine_labelvalues is_diffusion"
+    ),
+    "v1.spec_decode.metrics:SpecDecodingProm.observe": "self spec_decoding_stats engine_idx",
     "v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker.compute_prompt_logprobs": (
         "self logits_fn hidden_states input_batch all_token_ids num_computed_tokens prompt_lens"
     ),

@@ -182,6 +182,28 @@ SEAMS = [
         "spec_decoding_stats = self.make_spec_decoding_stats(",
     ),
     Seam(
+        "statistics carry the counts of drafts, as a class that messages are decoded as",
+        "v1.metrics.stats:SchedulerStats",
+        "spec_decoding_stats: SpecDecodingStats | None = None",
+    ),
+    Seam(
+        "metrics of drafts are made with their labels",
+        "v1.metrics.loggers:PrometheusStatLogger.__init__",
+        """self.spec_decoding_prom = self._spec_decoding_cls(
+            vllm_config.speculative_config,
+            labelnames,
+            per_engine_labelvalues,
+            is_diffusion=vllm_config.model_config.is_diffusion,
+        )""",
+    ),
+    Seam(
+        "metrics of drafts observe their counts",
+        "v1.metrics.loggers:PrometheusStatLogger.record",
+        """self.spec_decoding_prom.observe(
+                    scheduler_stats.spec_decoding_stats, engine_idx
+                )""",
+    ),
+    Seam(
         "the scheduler frees a request",
         f"{_SCHEDULER}.finish_requests",
         "self._free_request(request",

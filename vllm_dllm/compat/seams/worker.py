@@ -63,6 +63,16 @@ SEAMS = [
         "output = self.model_runner.execute_model(",
     ),
     Seam(
+        "a step's output waits for all that the step has copied",
+        "v1.worker.gpu.async_utils:AsyncOutput.__init__",
+        "copy_stream.wait_stream(main_stream)",
+    ),
+    Seam(
+        "a step's output holds what the engine gets",
+        "v1.worker.gpu.async_utils:AsyncOutput.__init__",
+        "self.model_runner_output = model_runner_output",
+    ),
+    Seam(
         "the runner counts what is prefilled of the requests that it knows",
         f"{_RUNNER}.update_requests",
         """np.minimum(

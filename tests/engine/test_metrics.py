@@ -1,0 +1,111 @@
+"""The metrics count what the trace shows, also with commits of their own and for masked models."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+from vllm import SamplingParams
+
+from tests.engine.conftest import Engine
+from tests.engine.masked import make_checkpoint
+from tests.engine.one_step import FEW_STEPS, random_ids
+from tests.metrics import Samples, check_against, ours, since
+
+CANVAS = 32
+STEPS = FEW_STEPS["diffusion_max_steps"]
+
+
+def scrape() -> Samples:
+    return ours(generate_latest(REGISTRY).decode())
+
+
+def run(served: Engine, params: SamplingParams, lengths: list[int]) -> tuple[Any, dict[str, float]]:
+    """What the trace and the metrics say of random prompts of these lengths, all at once."""
+    seen = len(served.trace.read_text()) if served.trace.exists() else 0
+    before = scrape()
+    prompts = [{"prompt_token_ids": random_ids(n, 512, seed=n)} for n in lengths]
+    served.llm.generate(prompts, params, use_tqdm=False)
+    trace = [json.loads(line) for line in served.trace.read_text()[seen:].splitlines()]
+    return trace, since(before, scrape())
+
+
+def test_blocks_that_share_forwards(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path]
+) -> None:
+    served = engine(tiny(64), disable_log_stats=False)
+    params = SamplingParams(max_tokens=3 * CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
+    trace, changed = run(served, params, [40])
+    check_against(trace, changed)
+    assert changed["forwards_total"] == 3 * STEPS
+    assert changed["canvases_finished_total step_cap"] == 3
+    assert (changed["commits_total shared"], changed["commits_total none"]) == (2, 1)
+    assert changed["requests_total entropy_bound"] == 1
+    assert not {"commits_total own", "canvases_cut_total"} & changed.keys()
+
+
+def test_several_at_once(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> None:
+    """Some of which reveal their tokens, and one ends where the context does."""
+    served = engine(tiny(64), settings={"fit_canvas": True}, disable_log_stats=False)
+    top_k = {"diffusion_acceptance": "top_k", "diffusion_accept_tokens": 8}
+    params = SamplingParams(max_tokens=CANVAS, ignore_eos=True, extra_args=top_k)
+    trace, changed = run(served, params, [40, 5, 2048 - CANVAS])
+    check_against(trace, changed)
+    assert changed["requests_total top_k"] == 3
+    finished = {k: v for k, v in changed.items() if k.startswith("canvases_finished_total")}
+    assert finished["canvases_finished_total revealed"] > 0 and sum(finished.values()) == 3
+    assert "canvases_cut_total" not in changed
+
+    params = SamplingParams(max_tokens=20, ignore_eos=True, extra_args=FEW_STEPS)
+    trace, changed = run(served, params, [2048 - 20])
+    check_against(trace, changed)
+    assert {len(line["canvas"]) for line in trace} == {20}
+    assert changed["canvases_cut_total"] == 1
+
+
+@pytest.mark.parametrize("commits_last", [False, True])
+def test_commits_of_their_own(
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    asynchronous: None,
+    commits_last: bool,
+) -> None:
+    """The step that is on its way when a request ends is counted with the next request."""
+    settings = {"commit_last_block": commits_last}
+    served = engine(tiny(64), settings=settings, async_scheduling=True, disable_log_stats=False)
+    params = SamplingParams(max_tokens=3 * CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
+    trace, changed = run(served, params, [40])
+    late, on_its_way = trace[: 3 * STEPS], trace[3 * STEPS :]
+    check_against(late, changed)
+    assert len(on_its_way) == 1 and not on_its_way[0]["finished"]
+    assert changed["commits_total own"] == 2 + commits_last
+    assert changed.get("commits_total none", 0) == 1 - commits_last
+    assert changed["forwards_total"] == 3 * STEPS + 2 + commits_last
+
+
+@pytest.mark.parametrize("edits", [False, True], ids=["revealed", "edited"])
+def test_masked(engine: Callable[..., Engine], tmp_path_factory: Any, edits: bool) -> None:
+    block = 4
+    checkpoint, _ = make_checkpoint(tmp_path_factory.mktemp("masked"), block)
+    served = engine(checkpoint, settings={"fit_canvas": True}, disable_log_stats=False)
+    extra = {"diffusion_edit_probability": 0.3, "diffusion_edit_steps": 3} if edits else None
+    params = SamplingParams(max_tokens=3 * block, ignore_eos=True, extra_args=extra)
+    trace, changed = run(served, params, [1, block, 3 * block + 1])
+    check_against(trace, changed)
+    assert changed["requests_total confidence"] == 3
+    last = [line for line in trace if line["finished"]]
+    assert changed["canvases_finished_total revealed"] == len(last)
+    assert changed["commits_total none"] == 3
+
+
+def test_nothing_is_counted_without_statistics(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path]
+) -> None:
+    served = engine(tiny(64), disable_log_stats=True)
+    params = SamplingParams(max_tokens=CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
+    before = scrape()
+    served.llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+    step = served.llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler.step
+    assert scrape() == before and not step.requests.are_counted

@@ -1,0 +1,153 @@
+"""Numbers of canvases on their way from the worker to `/metrics`."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import REGISTRY, generate_latest
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
+
+from tests.metrics import ours
+from tests.paths import ROOT
+from vllm_dllm import plugin
+from vllm_dllm.compat.metrics import CarryingStats
+from vllm_dllm.denoise.step import CanvasState, StepOutcome
+from vllm_dllm.metrics.canvas_numbers import CanvasRow
+from vllm_dllm.metrics.counts import CanvasCounts
+from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, HISTOGRAMS, PREFIX, CanvasMetrics
+from vllm_dllm.requests.keys import ACCEPTANCE_RULES
+from vllm_dllm.scheduling.canvas_counter import CanvasCounter
+from vllm_dllm.step.numbers import canvas_numbers
+
+LABELS = ["model_name", "engine"]
+
+
+@pytest.fixture
+def metrics() -> Iterator[CanvasMetrics]:
+    yield CanvasMetrics(LABELS, {0: ["m", "0"]})
+    CanvasMetrics(LABELS, {})
+
+
+def numbers(**columns: list[Any]) -> Any:
+    """Of canvases 4 and 3 positions wide, in a grid of 4; the first reveals nothing."""
+    ones = torch.ones(2, dtype=torch.long)
+    known = {
+        "accepted": [[1, 1, 0, 0], [1, 0, 0, 1]],
+        "steps": [2, 2],
+        "finished": [0, 1],
+        "converged": [0, 0],
+        "revealed": [0, 0],
+        "denoises": [1, 1],
+    } | columns
+    at = {name: torch.tensor(value) for name, value in known.items()}
+    batch = SimpleNamespace(
+        requests_np=np.array([1, 3]),
+        lengths_np=np.array([4, 3]),
+        valid=torch.arange(4) < torch.tensor([[4], [3]]),
+    )
+    outcome = StepOutcome(
+        canvas=torch.zeros(2, 4),
+        accepted=at["accepted"].bool(),
+        state=CanvasState(ones, ones, at["steps"], ones),
+        finished=at["finished"].bool(),
+        converged=at["converged"].bool(),
+        revealed=at["revealed"].bool(),
+    )
+    entropy = torch.tensor([[1.0, 1.0, 1.0, 1.0], [3.0, 0.0, 0.0, 9.0]])
+    return canvas_numbers(batch, outcome, entropy, at["denoises"].bool())
+
+
+def test_a_step_in_numbers() -> None:
+    """Positions behind a canvas' end do not count."""
+    assert list(numbers().rows()) == [
+        CanvasRow(1, 4, 2, 2, 1.0, None),
+        CanvasRow(3, 3, 2, 1, 1.0, "step_cap"),
+    ]
+
+
+@pytest.mark.parametrize("cause", ["converged", "revealed"])
+def test_causes(cause: str) -> None:
+    assert [row.cause for row in numbers(**{cause: [0, 1]}).rows()] == [None, cause]
+
+
+def test_what_is_not_denoised_is_not_counted() -> None:
+    """A canvas that commits, or whose step is taken back."""
+    assert [row.step for row in numbers(denoises=[1, 0]).rows()] == [2, 0]
+
+
+def counted(*steps: dict[str, Any]) -> CanvasCounts:
+    """Of requests `b` and `d`, which have room for 4 positions; `d` has been aborted."""
+    counter = CanvasCounter(lambda request: 4)
+    request = SimpleRequest("b")
+    for step in steps:
+        output = ModelRunnerOutput(req_ids=list("abcd"), req_id_to_index={})
+        output.canvas_numbers = numbers(**step)
+        scheduled: Any = SimpleNamespace(total_num_scheduled_tokens=9, scheduled_at=0.0)
+        counter.step_ended(scheduled, output, {"b": request})
+    counter.block_emitted(request, is_last=False)
+    return counter.take()
+
+
+class SimpleRequest(Any):
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+
+
+def test_the_engine_counts() -> None:
+    counts = counted({"steps": [1, 1]}, {"steps": [2, 2], "finished": [1, 1]})
+    assert (counts.forwards, counts.denoise_steps, counts.accepted_positions) == (2, 4, 6)
+    assert counts.canvases_finished == {"step_cap": 2}
+    assert counts.block_denoise_steps == [2, 2] and counts.block_entropy_nats == [1.0, 1.0]
+    assert len(counts.block_seconds) == 1 and counts.canvases_cut == 0
+    assert counts.commits == {"shared": 1}
+
+
+def test_a_commit_of_its_own() -> None:
+    assert counted({"denoises": [0, 1]}).commits == {"own": 1}
+
+
+def test_what_is_counted_arrives(metrics: CanvasMetrics) -> None:
+    """As it travels between an engine and its API process."""
+    plugin.register()
+    stats = CarryingStats(num_spec_tokens=4)
+    stats.observe_draft(4, num_accepted_tokens=4)
+    stats.cargo = vars(counted({"steps": [1, 1], "finished": [1, 0]}))
+    sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(spec_decoding_stats=stats))
+    arrived = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
+    found = arrived.scheduler_stats.spec_decoding_stats
+    assert found == stats and found.cargo["block_denoise_steps"] == [1]
+    metrics.observe(found.cargo, engine=0)
+    samples = ours(generate_latest(REGISTRY).decode())
+    assert samples["denoise_steps_total", frozenset()] == 2
+    assert samples["commits_total", frozenset({("forward", "shared")})] == 1
+    assert samples["block_denoise_steps_bucket", frozenset({("le", "1.0")})] == 1
+
+
+def test_models_that_are_not_ours_have_no_metrics() -> None:
+    plugin.register()
+    drafting = SpecDecodingProm(None, LABELS, {0: ["m", "0"]})
+    drafting.observe(SpecDecodingStats.new(4))
+    assert PREFIX not in generate_latest(REGISTRY).decode()
+
+
+def test_every_count_is_a_metric() -> None:
+    names = {field.name for field in fields(CanvasCounts)}
+    assert names == {*COUNTERS, *BY_LABEL, *HISTOGRAMS}
+
+
+def test_every_rule_of_acceptance_has_a_series() -> None:
+    assert set(BY_LABEL["requests"][1]) == set(ACCEPTANCE_RULES)
+
+
+def test_every_metric_is_documented() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    for name in (*(f"{name}_total" for name in (*COUNTERS, *BY_LABEL)), *HISTOGRAMS):
+        assert f"| `{PREFIX}{name}" in page, name

@@ -1,0 +1,158 @@
+"""`vllm-dllm top` shows what is on `/metrics`, and says in a line why it cannot."""
+
+import io
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from rich.console import Console
+
+from vllm_dllm import cli
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools import top
+from vllm_dllm.tools.top.frame import frame
+from vllm_dllm.tools.top.scrape import Scrape, read
+
+OF_ENGINE = """\
+vllm:num_requests_running{{engine="{engine}",model_name="m"}} 3.0
+vllm:num_requests_waiting{{engine="{engine}",model_name="m"}} 1.0
+vllm:kv_cache_usage_perc{{engine="{engine}",model_name="m"}} 0.25
+vllm:generation_tokens_total{{engine="{engine}",model_name="m"}} {tokens}
+vllm_dllm:forwards_total{{engine="{engine}",model_name="m"}} {forwards}
+vllm_dllm:denoise_steps_total{{engine="{engine}",model_name="m"}} {forwards}
+vllm_dllm:accepted_positions_total{{engine="{engine}",model_name="m"}} 640.0
+vllm_dllm:canvases_cut_total{{engine="{engine}",model_name="m"}} 0.0
+vllm_dllm:canvases_finished_total{{cause="converged",engine="{engine}",model_name="m"}} 3.0
+vllm_dllm:canvases_finished_total{{cause="step_cap",engine="{engine}",model_name="m"}} 1.0
+vllm_dllm:commits_total{{engine="{engine}",forward="shared",model_name="m"}} 3.0
+vllm_dllm:commits_total{{engine="{engine}",forward="own",model_name="m"}} 1.0
+vllm_dllm:requests_total{{acceptance="entropy_bound",engine="{engine}",model_name="m"}} 2.0
+vllm_dllm:block_denoise_steps_sum{{engine="{engine}",model_name="m"}} 42.0
+vllm_dllm:block_denoise_steps_count{{engine="{engine}",model_name="m"}} 4.0
+vllm_dllm:block_entropy_nats_sum{{engine="{engine}",model_name="m"}} 0.002
+vllm_dllm:block_entropy_nats_count{{engine="{engine}",model_name="m"}} 4.0
+vllm_dllm:block_seconds_sum{{engine="{engine}",model_name="m"}} 2.0
+vllm_dllm:block_seconds_count{{engine="{engine}",model_name="m"}} 4.0
+"""
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
+    """An address, and what it answers there: a status and a text by path."""
+    answers: dict[str, tuple[int, str]] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, text = answers.get(self.path, (404, ""))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", answers
+        server.shutdown()
+        thread.join()
+
+
+def scrape(served: tuple[str, dict[str, tuple[int, str]]], text: str, at: float) -> Scrape:
+    url, answers = served
+    answers["/metrics"] = 200, text
+    return Scrape(at, read(url).samples)
+
+
+def drawn(*scrapes: Scrape, problem: str | None = None) -> dict[str, list[str]]:
+    """The words behind the first column of each line."""
+    screen = Console(file=io.StringIO(), width=100, color_system=None)
+    screen.print(frame("http://here", scrapes, problem))
+    lines = screen.file.getvalue().splitlines()
+    return {line[:28].strip(): line[28:].split() for line in lines if line.strip()}
+
+
+def test_a_frame(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
+    earlier = scrape(served, OF_ENGINE.format(engine=0, tokens=100, forwards=30), 50.0)
+    later = scrape(served, OF_ENGINE.format(engine=0, tokens=160, forwards=40), 54.0)
+    shown = drawn(earlier, later)
+    assert shown["Requests"] == ["3", "running,", "1", "waiting"]
+    assert shown["KV cache"] == ["██████░░░░░░░░░░░░░░░░░░", "25.0%"]
+    assert shown["Tokens per second"] == ["15.0", "–"]
+    assert shown["Tokens per forward"] == ["6.00", "4.00"]
+    assert shown["Denoise steps per block"] == ["–", "10.50"]
+    assert shown["Entropy of finished blocks"] == ["–", "0.0005"]
+    assert shown["Accepted positions per step"] == ["0.0", "16.0"]
+    assert shown["Commits that took no forward"] == ["–", "75%"]
+    assert " ".join(shown["Blocks finished by"]) == "converged 75%, step cap 25%"
+    assert " ".join(shown["Requests by rule"]) == "entropy bound 100%"
+    assert "Canvases cut" not in shown and "Engine  running" not in "".join(shown)
+
+
+def test_several_engines(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
+    text = "".join(OF_ENGINE.format(engine=i, tokens=160, forwards=40 + i) for i in range(2))
+    shown = drawn(scrape(served, text, 1.0), problem="gone")
+    assert shown["Requests"][0] == "6" and shown["KV cache"][-1] == "25.0%"
+    assert "1             3        1" in "".join(shown) or "gone" in shown
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "complaint"),
+    [
+        (404, "", "answers /metrics with HTTP 404: it is not vLLM, or was started with --disable"),
+        (200, "<html>", "is not a list of metrics"),
+        (200, "up 1.0\n", "is not vLLM: it has no metrics of vLLM's"),
+        (200, "vllm:x_total 1.0\n", "counts no canvases: it serves no diffusion model, or was"),
+    ],
+)
+def test_other_servers(
+    served: tuple[str, dict[str, tuple[int, str]]],
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    text: str,
+    complaint: str,
+) -> None:
+    url, answers = served
+    answers["/metrics"] = status, text
+    assert cli.main(["top", "--url", url, "--once"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("vllm-dllm top: ") and complaint in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("http://127.0.0.1:1", "no server answers at http://127.0.0.1:1 "),
+        ("127.0.0.1:8000", "--url must be like http://127.0.0.1:8000, got '127.0.0.1:8000'"),
+        ("http://", "no server answers at"),
+        ("http://127.0.0.1:port", "no server answers at"),
+    ],
+)
+def test_no_server(url: str, complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        read(url)
+
+
+def test_once(
+    served: tuple[str, dict[str, tuple[int, str]]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And wherever the output is no terminal."""
+    url, answers = served
+    answers["/metrics"] = 200, OF_ENGINE.format(engine=0, tokens=160, forwards=40)
+    monkeypatch.setattr(top, "REFRESH_SECONDS", 0.0)
+    for options in ([], ["--once"]):
+        assert cli.main(["top", "--url", url + "/", *options]) == 0
+        assert "4.00" in capsys.readouterr().out
+
+
+def test_a_server_that_started_anew(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
+    old, new = (
+        scrape(served, OF_ENGINE.format(engine=0, tokens=n, forwards=n), at)
+        for n, at in ((40, 1.0), (2, 2.0))
+    )
+    assert new.is_behind(old) and not old.is_behind(new)

@@ -1,0 +1,1 @@
+"""What a server counts of its canvases, from the worker by way of the engine to `/metrics`."""

@@ -1,0 +1,106 @@
+"""The metrics on `/metrics` whose names begin with `vllm_dllm:`. docs/metrics.md explains them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from prometheus_client import REGISTRY, Counter, Histogram
+
+from vllm_dllm.metrics.counts import ACCEPTANCES, CAUSES, COMMITS
+
+PREFIX = "vllm_dllm:"
+
+COUNTERS = {
+    "forwards": "Forwards of the model.",
+    "denoise_steps": "Denoise steps, one for each canvas that a forward denoised.",
+    "accepted_positions": (
+        "Canvas positions that held their tokens after a denoise step, summed over the steps."
+    ),
+    "canvases_cut": "Finished canvases that the end of the context made narrower.",
+}
+
+BY_LABEL = {
+    "canvases_finished": ("cause", CAUSES, "Finished canvases, by what finished them."),
+    "commits": (
+        "forward",
+        COMMITS,
+        "Emitted blocks, by the forward that commits them: shared with the next block's first "
+        "step, their own, or none.",
+    ),
+    "requests": ("acceptance", ACCEPTANCES, "Requests received, by their rule of acceptance."),
+}
+
+HISTOGRAMS = {
+    "block_denoise_steps": (
+        "Denoise steps of each finished canvas.",
+        (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256),
+    ),
+    "block_entropy_nats": (
+        "Mean entropy of each finished canvas in its last step, in nats.",
+        (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3),
+    ),
+    "block_seconds": (
+        "Seconds from the scheduling of each finished canvas' first step to its last step's end.",
+        (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100),
+    ),
+}
+
+_registered: list[Counter | Histogram] = []
+
+
+class CanvasMetrics:
+    """Of the engines whose statistics come to this process."""
+
+    def __init__(
+        self, labelnames: Sequence[str], labels_by_engine: Mapping[int, Sequence[Any]]
+    ) -> None:
+        # As vLLM does with its own: a process may come to make others.
+        while _registered:
+            REGISTRY.unregister(_registered.pop())
+        counters = {name: _counter(name, text, labelnames) for name, text in COUNTERS.items()}
+        by_label = {
+            name: _counter(name, text, (*labelnames, label))
+            for name, (label, _, text) in BY_LABEL.items()
+        }
+        histograms = {
+            name: Histogram(PREFIX + name, text, labelnames, buckets=buckets)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        _registered.extend(histograms.values())
+        # From the start, because a rate misses what a new series begins with.
+        self._of_engine = {
+            engine: _OfEngine(
+                {name: counter.labels(*labels) for name, counter in counters.items()},
+                {
+                    (name, value): counter.labels(*labels, value)
+                    for name, counter in by_label.items()
+                    for value in BY_LABEL[name][1]
+                },
+                {name: histogram.labels(*labels) for name, histogram in histograms.items()},
+            )
+            for engine, labels in labels_by_engine.items()
+        }
+
+    def observe(self, counts: Mapping[str, Any], engine: int) -> None:
+        """`counts`: the fields of `CanvasCounts`."""
+        metrics = self._of_engine[engine]
+        for name, counter in metrics.counters.items():
+            if counts[name]:
+                counter.inc(counts[name])
+        for name in BY_LABEL:
+            for value, number in counts[name].items():
+                metrics.by_label[name, value].inc(number)
+        for name, histogram in metrics.histograms.items():
+            for value in counts[name]:
+                histogram.observe(value)
+
+
+class _OfEngine(NamedTuple):
+    counters: dict[str, Counter]
+    by_label: dict[tuple[str, str], Counter]
+    histograms: dict[str, Histogram]
+
+
+def _counter(name: str, text: str, labelnames: Sequence[str]) -> Counter:
+    counter = Counter(PREFIX + name, text, labelnames)
+    _registered.append(counter)
+    return counter

@@ -1,0 +1,70 @@
+"""Counts what the metrics show of canvases, from what each step brings the scheduler."""
+
+import time
+from collections.abc import Callable, Mapping
+from weakref import WeakKeyDictionary
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_dllm.compat.runner import numbers_of
+from vllm_dllm.compat.scheduler import scheduled_at
+from vllm_dllm.metrics.canvas_numbers import CanvasNumbers, CanvasRow
+from vllm_dllm.metrics.counts import CanvasCounts
+
+
+class CanvasCounter:
+    def __init__(self, canvas_width: Callable[[Request], int]) -> None:
+        """`canvas_width`: of the canvas that a request is at, if nothing makes it narrower."""
+        self._canvas_width = canvas_width
+        self._counts = CanvasCounts()
+        self._began: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        self._committed: set[str] = set()  # requests whose block this step committed by itself
+
+    def request_received(self, acceptance: str) -> None:
+        self._counts.requests[acceptance] += 1
+
+    def step_ended(
+        self,
+        scheduled: SchedulerOutput,
+        output: ModelRunnerOutput,
+        requests: Mapping[str, Request],  # those that are not over
+    ) -> None:
+        """Before the requests get what the step brings them."""
+        self._committed.clear()
+        if scheduled.total_num_scheduled_tokens == 0:
+            return
+        self._counts.forwards += 1
+        numbers: CanvasNumbers | None = numbers_of(output)
+        for row in numbers.rows() if numbers is not None else ():
+            request_id = output.req_ids[row.request]
+            if row.step == 0:
+                self._committed.add(request_id)
+            else:
+                self._denoised(row, requests.get(request_id), scheduled_at(scheduled))
+
+    def _denoised(self, row: CanvasRow, request: Request | None, began: float) -> None:
+        counts = self._counts
+        counts.denoise_steps += 1
+        counts.accepted_positions += row.accepted
+        if row.step == 1 and request is not None:
+            self._began[request] = began
+        if row.cause is None:
+            return
+        counts.canvases_finished[row.cause] += 1
+        counts.block_denoise_steps.append(row.step)
+        counts.block_entropy_nats.append(row.entropy_nats)
+        if request is not None:
+            counts.block_seconds.append(time.monotonic() - self._began.pop(request))
+            counts.canvases_cut += row.length < self._canvas_width(request)
+
+    def block_emitted(self, request: Request, *, is_last: bool) -> None:
+        spared = "none" if is_last else "shared"
+        has_own = request.request_id in self._committed
+        self._counts.commits["own" if has_own else spared] += 1
+
+    def take(self) -> CanvasCounts:
+        """What was counted since the last call."""
+        counts, self._counts = self._counts, CanvasCounts()
+        return counts

@@ -1,0 +1,86 @@
+"""`vllm-dllm top`: what a running server does, in a terminal, read from its `/metrics`."""
+
+import contextlib
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.live import Live
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.top.frame import frame
+from vllm_dllm.tools.top.scrape import Scrape, read
+
+__all__ = ["run"]
+
+REFRESH_SECONDS = 1.0
+WINDOW_SECONDS = 10.0
+
+
+def run(url: str, once: bool) -> None:
+    """Until `q` or Ctrl-C; one frame of text if `once`, or where there is no terminal.
+
+    Raises:
+        InputError: there is no server, or it has no metrics of canvases.
+    """
+    scrapes = deque([read(url)])
+    if once or not sys.stdout.isatty():
+        time.sleep(REFRESH_SECONDS)
+        scrapes.append(read(url))
+        Console(color_system=None, highlight=False).print(frame(url, scrapes))
+        return
+    console = Console(highlight=False)
+    with _keys() as is_q_typed, Live(console=console, screen=True, auto_refresh=False) as live:
+        problem = None
+        while True:
+            live.update(frame(url, scrapes, problem), refresh=True)
+            if is_q_typed(REFRESH_SECONDS):
+                return
+            try:
+                _add(scrapes, read(url))
+                problem = None
+            except InputError as error:
+                problem = str(error)
+
+
+def _add(scrapes: deque[Scrape], scrape: Scrape) -> None:
+    """Keeps those of the last seconds, of one life of the server."""
+    if scrape.is_behind(scrapes[-1]):
+        scrapes.clear()
+    scrapes.append(scrape)
+    while scrapes[0].at < scrape.at - WINDOW_SECONDS:
+        scrapes.popleft()
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Single keys of the terminal, without Enter, if there is one to type on."""
+    if not sys.stdin.isatty():
+        yield _sleep
+        return
+    import termios  # not on Windows
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield _is_q_typed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _is_q_typed(seconds: float) -> bool:
+    """Within so many seconds; other keys are read and forgotten."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0] and sys.stdin.read(1) in ("q", "Q", ""):
+            return True
+    return False
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False

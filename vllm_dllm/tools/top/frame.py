@@ -1,0 +1,118 @@
+"""What `vllm-dllm top` draws of two and more scrapes."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from vllm_dllm.tools.top.scrape import Change, Scrape
+
+BAR = 24  # characters
+NONE = "–"
+
+
+def frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) -> RenderableType:
+    """`scrapes`: the oldest first."""
+    now = scrapes[-1]
+    lines: list[RenderableType] = [_title(url, now), "", _requests(now), _memory(now), ""]
+    lines += [_rates(scrapes), ""]
+    lines += [_shares("Blocks finished by", Change(None, now), "canvases_finished", "cause")]
+    lines += [_shares("Requests by rule", Change(None, now), "requests", "acceptance")]
+    if cut := now.total("vllm_dllm:canvases_cut_total"):
+        lines.append(_line("Canvases cut", f"{cut:.0f}, by the end of the context"))
+    if len(engines := now.by("vllm:num_requests_running", "engine")) > 1:
+        lines += ["", _engines(scrapes, engines)]
+    if problem is not None:
+        lines += ["", Text(problem, style="bold red")]
+    return Group(*lines)
+
+
+def _title(url: str, now: Scrape) -> Text:
+    models = ", ".join(now.by("vllm_dllm:forwards_total", "model_name"))
+    return Text.assemble((models, "bold"), f"  {url}")
+
+
+def _requests(now: Scrape) -> Text:
+    running = now.total("vllm:num_requests_running")
+    waiting = now.total("vllm:num_requests_waiting")
+    return _line("Requests", f"{running:.0f} running, {waiting:.0f} waiting")
+
+
+def _memory(now: Scrape) -> Text:
+    shares = now.by("vllm:kv_cache_usage_perc", "engine").values()
+    share = sum(shares) / len(shares) if shares else 0.0
+    full = round(share * BAR)
+    return _line("KV cache", f"{'█' * full}{'░' * (BAR - full)} {share:.1%}")
+
+
+Number = Callable[[Change], float | None]
+
+ROWS: Mapping[str, tuple[Number, str]] = {
+    "Tokens per second": (lambda c: c.rate("vllm:generation_tokens_total"), ".1f"),
+    "Forwards per second": (lambda c: c.rate("vllm_dllm:forwards_total"), ".1f"),
+    "Tokens per forward": (
+        lambda c: c.ratio("vllm:generation_tokens_total", "vllm_dllm:forwards_total"),
+        ".2f",
+    ),
+    "Canvases per forward": (
+        lambda c: c.ratio("vllm_dllm:denoise_steps_total", "vllm_dllm:forwards_total"),
+        ".2f",
+    ),
+    "Denoise steps per block": (lambda c: c.mean("vllm_dllm:block_denoise_steps"), ".2f"),
+    "Seconds per block": (lambda c: c.mean("vllm_dllm:block_seconds"), ".3f"),
+    "Accepted positions per step": (
+        lambda c: c.ratio("vllm_dllm:accepted_positions_total", "vllm_dllm:denoise_steps_total"),
+        ".1f",
+    ),
+    "Entropy of finished blocks": (lambda c: c.mean("vllm_dllm:block_entropy_nats"), ".4f"),
+    "Commits that took no forward": (lambda c: _spared(c), ".0%"),
+}
+
+
+def _spared(change: Change) -> float | None:
+    shares = change.shares("vllm_dllm:commits_total", "forward")
+    return 1 - shares.get("own", 0.0) if shares else None
+
+
+def _rates(scrapes: Sequence[Scrape]) -> Table:
+    recent = Change(scrapes[0], scrapes[-1])
+    since_start = Change(None, scrapes[-1])
+    seconds = recent.now.at - scrapes[0].at
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=28)
+    table.add_column(justify="right", min_width=10)
+    table.add_column(justify="right", min_width=12)
+    headings = ("", f"last {seconds:.0f} s", "since start")
+    table.add_row(*(Text(heading, style="dim") for heading in headings))
+    for name, (number, form) in ROWS.items():
+        cells = (_cell(number(change), form) for change in (recent, since_start))
+        table.add_row(name, *cells)
+    return table
+
+
+def _cell(number: float | None, form: str) -> str:
+    return NONE if number is None else format(number, form)
+
+
+def _shares(title: str, change: Change, name: str, label: str) -> Text:
+    shares = change.shares(f"vllm_dllm:{name}_total", label)
+    words = [f"{value.replace('_', ' ')} {share:.0%}" for value, share in shares.items()]
+    return _line(title, ", ".join(words) or NONE)
+
+
+def _engines(scrapes: Sequence[Scrape], engines: Mapping[str, float]) -> Table:
+    change = Change(scrapes[0], scrapes[-1])
+    table = Table.grid(padding=(0, 2))
+    for heading in ("Engine", "running", "waiting", "forwards"):
+        table.add_column(justify="left" if heading == "Engine" else "right")
+    table.add_row(*(Text(h, style="dim") for h in ("Engine", "running", "waiting", "forwards")))
+    for engine, running in engines.items():
+        waiting = change.now.total("vllm:num_requests_waiting", engine=engine)
+        forwards = change.now.total("vllm_dllm:forwards_total", engine=engine)
+        table.add_row(engine, f"{running:.0f}", f"{waiting:.0f}", f"{forwards:.0f}")
+    return table
+
+
+def _line(title: str, text: str) -> Text:
+    return Text(f"{title:<28}  {text}")

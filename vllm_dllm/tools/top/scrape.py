@@ -1,0 +1,111 @@
+"""The numbers on a server's `/metrics`, and how they have changed."""
+
+import http.client
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_dllm.errors import InputError
+
+TIMEOUT_SECONDS = 5.0
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Scrape:
+    at: float  # seconds of the monotonic clock
+    samples: Mapping[str, list[tuple[Labels, float]]]  # by name
+
+    def total(self, name: str, **labels: str) -> float:
+        """Of all engines, and of all samples with these labels. 0: there are none."""
+        return sum(
+            value for found, value in self.samples.get(name, ()) if labels.items() <= found.items()
+        )
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Totals by the values of a label, in the server's order."""
+        found: dict[str, float] = {}
+        for labels, value in self.samples.get(name, ()):
+            found[labels[label]] = found.get(labels[label], 0.0) + value
+        return found
+
+    def is_behind(self, earlier: "Scrape") -> bool:
+        """Whether the server was started anew since then."""
+        name = "vllm_dllm:forwards_total"
+        return self.total(name) < earlier.total(name)
+
+
+@dataclass(frozen=True)
+class Change:
+    """From one scrape to the next; None instead of the first: from the server's start."""
+
+    before: Scrape | None
+    now: Scrape
+
+    def of(self, name: str, **labels: str) -> float:
+        before = self.before.total(name, **labels) if self.before is not None else 0.0
+        return self.now.total(name, **labels) - before
+
+    def ratio(self, name: str, per: str) -> float | None:
+        """None: nothing to divide by."""
+        whole = self.of(per)
+        return self.of(name) / whole if whole else None
+
+    def mean(self, histogram: str) -> float | None:
+        return self.ratio(f"{histogram}_sum", f"{histogram}_count")
+
+    def rate(self, name: str) -> float | None:
+        """Per second."""
+        if self.before is None or self.now.at <= self.before.at:
+            return None
+        return self.of(name) / (self.now.at - self.before.at)
+
+    def shares(self, name: str, label: str) -> dict[str, float]:
+        found = {value: self.of(name, **{label: value}) for value in self.now.by(name, label)}
+        whole = sum(found.values())
+        return {value: part / whole for value, part in found.items() if part} if whole else {}
+
+
+def read(url: str) -> Scrape:
+    """Raises InputError if there is no server at `url`, or none whose canvases are counted."""
+    text = _get(url)
+    samples: dict[str, list[tuple[Labels, float]]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    except ValueError as error:
+        raise InputError(f"{url}/metrics is not a list of metrics ({error}).") from error
+    if not any(name.startswith("vllm:") for name in samples):
+        raise InputError(f"the server at {url} is not vLLM: it has no metrics of vLLM's.")
+    if "vllm_dllm:forwards_total" not in samples:
+        raise InputError(
+            f"the server at {url} counts no canvases: it serves no diffusion model, or was started "
+            f"without vllm-dllm."
+        )
+    return Scrape(time.monotonic(), samples)
+
+
+def _get(url: str) -> str:
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise InputError(f"--url must be like http://127.0.0.1:8000, got '{url}'.")
+    # A proxy of the environment has no business here.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/metrics", timeout=TIMEOUT_SECONDS) as answer:
+            return answer.read().decode()
+    except urllib.error.HTTPError as error:
+        raise InputError(
+            f"the server at {url} answers /metrics with HTTP {error.code}: it is not vLLM, or was "
+            f"started with --disable-log-stats."
+        ) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise InputError(
+            f"no server answers at {url} ({reason}). Start one, or name its address with --url."
+        ) from error
