@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
 from tests.unit.step.test_logits import Model
 from vllm_dllm.config.canvas_feeds import FEED
+from vllm_dllm.requests.options import IS_COUNTED
 from vllm_dllm.step import model_state, observers
 from vllm_dllm.step.model_state import DiffusionModelState
 from vllm_dllm.step.sampler import DiffusionSampler
@@ -56,6 +57,7 @@ ALL = REQUESTS | WAITED_FOR | WATCHED
 
 def params(**options: Any) -> SamplingParams:
     extra = {name: options.pop(name) for name in list(options) if name.startswith("diffusion_")}
+    extra[IS_COUNTED] = True  # as on any server that has metrics
     if feed := extra.pop("diffusion_feed", None):
         extra[FEED] = feed
     words = options.pop("bad_words", None)

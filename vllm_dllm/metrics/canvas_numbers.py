@@ -20,26 +20,24 @@ class CanvasRow(NamedTuple):
 class CanvasNumbers(NamedTuple):
     requests: np.ndarray  # [n] int64, indices in the step's batch
     lengths: np.ndarray  # [n] int64, canvas positions
-    columns: tuple[str, ...]
-    values: np.ndarray  # [n, columns] fp32; there when the step's tokens are
+    names: tuple[str, ...]  # of the values
+    values: np.ndarray  # [names, n] fp32; there when the step's tokens are
 
     def rows(self) -> Iterator[CanvasRow]:
         # Plain Python: between steps numpy's code is not in the caches.
-        requests, lengths = self.requests.tolist(), self.lengths.tolist()
-        for request, length, values in zip(requests, lengths, self.values.tolist(), strict=True):
-            of = dict(zip(self.columns, values, strict=True))
+        of = dict(zip(self.names, self.values.tolist(), strict=True))
+        causes = [cause for cause in ("converged", "revealed") if cause in of]
+        denoises, finished = of["denoises"], of["finished"]
+        lengths = self.lengths.tolist()
+        for i, request in enumerate(self.requests.tolist()):
+            cause = None
+            if finished[i]:
+                cause = next((name for name in causes if of[name][i]), "step_cap")
             yield CanvasRow(
                 request,
-                length,
-                int(of["step"]),
-                int(of["accepted"]),
-                of["entropy"] / length,
-                _cause(of) if of["finished"] else None,
+                lengths[i],
+                int(of["step"][i]) if denoises[i] else 0,
+                int(of["accepted"][i]),
+                of["entropy"][i] / lengths[i],
+                cause,
             )
-
-
-def _cause(of: dict[str, float]) -> str:
-    for cause in ("converged", "revealed"):
-        if of.get(cause):
-            return cause
-    return "step_cap"

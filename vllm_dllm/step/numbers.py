@@ -16,16 +16,20 @@ def canvas_numbers(
     accepted = outcome.accepted
     if batch.valid is not None:
         accepted, entropy_nats = accepted & batch.valid, entropy_nats * batch.valid
-    columns = {
-        "step": outcome.state.steps_done * denoises,
-        "accepted": accepted.sum(dim=-1),
-        "entropy": entropy_nats.sum(dim=-1),
-        "finished": outcome.finished,
-    }
+    flags = {"denoises": denoises, "finished": outcome.finished}
     if outcome.converged is not None:
-        columns["converged"] = outcome.converged
+        flags["converged"] = outcome.converged
     if outcome.revealed is not None:
-        columns["revealed"] = outcome.revealed
-    values = torch.stack([column.float() for column in columns.values()], dim=1)
-    on_host = values.to("cpu", non_blocking=True)
-    return CanvasNumbers(batch.requests_np, batch.lengths_np, tuple(columns), on_host.numpy())
+        flags["revealed"] = outcome.revealed
+    # Written in place, because on small batches each operation costs the same.
+    values = entropy_nats.new_empty(3 + len(flags), len(denoises), dtype=torch.float32)
+    values[0] = outcome.state.steps_done
+    torch.sum(accepted, dim=-1, dtype=torch.float32, out=values[1])
+    torch.sum(entropy_nats, dim=-1, out=values[2])
+    values[3:] = torch.stack(tuple(flags.values()))
+    return CanvasNumbers(
+        batch.requests_np,
+        batch.lengths_np,
+        ("step", "accepted", "entropy", *flags),
+        values.to("cpu", non_blocking=True).numpy(),
+    )
