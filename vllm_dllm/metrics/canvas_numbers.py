@@ -18,8 +18,9 @@ class CanvasRow(NamedTuple):
 
 
 class CanvasNumbers(NamedTuple):
-    requests: np.ndarray  # [n] int64, indices in the step's batch
-    lengths: np.ndarray  # [n] int64, canvas positions
+    # Lists: small arrays take longer from process to process.
+    requests: list[int]  # [n] indices in the step's batch
+    lengths: list[int]  # [n] canvas positions
     names: tuple[str, ...]  # of the values
     values: np.ndarray  # [names, n] fp32; there when the step's tokens are
 
@@ -28,16 +29,15 @@ class CanvasNumbers(NamedTuple):
         of = dict(zip(self.names, self.values.tolist(), strict=True))
         causes = [cause for cause in ("converged", "revealed") if cause in of]
         denoises, finished = of["denoises"], of["finished"]
-        lengths = self.lengths.tolist()
-        for i, request in enumerate(self.requests.tolist()):
+        for i, (request, length) in enumerate(zip(self.requests, self.lengths, strict=True)):
             cause = None
             if finished[i]:
                 cause = next((name for name in causes if of[name][i]), "step_cap")
             yield CanvasRow(
                 request,
-                lengths[i],
+                length,
                 int(of["step"][i]) if denoises[i] else 0,
                 int(of["accepted"][i]),
-                of["entropy"][i] / lengths[i],
+                of["entropy"][i] / length,
                 cause,
             )

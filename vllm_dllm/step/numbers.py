@@ -28,8 +28,8 @@ def canvas_numbers(
     torch.sum(entropy_nats, dim=-1, out=values[2])
     values[3:] = torch.stack(tuple(flags.values()))
     return CanvasNumbers(
-        batch.requests_np,
-        batch.lengths_np,
+        batch.requests_np.tolist(),
+        batch.lengths_np.tolist(),
         ("step", "accepted", "entropy", *flags),
         values.to("cpu", non_blocking=True).numpy(),
     )

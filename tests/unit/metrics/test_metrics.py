@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as strict_text
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
@@ -129,6 +131,8 @@ def test_what_is_counted_arrives(metrics: CanvasMetrics) -> None:
     assert samples["denoise_steps_total", frozenset()] == 2
     assert samples["commits_total", frozenset({("forward", "shared")})] == 1
     assert samples["block_denoise_steps_bucket", frozenset({("le", "1.0")})] == 1
+    families = {family.name for family in openmetrics(strict_text(REGISTRY).decode())}
+    assert {PREFIX + name for name in (*COUNTERS, *BY_LABEL, *HISTOGRAMS)} <= families
 
 
 def test_models_that_are_not_ours_have_no_metrics() -> None:
