@@ -1,6 +1,11 @@
 """`vllm-dllm top` shows what is on `/metrics`, and says in a line why it cannot."""
 
 import io
+import os
+import select
+import subprocess
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from rich.console import Console
 
+from tests.processes import HANGS_S
 from vllm_dllm import cli
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import top
@@ -66,12 +72,15 @@ def scrape(served: tuple[str, dict[str, tuple[int, str]]], text: str, at: float)
     return Scrape(at, read(url).samples)
 
 
-def drawn(*scrapes: Scrape, problem: str | None = None) -> dict[str, list[str]]:
-    """The words behind the first column of each line."""
+def lines(*scrapes: Scrape, problem: str | None = None) -> list[str]:
     screen = Console(file=io.StringIO(), width=100, color_system=None)
     screen.print(frame("http://here", scrapes, problem))
-    lines = screen.file.getvalue().splitlines()
-    return {line[:28].strip(): line[28:].split() for line in lines if line.strip()}
+    return [line for line in screen.file.getvalue().splitlines() if line.strip()]
+
+
+def drawn(*scrapes: Scrape) -> dict[str, list[str]]:
+    """The words behind the first column of each line."""
+    return {line[:28].strip(): line[28:].split() for line in lines(*scrapes)}
 
 
 def test_a_frame(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
@@ -83,27 +92,34 @@ def test_a_frame(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
     assert shown["Tokens per second"] == ["15.0", "–"]
     assert shown["Tokens per forward"] == ["6.00", "4.00"]
     assert shown["Denoise steps per block"] == ["–", "10.50"]
-    assert shown["Entropy of finished blocks"] == ["–", "0.0005"]
+    assert shown["Entropy when finished, nats"] == ["–", "0.0005"]
     assert shown["Accepted positions per step"] == ["0.0", "16.0"]
     assert shown["Commits that took no forward"] == ["–", "75%"]
     assert " ".join(shown["Blocks finished by"]) == "converged 75%, step cap 25%"
     assert " ".join(shown["Requests by rule"]) == "entropy bound 100%"
-    assert "Canvases cut" not in shown and "Engine  running" not in "".join(shown)
+    assert not {"Canvases cut", "Engine  running"} & shown.keys()
 
 
 def test_several_engines(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
     text = "".join(OF_ENGINE.format(engine=i, tokens=160, forwards=40 + i) for i in range(2))
-    shown = drawn(scrape(served, text, 1.0), problem="gone")
-    assert shown["Requests"][0] == "6" and shown["KV cache"][-1] == "25.0%"
-    assert "1             3        1" in "".join(shown) or "gone" in shown
+    both = scrape(served, text, 1.0)
+    assert drawn(both)["Requests"][0] == "6" and drawn(both)["KV cache"][-1] == "25.0%"
+    *_, heading, first, second, last = (line.split() for line in lines(both, problem="gone"))
+    assert heading == ["Engine", "running", "waiting", "forwards"]
+    assert (first, second) == (["0", "3", "1", "40"], ["1", "3", "1", "41"])
+    assert last == ["gone"]
 
 
 @pytest.mark.parametrize(
     ("status", "text", "complaint"),
     [
-        (404, "", "answers /metrics with HTTP 404: it is not vLLM, or was started with --disable"),
+        (404, "", "answers /metrics with HTTP 404: it is not vLLM."),
         (200, "<html>", "is not a list of metrics"),
-        (200, "up 1.0\n", "is not vLLM: it has no metrics of vLLM's"),
+        (
+            200,
+            "up 1.0\n",
+            "has no metrics of vLLM's: it is not vLLM, or was started with --disable-log-",
+        ),
         (200, "vllm:x_total 1.0\n", "counts no canvases: it serves no diffusion model, or was"),
     ],
 )
@@ -148,6 +164,28 @@ def test_once(
     for options in ([], ["--once"]):
         assert cli.main(["top", "--url", url + "/", *options]) == 0
         assert "4.00" in capsys.readouterr().out
+
+
+def test_q_ends_it(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
+    """In a terminal, which then is as it was."""
+    url, answers = served
+    answers["/metrics"] = 200, OF_ENGINE.format(engine=0, tokens=160, forwards=40)
+    keyboard, terminal = os.openpty()
+    before = termios.tcgetattr(terminal)
+    command = [sys.executable, "-m", "vllm_dllm", "top", "--url", url]
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as top_process:
+        shown = b""
+        while b"Denoise steps" not in shown:
+            assert select.select([keyboard], [], [], HANGS_S)[0], shown
+            shown += os.read(keyboard, 1 << 16)
+        os.write(keyboard, b"xq")
+        while top_process.poll() is None:  # it waits until all it wrote is read
+            if select.select([keyboard], [], [], 0.1)[0]:
+                os.read(keyboard, 1 << 16)
+        assert top_process.returncode == 0
+    assert termios.tcgetattr(terminal) == before
+    os.close(keyboard)
+    os.close(terminal)
 
 
 def test_a_server_that_started_anew(served: tuple[str, dict[str, tuple[int, str]]]) -> None:

@@ -1,6 +1,7 @@
 """`vllm-dllm top`: what a running server does, in a terminal, read from its `/metrics`."""
 
 import contextlib
+import os
 import select
 import sys
 import time
@@ -74,10 +75,12 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 def _is_q_typed(seconds: float) -> bool:
     """Within so many seconds; other keys are read and forgotten."""
-    end = time.monotonic() + seconds
+    end, keyboard = time.monotonic() + seconds, sys.stdin.fileno()
     while (left := end - time.monotonic()) > 0:
-        if select.select([sys.stdin], [], [], left)[0] and sys.stdin.read(1) in ("q", "Q", ""):
-            return True
+        if select.select([keyboard], [], [], left)[0]:
+            typed = os.read(keyboard, 64)
+            if not typed or b"q" in typed.lower():  # nothing: the terminal is gone
+                return True
     return False
 
 

@@ -65,7 +65,7 @@ ROWS: Mapping[str, tuple[Number, str]] = {
         lambda c: c.ratio("vllm_dllm:accepted_positions_total", "vllm_dllm:denoise_steps_total"),
         ".1f",
     ),
-    "Entropy of finished blocks": (lambda c: c.mean("vllm_dllm:block_entropy_nats"), ".4f"),
+    "Entropy when finished, nats": (lambda c: c.mean("vllm_dllm:block_entropy_nats"), ".4f"),
     "Commits that took no forward": (lambda c: _spared(c), ".0%"),
 }
 
@@ -97,7 +97,10 @@ def _cell(number: float | None, form: str) -> str:
 
 def _shares(title: str, change: Change, name: str, label: str) -> Text:
     shares = change.shares(f"vllm_dllm:{name}_total", label)
-    words = [f"{value.replace('_', ' ')} {share:.0%}" for value, share in shares.items()]
+    words = [
+        f"{value.replace('_', ' ')} {'<1%' if share < 0.01 else format(share, '.0%')}"
+        for value, share in shares.items()
+    ]
     return _line(title, ", ".join(words) or NONE)
 
 

@@ -82,7 +82,10 @@ def read(url: str) -> Scrape:
     except ValueError as error:
         raise InputError(f"{url}/metrics is not a list of metrics ({error}).") from error
     if not any(name.startswith("vllm:") for name in samples):
-        raise InputError(f"the server at {url} is not vLLM: it has no metrics of vLLM's.")
+        raise InputError(
+            f"the server at {url} has no metrics of vLLM's: it is not vLLM, or was started with "
+            f"--disable-log-stats."
+        )
     if "vllm_dllm:forwards_total" not in samples:
         raise InputError(
             f"the server at {url} counts no canvases: it serves no diffusion model, or was started "
@@ -101,8 +104,7 @@ def _get(url: str) -> str:
             return answer.read().decode()
     except urllib.error.HTTPError as error:
         raise InputError(
-            f"the server at {url} answers /metrics with HTTP {error.code}: it is not vLLM, or was "
-            f"started with --disable-log-stats."
+            f"the server at {url} answers /metrics with HTTP {error.code}: it is not vLLM."
         ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
