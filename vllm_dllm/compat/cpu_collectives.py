@@ -5,11 +5,13 @@ each its own sums back. vLLM's communicator on CPUs has neither: the first reque
 """
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
 from torch import Tensor
+
+Gathered = TypeVar("Gathered", Tensor, list[Tensor])
 
 
 def exchange_uneven_steps() -> None:
@@ -24,17 +26,9 @@ def exchange_uneven_steps() -> None:
             setattr(CpuCommunicator, name, operation)
 
 
-@overload
 def all_gatherv(
-    self: Any, input_: Tensor, dim: int = 0, sizes: Sequence[int] | None = None
-) -> Tensor: ...
-@overload
-def all_gatherv(
-    self: Any, input_: list[Tensor], dim: int = 0, sizes: Sequence[int] | None = None
-) -> list[Tensor]: ...
-def all_gatherv(
-    self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: Sequence[int] | None = None
-) -> Tensor | list[Tensor]:
+    self: Any, input_: Gathered, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Gathered:
     """The rows of all ranks, one after another; of rank r there are `sizes[r]`.
 
     Args:

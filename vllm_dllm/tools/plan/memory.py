@@ -1,6 +1,7 @@
 """Memory of a served checkpoint, by its shape: weights, what a request keeps, keys and values."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,11 @@ def _read_config(folder: Path) -> PretrainedConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{file} does not exist: expected the folder of a checkpoint")
-    masked = {kind.model_type: kind for kind in (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig)}
-    kind = masked.get(read_json(file).get("model_type"), AutoConfig)
+    kinds: Iterable[type[PretrainedConfig]] = (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig)
+    masked = {kind.model_type: kind for kind in kinds}
+    kind = masked.get(str(read_json(file).get("model_type")))
     try:
-        return kind.from_pretrained(folder)
+        return (kind or AutoConfig).from_pretrained(folder)
     except ValueError as error:
         raise InputError(f"{file} is not what transformers expects ({error})") from error
 
