@@ -13,6 +13,7 @@ from vllm.model_executor.models.config import (
     DiffusionGemmaModelForBlockDiffusionConfig,
     VerifyAndUpdateConfig,
 )
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import gpu_backend
@@ -72,6 +73,8 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         if current_platform.is_cpu():
             leave_room_beside_prompts(vllm_config)
         check_token_budget(vllm_config)
+        if vllm_config.model_config.supports_multimodal_inputs:
+            prepare_images(vllm_config)
         if is_default := scheduler_config.max_num_seqs != max_num_seqs:
             scheduler_config.max_num_seqs = min(max_num_seqs, default_max_num_seqs(vllm_config))
         if current_platform.is_cuda_alike():
@@ -192,6 +195,46 @@ def leave_room_beside_prompts(vllm_config: VllmConfig) -> None:
     longest = min(vllm_config.model_config.max_model_len, config.max_num_batched_tokens)
     if config.long_prefill_token_threshold == 0 and most_tokens < longest:
         config.long_prefill_token_threshold = most_tokens
+
+
+def prepare_images(vllm_config: VllmConfig) -> None:
+    """For a server of images: a step has room for a whole one, and bytes are read with care. Where
+    images cannot be served, text is, without the vision tower; the log says why."""
+    from vllm_dllm.requests.image_bytes import read_carefully  # not for the start of other servers
+
+    config, mm_config = vllm_config.scheduler_config, vllm_config.model_config.multimodal_config
+    assert mm_config is not None
+    info = MULTIMODAL_REGISTRY.get_processing_info(vllm_config.model_config)
+    (num_tokens,) = info.get_mm_max_tokens_per_item(0, {}).values()
+    num_tokens += 2  # the marks around it
+    if obstacle := obstacle_to_images(vllm_config, num_tokens):
+        mm_config.language_model_only = True
+        logger.warning("Images are refused, text alone is served: %s", obstacle)
+        return
+    if 0 < config.long_prefill_token_threshold < num_tokens:
+        config.long_prefill_token_threshold = num_tokens
+    config.disable_chunked_mm_input = True
+    read_carefully()
+
+
+def obstacle_to_images(vllm_config: VllmConfig, num_tokens: int) -> str | None:
+    """Of `num_tokens` at most each. None: there is none."""
+    config, model_config = vllm_config.scheduler_config, vllm_config.model_config
+    if model_config.multimodal_config.enable_mm_embeds:
+        return "--enable-mm-embeds asks for embeddings, which this model does not take."
+    if model_config.skip_tokenizer_init:
+        return "--skip-tokenizer-init leaves out the tokenizer, which makes room for them."
+    if vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL:
+        return "cudagraph_mode FULL captures prompts, which cannot have images then."
+    backend = vllm_config.attention_config.backend
+    if not current_platform.is_cpu() and backend != gpu_backend(vllm_config):
+        return f"attention backend {backend} does not let the tokens of an image see each other."
+    if config.max_num_batched_tokens < num_tokens:
+        return (
+            f"one takes up to {num_tokens} tokens of one step, and --max-num-batched-tokens is "
+            f"{config.max_num_batched_tokens}."
+        )
+    return None
 
 
 def check_weight_files(vllm_config: VllmConfig) -> None:

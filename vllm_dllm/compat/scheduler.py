@@ -22,6 +22,7 @@ class SchedulerHooks(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _ask_for_draft_tokens_only_if_needed()
+        _limit_cache_hits(self.kv_cache_manager, self.prefill_end)
 
     def check_blocks_by(self, make_check: Callable[[Any], Any]) -> None:
         """What is emitted is checked by `make_check` of vLLM's `StructuredOutputManager`, and no
@@ -87,9 +88,27 @@ class SchedulerHooks(Scheduler):
         self.output_processed(scheduler_output)
         return found
 
+    def prefill_end(self, request: Request, end: int) -> int:
+        """Where a part of `request`'s prompt that may go to the position `end` is to end."""
+        return end
+
     def take_new_blocks_to_zero(self) -> list[int]:
         """Cache blocks handed out since the last call that must be zeroed before use."""
         return self._get_new_block_ids_to_zero() or []
+
+    def _try_schedule_encoder_inputs(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        end = self.prefill_end(request, num_computed_tokens + num_new_tokens)
+        num_new_tokens = max(0, end - num_computed_tokens)
+        return super()._try_schedule_encoder_inputs(
+            request, num_computed_tokens, num_new_tokens, *args, **kwargs
+        )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         scheduler_output.scheduled_at = time.monotonic()
@@ -128,6 +147,29 @@ def _ask_for_draft_tokens_only_if_needed() -> None:
 def scheduled_at(output: SchedulerOutput) -> float:
     """When a step that one of our schedulers has scheduled was: seconds of the monotonic clock."""
     return output.scheduled_at
+
+
+def _limit_cache_hits(manager: Any, prefill_end: Callable[[Request, int], int]) -> None:
+    """Makes `manager`, a KV cache manager, find no prefix that ends where a prefill may not."""
+    find, coordinator = manager.get_computed_blocks, manager.coordinator
+    stock_find_longest = coordinator.find_longest_cache_hit
+
+    def get_computed_blocks(request: Request) -> Any:
+        found = find(request)
+        # Not by leaving out blocks of what was found: layers with a window have only its last ones.
+        while (longest := prefill_end(request, found[1])) < found[1]:
+
+            def find_shorter(hashes: Any, most_tokens: int, longest: int = longest) -> Any:
+                return stock_find_longest(hashes, min(most_tokens, longest))
+
+            coordinator.find_longest_cache_hit = find_shorter
+            try:
+                found = find(request)
+            finally:
+                coordinator.find_longest_cache_hit = stock_find_longest
+        return found
+
+    manager.get_computed_blocks = get_computed_blocks
 
 
 def tokens_in_flight(request: Request, num_kept: int) -> int:

@@ -5,7 +5,7 @@ is bidirectional and sees self-conditioned ones. The mode of a row is decided ou
 the embeddings and attention metadata that `DiffusionModelState` prepares.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,23 +14,29 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.gemma4 import Gemma4Model
-from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.model_executor.models.interfaces import SupportsMultiModal, SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.attention import use_window_rules
-from vllm_dllm.models import finite
+from vllm_dllm.models import finite, vision
 from vllm_dllm.models.expected_weights import ExpectedWeights
+from vllm_dllm.models.images import IMAGE, ImageDummyInputs, ImageProcessingInfo, ImageProcessor
 from vllm_dllm.models.self_conditioning import SelfConditioning
 from vllm_dllm.models.vocabulary import Vocabulary
 from vllm_dllm.quantization.config import adapt
 
 
-class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
-    """Text part of transformers' `DiffusionGemmaForBlockDiffusion`.
+@MULTIMODAL_REGISTRY.register_processor(
+    ImageProcessor, info=ImageProcessingInfo, dummy_inputs=ImageDummyInputs
+)
+class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal, SupportsQuant):
+    """transformers' `DiffusionGemmaForBlockDiffusion`.
 
-    A checkpoint's vision tower is not loaded: text requests are served, requests with images are
-    refused by vLLM as for any text-only model.
+    The vision tower is loaded only where images are served: not without an image processor's
+    settings in the checkpoint, and not with `--limit-mm-per-prompt '{"image": 0}'`.
     """
 
     hf_to_vllm_mapper = WeightsMapper(
@@ -38,8 +44,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
             "model.decoder.self_conditioning.": "self_conditioning.",
             "model.decoder.": "model.",
             "model.encoder.language_model.": "model.",
-            "model.encoder.vision_tower.": None,
-            "model.encoder.embed_vision.": None,
+            "model.encoder.vision_tower.": "vision_tower.",
+            "model.encoder.embed_vision.": "embed_vision.",
         },
     )
     packed_modules_mapping = {  # noqa: RUF012 (vLLM reads it as a class attribute)
@@ -56,13 +62,20 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        text_config = vllm_config.model_config.hf_text_config
+        model_config = vllm_config.model_config
+        text_config = model_config.hf_text_config
         # Full-attention layers have no v_proj, keys serve as values. DiffusionGemma's config does
         # not say so; without the flag Gemma4Model would leave their value projection unset.
         text_config.attention_k_eq_v = True
         self.config = text_config
         self.quant_config = vllm_config.quant_config = adapt(vllm_config.quant_config, text_config)
 
+        self.vision_tower: nn.Module | None = None
+        self.embed_vision: nn.Module | None = None
+        if model_config.supports_multimodal_inputs:
+            self.vision_tower, self.embed_vision = vision.build(
+                model_config.hf_config, model_config.dtype
+            )
         with use_window_rules(vllm_config.attention_config):
             self.model = Gemma4Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(
@@ -82,9 +95,35 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
             eps=text_config.rms_norm_eps,
         )
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Token embeddings [T, H], scaled by sqrt(H)."""
-        return self.model.embed_input_ids(input_ids)
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str:
+        return IMAGE  # no other modality gets here
+
+    def get_language_model(self) -> nn.Module:
+        return self.model
+
+    def embed_multimodal(self, **images: Any) -> list[torch.Tensor]:
+        """[tokens, H] of each of n images, made by `ImageProcessor`."""
+        assert self.vision_tower is not None and self.embed_vision is not None
+        patches, patch_positions = images["patches"], images["patch_positions"]
+        counts = images["num_image_tokens"].tolist()  # they stay on the host
+        return vision.encode(self.vision_tower, self.embed_vision, patches, patch_positions, counts)
+
+    def embed_input_ids(
+        self,
+        input_ids: torch.Tensor,  # [T]
+        multimodal_embeddings: Sequence[torch.Tensor] | None = None,
+        *,
+        is_multimodal: torch.Tensor | None = None,  # [T] bool, on the host
+    ) -> torch.Tensor:
+        """[T, H]: of tokens, scaled by sqrt(H), and in the rows of images what the tower gave."""
+        embeddings = self.model.embed_input_ids(input_ids)
+        if multimodal_embeddings:
+            assert is_multimodal is not None
+            rows = async_tensor_h2d(is_multimodal.nonzero()[:, 0], device=embeddings.device)
+            images = torch.cat(list(multimodal_embeddings)).to(embeddings.dtype)
+            embeddings.index_copy_(0, rows, images)
+        return embeddings
 
     def forward(
         self,
@@ -126,6 +165,13 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
         mapper = self.hf_to_vllm_mapper
         if self.config.tie_word_embeddings:
             mapper = mapper | WeightsMapper(orig_to_new_prefix={"lm_head.": None})
+        if self.vision_tower is None:
+            mapper = mapper | WeightsMapper(
+                orig_to_new_prefix={
+                    "model.encoder.vision_tower.": None,
+                    "model.encoder.embed_vision.": None,
+                }
+            )
         keys_are_values = {
             f"model.layers.{i}.self_attn.v_proj"
             for i, layer_type in enumerate(self.config.layer_types)
@@ -134,7 +180,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
         expected = ExpectedWeights(self, self.packed_modules_mapping, absent=keys_are_values)
         reader = _WeightReader(weights, mapper, expected)
         try:
-            loaded = AutoWeightsLoader(self).load_weights(reader, mapper=mapper)
+            # Some checkpoints of Gemma's carry an embedding that nothing reads.
+            loader = AutoWeightsLoader(self, ignore_unexpected_prefixes=["embed_vision.embedding."])
+            loaded = loader.load_weights(reader, mapper=mapper)
             expected.check_complete()
             return loaded
         except Exception as error:
@@ -143,6 +191,10 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsQuant):
                 f"transformers' DiffusionGemmaForBlockDiffusion or `vllm-dllm quantize` saves for "
                 f"this config.json; check that the files are complete and belong together."
             ) from error
+
+
+# Of the vision tower's linears; infinite where nothing is clipped.
+_CLIPPING_BOUNDS = (".input_min", ".input_max", ".output_min", ".output_max")
 
 
 class _WeightReader:
@@ -169,7 +221,8 @@ class _WeightReader:
             self.position = f"at {name} of shape {list(weight.shape)}"
             if (own_name := self._mapper.map_name(name)) is not None:
                 self._expected.check(own_name, weight)
-                if wrong := finite.complaint(weight):
+                may_be_infinite = own_name.endswith(_CLIPPING_BOUNDS)
+                if not may_be_infinite and (wrong := finite.complaint(weight)):
                     raise ValueError(wrong)
             if name.endswith(".layer_scalar"):
                 layer = name.partition(".layers.")[2]

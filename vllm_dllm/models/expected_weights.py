@@ -110,6 +110,8 @@ def in_checkpoint(name: str) -> str:
     """transformers' name for our model's `name`."""
     if name.startswith("self_conditioning."):
         return f"model.decoder.{name}"
+    if name.startswith(("vision_tower.", "embed_vision.")):
+        return f"model.encoder.{name}"
     return re.sub(r"^model\.", "model.decoder.", name)
 
 
@@ -135,9 +137,17 @@ def _tensors(
                 shape = (module.org_vocab_size, module.embedding_dim)
                 yield f"{name}.weight", Tensor(shape, FLOATS)
         elif not isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
-            own |= {n: b for n, b in module.named_buffers(recurse=False) if n == "layer_scalar"}
+            own |= dict(_loaded_buffers(name, module))
             for kind, tensor in own.items():
                 yield f"{name}.{kind}", Tensor(tuple(tensor.shape), FLOATS)
+
+
+def _loaded_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of a module itself: the vision tower's are all saved, of the others the layers' scalars."""
+    saved = module.state_dict().keys() if name.startswith("vision_tower") else {"layer_scalar"}
+    for kind, buffer in module.named_buffers(recurse=False):
+        if kind in saved:
+            yield kind, buffer
 
 
 def _scheme(parameters: Mapping[str, torch.Tensor]) -> str | None:

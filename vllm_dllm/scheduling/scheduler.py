@@ -41,6 +41,7 @@ from vllm_dllm.requests.options import (
 )
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
 from vllm_dllm.scheduling.fair_share import FairShare
+from vllm_dllm.scheduling.images import before_image
 from vllm_dllm.scheduling.spared_forwards import joins_canvases, joins_commits, spares_last_commit
 
 logger = init_logger(__name__)
@@ -118,6 +119,9 @@ class CanvasScheduling(SchedulerHooks):
 
     def held_back(self) -> list[Request]:
         return self.fair_share.held_back(self.running, self.waiting) if self.waiting else []
+
+    def prefill_end(self, request: Request, end: int) -> int:
+        return before_image(request.mm_features, end)
 
     # --- a prompt and its first canvas ------------------------------------------------------
 

@@ -26,6 +26,7 @@ from vllm_dllm.attention import WindowRules, takes_window_rules
 from vllm_dllm.step.attn_metadata import LatestMetadata
 from vllm_dllm.step.attn_requests import AttnRequests
 from vllm_dllm.step.canvas_step import CanvasStep
+from vllm_dllm.step.images import ImageRows
 from vllm_dllm.step.sampler import DiffusionSampler
 
 
@@ -38,6 +39,7 @@ class DiffusionModelState(ModelState):
     num_new_sampled_tokens_per_step: int = 0  # a step samples a whole canvas or nothing
     step_cls = CanvasStep
     step: CanvasStep  # made with the sampler, whose request states it needs
+    _image_rows: ImageRows | None = None  # none where the server takes no images
 
     def __init__(
         self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
@@ -52,6 +54,15 @@ class DiffusionModelState(ModelState):
         self._symmetric = torch.zeros_like(self._causal)
         num_embeds = self.max_num_tokens if self.step_cls.self_conditions else 0
         self._inputs_embeds = torch.zeros(num_embeds, hidden_size, dtype=self.dtype, device=device)
+        if self.supports_mm_inputs:
+            self._image_rows = ImageRows(self.max_num_reqs, self.max_num_tokens, device)
+        # Whether an image's tokens see each other both ways; else they are causal like text.
+        self._images_are_whole = (
+            getattr(self.model_config.hf_text_config, "use_bidirectional_attention", None)
+            == "vision"
+        )
+        # Of the step's images: [tokens, H] each, and their rows [T] bool on the host.
+        self._images: tuple[list[torch.Tensor], torch.Tensor] | None = None
 
     def get_supported_generation_tasks(self) -> tuple[GenerationTask, ...]:
         return ("generate",)
@@ -63,12 +74,16 @@ class DiffusionModelState(ModelState):
         return DiffusionSampler(step, max_rows), None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Nothing to do: the sampler, which sees the sampling parameters, prepares the slot."""
+        """The sampler, which sees the sampling parameters, prepares the slot; here, its images."""
+        if self._image_rows is not None:
+            self._image_rows.add(req_index, new_req_data.mm_features)
 
     def remove_request(self, req_id: str) -> None:
         requests = self.step.requests
         if (slot := requests.req_states.req_id_to_index.get(req_id)) is not None:
             requests.drop(slot)
+            if self._image_rows is not None:
+                self._image_rows.drop(slot)
 
     def prepare_inputs_embeds(
         self,
@@ -76,11 +91,21 @@ class DiffusionModelState(ModelState):
         input_batch: InputBatch,
         req_states: RequestState,
     ) -> torch.Tensor | None:
-        return None  # text only; `prepare_inputs` provides the embeddings
+        """Runs the vision tower. `prepare_inputs` provides the embeddings."""
+        self._images = None
+        if self._image_rows is not None:
+            self.execute_mm_encoder(scheduled_encoder_inputs)
+            if len(self._image_rows.requests(input_batch)):
+                self._images = self.gather_mm_embeddings(input_batch)
+        return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         num_tokens = input_batch.num_tokens
-        plain = self.model.embed_input_ids(input_batch.input_ids[:num_tokens])
+        input_ids, images = input_batch.input_ids[:num_tokens], self._images
+        if images is None:
+            plain = self.model.embed_input_ids(input_ids)
+        else:
+            plain = self.model.embed_input_ids(input_ids, images[0], is_multimodal=images[1])
         self.step.begin(input_batch)
         self.step.condition(plain, out=self._inputs_embeds[:num_tokens])
         return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
@@ -103,8 +128,10 @@ class DiffusionModelState(ModelState):
     def image_spans(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
     ) -> torch.Tensor | None:
-        """[at least the batch's rows, 2] int32: `WindowRules.spans` of this step."""
-        return None
+        """[the batch's rows, 2] int32: `WindowRules.spans` of this step."""
+        if self._image_rows is None or not self._images_are_whole:
+            return None
+        return self._image_rows.spans(input_batch)
 
     def prepare_attn(
         self,

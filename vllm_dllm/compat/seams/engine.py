@@ -47,6 +47,29 @@ SEAMS = [
         "transformers_utils.config:HFConfigParser.parse",
         "config_class = _CONFIG_REGISTRY[model_type]",
     ),
+    # --- images -----------------------------------------------------------------------------------
+    Seam(
+        "the scheduler asks how far a prompt with images goes in a step",
+        f"{_SCHEDULER}.schedule",
+        "self._try_schedule_encoder_inputs(",
+    ),
+    Seam(
+        "the longest prefix in the cache is looked for by",
+        "v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+        """self.coordinator.find_longest_cache_hit(
+                request.block_hashes, max_cache_hit_length
+            )""",
+    ),
+    Seam(
+        "an image is prepared, counted and named by steps of its own",
+        "multimodal.processing.processor:BaseMultiModalProcessor._cached_apply_hf_processor",
+        """mm_hashes = self._get_mm_hashes(inputs)""",
+    ),
+    Seam(
+        "its tensors are made by",
+        "multimodal.processing.processor:BaseMultiModalProcessor._apply_hf_processor",
+        "mm_processed_data = self._apply_hf_processor_main(",
+    ),
     # --- structured outputs -----------------------------------------------------------------------
     Seam(
         "the engine's choice of a grammar's backend",

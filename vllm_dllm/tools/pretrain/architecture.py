@@ -6,6 +6,9 @@ layers), 16 heads over 8 (2) KV heads, 128 experts of width 704 with top 8, dens
 fewer KV heads on full layers, a shared expert branch next to a dense one, tied embeddings, softcap.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     DiffusionGemmaGenerationConfig,
@@ -16,7 +19,7 @@ from vllm_dllm.tools.pretrain.tokenizer import BOI_ID, BOS_ID, EOI_ID, EOS_ID, I
 
 # transformers builds a vision tower for every DiffusionGemma, so the smallest possible one is
 # there. It is not trained.
-VISION_CONFIG = {
+VISION_CONFIG: dict[str, Any] = {
     "model_type": "gemma4_vision",
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -49,6 +52,8 @@ def build_config(
     canvas_length: int,
     max_position_embeddings: int = 4096,
     dtype: str = "bfloat16",
+    vision_config: Mapping[str, Any] = VISION_CONFIG,
+    sees: bool = False,  # the tokens of an image see each other both ways
 ) -> DiffusionGemmaConfig:
     """A config that both transformers' DiffusionGemma and vLLM's Gemma4 backbone read."""
     text_config = DiffusionGemmaTextConfig(
@@ -70,11 +75,12 @@ def build_config(
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
         bos_token_id=BOS_ID,
+        use_bidirectional_attention="vision" if sees else None,
         dtype=dtype,
     )
     return DiffusionGemmaConfig(
         text_config=text_config,
-        vision_config=dict(VISION_CONFIG),
+        vision_config=dict(vision_config),
         canvas_length=canvas_length,
         boi_token_id=BOI_ID,
         eoi_token_id=EOI_ID,

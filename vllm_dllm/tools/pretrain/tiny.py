@@ -10,11 +10,22 @@ from pathlib import Path
 
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
-from vllm_dllm.tools.pretrain.architecture import build_config, build_generation_config
+from vllm_dllm.tools.pretrain.architecture import (
+    VISION_CONFIG,
+    build_config,
+    build_generation_config,
+)
 from vllm_dllm.tools.pretrain.checkpoint import save_checkpoint
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
+IMAGE_TOKENS = 70  # of an image at most: the fewest that Gemma 4's image processor knows
+# Of a tower that may see images of every form: a row or a column of `IMAGE_TOKENS`, too.
+SEEING = VISION_CONFIG | {
+    "num_hidden_layers": 2,
+    "position_embedding_size": IMAGE_TOKENS * VISION_CONFIG["pooling_kernel_size"],
+}
 LAYER_TYPES = ("sliding_attention",) * 3 + ("full_attention",)
 
 
@@ -68,6 +79,7 @@ def make_tiny_checkpoint(
     max_position_embeddings: int = 4096,
     max_new_tokens: int = 64,
     vision: bool = True,  # False: no vision tower; vLLM loads that, transformers does not
+    sees: bool = False,  # with what a server needs to serve images
     dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Writes a random DiffusionGemma checkpoint with tokenizer to `path` and returns `path`."""
@@ -90,9 +102,17 @@ def make_tiny_checkpoint(
         canvas_length=canvas_length,
         max_position_embeddings=max_position_embeddings,
         dtype=str(dtype).removeprefix("torch."),
+        vision_config=SEEING if sees else VISION_CONFIG,
+        sees=sees,
     )
     model = DiffusionGemmaForBlockDiffusion(config)
     randomize_weights(model, seed)
     model.generation_config = build_generation_config(max_new_tokens)
     save_checkpoint(model.to(dtype), tokenizer, path, vision=vision)
+    if sees:
+        Gemma4ImageProcessorPil(
+            patch_size=config.vision_config.patch_size,
+            pooling_kernel_size=config.vision_config.pooling_kernel_size,
+            max_soft_tokens=IMAGE_TOKENS,
+        ).save_pretrained(path)
     return path

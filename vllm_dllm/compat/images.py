@@ -1,0 +1,54 @@
+"""The steps of vLLM's processor of images and other media."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from transformers import BatchFeature
+from vllm.multimodal.inputs import (
+    MultiModalFieldConfig,
+    MultiModalKwargsItems,
+)
+from vllm.multimodal.parse import MultiModalDataItems
+from vllm.multimodal.processing.context import BaseProcessingInfo
+from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdate
+
+Info = TypeVar("Info", bound=BaseProcessingInfo)
+
+
+class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
+    """vLLM's processor, with its steps open to a subclass. Media are told apart by what they show:
+    vLLM would go by a name that the client gives, and take one client's image for another's."""
+
+    def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
+        """Tensors of `items`, by the names of `fields`; `options` are the request's."""
+        raise NotImplementedError
+
+    def fields(self) -> Mapping[str, MultiModalFieldConfig]:
+        raise NotImplementedError
+
+    def prompt_updates(self, processed: MultiModalKwargsItems) -> Sequence[PromptUpdate]:
+        """What becomes of the prompt; `processed` are the tensors of each item."""
+        raise NotImplementedError
+
+    def _apply_hf_processor_main(
+        self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, object]
+    ) -> BatchFeature:
+        return self.process(mm_items, hf_kwargs)
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return self.fields()
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        return self.prompt_updates(out_mm_kwargs)
+
+    def _get_mm_hashes(self, inputs: ProcessorInputs) -> Mapping[str, list[str]]:
+        return super()._get_mm_hashes(replace(inputs, mm_uuid_items=None))

@@ -1,0 +1,35 @@
+"""Images through a checkpoint's vision tower, as rows of the width of token embeddings.
+
+Tower and projection are transformers' own modules: they are small beside the text layers, run once
+per image, and so compute what the reference computes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import AutoModel, DiffusionGemmaConfig
+from transformers.initialization import no_init_weights
+from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
+    DiffusionGemmaMultimodalEmbedder,
+)
+
+
+def build(config: DiffusionGemmaConfig, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """The vision tower and the projection behind it. Their weights are yet to be loaded."""
+    with no_init_weights():
+        tower = AutoModel.from_config(config.vision_config, dtype=dtype)
+        projection = DiffusionGemmaMultimodalEmbedder(config.vision_config, config.text_config)
+    return tower.eval(), projection.to(dtype).eval()
+
+
+def encode(
+    tower: nn.Module,
+    projection: nn.Module,
+    patches: torch.Tensor,  # [n, P, 3 * patch_size ** 2], zeros behind an image's last patch
+    positions: torch.Tensor,  # [n, P, 2] int64, x and y of each patch; -1 behind the last
+    num_tokens: Sequence[int],  # [n] soft tokens of each image
+) -> list[torch.Tensor]:
+    """[num_tokens[i], H] of each image."""
+    states = tower(pixel_values=patches, pixel_position_ids=positions).last_hidden_state
+    return list(projection(states).split(list(num_tokens)))
