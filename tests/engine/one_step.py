@@ -10,14 +10,16 @@ from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import Engine
 
+Prompt = list[int] | reference.Seen
+
 FEW_STEPS = {"diffusion_max_steps": 3}
 
 
 def read_one_step(
     engine: Engine,
-    prompts: list[list[int]],
+    prompts: Sequence[Prompt],
     canvases: list[list[int]],
-    neighbours: Sequence[list[int]] = (),
+    neighbours: Sequence[Prompt] = (),
     *,
     xargs: Mapping[str, Any] | None = None,
     from_cache: bool = False,
@@ -48,7 +50,7 @@ def read_one_step(
         )
         for canvas in canvases
     ]
-    inputs = [{"prompt_token_ids": prompt} for prompt in (*neighbours, *prompts)]
+    inputs = [engine_input(prompt) for prompt in (*neighbours, *prompts)]
     outputs = engine.llm.generate(inputs, generate + params, use_tqdm=False)[len(neighbours) :]
     assert not from_cache or any(output.num_cached_tokens for output in outputs)
     return [
@@ -58,7 +60,7 @@ def read_one_step(
 
 
 def assert_equal_to_reference(
-    model, prompts: list[list[int]], canvases: list[list[int]], read: list[list[dict[int, float]]]
+    model, prompts: Sequence[Prompt], canvases: list[list[int]], read: list[list[dict[int, float]]]
 ) -> None:
     for prompt, canvas, positions in zip(prompts, canvases, read, strict=True):
         expected = reference.first_step_logprobs(model, prompt, canvas)
@@ -69,6 +71,12 @@ def assert_equal_to_reference(
             for token, logprob in scores.items():
                 off = abs(row[token] - logprob)
                 assert off <= tolerances.LOGPROB, f"prompt of {len(prompt)}"
+
+
+def engine_input(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, reference.Seen):
+        return prompt.engine_input
+    return {"prompt_token_ids": prompt}
 
 
 def is_best_guess(token: int, log_probs: torch.Tensor) -> bool:

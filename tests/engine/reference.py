@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import DiffusionGemmaForBlockDiffusion
+from PIL import Image
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DynamicCache
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSampler
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from tests.engine.parting import Decisions, Grounds
 from vllm_dllm.denoise import noise
@@ -22,15 +25,84 @@ def load(path: Path | str) -> DiffusionGemmaForBlockDiffusion:
     ).eval()
 
 
+@dataclass(frozen=True)
+class Seen:
+    """A prompt with images, as a client sends it and as transformers' `generate` takes it."""
+
+    tokens: list[int]  # with one image token for each image
+    images: list[Image.Image]
+    inputs: dict[str, torch.Tensor]  # of `generate`
+
+    @classmethod
+    def prepare(cls, path: Path, tokens: list[int], images: list[Image.Image]) -> "Seen":
+        """As transformers' image processor and `Gemma4Processor`, which needs torchvision, do."""
+        config = DiffusionGemmaConfig.from_pretrained(path)
+        made = Gemma4ImageProcessorPil.from_pretrained(path)(images, return_tensors="pt")
+        counts = iter(made["num_soft_tokens_per_image"].tolist())
+        ids: list[int] = []
+        for token in tokens:
+            if token == config.image_token_id:
+                image = [config.image_token_id] * next(counts)
+                ids += [config.boi_token_id, *image, config.eoi_token_id]
+            else:
+                ids.append(token)
+        input_ids = torch.tensor([ids])
+        inputs = {
+            "input_ids": input_ids,
+            "mm_token_type_ids": (input_ids == config.image_token_id).long(),
+            "pixel_values": made["pixel_values"],
+            "image_position_ids": made["image_position_ids"],
+        }
+        return cls(tokens, images, inputs)
+
+    @property
+    def engine_input(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.tokens, "multi_modal_data": {"image": self.images}}
+
+    @property
+    def ids(self) -> list[int]:
+        """As the model sees them."""
+        return self.inputs["input_ids"][0].tolist()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
 @torch.inference_mode()
 def first_step_logprobs(
-    model: DiffusionGemmaForBlockDiffusion, prompt: list[int], canvas: list[int]
+    model: DiffusionGemmaForBlockDiffusion, prompt: list[int] | Seen, canvas: list[int]
 ) -> torch.Tensor:
     """Log-probabilities [C, V] of a canvas' first denoising step, at temperature 1."""
-    logits = model(
-        input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([canvas])
-    ).logits
+    if isinstance(prompt, Seen):
+        inputs = _forward_inputs(model, prompt)
+    else:
+        inputs = {"input_ids": torch.tensor([prompt])}
+    logits = model(**inputs, decoder_input_ids=torch.tensor([canvas])).logits
     return logits[0].log_softmax(-1)
+
+
+def _forward_inputs(model: DiffusionGemmaForBlockDiffusion, prompt: Seen) -> dict[str, Any]:
+    """With the masks that `generate` makes: the model's own forward drops them, so an image's
+    tokens would not see each other."""
+    encoder, inputs = model.model.encoder, prompt.inputs
+    ids = inputs["input_ids"]
+    cache = DynamicCache(config=model.config.text_config)
+    positions = torch.arange(ids.shape[1])[None]
+    masks = encoder.create_masks_for_generate(
+        config=model.config,
+        inputs_embeds=torch.empty(*ids.shape, 0),
+        attention_mask=torch.ones_like(ids, dtype=torch.bool),
+        past_key_values=cache,
+        position_ids=positions,
+        mm_token_type_ids=inputs["mm_token_type_ids"],
+    )
+    seen = encoder.get_image_features(inputs["pixel_values"], inputs["image_position_ids"])
+    return {
+        "input_ids": ids,
+        "attention_mask": masks,
+        "past_key_values": cache,
+        "mm_encoder_outputs": {"image": seen},
+    }
 
 
 @dataclass
@@ -55,15 +127,18 @@ class Trajectory:
 
 @torch.inference_mode()
 def generate_with_noise(
-    model: DiffusionGemmaForBlockDiffusion, prompt: list[int], seed: int, max_new_tokens: int
+    model: DiffusionGemmaForBlockDiffusion,
+    prompt: list[int] | Seen,
+    seed: int,
+    max_new_tokens: int,
 ) -> Trajectory:
     """Runs transformers' own `generate` on the noise that a request with this seed sees."""
     trajectory = Trajectory()
     best_guess_logprobs: list[list[float]] = []
     with same_noise(model, seed, len(prompt), trajectory, best_guess_logprobs):
-        output = model.generate(
-            input_ids=torch.tensor([prompt]), max_new_tokens=max_new_tokens, eos_token_id=None
-        )
+        is_seen = isinstance(prompt, Seen)
+        inputs = prompt.inputs if is_seen else {"input_ids": torch.tensor([prompt])}
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, eos_token_id=None)
     trajectory.tokens = output.sequences[0, len(prompt) :].tolist()
     last_steps = itertools.accumulate(trajectory.block_lengths)
     trajectory.logprobs = [x for end in last_steps for x in best_guess_logprobs[end - 1]]

@@ -6,7 +6,7 @@ compared at every step, for prompts that are decoded together in one batch by a 
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+from tests.engine.one_step import Prompt, engine_input
 from tests.engine.parting import Settings, first_parting, is_decided_by_rounding
 
 pytestmark = pytest.mark.numerics
@@ -27,7 +28,7 @@ TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "
 
 
 def served_trajectories(
-    engine: Engine, prompts: list[list[int]], max_new_tokens: list[int], **xargs: int
+    engine: Engine, prompts: Sequence[Prompt], max_new_tokens: list[int], **xargs: int
 ) -> list[reference.Trajectory]:
     """Decodes all prompts in one go, the i-th with seed i; reads the steps from the trace."""
     engine.trace.write_text("")
@@ -37,7 +38,7 @@ def served_trajectories(
         )
         for seed, max_tokens in enumerate(max_new_tokens)
     ]
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    inputs = [engine_input(prompt) for prompt in prompts]
     outputs = engine.llm.generate(inputs, params, use_tqdm=False)
     trajectories = []
     for output in outputs:

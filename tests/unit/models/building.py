@@ -10,13 +10,16 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
 
 
-def build(checkpoint: Path, device: str, dtype: str = "float32") -> tuple[ServedModel, VllmConfig]:
+def build(
+    checkpoint: Path, device: str, dtype: str = "float32", *, images: bool = False
+) -> tuple[ServedModel, VllmConfig]:
+    """`images`: as they are served, which takes a tokenizer."""
     config = EngineArgs(
         str(checkpoint),
         dtype=dtype,
         max_model_len=1024,
         enforce_eager=True,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not images,
         load_format="dummy" if device == "meta" else "auto",  # there are no weights to be read
     ).create_engine_config()
     with set_current_vllm_config(config), torch.device(device):

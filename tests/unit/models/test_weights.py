@@ -1,5 +1,6 @@
 """The weight map: every name of transformers' state dict, at the full 26B shape, and bad files."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,25 +12,29 @@ from transformers import (
     DiffusionGemmaTextConfig,
     Gemma4VisionConfig,
 )
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from bench.dummy_checkpoint import SHAPE_26B
 from tests.unit.models.building import build
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
 from vllm_dllm.tools.pretrain.architecture import build_generation_config
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
+from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
 
 @pytest.mark.parametrize("moe", [True, False], ids=["moe", "dense"])
-@pytest.mark.parametrize("vision", [True, False], ids=["vision-tower", "text-only"])
-def test_every_name_of_the_26b_state_dict(tmp_path: Path, moe: bool, vision: bool) -> None:
+@pytest.mark.parametrize("vision", ["served", "left-out", "absent"])
+def test_every_name_of_the_26b_state_dict(tmp_path: Path, moe: bool, vision: str) -> None:
+    """The vision tower's too, where images are served."""
     shape = dict(SHAPE_26B)
     if not moe:
         shape |= {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
     text_config = DiffusionGemmaTextConfig(**shape)
-    config = DiffusionGemmaConfig(text_config=text_config, vision_config=Gemma4VisionConfig())
+    tower = Gemma4VisionConfig(standardize=True, use_clipped_linears=True)  # all names there are
+    config = DiffusionGemmaConfig(text_config=text_config, vision_config=tower)
     with torch.device("meta"):
         state_dict = transformers_state_dict(config)
-    if not vision:
+    if vision == "absent":
         config.vision_config = None
         state_dict = {
             name: weight
@@ -39,13 +44,24 @@ def test_every_name_of_the_26b_state_dict(tmp_path: Path, moe: bool, vision: boo
     config.architectures = ["DiffusionGemmaForBlockDiffusion"]
     config.save_pretrained(tmp_path)
     build_generation_config(256).save_pretrained(tmp_path)
+    if vision == "served":
+        Gemma4ImageProcessorPil().save_pretrained(tmp_path)
+        build_tokenizer().save_pretrained(tmp_path)
 
-    model, _ = build(tmp_path, "meta", dtype="bfloat16")
+    model, _ = build(tmp_path, "meta", dtype="bfloat16", images=vision == "served")
     # The two modes' scalars are compared, which takes values.
     scalars = {name: torch.ones(1) for name in state_dict if name.endswith("layer_scalar")}
     loaded = model.load_weights(iter((state_dict | scalars).items()))
-    buffers = {name for name, _ in model.named_buffers() if name.endswith("layer_scalar")}
-    assert {name for name, _ in model.named_parameters()} | buffers == loaded
+    assert {n for n, _ in model.named_parameters()} | saved_buffers(model) == loaded
+    of_tower = {name for name in state_dict if "vision" in name}
+    served = {name for name in loaded if "vision" in name}
+    assert len(served) == (len(of_tower) if vision == "served" else 0)
+    assert bool(of_tower) == (vision != "absent")
+
+
+def saved_buffers(model: torch.nn.Module) -> set[str]:
+    is_saved = re.compile(r".*layer_scalar|vision_tower\..*(put_min|put_max|std_bias|std_scale)")
+    return {name for name, _ in model.named_buffers() if is_saved.fullmatch(name)}
 
 
 def transformers_state_dict(config: DiffusionGemmaConfig) -> dict[str, torch.Tensor]:

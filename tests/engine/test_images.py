@@ -1,0 +1,237 @@
+"""Prompts with images equal transformers' DiffusionGemma: in one step, committed, as whole
+trajectories, whatever the batch and the caches do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests import tolerances
+from tests.engine import reference
+from tests.engine.conftest import Engine, cached_tokens, preemptions
+from tests.engine.images import random_image, random_prompt
+from tests.engine.one_step import (
+    FEW_STEPS,
+    Prompt,
+    assert_equal_to_reference,
+    engine_input,
+    random_ids,
+    read_one_step,
+)
+from tests.engine.test_trajectories import TRACED, parted, served_trajectories
+from vllm_dllm.step.model_state import DiffusionModelState
+from vllm_dllm.tools.pretrain.tiny import IMAGE_TOKENS, make_tiny_checkpoint
+from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID
+
+pytestmark = pytest.mark.numerics
+
+CANVAS = 32
+CHUNK = 96  # tokens of a step: a canvas beside an image does not fit
+CACHED = {
+    "enable_prefix_caching": True,
+    "prefix_cache_retention_interval": None,
+    "block_size": 32,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"enable_prefix_caching": False, "enable_chunked_prefill": False},
+    "prefix-caching": CACHED | {"enable_chunked_prefill": False},
+    "chunked-prefill": {"enable_prefix_caching": False, "max_num_batched_tokens": CHUNK},
+    "both": CACHED | {"max_num_batched_tokens": CHUNK},
+}
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Random checkpoint that serves images, with canvas 32 and the given sliding window."""
+    made: dict[int, Path] = {}
+
+    def get(sliding_window: int) -> Path:
+        if sliding_window not in made:
+            path = tmp_path_factory.mktemp(f"seeing-w{sliding_window}")
+            made[sliding_window] = make_tiny_checkpoint(
+                path, sliding_window=sliding_window, canvas_length=CANVAS, sees=True
+            )
+        return made[sliding_window]
+
+    return get
+
+
+def prompts_with_images(path: Path, window: int) -> list[Prompt]:
+    """0 to 3 images at any place; texts around the window's length and the steps' ends."""
+    parts = [
+        [5],
+        [0, 1],
+        [1, 0],
+        [window - 1, 2],
+        [window, 3],
+        [window + 1, 0, 4],
+        [CHUNK - 2, 3],
+        [CHUNK, 1, 40],
+        [0, 0, 0, 9],
+        [3 * window, 7, 3 * window, 2],
+    ]
+    return [random_prompt(path, part, seed=i) for i, part in enumerate(parts)]
+
+
+@pytest.mark.parametrize("window", [16, 64])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_one_step(
+    engine: Callable[..., Engine], seeing: Callable[[int], Path], window: int, setting: str
+) -> None:
+    path = seeing(window)
+    served, model = engine(path, **SETTINGS[setting]), reference.load(path)
+    prompts = prompts_with_images(path, window)
+    canvases = [random_ids(CANVAS, 512, seed=i) for i in range(len(prompts))]
+    for prompt, canvas in zip(prompts, canvases, strict=True):  # each alone
+        read = read_one_step(served, [prompt], [canvas])
+        assert_equal_to_reference(model, [prompt], [canvas], read)
+    neighbours: list[Prompt] = [random_ids(40 + 100 * i, 512, seed=100 + i) for i in range(3)]
+    neighbours.append(random_prompt(path, [20, 30], seed=7))
+    is_cached = served.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    read = read_one_step(served, prompts, canvases, neighbours, from_cache=is_cached)
+    assert_equal_to_reference(model, prompts, canvases, read)
+
+
+def test_causal_images_are_far_from_the_reference(
+    engine: Callable[..., Engine], seeing: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stock vLLM computes."""
+    path = seeing(64)
+    served, model = engine(path, **SETTINGS["plain"]), reference.load(path)
+    prompt, canvas = random_prompt(path, [5, 5], seed=0), random_ids(CANVAS, 512, seed=1)
+    monkeypatch.setattr(DiffusionModelState, "image_spans", lambda *_: None)
+    read = read_one_step(served, [prompt], [canvas])
+    with pytest.raises(AssertionError):
+        assert_equal_to_reference(model, [prompt], [canvas], read)
+
+
+def test_the_encoder_cache_is_bounded(
+    engine: Callable[..., Engine], seeing: Callable[[int], Path]
+) -> None:
+    """A step's tokens bound what is kept of images, however many requests have some."""
+    path = seeing(64)
+    served, model = engine(path, **SETTINGS["chunked-prefill"]), reference.load(path)
+    prompts = [random_prompt(path, [3, 2, 5], seed=i) for i in range(20, 32)]
+    canvases = [random_ids(CANVAS, 512, seed=i) for i in range(len(prompts))]
+    read = read_one_step(served, prompts, canvases)
+    assert_equal_to_reference(model, prompts, canvases, read)
+    worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    kept = worker.model_runner.encoder_cache.encoder_outputs.values()
+    assert 0 < sum(len(output) for output in kept) <= max(CHUNK, IMAGE_TOKENS)
+
+
+def test_cache_hits_are_by_what_an_image_shows(
+    engine: Callable[..., Engine], seeing: Callable[[int], Path]
+) -> None:
+    """Not by its place, its tokens or the name that a client gives. No hit ends in an image."""
+    path = seeing(16)
+    served, model = engine(path, **SETTINGS["prefix-caching"]), reference.load(path)
+    text, tail = random_ids(40, 500, seed=1), random_ids(100, 500, seed=2)
+    tokens = [token + 7 for token in text] + [IMAGE_ID] + [token + 7 for token in tail]
+    images = [random_image((64, 64), seed) for seed in (1, 2)]
+    one, other = (reference.Seen.prepare(path, tokens, [image]) for image in images)
+    canvas = random_ids(CANVAS, 512, seed=3)
+    one_step = {"diffusion_max_steps": 1, "diffusion_read_only": True}
+    params = SamplingParams(max_tokens=1, extra_args=one_step)
+    before_image, whole = 32, len(one) // 32 * 32
+
+    def hits(prompt: reference.Seen) -> int:
+        request = prompt.engine_input | {"multi_modal_uuids": {"image": ["a name"]}}
+        return served.llm.generate(request, params, use_tqdm=False)[0].num_cached_tokens
+
+    assert [hits(one), hits(one)] == [0, whole]
+    assert [hits(other), hits(other)] == [before_image, whole]
+    # The same image with another text behind it: the block that holds both ends in no hit.
+    fork = reference.Seen.prepare(path, tokens[:50], images[:1])
+    assert hits(fork) in (before_image, 96)
+    for prompt in (one, other, fork):
+        read = read_one_step(served, [prompt], [canvas])
+        assert_equal_to_reference(model, [prompt], [canvas], read)
+
+
+def test_next_turn_reuses_an_answer_about_an_image(
+    engine: Callable[..., Engine], seeing: Callable[[int], Path]
+) -> None:
+    """The keys and values of the image and of the committed blocks behind it are a prefill's."""
+    path = seeing(16)
+    served, model = engine(path, **CACHED), reference.load(path)
+    first = random_prompt(path, [10, 12], seed=3)
+    params = SamplingParams(max_tokens=128, ignore_eos=True, extra_args=FEW_STEPS)
+    answer = served.llm.generate(first.engine_input, params, use_tqdm=False)[0].outputs[0].token_ids
+    # Between the turns comes another image.
+    tokens = [*first.tokens, *answer, IMAGE_ID, *random_ids(5, 500, seed=9)]
+    images = [*first.images, random_image((50, 20), 9)]
+    turn = reference.Seen.prepare(path, tokens, images)
+    canvas = random_ids(CANVAS, 512, seed=8)
+    reused = read_one_step(served, [turn], [canvas], from_cache=True)
+    assert served.llm.reset_prefix_cache()
+    prefilled = read_one_step(served, [turn], [canvas])
+    for read in (reused, prefilled):
+        assert_equal_to_reference(model, [turn], [canvas], read)
+    for at_one, at_other in zip(reused[0], prefilled[0], strict=True):
+        for token in at_one.keys() & at_other.keys():
+            assert abs(at_one[token] - at_other[token]) <= 2 * tolerances.LOGPROB
+
+
+@pytest.mark.parametrize(("num_prompts", "steps"), [(100, 1), (3, 2)])
+def test_whole_trajectories(
+    engine: Callable[..., Engine], seeing: Callable[[int], Path], num_prompts: int, steps: int
+) -> None:
+    """Two blocks, the first of which is committed behind the images. A random model is chaotic, a
+    rounding error grows tenfold a step: few prompts for two steps a block."""
+    path = seeing(16)
+    served, model = engine(path, **TRACED), reference.load(path)
+    model.generation_config.max_denoising_steps = steps
+    parts = [[i % 7, *[i % 5] * (1 + i % 3)] for i in range(num_prompts)]
+    prompts = [random_prompt(path, part, seed=i) for i, part in enumerate(parts)]
+    lengths = [2 * CANVAS] * num_prompts
+    ours = served_trajectories(served, prompts, lengths, diffusion_max_steps=steps)
+    num_parted = 0
+    for seed, (prompt, trajectory) in enumerate(zip(prompts, ours, strict=True)):
+        expected = reference.generate_with_noise(model, prompt, seed, 2 * CANVAS)
+        assert trajectory.block_lengths == expected.block_lengths == [steps, steps]
+        num_parted += parted(model, trajectory, expected)
+    assert num_parted <= tolerances.PARTED * num_prompts
+
+
+def test_preempted_prompts_with_images(
+    engine: Callable[..., Engine], seeing: Callable[[int], Path]
+) -> None:
+    """They come back and see the same."""
+    path = seeing(64)
+    prompts = [random_prompt(path, [10, 5], seed=i) for i in range(6)]
+    one_step = {"diffusion_max_steps": 1}
+    params = [
+        SamplingParams(max_tokens=160, ignore_eos=True, seed=i, extra_args=one_step)
+        for i in range(len(prompts))
+    ]
+    inputs = [engine_input(prompt) for prompt in prompts]
+
+    def answers(served: Engine) -> list[list[int]]:
+        outputs = served.llm.generate(inputs, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    options = {"enable_prefix_caching": False, "disable_log_stats": False}
+    roomy = engine(path, **options)
+    expected = answers(roomy)
+    assert preemptions(roomy) == 0
+    narrow = engine(path, num_gpu_blocks_override=40, block_size=32, max_model_len=288, **options)
+    found = answers(narrow)
+    assert preemptions(narrow) > 0
+    assert found == expected
+
+
+def test_an_engine_without_images_has_no_tower(
+    engine: Callable[..., Engine], seeing: Callable[[int], Path]
+) -> None:
+    path = seeing(64)
+    served = engine(path, limit_mm_per_prompt={"image": 0})
+    worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    names = [name for name, _ in worker.model_runner.model.named_parameters()]
+    assert names and not any("vision" in name for name in names)
+    assert worker.model_runner.encoder_cache is None
+    with pytest.raises(ValueError, match="text-only models"):
+        served.llm.generate(random_prompt(path, [1, 1], seed=1).engine_input)
+    assert cached_tokens(served, [9] * 5) == 0  # text is served

@@ -1,0 +1,165 @@
+"""Images over HTTP: chats with pictures are answered, bad pictures are refused."""
+
+import base64
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import BadRequestError
+from PIL import Image
+
+from tests.engine.images import random_image
+from tests.server.conftest import Server, serving
+from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
+
+MOST_IMAGES = 3
+TOKENS_OF_A_SQUARE = 64 + 2  # 8 x 8 image tokens of 70 at most, and the marks
+SQUARES = [random_image((48, 48), seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("seeing")
+
+
+@pytest.fixture(scope="module")
+def seeing(folder: Path) -> Iterator[Server]:
+    """Serves images from data URLs and one folder, at most three per prompt."""
+    checkpoint = make_tiny_checkpoint(folder / "checkpoint", sees=True)
+    pictures = folder / "pictures"
+    pictures.mkdir()
+    SQUARES[0].save(pictures / "square.png")
+    options = (
+        *("--enforce-eager", "--served-model-name", "seeing"),
+        *("--limit-mm-per-prompt", f'{{"image": {MOST_IMAGES}}}'),
+        *("--allowed-local-media-path", str(pictures)),
+    )
+    with serving(checkpoint, folder, *options) as server:
+        yield server
+
+
+def data_url(image: Image.Image, form: str = "PNG", **options: Any) -> str:
+    with BytesIO() as buffer:
+        image.save(buffer, form, **options)
+        encoded = base64.b64encode(buffer.getvalue()).decode()
+    return f"data:image/{form.lower()};base64,{encoded}"
+
+
+def image_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def ask(server: Server, *turns: list[dict[str, Any]], **options: Any) -> Any:
+    """A chat whose turns are the user's and the model's, one after the other."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return server.client.chat.completions.create(
+        model="seeing", messages=messages, max_tokens=32, seed=1, **options
+    )
+
+
+def text_of(answer: Any) -> str:
+    return answer.choices[0].message.content
+
+
+def test_an_answer_depends_on_what_the_image_shows(seeing: Server, folder: Path) -> None:
+    question = text_part("What?")
+    plain = ask(seeing, [question])
+    answers = [ask(seeing, [image_part(data_url(image)), question]) for image in SQUARES]
+    for answer in answers:
+        assert answer.usage.prompt_tokens == plain.usage.prompt_tokens + TOKENS_OF_A_SQUARE
+    assert len({text_of(answer) for answer in (plain, *answers)}) == 3
+    file = ask(seeing, [image_part(f"file://{folder}/pictures/square.png"), question])
+    assert text_of(file) == text_of(answers[0])
+
+
+def test_images_between_turns(seeing: Server) -> None:
+    turns = [
+        [image_part(data_url(SQUARES[0])), text_part("What?")],
+        [text_part("A square.")],
+        [text_part("And "), image_part(data_url(SQUARES[1])), text_part("?")],
+    ]
+    answer = ask(seeing, *turns)
+    assert text_of(answer) == text_of(ask(seeing, *turns))
+    texts = [[part for part in turn if part["type"] == "text"] for turn in turns]
+    difference = answer.usage.prompt_tokens - ask(seeing, *texts).usage.prompt_tokens
+    assert difference == 2 * TOKENS_OF_A_SQUARE
+
+
+def test_a_completion_streams(seeing: Server) -> None:
+    content = [image_part(data_url(SQUARES[0])), text_part("What?")]
+    stream = ask(seeing, content, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == text_of(ask(seeing, content))
+
+
+SVG = "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
+TRUNCATED = data_url(random_image((90, 90), 1))[:-2000]
+HUGE = Image.new("1", (20_000, 20_000))
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        pytest.param(SVG, "format is not known", id="SVG"),
+        pytest.param(TRUNCATED, "cannot be", id="truncated"),
+        pytest.param("https://example.com/a.png", "--allowed-media-domains", id="web"),
+        pytest.param("file:///etc/passwd", "must be a subpath", id="file"),
+        pytest.param("data:text/plain;base64,YQ==", "media type must begin", id="wrong MIME"),
+        pytest.param("", "image_url|empty|URL", id="empty"),
+    ],
+)
+def test_bad_images(seeing: Server, url: str, complaint: str) -> None:
+    with pytest.raises(BadRequestError, match=complaint):
+        ask(seeing, [image_part(url), text_part("What?")])
+
+
+def test_a_bomb(seeing: Server) -> None:
+    """Few bytes that would be 400 million pixels."""
+    url = data_url(HUGE)
+    assert len(url) < 1_000_000
+    with pytest.raises(BadRequestError, match="at most 50000000 pixels"):
+        ask(seeing, [image_part(url)])
+
+
+def test_an_animation(seeing: Server) -> None:
+    url = data_url(SQUARES[0], "GIF", save_all=True, append_images=[SQUARES[1]])
+    with pytest.raises(BadRequestError, match="several frames"):
+        ask(seeing, [image_part(url)])
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "L"])
+@pytest.mark.parametrize("size", [(1, 1), (900, 4)])
+def test_unusual_pictures_are_served(seeing: Server, mode: str, size: tuple[int, int]) -> None:
+    url = data_url(random_image(size, 1).convert(mode), "JPEG")
+    assert ask(seeing, [image_part(url)]).usage.prompt_tokens > 60
+
+
+def test_more_images_than_allowed(seeing: Server) -> None:
+    image = image_part(data_url(SQUARES[0]))
+    assert text_of(ask(seeing, [image] * MOST_IMAGES)) is not None
+    with pytest.raises(BadRequestError, match=rf"at most {MOST_IMAGES} images .*, got 4"):
+        ask(seeing, [image] * (MOST_IMAGES + 1))
+
+
+@pytest.mark.parametrize("kind", ["video", "audio"])
+def test_other_media(seeing: Server, kind: str) -> None:
+    part = {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind}/mp4;base64,YQ=="}}
+    with pytest.raises(BadRequestError, match="reads text and images"):
+        ask(seeing, [part])
+
+
+def test_processor_settings_of_a_request(seeing: Server) -> None:
+    settings = {"mm_processor_kwargs": {"max_soft_tokens": 1120}}
+    with pytest.raises(BadRequestError, match="mm_processor_kwargs"):
+        ask(seeing, [image_part(data_url(SQUARES[0]))], extra_body=settings)
+
+
+def test_text_alone(seeing: Server) -> None:
+    assert text_of(ask(seeing, [text_part("Hi")])) is not None
