@@ -41,6 +41,11 @@ MIXES = {
         Request(1, 0, causal=True),
     ],
     "images": [*TRITON_MIXES["images"], Request(0, 12)],
+    # Of the first, longer and shorter than windows, the first rows are in the cache already.
+    "images after a hit": [
+        Request(30, 40, causal=True, images=((25, 50), (52, 70))),
+        Request(8, 37),
+    ],
 }
 BY_BLOCKS = {
     "blocks": [
