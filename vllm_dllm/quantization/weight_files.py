@@ -15,8 +15,8 @@ from vllm_dllm.errors import InputError
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100_000_000  # as safetensors reads them
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
-DTYPE_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I8": 1}
+UNQUANTISED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
+DTYPE_BYTES = UNQUANTISED_BYTES | {"F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I8": 1}
 
 
 @dataclass(frozen=True)

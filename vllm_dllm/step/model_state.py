@@ -40,6 +40,8 @@ class DiffusionModelState(ModelState):
     step_cls = CanvasStep
     step: CanvasStep  # made with the sampler, whose request states it needs
     _image_rows: ImageRows | None = None  # none where the server takes no images
+    # Of the step's images: [tokens, H] each, and their rows [T] bool on the host.
+    _images: tuple[list[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(
         self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
@@ -61,8 +63,6 @@ class DiffusionModelState(ModelState):
             getattr(self.model_config.hf_text_config, "use_bidirectional_attention", None)
             == "vision"
         )
-        # Of the step's images: [tokens, H] each, and their rows [T] bool on the host.
-        self._images: tuple[list[torch.Tensor], torch.Tensor] | None = None
 
     def get_supported_generation_tasks(self) -> tuple[GenerationTask, ...]:
         return ("generate",)

@@ -289,7 +289,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
 
     def start(attention_config: AttentionConfig) -> list[str]:
         config = SimpleNamespace(
-            model_config=SimpleNamespace(hf_config=None),
+            model_config=SimpleNamespace(hf_config=None, supports_multimodal_inputs=False),
             parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
             attention_config=attention_config,

@@ -6,8 +6,8 @@ from typing import Any
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import (
-    DTYPE_BYTES,
     INDEX_FILE,
+    UNQUANTISED_BYTES,
     TensorInfo,
     read_json,
     read_shards,
@@ -57,8 +57,8 @@ def read_source(path: Path) -> Source:
 
 def _check_types(path: Path, tensors: dict[str, TensorInfo]) -> None:
     for name, info in tensors.items():
-        if info.dtype not in DTYPE_BYTES:
+        if info.dtype not in UNQUANTISED_BYTES:
             raise InputError(
                 f"{path}: {name} has the type {info.dtype}, expected an unquantised one "
-                f"({', '.join(DTYPE_BYTES)}): start from the unquantised checkpoint"
+                f"({', '.join(UNQUANTISED_BYTES)}): start from the unquantised checkpoint"
             )
