@@ -1,5 +1,6 @@
 """Two engines behind one address: experts spread over both, requests over either."""
 
+import os
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -12,13 +13,17 @@ from tests.processes import HANGS_S
 from tests.server.conftest import CHECKPOINT, UNCOMPILED, Server, serving
 
 NUM_REQUESTS = 12
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
 PROMPTS = ("Sort: q d x a", "Add 23 and 41.", "Reverse: rose chair lamp", "Count from 31 to 69.")
 
 
 @pytest.fixture(scope="module")
 def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    # A process that tests beside others has one core (tests/conftest.py); vLLM wants one for each.
+    core = os.environ.get(CORES)
+    env = {} if core is None else {CORES: f"{core}|{core}"}
     folder = tmp_path_factory.mktemp("two-engines")
-    with serving(CHECKPOINT, folder, *UNCOMPILED, "--data-parallel-size", "2") as it:
+    with serving(CHECKPOINT, folder, *UNCOMPILED, "--data-parallel-size", "2", env=env) as it:
         yield it
 
 
