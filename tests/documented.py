@@ -36,6 +36,9 @@ SERVERS = (
     """ '{"vllm_dllm": {"defaults": {"diffusion_acceptance": "confidence"}}}'""",
     f".venv/bin/vllm serve {TINY} --host 127.0.0.1 {_SMALL} --additional-config"
     """ '{"vllm_dllm": {"limits": {"n": 8, "canvases": 4}}}'""",
+    f".venv/bin/vllm serve {TINY} --host 127.0.0.1 {_SMALL} --additional-config"
+    """ '{"vllm_dllm": {"load_stages": [{"canvases": 16, "stability_threshold": 0},"""
+    """ {"canvases": 32, "stability_threshold": 0, "confidence_threshold": 0.01}]}}'""",
     f".venv/bin/vllm serve {TINY}-FP8-dynamic --host 127.0.0.1 --max-model-len 1024"
     " --kv-cache-memory-bytes 1G",
     ".venv/bin/vllm serve checkpoints/qwen3-tiny-target --host 127.0.0.1 --dtype float32"

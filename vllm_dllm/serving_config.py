@@ -130,11 +130,11 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
             scheduler_config.max_num_seqs = min(scheduler_config.max_num_seqs, most)
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
-        if extension.commit_last_block:
-            raise ValueError(
-                "commit_last_block is not for masked models yet. Leave it out of "
-                "--additional-config."
-            )
+        for name in ("commit_last_block", "load_stages"):
+            if getattr(extension, name):
+                raise ValueError(
+                    f"{name} is not for masked models yet. Leave it out of --additional-config."
+                )
         check_keys(extension.defaults)
         finish(vllm_config, extension)
 

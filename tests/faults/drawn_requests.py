@@ -91,6 +91,7 @@ def diffusion_keys(model: Model) -> SearchStrategy[dict[str, Any]]:
         "diffusion_confidence_threshold": among(DENORMAL, 0.005, 1.0, 1e6),
         "diffusion_stability_threshold": among(0, 1, 3, 2**20),
         "diffusion_judge_answer_only": among(0, 1),
+        "diffusion_load_stages": among(0, 1, 2**20),
         "diffusion_window_rule": among("reference", "symmetric"),
         "diffusion_read_only": among(0, 0, 1),
         "diffusion_constrained": among(0, 0, 0, 1),

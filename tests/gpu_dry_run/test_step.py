@@ -42,6 +42,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "symmetric": {"diffusion_window_rule": "symmetric"},
     "revealing": {"diffusion_acceptance": "top_k", "diffusion_accept_tokens": 2},
     "answer only": {"diffusion_judge_answer_only": True, "stop_token_ids": [7]},
+    "under load": {"diffusion_load_stages": 1},
     "read-only": {"diffusion_read_only": True, "logprobs": 2},
     "constrained": {"diffusion_constrained": True, "logprob_token_ids": [1, 2]},
 }
@@ -247,6 +248,17 @@ def test_cheaper_self_conditioning_waits_for_nothing(
     for _ in range(3):
         server.step()
     assert cuda.waits == []
+
+
+def test_a_busy_step_waits_for_nothing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_state, "build_attn_metadata", lambda **kwargs: kwargs)
+    stages = [{"canvases": 2, "stability_threshold": 0}]
+    server = start(cuda, VOCABULARIES["streamed"], load_stages=stages)
+    server.admit("plain", "under load")
+    server.step()
+    cuda.copies.clear()
+    server.step()
+    assert cuda.copies == [] and cuda.waits == []
 
 
 def test_a_steady_step_copies_nothing_to_the_device(server: Server, cuda: FakeCuda) -> None:

@@ -8,6 +8,7 @@ from vllm_dllm.config.checks import check_boolean, check_count
 from vllm_dllm.config.drafter import DrafterConfig
 from vllm_dllm.config.files import check_path
 from vllm_dllm.config.limits import RequestLimits
+from vllm_dllm.config.load import LoadStage, load_stages
 
 WindowRule = Literal["reference", "symmetric"]
 WINDOW_RULES: tuple[str, ...] = get_args(WindowRule)
@@ -47,6 +48,9 @@ class ExtensionConfig:
 
     limits: RequestLimits = field(default_factory=RequestLimits)
     """What one request may ask for; from an object of its settings."""
+    load_stages: tuple[LoadStage, ...] = ()
+    """How much sooner canvases may be finished while the server is busy, for requests that allow it
+    (`diffusion_load_stages`); from a list of objects, see `config.load`."""
     drain_seconds: int = 15
     """For requests in flight to finish when the server is told to stop, unless vLLM's
     `--shutdown-timeout` says so."""
@@ -92,6 +96,8 @@ class ExtensionConfig:
             values["drafter"] = DrafterConfig.from_section(values["drafter"])
         if "limits" in values:
             values["limits"] = RequestLimits.from_section(values["limits"])
+        if "load_stages" in values:
+            values["load_stages"] = load_stages(values["load_stages"])
         return cls(**values)
 
 

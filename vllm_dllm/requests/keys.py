@@ -90,6 +90,7 @@ OPTIONS: Mapping[str, Option] = {
     "diffusion_t_min": _number(at_least=LOWEST_MAXIMUM, at_most=HIGHEST_TEMPERATURE),
     "diffusion_t_max": _number(at_least=LOWEST_MAXIMUM, at_most=HIGHEST_TEMPERATURE),
     "diffusion_judge_answer_only": _BOOLEAN,
+    "diffusion_load_stages": _integer(0),
     "diffusion_window_rule": _one_of(WINDOW_RULES),
 }
 

@@ -47,6 +47,7 @@ class RequestOptions:
     t_min: float | None
     t_max: float | None
     judge_answer_only: bool
+    load_stages: int
     joins_commits: bool
     fits_canvases: bool
     is_counted: bool  # for the metrics
@@ -85,6 +86,7 @@ class RequestOptions:
             t_min=get("t_min"),
             t_max=get("t_max"),
             judge_answer_only=bool(get("judge_answer_only")),
+            load_stages=get("load_stages", 0),
             joins_commits=bool(own.get(JOINS_COMMITS)),
             fits_canvases=bool(own.get(FITS_CANVASES)),
             is_counted=bool(own.get(IS_COUNTED)),

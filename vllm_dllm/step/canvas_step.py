@@ -29,6 +29,7 @@ from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_record import StepCanvases
 from vllm_dllm.step.grammars import Legal
+from vllm_dllm.step.load import LoadStages
 from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
 from vllm_dllm.step.masked_settings import MaskedStepSettings
 from vllm_dllm.step.numbers import canvas_numbers
@@ -127,7 +128,13 @@ class CanvasStep:
         return StepRequests(
             self.slots,
             sampler,
-            SlotSettings(config, num_slots, self.canvas_length, self.device),
+            SlotSettings(
+                config,
+                LoadStages(self.extension.load_stages, self.device),
+                num_slots,
+                self.canvas_length,
+                self.device,
+            ),
             self.extension,
             vllm_config,
         )

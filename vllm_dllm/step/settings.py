@@ -12,6 +12,7 @@ from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.load import LoadStages
 from vllm_dllm.step.registry import NewRequest
 
 _NEVER_LIKELY = 2.0  # a threshold that no probability reaches
@@ -28,6 +29,7 @@ class Settings(NamedTuple):
     stability_threshold: float  # steps
     is_greedy: float  # 1 = the candidates are the best guesses
     judges_answer_only: float  # 1 = what follows the first stop token is not waited for
+    load_stages: float  # how many of the server's may apply
     reveals: float  # 1 = revealed for good, by the next two
     reveal_threshold: float  # probability
     reveal_per_step: float  # positions; < 0: as many as reveal a canvas in minus so many steps
@@ -49,8 +51,14 @@ class SlotSettings:
     """Of every slot, and which slots have others than the server's."""
 
     def __init__(
-        self, config: DenoiseConfig, max_num_reqs: int, canvas_length: int, device: torch.device
+        self,
+        config: DenoiseConfig,
+        load: LoadStages,
+        max_num_reqs: int,
+        canvas_length: int,
+        device: torch.device,
     ) -> None:
+        self._load = load
         self.canvas_length, self.max_steps = canvas_length, config.max_denoising_steps
         self._table = torch.zeros(max_num_reqs, len(Settings._fields), device=device)
         self._added: dict[int, Settings] = {}
@@ -62,6 +70,7 @@ class SlotSettings:
             stability_threshold=config.stability_threshold,
             is_greedy=0,
             judges_answer_only=0,
+            load_stages=0,
             reveals=0,
             reveal_threshold=_NEVER_LIKELY,
             reveal_per_step=_NONE_A_STEP,
@@ -115,6 +124,7 @@ class SlotSettings:
             stability_threshold=own(options.stability_threshold, default.stability_threshold),
             is_greedy=is_greedy,
             judges_answer_only=options.judge_answer_only,
+            load_stages=options.load_stages,
             reveals=options.acceptance != "entropy_bound",
             reveal_threshold=threshold,
             reveal_per_step=per_step,
@@ -127,15 +137,14 @@ class SlotSettings:
         columns = dict(
             zip(Settings._fields, self._table[batch.slot_index].unbind(dim=-1), strict=True)
         )
-        found = StepSettings(
-            columns["t_min"],
-            columns["t_span"],
-            StepRules(
-                columns["entropy_bound"],
-                columns["confidence_threshold"],
-                columns["stability_threshold"],
-            ),
+        rules = StepRules(
+            columns["entropy_bound"],
+            columns["confidence_threshold"],
+            columns["stability_threshold"],
         )
+        if reached := self._load.reached(len(batch.slots_np)):
+            rules = self._load.loosen(rules, columns["load_stages"].long(), reached)
+        found = StepSettings(columns["t_min"], columns["t_span"], rules)
         if any(settings.is_greedy for settings in own):
             found = found._replace(is_greedy=columns["is_greedy"] > 0)
         if any(settings.judges_answer_only for settings in own):

@@ -1,0 +1,43 @@
+"""Thresholds that follow the load: a step of many canvases finishes some of them sooner."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+
+from vllm_dllm.config.load import LoadStage
+from vllm_dllm.denoise.step import StepRules
+
+
+class LoadStages:
+    """The load is the number of canvases in a step: the host knows it, and it is the same on every
+    rank. The clock would say more, and something else on each."""
+
+    def __init__(self, stages: Sequence[LoadStage], device: torch.device) -> None:
+        self._starts = [stage.canvases for stage in stages]
+        # [stages + 1] fp32, by stage; the first is none.
+        confidence = [0.0, *(stage.confidence_threshold for stage in stages)]
+        stability = [torch.inf, *(float(stage.stability_threshold) for stage in stages)]
+        self._confidence = torch.tensor(confidence, device=device)
+        self._stability = torch.tensor(stability, device=device)
+
+    def reached(self, num_canvases: int) -> int:
+        """How many stages apply to a step; 0: none."""
+        return bisect_right(self._starts, num_canvases)
+
+    def loosen(
+        self,
+        rules: StepRules,
+        allowed: torch.Tensor,  # [n] int64, how many stages each canvas' request allows
+        reached: int,
+    ) -> StepRules:
+        """`rules` of n canvases, as tensors, where the stages that apply are looser."""
+        stage = allowed.clamp(max=reached)
+        return rules._replace(
+            confidence_threshold=torch.maximum(
+                torch.as_tensor(rules.confidence_threshold), self._confidence[stage]
+            ),
+            stability_threshold=torch.minimum(
+                torch.as_tensor(rules.stability_threshold), self._stability[stage]
+            ),
+        )
