@@ -41,6 +41,7 @@ def test_entry_point() -> None:
     assert entry_point.load() is plugin.register
 
 
+@pytest.mark.slow
 def test_vllm_loads_it_and_shows_its_log() -> None:
     """vLLM swallows errors of plugins and would go on without us."""
     env = {**os.environ, "VLLM_PLUGINS": "vllm_dllm", "VLLM_LOGGING_LEVEL": "INFO"}

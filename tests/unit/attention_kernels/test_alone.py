@@ -24,6 +24,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 FAST = "test_api or test_masks or test_rounding or test_support"
 
 
+@pytest.mark.slow
 def test_without_vllm() -> None:
     arguments = ["-q", "-p", "no:cacheprovider", "-k", FAST]
     done = subprocess.run(

@@ -51,6 +51,7 @@ def truth_table(chunks: Chunks, num_queries: int, num_keys: int) -> torch.Tensor
     return table == 1
 
 
+@pytest.mark.slow
 @pytest.mark.fa4
 @pytest.mark.usefixtures("triton_version")
 @pytest.mark.parametrize("window_left", [-1, 0, 11, 200])

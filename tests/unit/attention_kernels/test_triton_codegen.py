@@ -37,6 +37,7 @@ def compiled() -> dict[str, dict[str, int]]:
     return compile_apart(__file__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_uses_the_tensor_cores_and_fits(compiled: dict[str, dict[str, int]], case: str) -> None:
     check(*CASES[case], compiled[case])

@@ -80,6 +80,7 @@ print(json.dumps([broken(case, 90, found), compiled.asm["ptx"].count("ld.local")
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_that_spills_is_found_though_its_ptx_does_not_say_so() -> None:
     (reason, *_), in_ptx = json.loads(compile_apart("-c", SPILLING))
     assert reason.startswith("registers spill in the main loop")

@@ -71,6 +71,7 @@ def extra_of(answer: Any) -> dict[str, Any]:
     return json.loads(answer.text.removeprefix("data: "))["vllm_xargs"]
 
 
+@pytest.mark.slow
 def test_every_key_has_feeds_of_its_own(folder: Path) -> None:
     with application() as client:
         for key in KEYS * 2:

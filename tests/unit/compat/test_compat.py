@@ -31,6 +31,7 @@ def test_version() -> None:
     assert version.is_known(), version.complaint()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("looks_for", CHECKS, ids=lambda check: check.__name__)
 def test_the_installed_vllm(looks_for: Callable[[Sources], Iterator[str]]) -> None:
     assert list(looks_for(Sources(VLLM))) == []
@@ -55,6 +56,7 @@ class Altered(Sources):
         self._modules[module] = text, ast.parse(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("looks_for", "altered", "complaint"),
     [

@@ -42,6 +42,7 @@ def run_rank(rank: int, store: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_uneven_rows(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     torch.multiprocessing.spawn(run_rank, args=(store,), nprocs=len(SIZES))

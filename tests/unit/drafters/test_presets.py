@@ -61,6 +61,7 @@ LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
 QWEN3_8B = find_preset("z-lab/Qwen3-8B-DFlash-b16")
 
 
+@pytest.mark.slow
 @PUBLISHED
 @LAYOUT
 def test_both_layouts_say_the_same(preset: Preset, layout: str) -> None:

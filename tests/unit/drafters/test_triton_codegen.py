@@ -64,6 +64,7 @@ def compiled() -> dict[str, dict[str, int]]:
     return compile_apart(__file__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_and_fits(compiled: dict[str, dict[str, int]], case: str) -> None:
     check(*CASES[case], compiled[case])

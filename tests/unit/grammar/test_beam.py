@@ -30,6 +30,7 @@ LANGUAGES = {
 }
 
 
+@pytest.mark.slow
 def test_the_beam_finds_the_cheapest_path() -> None:
     """At least 99% of the canvases within `BEAM_NATS`."""
     rng, excess, walked = np.random.default_rng(7), [], []

@@ -104,6 +104,7 @@ def test_what_ends_is_found_among_what_goes_on(regex: str, answer: str) -> None:
     assert tokens is not None and re.fullmatch(answer, text_of(tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, 1, 20])
 def test_an_answer_fits_its_tokens(spare: int) -> None:
     for i, (name, schema) in enumerate(SCHEMAS.items()):

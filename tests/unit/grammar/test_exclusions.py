@@ -57,6 +57,7 @@ def test_a_mask_has_what_is_not_excluded() -> None:
     assert exclusions.excludes(7, []) and exclusions.excludes(4, [])
 
 
+@pytest.mark.slow
 def test_answers_are_valid_without_what_is_excluded() -> None:
     """Half of the tokens of several characters, and pairs that the answer would have had."""
     characters, answered = set(grammars().vocabulary.characters.tolist()), 0

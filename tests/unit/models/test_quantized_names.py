@@ -27,6 +27,7 @@ LINEAR = re.compile(r"model\.decoder\.layers\.\d+\.(?!router).*\.[a-z]+_proj$")
 ALSO_LEFT_OUT = {"FP8_DYNAMIC": "(?!)", "NVFP4": ".*self_attn"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", quantized.FORMATS)
 def test_every_name_of_the_published_checkpoints(tmp_path: Path, scheme: str) -> None:
     """Experts are one linear each, `ignore` lists transformers' modules in full, scales of FP8 are
@@ -83,6 +84,7 @@ def stored(scheme: str, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torc
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "most"), [("FP8_DYNAMIC", 0.55), ("NVFP4", 0.35)])
 def test_memory_of_the_served_weights(
     checkpoints: dict[str, Path], scheme: str, most: float

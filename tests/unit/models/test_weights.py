@@ -22,6 +22,7 @@ from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moe", [True, False], ids=["moe", "dense"])
 @pytest.mark.parametrize("vision", ["served", "left-out", "absent"])
 def test_every_name_of_the_26b_state_dict(tmp_path: Path, moe: bool, vision: str) -> None:

@@ -79,6 +79,7 @@ def test_wheel_has_all_modules_and_wants_pytorch_and_triton_only(wheel: Path) ->
     assert requires == ["torch>=2.13", "triton"]
 
 
+@pytest.mark.slow
 def test_wheel_runs_without_vllm(wheel: Path, tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet")
     run(*pip, "--target", tmp_path, wheel)

@@ -156,6 +156,7 @@ def test_hosts_that_are_not_named_are_not_fetched_from() -> None:
         read("https://other.example/a.png", allowed_media_domains=["pictures.example"])
 
 
+@pytest.mark.slow
 def test_an_address_that_cannot_be_reached() -> None:
     with pytest.raises(VLLMValidationError, match="cannot be fetched"):
         read("http://127.0.0.1:1/a.png", allowed_media_domains=["127.0.0.1"])

@@ -40,6 +40,7 @@ def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
     assert shown == [lines[0], "[...]", *lines[-12:]]
 
 
+@pytest.mark.slow
 def test_stopping_reaches_the_engine_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

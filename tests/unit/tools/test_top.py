@@ -188,6 +188,7 @@ def test_q_ends_it(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
     os.close(terminal)
 
 
+@pytest.mark.slow
 def test_a_server_that_started_anew(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
     old, new = (
         scrape(served, OF_ENGINE.format(engine=0, tokens=n, forwards=n), at)

@@ -92,6 +92,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     return checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("api", "concurrency"), [("chat", "3"), ("completions", "1")])
 def test_two_checkpoints(
     make: Make, capsys: pytest.CaptureFixture[str], api: str, concurrency: str
@@ -136,6 +137,7 @@ def test_a_server_that_dies(make: Make, capsys: pytest.CaptureFixture[str]) -> N
     assert not list(Path("out").iterdir())
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     error = run(capsys, make("strict", {"Hi!": "REFUSE"}), "--task", "task.yaml")
     found = re.search(r"did not answer task 'held_out' \(400,.*See (\S+lm_eval\.log)\n$", error)
@@ -183,6 +185,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+@pytest.mark.slow
 def test_public_tasks(
     make: Make, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,6 +249,7 @@ def test_a_context_that_holds_no_answer(
     assert "got 1024" in error
 
 
+@pytest.mark.slow
 def test_without_the_extra() -> None:
     script = (
         "import sys; sys.modules['lm_eval'] = None; "

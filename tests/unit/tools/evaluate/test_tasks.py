@@ -56,6 +56,7 @@ MALFORMED: dict[str, tuple[Callable[[str], str], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_task_files_are_refused(tmp_path: Path, name: str) -> None:
     change, message = MALFORMED[name]

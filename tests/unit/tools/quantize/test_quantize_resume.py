@@ -39,6 +39,7 @@ def never(*args, **kwargs):
     raise AssertionError("this was done before the interruption")
 
 
+@pytest.mark.slow
 def test_goes_on_at_the_shard_it_was_interrupted_at(
     checkpoint, prompts, fp4, tmp_path, monkeypatch
 ):
@@ -108,6 +109,7 @@ def interrupted() -> InterruptedWrites:
     return InterruptedWrites()
 
 
+@pytest.mark.slow
 def test_goes_on_from_every_file_operation(
     checkpoint, prompts, fp4, tmp_path, monkeypatch, interrupted
 ):
