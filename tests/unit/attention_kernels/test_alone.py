@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.paths import ROOT
 
 # All of this folder's tests are imported, and some run, in a process that cannot import either.
