@@ -30,62 +30,21 @@ def register() -> None:
         _register()
 
 
+# What these import, another vLLM may not have.
+
+
 def _register() -> None:
-    # Here, because these import things that another vLLM may not have.
     from vllm import envs
 
     from vllm_dllm import attention, cpu
-    from vllm_dllm.compat import (
-        admission,
-        drafting,
-        ending,
-        grammar,
-        http,
-        limits,
-        metrics,
-        token_texts,
-    )
+    from vllm_dllm.compat import drafting, ending, metrics, token_texts
     from vllm_dllm.compat.attention import register_custom_attention_backend
-    from vllm_dllm.compat.model_configs import set_config_class
     from vllm_dllm.config import canvas_feeds
     from vllm_dllm.metrics.prometheus import CanvasMetrics
-    from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
-    from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
-    from vllm_dllm.requests.grammar import check_structured_outputs
-    from vllm_dllm.requests.http import check_http_request, refuse_beam_search, wrong_type
-    from vllm_dllm.requests.limits import check_parameters, check_size, check_tokens
-    from vllm_dllm.requests.masked import (
-        check_masked_request,
-        check_unmasked_request,
-        refuse_structured_outputs,
-    )
-    from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
-    from vllm_dllm.requests.options import check_choices, check_request
-    from vllm_dllm.requests.prediction import encode
-    from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
     from vllm_dllm.startup import hooks
 
-    ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
-    for config_class in (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig):
-        set_config_class(config_class.model_type, config_class)
-    for architecture, module in MASKED_MODELS.items():
-        ModelRegistry.register_model(architecture, f"{module}:{architecture}")
-        admission.set_serving_config(architecture, MaskedServingConfig)
-    admission.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
-    admission.set_request_check(check_request)
-    admission.set_params_checks(check_numbers, check_choices, check_sampler_limits, encode)
-    admission.set_sampling_params_checks(
-        {DIFFUSION_GEMMA: check_unmasked_request}
-        | dict.fromkeys(MASKED_MODELS, check_masked_request)
-    )
-    grammar.set_structured_outputs_checks(
-        {DIFFUSION_GEMMA: check_structured_outputs}
-        | dict.fromkeys(MASKED_MODELS, refuse_structured_outputs)
-    )
-    http.set_http_check(check_http_request, check_size)
-    http.answer_bad_bodies(wrong_type)
-    http.set_beam_search_check(refuse_beam_search)
-    limits.set_limit_checks(check_parameters, check_tokens)
+    _register_models()
+    _check_requests()
     token_texts.find_token_texts_once()
     ending.stop_gracefully()
     metrics.carry(CanvasMetrics)
@@ -101,10 +60,59 @@ def _register() -> None:
     hooks.install()
     if CANVASES in (envs.VLLM_PLUGINS or ()):
         canvas_feeds.make_folder(envs.VLLM_RPC_BASE_PATH)
+    # Last: until here, vLLM must not serve the model.
     ModelRegistry.register_model(
         DIFFUSION_GEMMA,
         "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
     )
+
+
+def _register_models() -> None:
+    """With what their starts check; DiffusionGemma itself comes later."""
+    from vllm_dllm.compat import admission
+    from vllm_dllm.compat.model_configs import set_config_class
+    from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
+    from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
+    from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
+
+    ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
+    for config_class in (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig):
+        set_config_class(config_class.model_type, config_class)
+    for architecture, module in MASKED_MODELS.items():
+        ModelRegistry.register_model(architecture, f"{module}:{architecture}")
+        admission.set_serving_config(architecture, MaskedServingConfig)
+    admission.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
+
+
+def _check_requests() -> None:
+    """What a request may ask for, on its way through vLLM's processes."""
+    from vllm_dllm.compat import admission, grammar, http, limits
+    from vllm_dllm.requests.grammar import check_structured_outputs
+    from vllm_dllm.requests.http import check_http_request, refuse_beam_search, wrong_type
+    from vllm_dllm.requests.limits import check_parameters, check_size, check_tokens
+    from vllm_dllm.requests.masked import (
+        check_masked_request,
+        check_unmasked_request,
+        refuse_structured_outputs,
+    )
+    from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
+    from vllm_dllm.requests.options import check_choices, check_request
+    from vllm_dllm.requests.prediction import encode
+
+    admission.set_request_check(check_request)
+    admission.set_params_checks(check_numbers, check_choices, check_sampler_limits, encode)
+    admission.set_sampling_params_checks(
+        {DIFFUSION_GEMMA: check_unmasked_request}
+        | dict.fromkeys(MASKED_MODELS, check_masked_request)
+    )
+    grammar.set_structured_outputs_checks(
+        {DIFFUSION_GEMMA: check_structured_outputs}
+        | dict.fromkeys(MASKED_MODELS, refuse_structured_outputs)
+    )
+    http.set_http_check(check_http_request, check_size)
+    http.answer_bad_bodies(wrong_type)
+    http.set_beam_search_check(refuse_beam_search)
+    limits.set_limit_checks(check_parameters, check_tokens)
 
 
 def _log_like_vllm() -> None:

@@ -279,17 +279,7 @@ class CanvasStep:
         assert isinstance(settings, StepSettings)
         slots, idx = self.slots, batch.slot_index
         reveal = revealing(settings, slots.revealed[idx], slots.canvas[idx])
-        kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
-        logits: CanvasLogits = kind(
-            source,
-            batch,
-            found.starts,
-            tokens.best_guess,
-            self.soft_embedding,
-            self.requests.filters,
-            self.budget_bytes,
-            None if reveal is None else torch.where(reveal.kept, reveal.tokens, NO_TOKEN),
-        )
+        logits = self._logits(found, source, reveal)
         step_temperature = temperature(
             numbers.steps_done, numbers.num_steps, settings.t_min, settings.t_span
         )
@@ -336,6 +326,24 @@ class CanvasStep:
             next_canvas,
             outcome,
             revealed,
+        )
+
+    def _logits(
+        self,
+        found: Found,
+        source: torch.Tensor,  # see `advance`
+        reveal: Reveal | None,
+    ) -> CanvasLogits:
+        kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
+        return kind(
+            source,
+            found.batch,
+            found.starts,
+            found.tokens.best_guess,
+            self.soft_embedding,
+            self.requests.filters,
+            self.budget_bytes,
+            None if reveal is None else torch.where(reveal.kept, reveal.tokens, NO_TOKEN),
         )
 
     def _legal(
