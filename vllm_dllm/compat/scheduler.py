@@ -154,8 +154,8 @@ def _limit_cache_hits(manager: Any, prefill_end: Callable[[Request, int], int]) 
     find, coordinator = manager.get_computed_blocks, manager.coordinator
     stock_find_longest = coordinator.find_longest_cache_hit
 
-    def get_computed_blocks(request: Request) -> Any:
-        found = find(request)
+    def get_computed_blocks(request: Request, *args: Any, **kwargs: Any) -> Any:
+        found = find(request, *args, **kwargs)
         # Not by leaving out blocks of what was found: layers with a window have only its last ones.
         while (longest := prefill_end(request, found[1])) < found[1]:
 
@@ -164,7 +164,7 @@ def _limit_cache_hits(manager: Any, prefill_end: Callable[[Request, int], int]) 
 
             coordinator.find_longest_cache_hit = find_shorter
             try:
-                found = find(request)
+                found = find(request, *args, **kwargs)
             finally:
                 coordinator.find_longest_cache_hit = stock_find_longest
         return found

@@ -62,14 +62,15 @@ def given(
     """The cores that vLLM gives its worker on a machine, and those it reserves."""
     found = [LogicalCPUInfo(id=i, physical_core=i, numa_node=0) for i in range(num_cores)]
     utils = ompmultiprocessing.cr_utils
-    monkeypatch.setattr(utils, "get_allowed_cpu_list", lambda: found)
-    monkeypatch.setattr(utils, "get_visible_memory_node", lambda: [0])
+    monkeypatch.setattr(utils, "get_allowed_cpu_list", lambda *_: found)
+    monkeypatch.setattr(utils, "get_visible_memory_node", lambda *_: [0])
     monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: num_cores)
     cpu.install()
     parallel = SimpleNamespace(
         worker_cls=worker,
         local_world_size=1,
         data_parallel_rank_local=None,
+        assigned_physical_gpu_ids=None,  # vLLM 0.33 asks
         _api_process_count=1,
     )
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=kv_transfer)
