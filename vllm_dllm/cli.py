@@ -289,11 +289,11 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from vllm_dllm.tools.plan import plan  # late: it loads transformers
+    from vllm_dllm.tools.plan import capacity  # late: it loads transformers
 
     return exit_status(
         "plan",
-        lambda: plan.show(
+        lambda: capacity.show(
             options.checkpoint,
             options.gpu,
             options.memory_gib,

@@ -3,7 +3,6 @@ trajectories, whatever the batch and the caches do."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -13,7 +12,10 @@ from tests.engine import reference
 from tests.engine.conftest import Engine, cached_tokens, preemptions
 from tests.engine.images import random_image, random_prompt
 from tests.engine.one_step import (
+    CACHED,
+    CHUNK,
     FEW_STEPS,
+    PREFILLS,
     Prompt,
     assert_equal_to_reference,
     engine_input,
@@ -28,18 +30,6 @@ from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID
 pytestmark = pytest.mark.numerics
 
 CANVAS = 32
-CHUNK = 96  # tokens of a step: a canvas beside an image does not fit
-CACHED = {
-    "enable_prefix_caching": True,
-    "prefix_cache_retention_interval": None,
-    "block_size": 32,
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {"enable_prefix_caching": False, "enable_chunked_prefill": False},
-    "prefix-caching": CACHED | {"enable_chunked_prefill": False},
-    "chunked-prefill": {"enable_prefix_caching": False, "max_num_batched_tokens": CHUNK},
-    "both": CACHED | {"max_num_batched_tokens": CHUNK},
-}
 
 
 @pytest.fixture(scope="session")
@@ -76,12 +66,12 @@ def prompts_with_images(path: Path, window: int) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("window", [16, 64])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", PREFILLS)
 def test_one_step(
     engine: Callable[..., Engine], seeing: Callable[[int], Path], window: int, setting: str
 ) -> None:
     path = seeing(window)
-    served, model = engine(path, **SETTINGS[setting]), reference.load(path)
+    served, model = engine(path, **PREFILLS[setting]), reference.load(path)
     prompts = prompts_with_images(path, window)
     canvases = [random_ids(CANVAS, 512, seed=i) for i in range(len(prompts))]
     for prompt, canvas in zip(prompts, canvases, strict=True):  # each alone
@@ -99,7 +89,7 @@ def test_causal_images_are_far_from_the_reference(
 ) -> None:
     """What stock vLLM computes."""
     path = seeing(64)
-    served, model = engine(path, **SETTINGS["plain"]), reference.load(path)
+    served, model = engine(path, **PREFILLS["plain"]), reference.load(path)
     prompt, canvas = random_prompt(path, [5, 5], seed=0), random_ids(CANVAS, 512, seed=1)
     monkeypatch.setattr(DiffusionModelState, "image_spans", lambda *_: None)
     read = read_one_step(served, [prompt], [canvas])
@@ -112,7 +102,7 @@ def test_the_encoder_cache_is_bounded(
 ) -> None:
     """A step's tokens bound what is kept of images, however many requests have some."""
     path = seeing(64)
-    served, model = engine(path, **SETTINGS["chunked-prefill"]), reference.load(path)
+    served, model = engine(path, **PREFILLS["chunked-prefill"]), reference.load(path)
     prompts = [random_prompt(path, [3, 2, 5], seed=i) for i in range(20, 32)]
     canvases = [random_ids(CANVAS, 512, seed=i) for i in range(len(prompts))]
     read = read_one_step(served, prompts, canvases)
@@ -127,7 +117,7 @@ def test_cache_hits_are_by_what_an_image_shows(
 ) -> None:
     """Not by its place, its tokens or the name that a client gives. No hit ends in an image."""
     path = seeing(16)
-    served, model = engine(path, **SETTINGS["prefix-caching"]), reference.load(path)
+    served, model = engine(path, **PREFILLS["prefix-caching"]), reference.load(path)
     text, tail = random_ids(40, 500, seed=1), random_ids(100, 500, seed=2)
     tokens = [token + 7 for token in text] + [IMAGE_ID] + [token + 7 for token in tail]
     images = [random_image((64, 64), seed) for seed in (1, 2)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -10,6 +9,7 @@ from vllm import SamplingParams
 from tests.engine import reference
 from tests.engine.conftest import TRAINED, Engine
 from tests.engine.one_step import (
+    PREFILLS,
     assert_equal_to_reference,
     is_best_guess,
     random_ids,
@@ -19,25 +19,14 @@ from tests.engine.one_step import (
 pytestmark = pytest.mark.numerics
 
 CANVAS = 32
-CACHED = {
-    "enable_prefix_caching": True,
-    "prefix_cache_retention_interval": None,
-    "block_size": 32,
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {"enable_prefix_caching": False, "enable_chunked_prefill": False},
-    "prefix-caching": CACHED | {"enable_chunked_prefill": False},
-    "chunked-prefill": {"enable_prefix_caching": False, "max_num_batched_tokens": 96},
-    "both": CACHED | {"max_num_batched_tokens": 96},
-}
 
 
 @pytest.mark.parametrize("window", [16, 64])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", PREFILLS)
 def test_prompts_around_the_window(
     engine: Callable[..., Engine], tiny: Callable[[int], Path], window: int, setting: str
 ) -> None:
-    served = engine(tiny(window), **SETTINGS[setting])
+    served = engine(tiny(window), **PREFILLS[setting])
     model = reference.load(tiny(window))
     vocab_size = model.config.text_config.vocab_size
     lengths = [1, window - 1, window, window + 1, 3 * window, 10 * window]
@@ -60,7 +49,7 @@ def test_prompts_around_the_window(
 def test_narrow_canvas(
     engine: Callable[..., Engine], tiny: Callable[[int], Path], width: int
 ) -> None:
-    served = engine(tiny(64), **SETTINGS["plain"])
+    served = engine(tiny(64), **PREFILLS["plain"])
     model = reference.load(tiny(64))
     prompt, canvas = random_ids(100, 512, seed=1), random_ids(width, 512, seed=2)
     read = read_one_step(served, [prompt], [canvas], xargs={"diffusion_canvas_length": width})
@@ -71,7 +60,7 @@ def test_canvas_cut_short_by_the_end_of_the_context(
     engine: Callable[..., Engine], tiny: Callable[[int], Path]
 ) -> None:
     """It has fewer rows, and none of stock vLLM's phantom ones."""
-    served = engine(tiny(64), **SETTINGS["plain"])
+    served = engine(tiny(64), **PREFILLS["plain"])
     model = reference.load(tiny(64))
     room = 12
     prompt = random_ids(served.llm.llm_engine.model_config.max_model_len - room, 512, seed=1)
@@ -101,7 +90,7 @@ def test_symmetric_rule_is_selectable_and_differs_past_the_window(
     engine: Callable[..., Engine], tiny: Callable[[int], Path]
 ) -> None:
     """Per request; it is what stock vLLM computes, far from the reference on a long prompt."""
-    served = engine(tiny(64), **SETTINGS["plain"])
+    served = engine(tiny(64), **PREFILLS["plain"])
     model = reference.load(tiny(64))
     prompts = [random_ids(length, 512, seed=3) for length in (4, 160, 160)]
     canvas = random_ids(CANVAS, 512, seed=4)
@@ -134,7 +123,7 @@ def test_filters_apply_to_every_step(
     engine: Callable[..., Engine], tiny: Callable[[int], Path]
 ) -> None:
     """With `top_k=1` a candidate is the best guess, so every kept token of a canvas is."""
-    served = engine(tiny(64), **SETTINGS["plain"])
+    served = engine(tiny(64), **PREFILLS["plain"])
     params = SamplingParams(
         max_tokens=CANVAS,
         ignore_eos=True,

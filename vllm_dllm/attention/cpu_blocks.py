@@ -30,14 +30,32 @@ def cut_into_blocks(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     nth = np.arange(len(requests)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
     block_ends = np.minimum((first_blocks[requests] + nth + 1) * size[requests], ends[requests])
     row_ends = bounds[requests] + block_ends - firsts[requests]
-    query_start_loc = torch.from_numpy(np.concatenate(([0], row_ends)).astype(np.int32))
+    return cut(
+        common,
+        requests,
+        query_start_loc=np.concatenate(([0], row_ends)),
+        seq_lens=block_ends,
+        causal=np.where(by_blocks, 0, causal)[requests],
+    )
+
+
+def cut(
+    common: CommonAttentionMetadata,
+    requests: np.ndarray,  # [n] int, of which request of `common` each of the n new ones is a part
+    *,
+    query_start_loc: np.ndarray,  # [n + 1] int
+    seq_lens: np.ndarray,  # [n] int
+    causal: np.ndarray,  # [n] 0 or 1
+) -> CommonAttentionMetadata:
+    """The same rows as n requests."""
+    starts = torch.from_numpy(query_start_loc.astype(np.int32))
     return replace(
         common,
-        query_start_loc=query_start_loc,
-        query_start_loc_cpu=query_start_loc,
-        seq_lens=torch.from_numpy(block_ends.astype(np.int32)),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
         num_reqs=len(requests),
-        max_query_len=int(query_start_loc.diff().max()),
+        max_query_len=int(starts.diff().max()),
         block_table_tensor=common.block_table_tensor[torch.from_numpy(requests)],
-        causal=torch.from_numpy(np.where(by_blocks, 0, causal)[requests].astype(np.int32)),
+        causal=torch.from_numpy(causal.astype(np.int32)),
     )

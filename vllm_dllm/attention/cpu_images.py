@@ -12,6 +12,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_dllm.attention import WindowRules
+from vllm_dllm.attention.cpu_blocks import cut
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,12 @@ def cut_out_images(
         Image(int(i), slice(int(firsts[i]), int(row_ends[i])), *map(int, spans[firsts[i]]))
         for i in np.flatnonzero(is_image)
     ]
-    causal = np.where(is_image, 0, common.causal.numpy()[requests])
     symmetric = np.where(is_image, 1, rules.symmetric.numpy()[requests])
-    query_start_loc = torch.from_numpy(np.append(firsts, num_rows).astype(np.int32))
-    common = replace(
+    common = cut(
         common,
-        query_start_loc=query_start_loc,
-        query_start_loc_cpu=query_start_loc,
-        seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
-        num_reqs=len(requests),
-        max_query_len=int(query_start_loc.diff().max()),
-        block_table_tensor=common.block_table_tensor[torch.from_numpy(requests)],
-        causal=torch.from_numpy(causal.astype(np.int32)),
+        requests,
+        query_start_loc=np.append(firsts, num_rows),
+        seq_lens=seq_lens,
+        causal=np.where(is_image, 0, common.causal.numpy()[requests]),
     )
     return common, replace(rules, symmetric=torch.from_numpy(symmetric.astype(np.int32))), images

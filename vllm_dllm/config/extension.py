@@ -8,7 +8,7 @@ from vllm_dllm.config.checks import check_boolean, check_count
 from vllm_dllm.config.drafter import DrafterConfig
 from vllm_dllm.config.files import check_path
 from vllm_dllm.config.limits import RequestLimits
-from vllm_dllm.config.load import LoadStage, load_stages
+from vllm_dllm.config.load_stages import LoadStage, load_stages
 
 WindowRule = Literal["reference", "symmetric"]
 WINDOW_RULES: tuple[str, ...] = get_args(WindowRule)
@@ -50,7 +50,7 @@ class ExtensionConfig:
     """What one request may ask for; from an object of its settings."""
     load_stages: tuple[LoadStage, ...] = ()
     """How much sooner canvases may be finished while the server is busy, for requests that allow it
-    (`diffusion_load_stages`); from a list of objects, see `config.load`."""
+    (`diffusion_load_stages`); from a list of objects, see `config.load_stages`."""
     drain_seconds: int = 15
     """For requests in flight to finish when the server is told to stop, unless vLLM's
     `--shutdown-timeout` says so."""

@@ -23,7 +23,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.attention import use_window_rules
 from vllm_dllm.models import finite, vision
 from vllm_dllm.models.expected_weights import ExpectedWeights
-from vllm_dllm.models.images import IMAGE, ImageDummyInputs, ImageProcessingInfo, ImageProcessor
+from vllm_dllm.models.image_processor import (
+    IMAGE,
+    ImageDummyInputs,
+    ImageProcessingInfo,
+    ImageProcessor,
+)
 from vllm_dllm.models.self_conditioning import SelfConditioning
 from vllm_dllm.models.vocabulary import Vocabulary
 from vllm_dllm.quantization.config import adapt

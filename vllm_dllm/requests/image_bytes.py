@@ -101,7 +101,7 @@ class CarefulImageIO(ImageMediaIO):
             with open_image(BytesIO(data)) as image:
                 _check_header(image)
             return super().load_bytes(data)
-        except VLLMClientError:
+        except (VLLMClientError, MemoryError):  # the latter is no fault of the picture's
             raise
         except Image.DecompressionBombError as error:
             raise _too_large("more") from error

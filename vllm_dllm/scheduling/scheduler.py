@@ -41,8 +41,8 @@ from vllm_dllm.requests.options import (
 )
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
 from vllm_dllm.scheduling.fair_share import FairShare
-from vllm_dllm.scheduling.images import before_image
 from vllm_dllm.scheduling.spared_forwards import joins_canvases, joins_commits, spares_last_commit
+from vllm_dllm.scheduling.whole_images import before_image
 
 logger = init_logger(__name__)
 

@@ -28,11 +28,11 @@ from vllm_dllm.requests.options import fitted_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_record import StepCanvases
+from vllm_dllm.step.counted import canvas_numbers
 from vllm_dllm.step.grammars import Legal
 from vllm_dllm.step.load import LoadStages
 from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
 from vllm_dllm.step.masked_settings import MaskedStepSettings
-from vllm_dllm.step.numbers import canvas_numbers
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.settings import SlotSettings, StepSettings, revealing
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers, SlotTokens

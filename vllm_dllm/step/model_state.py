@@ -26,7 +26,7 @@ from vllm_dllm.attention import WindowRules, takes_window_rules
 from vllm_dllm.step.attn_metadata import LatestMetadata
 from vllm_dllm.step.attn_requests import AttnRequests
 from vllm_dllm.step.canvas_step import CanvasStep
-from vllm_dllm.step.images import ImageRows
+from vllm_dllm.step.image_rows import ImageRows
 from vllm_dllm.step.sampler import DiffusionSampler
 
 

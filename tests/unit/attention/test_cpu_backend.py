@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
 
 from attention_kernels.testing import PagedBatch, Request, allowed
+from tests.unit.attention.metadata import common_metadata
 from tests.unit.attention_kernels.test_triton import MIXES as TRITON_MIXES
 from tests.unit.attention_kernels.test_triton import WINDOWS, seen_by_definition
 from vllm_dllm.attention import WindowRules
@@ -99,19 +99,9 @@ def attend(isa: str, monkeypatch: pytest.MonkeyPatch) -> Attend:
         builder = CpuCanvasBackend.get_builder_cls()(
             spec, ["the layer"], config, torch.device("cpu")
         )
-        common = CommonAttentionMetadata(
-            query_start_loc=batch.query_start_loc,
-            query_start_loc_cpu=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            num_reqs=len(batch.seq_lens),
-            num_actual_tokens=len(batch.query),
-            max_query_len=int(batch.query_start_loc.diff().max()),
-            max_seq_len=int(batch.seq_lens.max()),
-            block_table_tensor=batch.block_table,
-            slot_mapping=torch.zeros(len(batch.query), dtype=torch.int64),
-            causal=batch.causal,
+        metadata = builder.build(
+            0, common_metadata(batch), window_rules=WindowRules(batch.symmetric, batch.spans)
         )
-        metadata = builder.build(0, common, window_rules=WindowRules(batch.symmetric, batch.spans))
         output = torch.full_like(batch.query, torch.nan)
         kv_cache = engine_layout(batch)
         return impl.forward(layer, batch.query, None, None, kv_cache, metadata, output)

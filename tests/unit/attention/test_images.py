@@ -9,10 +9,10 @@ from transformers.models.diffusion_gemma.configuration_diffusion_gemma import (
     DiffusionGemmaTextConfig,
 )
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaEncoderModel
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from attention_kernels.masks import visible
 from attention_kernels.testing import PagedBatch, Request
+from tests.unit.attention.metadata import common_metadata
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.attention.cpu_images import cut_out_images
 
@@ -60,21 +60,6 @@ def test_the_definition_is_what_generate_computes(name: str) -> None:
         assert torch.equal(masks[layer][0, 0] == 0, ours), layer
 
 
-def common(batch: PagedBatch) -> CommonAttentionMetadata:
-    return CommonAttentionMetadata(
-        query_start_loc=batch.query_start_loc,
-        query_start_loc_cpu=batch.query_start_loc,
-        seq_lens=batch.seq_lens,
-        num_reqs=len(batch.seq_lens),
-        num_actual_tokens=len(batch.query),
-        max_query_len=int(batch.query_start_loc.diff().max()),
-        max_seq_len=int(batch.seq_lens.max()),
-        block_table_tensor=batch.block_table,
-        slot_mapping=torch.zeros(len(batch.query), dtype=torch.int64),
-        causal=batch.causal,
-    )
-
-
 def small_batch(*requests: Request) -> PagedBatch:
     return PagedBatch.random(requests, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
 
@@ -86,7 +71,9 @@ def test_an_image_becomes_a_request() -> None:
         Request(10, 5, causal=True, images=((4, 8), (8, 12))),
         Request(0, 3),
     )
-    step, rules, images = cut_out_images(common(batch), WindowRules(batch.symmetric, batch.spans))
+    step, rules, images = cut_out_images(
+        common_metadata(batch), WindowRules(batch.symmetric, batch.spans)
+    )
     assert step.query_start_loc.tolist() == [0, 4, 7, 11, 14]
     assert step.seq_lens.tolist() == [34, 8, 12, 15]
     assert step.causal.tolist() == [0, 0, 0, 1]
@@ -108,4 +95,4 @@ def test_an_image_that_was_cut_is_noticed() -> None:
     assert batch.spans is not None
     batch.spans[batch.spans == 12] = 20
     with pytest.raises(AssertionError, match="has the last row of its images"):
-        cut_out_images(common(batch), WindowRules(batch.symmetric, batch.spans))
+        cut_out_images(common_metadata(batch), WindowRules(batch.symmetric, batch.spans))

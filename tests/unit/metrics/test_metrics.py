@@ -27,7 +27,7 @@ from vllm_dllm.metrics.counts import CanvasCounts
 from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, HISTOGRAMS, PREFIX, CanvasMetrics
 from vllm_dllm.requests.keys import ACCEPTANCE_RULES
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
-from vllm_dllm.step.numbers import canvas_numbers
+from vllm_dllm.step.counted import canvas_numbers
 
 LABELS = ["model_name", "engine"]
 

@@ -11,11 +11,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, Sliding
 from bench import dummy_checkpoint
 from tests.paths import CHECKPOINTS
 from vllm_dllm import cli
-from vllm_dllm.tools.plan import plan
-from vllm_dllm.tools.plan.memory import Layer, read_shape
+from vllm_dllm.tools.plan import capacity
+from vllm_dllm.tools.plan.shape import Layer, read_shape
 
 TINY = CHECKPOINTS / "diffusiongemma-tiny"
-BLOCK = plan.BLOCK_SIZE
+BLOCK = capacity.BLOCK_SIZE
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +91,12 @@ def test_quantised_weights_are_counted_as_they_are_stored() -> None:
 
 def test_requests_that_fit(folder_26b: Path) -> None:
     """Their memory does, and one more's would not."""
-    found = plan.make(folder_26b, 80, context=8192, ranks=1, kv_cache_dtype="auto")
+    found = capacity.make(folder_26b, 80, context=8192, ranks=1, kv_cache_dtype="auto")
     each = found.kv + found.state
     taken = found.weights + found.workspace + found.sampling
     assert taken + found.num_requests * each <= found.memory
     assert taken + (found.num_requests + 1) * each > found.memory
-    fp8 = plan.make(folder_26b, 80, context=8192, ranks=1, kv_cache_dtype="fp8")
+    fp8 = capacity.make(folder_26b, 80, context=8192, ranks=1, kv_cache_dtype="fp8")
     assert fp8.kv * 2 == found.kv
 
 

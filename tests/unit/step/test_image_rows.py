@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
-from vllm_dllm.step.images import ImageRows
+from vllm_dllm.step.image_rows import ImageRows
 
 BEGIN, NUM = 1, 4  # marks before an image's tokens; its tokens
 

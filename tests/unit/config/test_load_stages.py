@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.load import LoadStage, load_stages
+from vllm_dllm.config.load_stages import LoadStage, load_stages
 
 
 def test_what_a_stage_leaves_out_it_loosens_nothing_of() -> None:

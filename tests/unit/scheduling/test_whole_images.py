@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_dllm.scheduling.images import before_image
+from vllm_dllm.scheduling.whole_images import before_image
 
 IMAGES = [SimpleNamespace(mm_position=SimpleNamespace(offset=o, length=6)) for o in (2, 8, 20)]
 

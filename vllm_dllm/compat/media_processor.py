@@ -1,5 +1,6 @@
 """The steps of vLLM's processor of images and other media."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -21,16 +22,17 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
     """vLLM's processor, with its steps open to a subclass. Media are told apart by what they show:
     vLLM would go by a name that the client gives, and take one client's image for another's."""
 
+    @abstractmethod
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
         """Tensors of `items`, by the names of `fields`; `options` are the request's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fields(self) -> Mapping[str, MultiModalFieldConfig]:
-        raise NotImplementedError
+        """How each of these tensors is cut up by item."""
 
+    @abstractmethod
     def prompt_updates(self, processed: MultiModalKwargsItems) -> Sequence[PromptUpdate]:
         """What becomes of the prompt; `processed` are the tensors of each item."""
-        raise NotImplementedError
 
     def _apply_hf_processor_main(
         self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, object]

@@ -24,7 +24,7 @@ from vllm.multimodal.processing.processor import (
     PromptUpdateDetails,
 )
 
-from vllm_dllm.compat.images import ProcessorHooks
+from vllm_dllm.compat.media_processor import ProcessorHooks
 from vllm_dllm.requests.images import MOST_IMAGES, check_media, check_options
 
 logger = init_logger(__name__)
