@@ -4,7 +4,8 @@
 
 64 clients ask for answers of several kinds. Memory and descriptors of all the
 server's processes are read every ten seconds; growth is what they gain after the first sixth of the
-time, drift the change of the median latency from then to the end. See bench/README.md.
+time, drift the change of the median latency from then to the end, and of the processor time that an
+answer takes, which other jobs on the machine change less. See bench/README.md.
 """
 
 import argparse
@@ -48,6 +49,7 @@ def sample(pid: int) -> dict[str, float]:
         "descriptors": sum(p.num_fds() for p in processes),
         "threads": sum(p.num_threads() for p in processes),
         "processes": len(processes),
+        "processor_s": sum(sum(p.cpu_times()[:2]) for p in processes),
     }
 
 
@@ -69,6 +71,18 @@ def drift(answers: list[Answered], start: float, end: float) -> dict[str, float]
     return {"first_p50_ms": first, "last_p50_ms": last, "percent": 100 * (last / first - 1)}
 
 
+def work(samples: list[dict[str, float]]) -> dict[str, float]:
+    """Processor time of an answer, in the first and in the last fifth."""
+    fifth = max(1, len(samples) // 5)
+    first, last = (
+        1000
+        * (some[-1]["processor_s"] - some[0]["processor_s"])
+        / max(1, some[-1]["answers"] - some[0]["answers"])
+        for some in (samples[: fifth + 1], samples[-fifth - 1 :])
+    )
+    return {"first_ms": first, "last_ms": last, "percent": 100 * (last / first - 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/diffusiongemma-tiny"))
@@ -87,9 +101,9 @@ def main() -> None:
         while time.monotonic() < end:
             time.sleep(min(SAMPLE_S, max(0.0, end - time.monotonic())))
             server.check_alive()
-            now = sample(server.pid)
-            samples.append(now)
             num_answers = sum(map(len, answers))
+            now = sample(server.pid) | {"answers": num_answers}
+            samples.append(now)
             print(
                 f"{now['memory_mib']:.0f} MiB, {now['descriptors']:.0f} descriptors, "
                 f"{num_answers} answers",
@@ -98,6 +112,7 @@ def main() -> None:
         everything = [answer for some in answers for answer in some]
     settled = [s for s in samples if s["at"] >= start]
     found = {name: growth(settled, name) for name in ("memory_mib", "descriptors", "threads")}
+    found["processor"] = work(settled)
     found["latency"] = drift([a for a in everything if a.status == 200], start, end)
     report = {
         "bench": "soak",
