@@ -163,7 +163,7 @@ def _is_free_text(
 
 def _respelled(start: GrammarState, tokens: list[int]) -> list[int]:
     """The same bytes in as few tokens as spell them, since a grammar is one of bytes; the tokens
-    as they are, if one of those is excluded or would end the answer."""
+    as they are, if one of those is excluded or would end the answer, or they are too few."""
     vocabulary = start.vocabulary
     text = b"".join(vocabulary.token_bytes[token] for token in tokens)
     spelt: dict[int, list[int]] = {0: []}  # by the end in the text
@@ -177,8 +177,9 @@ def _respelled(start: GrammarState, tokens: list[int]) -> list[int]:
             begin = min(begins, key=lambda begin: len(spelt[begin]))
             spelt[end] = [*spelt[begin], vocabulary.by_bytes[text[begin:end]]]
     fewest = spelt[len(text)]
-    is_free = start.stops.isdisjoint(fewest) and start.copy().consume_text(fewest) == len(fewest)
-    return fewest if is_free else tokens
+    end = start.copy()
+    is_free = start.stops.isdisjoint(fewest) and end.consume_text(fewest) == len(fewest)
+    return fewest if is_free and end.is_complete() else tokens
 
 
 def cut_to_fit(

@@ -37,12 +37,16 @@ class Grammars:
         self._lock = threading.Lock()
 
     def start(
-        self, text: str, stops: frozenset[int], exclusions: Exclusions | None = None
+        self,
+        text: str,
+        stops: frozenset[int],
+        exclusions: Exclusions | None = None,
+        min_tokens: int = 0,
     ) -> GrammarState:
         """The state before the first token of an answer to `text`, llguidance's form of a grammar.
 
         `stops` end the answer where the grammar is complete; so does the tokenizer's own. None of
-        them does if it is excluded.
+        them does if it is excluded, or before `min_tokens` others as long as the answer can go on.
 
         Raises:
             GrammarError: the grammar is wrong, or has no answer.
@@ -60,7 +64,7 @@ class Grammars:
         ends = stops | {self.vocabulary.tokenizer.eos_token}
         if exclusions is not None:
             ends = frozenset(end for end in ends if not exclusions.excludes(end, ()))
-        return GrammarState(matcher.deep_copy(), self.vocabulary, ends, exclusions)
+        return GrammarState(matcher.deep_copy(), self.vocabulary, ends, exclusions, min_tokens)
 
 
 def check_size(kind: str, spec: str) -> None:

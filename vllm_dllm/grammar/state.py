@@ -26,11 +26,13 @@ class GrammarState:
         vocabulary: GrammarVocabulary,
         stops: frozenset[int],  # none that is excluded
         exclusions: Exclusions | None = None,
+        min_tokens: int = 0,
     ) -> None:
         self._matcher = matcher
         self.vocabulary = vocabulary
         self.stops = stops
         self.exclusions = exclusions
+        self.min_tokens = min_tokens  # still to come before it may end where it may go on as well
         self._before: tuple[int, ...] = ()  # the last tokens, as many as exclusions ask for
         self.has_ended = False
         self.spaces = 0  # characters of whitespace that were the last tokens
@@ -41,13 +43,18 @@ class GrammarState:
 
     def copy(self) -> "GrammarState":
         matcher = self._matcher.deep_copy()
-        other = GrammarState(matcher, self.vocabulary, self.stops, self.exclusions)
+        other = GrammarState(matcher, self.vocabulary, self.stops, self.exclusions, self.min_tokens)
         other.has_ended, other.spaces = self.has_ended, self.spaces
         other._before = self._before
         return other
 
     def is_complete(self) -> bool:
-        return self._matcher.is_accepting()
+        """Whether the answer may end here."""
+        return self._matcher.is_accepting() and not self._must_go_on()
+
+    def _must_go_on(self) -> bool:
+        """Whether `min_tokens` are still to come, and there is something that may."""
+        return self.min_tokens > 0 and bool(self._without_stops(self._legal()).any())
 
     @property
     def error(self) -> str:
@@ -55,18 +62,22 @@ class GrammarState:
         return self._matcher.get_error() if self._matcher.is_error() else ""
 
     def allows(self, token: int) -> bool:
-        if token in self.stops and self.is_complete():
-            return True
+        if token in self.stops:
+            return self._may_stop_at(token)
         return self._admitted([token]) == [token] and self._matcher.validate_tokens([token]) == 1
 
     def consume(self, token: int) -> bool:
         """False: the token is illegal here, and nothing has changed."""
         if token in self.stops:
-            if self.is_complete() or self._matcher.validate_tokens([token]) == 1:
+            if self._may_stop_at(token):
                 self.has_ended = True
                 self._forget()
             return self.has_ended
         return self.consume_text([token]) == 1
+
+    def _may_stop_at(self, stop: int) -> bool:
+        is_legal = self._matcher.is_accepting() or self._matcher.validate_tokens([stop]) == 1
+        return is_legal and not self._must_go_on()
 
     def consume_text(self, tokens: Sequence[int]) -> int:
         """How many of the tokens, none of which is a stop token, were legal and consumed."""
@@ -74,6 +85,7 @@ class GrammarState:
         count = self._matcher.try_consume_tokens(admitted) if admitted else 0
         if count:
             self._forget()
+            self.min_tokens -= count
             if self.plan is not None:
                 is_kept = self.plan[:count] == admitted[:count]
                 self.plan = self.plan[count:] if is_kept else None
@@ -101,6 +113,18 @@ class GrammarState:
 
     def mask(self) -> np.ndarray:
         """[W] uint32: the legal tokens."""
+        words = self._legal()
+        if self.min_tokens > 0:
+            others = self._without_stops(words)
+            if others.any():
+                return others
+        if self._matcher.is_accepting():
+            for stop in self.stops:
+                words[stop >> 5] |= np.uint32(1 << (stop & 31))
+        return words
+
+    def _legal(self) -> np.ndarray:
+        """[W] uint32: what the grammar lets come next, and the request does not exclude."""
         words = np.zeros(self.vocabulary.num_words, dtype=np.uint32)
         address = words.__array_interface__["data"][0]  # a tenth of the time of `words.ctypes`
         self._matcher.unsafe_compute_mask_ptr(address, words.nbytes)
@@ -108,10 +132,12 @@ class GrammarState:
             self.exclusions.remove_from(words, self._before)
             if not words.any():
                 self._add_other_spellings(words)
-        complete = self.is_complete()
-        for stop in self.stops:
-            if complete:
-                words[stop >> 5] |= np.uint32(1 << (stop & 31))
+        return words
+
+    def _without_stops(self, words: np.ndarray) -> np.ndarray:
+        words = words.copy()
+        for stop in {*self.stops, self.vocabulary.tokenizer.eos_token}:
+            words[stop >> 5] &= ~np.uint32(1 << (stop & 31))
         return words
 
     def _add_other_spellings(self, words: np.ndarray) -> None:

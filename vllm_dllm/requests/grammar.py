@@ -56,10 +56,10 @@ def check_structured_outputs(
         grammars = grammars_of(tokenizer, vocab_size)
         exclusions = exclusions_of(with_words, grammars.vocabulary.size)
         if exclusions is None:
-            needed = _fewest_of_all_tokens(grammars, text, max_model_len)
+            needed = _fewest_of_all_tokens(grammars, text, max_model_len, params.min_tokens)
         else:
             _check_ends(params, exclusions, grammars.vocabulary.tokenizer.eos_token)
-            needed = _fewest_tokens(grammars, text, max_model_len, exclusions)
+            needed = _fewest_tokens(grammars, text, max_model_len, params.min_tokens, exclusions)
     except KeyError as error:
         raise _refusal(f"structured_outputs.{kind} lacks the key {error}") from error
     except (ValueError, TypeError) as error:
@@ -120,12 +120,6 @@ def _check_settings(
         )
     if tokenizer is None:
         raise _refusal("structured outputs need a tokenizer, and skip_tokenizer_init leaves it out")
-    if params.min_tokens > 0:
-        raise VLLMValidationError(
-            f"min_tokens and structured outputs exclude each other, got min_tokens = "
-            f"{params.min_tokens}: an answer ends where its form does. Leave one of them out.",
-            parameter="min_tokens",
-        )
 
 
 def _kind_and_spec(params: SamplingParams) -> tuple[str, str]:
@@ -136,9 +130,11 @@ def _kind_and_spec(params: SamplingParams) -> tuple[str, str]:
         raise _refusal("structured_outputs.json_object must be true, or be left out") from error
 
 
-def _fewest_tokens(grammars: Grammars, text: str, most: int, exclusions: Exclusions | None) -> int:
+def _fewest_tokens(
+    grammars: Grammars, text: str, most: int, min_tokens: int, exclusions: Exclusions | None
+) -> int:
     """Of the shortest answer that is known. Raises GrammarError if none is found."""
-    start = grammars.start(text, _NO_STOPS, exclusions)
+    start = grammars.start(text, _NO_STOPS, exclusions, min_tokens)
     tokens = shortest_known(start, most)
     if tokens is None:
         excluded = "" if exclusions is None else " without the tokens that the request excludes"
@@ -147,10 +143,10 @@ def _fewest_tokens(grammars: Grammars, text: str, most: int, exclusions: Exclusi
 
 
 @lru_cache(maxsize=1024)
-def _fewest_of_all_tokens(grammars: Grammars, text: str, most: int) -> int:
+def _fewest_of_all_tokens(grammars: Grammars, text: str, most: int, min_tokens: int) -> int:
     """Nothing is kept of requests that exclude tokens: their lists may be as long as the
     vocabulary."""
-    return _fewest_tokens(grammars, text, most, None)
+    return _fewest_tokens(grammars, text, most, min_tokens, None)
 
 
 def _refusal(message: str) -> VLLMValidationError:

@@ -126,7 +126,8 @@ class CanvasGrammars:
         model_config = self._config.model_config
         grammars = grammars_of(tokenizer_of(model_config), model_config.get_vocab_size())
         text = grammar_text(params.structured_outputs, self._config.structured_outputs_config)
-        return grammars.start(text, stops, exclusions_of(params, grammars.vocabulary.size))
+        exclusions = exclusions_of(params, grammars.vocabulary.size)
+        return grammars.start(text, stops, exclusions, params.min_tokens)
 
     def start(self, within_s: float = COMPILED_WITHIN_S) -> None:
         """Again after each step that `compiling` has kept a canvas out of."""
