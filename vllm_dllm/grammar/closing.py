@@ -80,7 +80,7 @@ def restless_completion(state: GrammarState, most_tokens: int) -> list[int] | No
     while len(tokens) <= _LONGER * most_tokens:
         if state.is_complete():
             return _respelled(start, tokens)
-        following = state.forced_tokens()
+        following = state.ends_of_reasoning()[:1] or state.forced_tokens()
         is_legal = legal_tokens(state.mask(), vocabulary.size)
         is_legal[list(state.stops)] = False
         if not following:
@@ -121,6 +121,9 @@ def shortest_completion(state: GrammarState, most_tokens: int) -> list[int] | No
 def _continuations(state: GrammarState, thorough: bool = False) -> Iterator[list[int]]:
     """What may come next, the most promising first. `thorough`: every legal character is tried, as
     where any of several letters goes on and one of them ends."""
+    if state.reasoning is not None:
+        yield from ([end] for end in state.ends_of_reasoning())
+        return
     if forced := state.forced_tokens():
         yield forced
         return

@@ -26,6 +26,12 @@ class GrammarVocabulary:
         ]
 
     @cached_property
+    def all_words(self) -> np.ndarray:
+        """[W] uint32, a mask of all tokens. Not to be changed."""
+        bits = np.arange(self.num_words * 32) < self.size
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    @cached_property
     def spaces(self) -> np.ndarray:
         """[V] int32: characters of tokens that are whitespace alone, 0 for the others."""
         found = [len(text) if not text.strip(_SPACE) else 0 for text in self.token_bytes]
