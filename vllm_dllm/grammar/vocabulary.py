@@ -48,6 +48,12 @@ class GrammarVocabulary:
         return self._longest_of(lambda text: text[:1] == b'"' and not text[1:].strip(b"}])>"))
 
     @cached_property
+    def specials(self) -> np.ndarray:
+        """Special tokens. Where a grammar has one, it mostly ends something."""
+        is_special = self.tokenizer.is_special_token
+        return np.array([t for t in range(self.size) if is_special(t)], dtype=np.int64)
+
+    @cached_property
     def structure(self) -> np.ndarray:
         """Tokens of several signs that part or open things, the longest first."""
         return self._longest_of(lambda text: len(text) > 1 and not text.strip(b'{["]}:, '))
