@@ -86,7 +86,7 @@ def _register_models() -> None:
 
 def _check_requests() -> None:
     """What a request may ask for, on its way through vLLM's processes."""
-    from vllm_dllm.compat import admission, grammar, http, limits
+    from vllm_dllm.compat import admission, grammar, http, limits, tool_parsers
     from vllm_dllm.requests.grammar import check_structured_outputs
     from vllm_dllm.requests.http import check_http_request, refuse_beam_search, wrong_type
     from vllm_dllm.requests.limits import check_parameters, check_size, check_tokens
@@ -108,6 +108,9 @@ def _check_requests() -> None:
     grammar.set_structured_outputs_checks(
         {DIFFUSION_GEMMA: check_structured_outputs}
         | dict.fromkeys(MASKED_MODELS, refuse_structured_outputs)
+    )
+    tool_parsers.register_tool_parser(
+        "gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"
     )
     http.set_http_check(check_http_request, check_size)
     http.answer_bad_bodies(wrong_type)

@@ -166,8 +166,13 @@ def test_too_few_tokens(server: Server) -> None:
 
 
 def test_min_tokens(server: Server) -> None:
-    with pytest.raises(BadRequestError, match="min_tokens and structured outputs exclude"):
-        chat(server, response_format=STRICT, extra_body={"min_tokens": 20})
+    """An answer ends before only where its form does."""
+    words = {"structured_outputs": {"regex": "([a-z]{1,3} )+"}, "min_tokens": 30}
+    answer = chat(server, extra_body=words, max_tokens=60)
+    assert 30 < answer.usage.completion_tokens <= 60
+    assert re.fullmatch("([a-z]{1,3} )+", text_of(answer))
+    held = {"response_format": STRICT, "extra_body": {"min_tokens": 90}}
+    jsonschema.validate(json.loads(text_of(chat(server, **held))), SCHEMA)
 
 
 def test_many_at_once(server: Server) -> None:

@@ -14,6 +14,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import serialize_guidance_grammar
 from vllm.v1.structured_output.request import get_structured_output_key
 
+from vllm_dllm.compat.reasoning import Ends, open_reasoning
+
 BACKEND = "guidance"
 """vLLM's name of llguidance."""
 
@@ -92,6 +94,9 @@ class BlockCheck:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
+
+    def open_reasoning(self, request: Request) -> Ends | None:
+        return open_reasoning(self._manager, request)
 
     def validate_tokens(self, request: Request, tokens: list[int]) -> list[int]:
         """A canvas that is being denoised need not be legal."""

@@ -50,9 +50,10 @@ def set_http_check(
 
 
 def _knows_the_form_of_calls(parser: type) -> bool:
-    """Whether vLLM asks for structured outputs where a call must come."""
+    """Whether structured outputs are asked for where a call must come, by vLLM or by ours."""
     return bool(
-        getattr(parser, "supports_required_and_named", False)
+        getattr(parser, "holds_calls_to_schemas", False)
+        or getattr(parser, "supports_required_and_named", False)
         or getattr(parser, "structural_tag_model", None)
     )
 

@@ -41,7 +41,8 @@ def search(start: GrammarState, rows: CanvasRows, num_rows: int) -> tuple[Path, 
     if path.confident_cost_nats <= WORTH_NATS and not path.is_stuck:
         return path, end
     wrong = len(path.tokens) if path.first_repair is None else path.first_repair
-    found = beam(start, rows, num_rows, path.tokens[: max(0, wrong - _ROWS_BEFORE)])
+    num_known = max(path.num_reasoning, wrong - _ROWS_BEFORE)
+    found = beam(start, rows, num_rows, path.tokens[:num_known])
     if found is None or (found[1] >= path.cost_nats and not path.is_stuck):
         return path, end
     end = start.copy()
@@ -51,7 +52,8 @@ def search(start: GrammarState, rows: CanvasRows, num_rows: int) -> tuple[Path, 
 def beam(
     start: GrammarState, rows: CanvasRows, num_rows: int, known: list[int]
 ) -> tuple[list[int], float] | None:
-    """The best path that begins with the `known` tokens, none of which is a repair, and its cost.
+    """The best path that begins with the `known` tokens, all of its reasoning and no repair of the
+    answer, and its cost.
     None: all of them come to dead ends. Does not move `start`."""
     state = start.copy()
     for token in known:

@@ -6,11 +6,13 @@ plan of how the answer can be closed behind it, which the next block falls back 
 """
 
 from collections.abc import Iterator
+from itertools import groupby
 
 import numpy as np
 
 from vllm_dllm.grammar.rows import Path
 from vllm_dllm.grammar.state import GrammarState, legal_tokens
+from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 MOST_STATES = 500
 """States that a search looks at before it gives up."""
@@ -76,11 +78,11 @@ def restless_completion(state: GrammarState, most_tokens: int) -> list[int] | No
     start, state = state, state.copy()
     tokens: list[int] = []
     before = np.ones(vocabulary.size, dtype=bool)
-    order = np.concatenate((vocabulary.characters, vocabulary.blanks))
+    order = np.concatenate((vocabulary.specials, vocabulary.characters, vocabulary.blanks))
     while len(tokens) <= _LONGER * most_tokens:
         if state.is_complete():
             return _respelled(start, tokens)
-        following = state.forced_tokens()
+        following = state.ends_of_reasoning()[:1] or state.forced_tokens()
         is_legal = legal_tokens(state.mask(), vocabulary.size)
         is_legal[list(state.stops)] = False
         if not following:
@@ -121,6 +123,9 @@ def shortest_completion(state: GrammarState, most_tokens: int) -> list[int] | No
 def _continuations(state: GrammarState, thorough: bool = False) -> Iterator[list[int]]:
     """What may come next, the most promising first. `thorough`: every legal character is tried, as
     where any of several letters goes on and one of them ends."""
+    if state.reasoning is not None:
+        yield from ([end] for end in state.ends_of_reasoning())
+        return
     if forced := state.forced_tokens():
         yield forced
         return
@@ -130,9 +135,14 @@ def _continuations(state: GrammarState, thorough: bool = False) -> Iterator[list
     characters = vocabulary.characters
     orders: tuple[tuple[np.ndarray, int], ...]
     if _is_free_text(state, is_legal):
-        orders = ((vocabulary.ends_of_strings, 6), (vocabulary.longest_first, 2))
+        orders = (
+            (vocabulary.specials, 2),
+            (vocabulary.ends_of_strings, 6),
+            (vocabulary.longest_first, 2),
+        )
     else:
         orders = (
+            (vocabulary.specials, 2),
             (vocabulary.closers, 2),
             (characters, 6),
             (vocabulary.structure, 4),
@@ -163,9 +173,22 @@ def _is_free_text(
 
 def _respelled(start: GrammarState, tokens: list[int]) -> list[int]:
     """The same bytes in as few tokens as spell them, since a grammar is one of bytes; the tokens
-    as they are, if one of those is excluded or would end the answer."""
-    vocabulary = start.vocabulary
-    text = b"".join(vocabulary.token_bytes[token] for token in tokens)
+    as they are, if one of those is excluded or would end the answer, or they are too few."""
+    token_bytes = start.vocabulary.token_bytes
+    fewest: list[int] = []
+    for is_text, run in groupby(tokens, lambda token: bool(token_bytes[token])):
+        if is_text:
+            text = b"".join(token_bytes[token] for token in run)
+            fewest += _fewest(start.vocabulary, text)
+        else:
+            fewest += run
+    end = start.copy()
+    is_free = start.stops.isdisjoint(fewest) and end.consume_text(fewest) == len(fewest)
+    return fewest if is_free and end.is_complete() else tokens
+
+
+def _fewest(vocabulary: GrammarVocabulary, text: bytes) -> list[int]:
+    """Tokens that spell `text`."""
     spelt: dict[int, list[int]] = {0: []}  # by the end in the text
     for end in range(1, len(text) + 1):
         begins = [
@@ -176,9 +199,7 @@ def _respelled(start: GrammarState, tokens: list[int]) -> list[int]:
         if begins:
             begin = min(begins, key=lambda begin: len(spelt[begin]))
             spelt[end] = [*spelt[begin], vocabulary.by_bytes[text[begin:end]]]
-    fewest = spelt[len(text)]
-    is_free = start.stops.isdisjoint(fewest) and start.copy().consume_text(fewest) == len(fewest)
-    return fewest if is_free else tokens
+    return spelt[len(text)]
 
 
 def cut_to_fit(

@@ -7,6 +7,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
@@ -37,12 +38,18 @@ class Grammars:
         self._lock = threading.Lock()
 
     def start(
-        self, text: str, stops: frozenset[int], exclusions: Exclusions | None = None
+        self,
+        text: str,
+        stops: frozenset[int],
+        exclusions: Exclusions | None = None,
+        min_tokens: int = 0,
+        reasoning: Reasoning | None = None,
     ) -> GrammarState:
-        """The state before the first token of an answer to `text`, llguidance's form of a grammar.
+        """The state before the first token of an answer to `text`, llguidance's form of a grammar,
+        or before that of the reasoning that comes first.
 
         `stops` end the answer where the grammar is complete; so does the tokenizer's own. None of
-        them does if it is excluded.
+        them does if it is excluded, or before `min_tokens` others as long as the answer can go on.
 
         Raises:
             GrammarError: the grammar is wrong, or has no answer.
@@ -60,7 +67,9 @@ class Grammars:
         ends = stops | {self.vocabulary.tokenizer.eos_token}
         if exclusions is not None:
             ends = frozenset(end for end in ends if not exclusions.excludes(end, ()))
-        return GrammarState(matcher.deep_copy(), self.vocabulary, ends, exclusions)
+        return GrammarState(
+            matcher.deep_copy(), self.vocabulary, ends, exclusions, min_tokens, reasoning
+        )
 
 
 def check_size(kind: str, spec: str) -> None:

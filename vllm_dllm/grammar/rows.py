@@ -46,6 +46,8 @@ class Path:
     masks: dict[int, np.ndarray] = field(default_factory=dict)
     """Row -> [W] uint32, the legal tokens behind the path's tokens before it. Rows that the model
     is sure of have none: their distribution stays as it is."""
+    num_reasoning: int = 0
+    """How many of its first tokens are reasoning."""
     forced: set[int] = field(default_factory=set)
     """Rows that have one legal token."""
     is_stuck: bool = False

@@ -6,6 +6,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 MOST_SPACES = 32
@@ -17,7 +18,8 @@ class GrammarState:
     """After some tokens of an answer. `has_ended`: one of them ended it, and what follows is free.
 
     Stop tokens are kept from the matcher: they are legal where the grammar is complete, whichever
-    they are, and where they are text of the grammar.
+    they are, and where they are text of the grammar. So is reasoning, in which all other tokens are
+    legal.
     """
 
     def __init__(
@@ -26,11 +28,15 @@ class GrammarState:
         vocabulary: GrammarVocabulary,
         stops: frozenset[int],  # none that is excluded
         exclusions: Exclusions | None = None,
+        min_tokens: int = 0,
+        reasoning: Reasoning | None = None,
     ) -> None:
         self._matcher = matcher
         self.vocabulary = vocabulary
         self.stops = stops
         self.exclusions = exclusions
+        self.min_tokens = min_tokens  # still to come before it may end where it may go on as well
+        self.reasoning = reasoning  # that is still to end before the grammar begins
         self._before: tuple[int, ...] = ()  # the last tokens, as many as exclusions ask for
         self.has_ended = False
         self.spaces = 0  # characters of whitespace that were the last tokens
@@ -41,13 +47,28 @@ class GrammarState:
 
     def copy(self) -> "GrammarState":
         matcher = self._matcher.deep_copy()
-        other = GrammarState(matcher, self.vocabulary, self.stops, self.exclusions)
+        other = GrammarState(
+            matcher,
+            self.vocabulary,
+            self.stops,
+            self.exclusions,
+            self.min_tokens,
+            self.reasoning,
+        )
         other.has_ended, other.spaces = self.has_ended, self.spaces
         other._before = self._before
         return other
 
     def is_complete(self) -> bool:
-        return self._matcher.is_accepting()
+        """Whether the answer may end here."""
+        return self._is_accepting() and not self._must_go_on()
+
+    def _is_accepting(self) -> bool:
+        return self.reasoning is None and self._matcher.is_accepting()
+
+    def _must_go_on(self) -> bool:
+        """Whether `min_tokens` are still to come, and there is something that may."""
+        return self.min_tokens > 0 and bool(self._without_stops(self._legal()).any())
 
     @property
     def error(self) -> str:
@@ -55,25 +76,38 @@ class GrammarState:
         return self._matcher.get_error() if self._matcher.is_error() else ""
 
     def allows(self, token: int) -> bool:
-        if token in self.stops and self.is_complete():
+        if token in self.stops:
+            return self._may_stop_at(token)
+        if self._admitted([token]) != [token]:
+            return False
+        if self.reasoning is not None and token not in self.reasoning.opening:
             return True
-        return self._admitted([token]) == [token] and self._matcher.validate_tokens([token]) == 1
+        return self._matcher.validate_tokens([token]) == 1
 
     def consume(self, token: int) -> bool:
         """False: the token is illegal here, and nothing has changed."""
         if token in self.stops:
-            if self.is_complete() or self._matcher.validate_tokens([token]) == 1:
+            if self._may_stop_at(token):
                 self.has_ended = True
                 self._forget()
             return self.has_ended
         return self.consume_text([token]) == 1
 
+    def _may_stop_at(self, stop: int) -> bool:
+        if self.reasoning is not None:
+            return False
+        is_legal = self._matcher.is_accepting() or self._matcher.validate_tokens([stop]) == 1
+        return is_legal and not self._must_go_on()
+
     def consume_text(self, tokens: Sequence[int]) -> int:
         """How many of the tokens, none of which is a stop token, were legal and consumed."""
         admitted = self._admitted(list(tokens))
-        count = self._matcher.try_consume_tokens(admitted) if admitted else 0
+        count = self._think(admitted)
+        if count < len(admitted) and self.reasoning is None:
+            count += self._matcher.try_consume_tokens(admitted[count:])
         if count:
             self._forget()
+            self.min_tokens -= count
             if self.plan is not None:
                 is_kept = self.plan[:count] == admitted[:count]
                 self.plan = self.plan[count:] if is_kept else None
@@ -83,6 +117,28 @@ class GrammarState:
         if self.exclusions is not None and self.exclusions.reach:
             self._before = (*self._before, *admitted[:count])[-self.exclusions.reach :]
         return count
+
+    def _think(self, tokens: list[int]) -> int:
+        """How many of the tokens are reasoning, which the last of them may end."""
+        if self.reasoning is None:
+            return 0
+        for i, token in enumerate(tokens):
+            if token in self.reasoning.opening:
+                if self._matcher.validate_tokens([token]) == 1:
+                    self.reasoning = None
+                return i
+            if token in self.reasoning.ends:
+                self.reasoning = None
+                return i + 1
+        return len(tokens)
+
+    def ends_of_reasoning(self) -> list[int]:
+        """The tokens that may end it here; first those that leave the answer all its choices."""
+        if self.reasoning is None:
+            return []
+        opening = self.reasoning.opening
+        ends = sorted(self.reasoning.ends, key=lambda end: (end in opening, end))
+        return [end for end in ends if self.allows(end)]
 
     def _forget(self) -> None:
         self.known_completions.clear()
@@ -101,6 +157,20 @@ class GrammarState:
 
     def mask(self) -> np.ndarray:
         """[W] uint32: the legal tokens."""
+        words = self._legal()
+        if self.min_tokens > 0:
+            others = self._without_stops(words)
+            if others.any():
+                return others
+        if self._is_accepting():
+            for stop in self.stops:
+                words[stop >> 5] |= np.uint32(1 << (stop & 31))
+        return words
+
+    def _legal(self) -> np.ndarray:
+        """[W] uint32: what the grammar lets come next, and the request does not exclude."""
+        if self.reasoning is not None:
+            return self._free()
         words = np.zeros(self.vocabulary.num_words, dtype=np.uint32)
         address = words.__array_interface__["data"][0]  # a tenth of the time of `words.ctypes`
         self._matcher.unsafe_compute_mask_ptr(address, words.nbytes)
@@ -108,10 +178,23 @@ class GrammarState:
             self.exclusions.remove_from(words, self._before)
             if not words.any():
                 self._add_other_spellings(words)
-        complete = self.is_complete()
-        for stop in self.stops:
-            if complete:
-                words[stop >> 5] |= np.uint32(1 << (stop & 31))
+        return words
+
+    def _free(self) -> np.ndarray:
+        """[W] uint32: what may come next in reasoning."""
+        words = self._without_stops(self.vocabulary.all_words)
+        if self.exclusions is not None:
+            self.exclusions.remove_from(words, self._before)
+        assert self.reasoning is not None
+        for token in self.reasoning.opening:
+            if not self.allows(token):
+                words[token >> 5] &= ~np.uint32(1 << (token & 31))
+        return words
+
+    def _without_stops(self, words: np.ndarray) -> np.ndarray:
+        words = words.copy()
+        for stop in {*self.stops, self.vocabulary.tokenizer.eos_token}:
+            words[stop >> 5] &= ~np.uint32(1 << (stop & 31))
         return words
 
     def _add_other_spellings(self, words: np.ndarray) -> None:
@@ -126,11 +209,19 @@ class GrammarState:
     def forced_tokens(self) -> list[int]:
         """Tokens that come next whatever the model says, up to the first that would end the answer
         or is excluded; none where the tokenizer leaves a choice of how to spell what is forced."""
-        if self.has_ended:
+        if self.has_ended or self.reasoning is not None:
             return []
         tokens = self._admitted(self._matcher.compute_ff_tokens())
         stop = next((i for i, token in enumerate(tokens) if token in self.stops), None)
         return tokens[:stop]
+
+
+def words_of(size: int, tokens: Sequence[int]) -> np.ndarray:
+    """[W] uint32: a mask of these tokens, of a vocabulary of `size`."""
+    words = np.zeros(-(-size // 32), dtype=np.uint32)
+    for token in tokens:
+        words[token >> 5] |= np.uint32(1 << (token & 31))
+    return words
 
 
 def legal_among(words: np.ndarray, tokens: np.ndarray) -> np.ndarray:

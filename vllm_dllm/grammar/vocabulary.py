@@ -26,6 +26,12 @@ class GrammarVocabulary:
         ]
 
     @cached_property
+    def all_words(self) -> np.ndarray:
+        """[W] uint32, a mask of all tokens. Not to be changed."""
+        bits = np.arange(self.num_words * 32) < self.size
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    @cached_property
     def spaces(self) -> np.ndarray:
         """[V] int32: characters of tokens that are whitespace alone, 0 for the others."""
         found = [len(text) if not text.strip(_SPACE) else 0 for text in self.token_bytes]
@@ -40,6 +46,12 @@ class GrammarVocabulary:
     def ends_of_strings(self) -> np.ndarray:
         """Tokens that may end a string, those first that close the most behind it."""
         return self._longest_of(lambda text: text[:1] == b'"' and not text[1:].strip(b"}])>"))
+
+    @cached_property
+    def specials(self) -> np.ndarray:
+        """Special tokens. Where a grammar has one, it mostly ends something."""
+        is_special = self.tokenizer.is_special_token
+        return np.array([t for t in range(self.size) if is_special(t)], dtype=np.int64)
 
     @cached_property
     def structure(self) -> np.ndarray:

@@ -12,6 +12,7 @@ from vllm_dllm.grammar.state import (
     is_forced,
     is_legal,
     legal_tokens,
+    words_of,
 )
 
 SURE = math.log(0.99)
@@ -31,8 +32,8 @@ def walk(state: GrammarState, rows: CanvasRows, num_rows: int) -> Path:
     path = Path()
     unsure = unsure_rows(state, rows, num_rows)
     guesses, best = rows.tokens[:, 0].tolist(), rows.logprobs[:, 0].tolist()
-    row = 0
-    while row < num_rows and not state.has_ended:
+    row = think(state, rows, num_rows, path)
+    while row < num_rows and not state.has_ended and not path.is_stuck:
         stretch_end = int(unsure[np.searchsorted(unsure, row)])
         if stretch_end > row:
             count = state.consume_text(guesses[row:stretch_end])
@@ -46,6 +47,28 @@ def walk(state: GrammarState, rows: CanvasRows, num_rows: int) -> Path:
             break
         row += 1
     return path
+
+
+def think(state: GrammarState, rows: CanvasRows, num_rows: int, path: Path) -> int:
+    """Takes the rows of the reasoning, if there is any, as they are; where the model would stop,
+    the reasoning ends. Returns the first row behind it. Moves `state`."""
+    row = 0
+    while row < num_rows and state.reasoning is not None:
+        guess = int(rows.tokens[row, 0])
+        token: int | None = guess
+        if not state.allows(guess):
+            path.masks[row] = words = state.mask()
+            ends = state.ends_of_reasoning() if guess in state.stops else []
+            chosen = choose(rows, row, words_of(state.vocabulary.size, ends) if ends else words)
+            token = None if chosen is None else chosen[0]
+        if token is None or not state.consume(token):
+            path.is_stuck = True
+            break
+        path.tokens.append(token)
+        path.logprobs.append(logprob_of(state, rows, row, token))
+        row += 1
+    path.num_reasoning = row
+    return row
 
 
 def unsure_rows(state: GrammarState, rows: CanvasRows, num_rows: int) -> np.ndarray:
@@ -91,7 +114,7 @@ def legal_words(state: GrammarState) -> np.ndarray:
     words = state.mask()
     if state.error:
         raise StuckError(state.error)
-    if state.spaces >= MOST_SPACES:
+    if state.spaces >= MOST_SPACES and state.reasoning is None:
         forbid_spaces_(state, words)
     return words
 
@@ -123,7 +146,9 @@ def masks_along(state: GrammarState, rows: CanvasRows, tokens: list[int]) -> Pat
     path = Path()
     for row, token in enumerate(tokens):
         best = logprob = float(rows.logprobs[row, 0])
-        if token != rows.tokens[row, 0] or best < SURE:
+        is_free = state.reasoning is not None
+        path.num_reasoning += is_free
+        if token != rows.tokens[row, 0] or (best < SURE and not is_free):
             words = legal_words(state)
             path.masks[row] = words
             if is_forced(words):
@@ -141,9 +166,7 @@ def logprob_of(state: GrammarState, rows: CanvasRows, row: int, token: int) -> f
     found = np.flatnonzero(rows.tokens[row] == token)
     if len(found):
         return float(rows.logprobs[row, found[0]])
-    alone = np.zeros(state.vocabulary.num_words, dtype=np.uint32)
-    alone[token >> 5] = 1 << (token & 31)
-    return rows.best_legal(row, alone)[1]
+    return rows.best_legal(row, words_of(state.vocabulary.size, [token]))[1]
 
 
 class StuckError(RuntimeError):

@@ -10,10 +10,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from vllm_dllm.compat.grammar import BACKEND, grammar_text, kind_and_spec, llguidance_tokenizer
+from vllm_dllm.compat.reasoning import NO_ENDS, Ends, ends_of, parser_of
 from vllm_dllm.grammar.closing import shortest_known
 from vllm_dllm.grammar.compile import GrammarError, Grammars, check_schema, check_size
 from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
+from vllm_dllm.requests.options import reasoning_of
 from vllm_dllm.requests.structural_tag import to_lark
 
 _NO_STOPS: frozenset[int] = frozenset()
@@ -38,7 +41,8 @@ def check_structured_outputs(
     Raises:
         VLLMValidationError: becomes HTTP 400; names the field, and what is wrong where.
     """
-    _check_settings(params, config, tokenizer)
+    _check_settings(config, tokenizer)
+    reasoning = _reasoning_before(config, tokenizer)
     with_words = params.clone()
     with_words.update_from_tokenizer(tokenizer)
     kind, spec = _kind_and_spec(params)
@@ -56,10 +60,14 @@ def check_structured_outputs(
         grammars = grammars_of(tokenizer, vocab_size)
         exclusions = exclusions_of(with_words, grammars.vocabulary.size)
         if exclusions is None:
-            needed = _fewest_of_all_tokens(grammars, text, max_model_len)
+            needed = _fewest_of_all_tokens(
+                grammars, text, max_model_len, params.min_tokens, reasoning
+            )
         else:
             _check_ends(params, exclusions, grammars.vocabulary.tokenizer.eos_token)
-            needed = _fewest_tokens(grammars, text, max_model_len, exclusions)
+            needed = _fewest_tokens(
+                grammars, text, max_model_len, params.min_tokens, reasoning, exclusions
+            )
     except KeyError as error:
         raise _refusal(f"structured_outputs.{kind} lacks the key {error}") from error
     except (ValueError, TypeError) as error:
@@ -71,7 +79,8 @@ def check_structured_outputs(
     if needed > most:
         raise VLLMValidationError(
             f"max_tokens must be at least {needed} for an answer of the form of "
-            f"structured_outputs.{kind}, got {most}. Raise it.",
+            f"structured_outputs.{kind}{' and the end of reasoning' if reasoning else ''}, got "
+            f"{most}. Raise it.",
             parameter="max_tokens",
         )
 
@@ -102,30 +111,40 @@ def _check_ends(params: SamplingParams, exclusions: Exclusions, eos: int) -> Non
         )
 
 
-def _check_settings(
-    params: SamplingParams, config: StructuredOutputsConfig, tokenizer: Any
-) -> None:
-    """Of the server, and what a request may not ask for besides."""
+def _check_settings(config: StructuredOutputsConfig, tokenizer: Any) -> None:
+    """Of the server."""
     if config.backend not in ("auto", BACKEND):
         raise _refusal(
             f"structured outputs of a diffusion model need the backend '{BACKEND}', and this "
             f"server was started with '{config.backend}'. Start it with "
             f"--structured-outputs-config.backend auto, or leave them out"
         )
-    if config.reasoning_parser and not config.enable_in_reasoning:
-        raise _refusal(
-            "structured outputs of a diffusion model begin with the answer, and this server "
-            f"expects reasoning before it (--reasoning-parser {config.reasoning_parser}). Start it "
-            "without, or leave structured outputs out"
-        )
     if tokenizer is None:
         raise _refusal("structured outputs need a tokenizer, and skip_tokenizer_init leaves it out")
-    if params.min_tokens > 0:
-        raise VLLMValidationError(
-            f"min_tokens and structured outputs exclude each other, got min_tokens = "
-            f"{params.min_tokens}: an answer ends where its form does. Leave one of them out.",
-            parameter="min_tokens",
+
+
+@lru_cache(maxsize=8)
+def _ends_of_reasoning(name: str, plugin: str, tokenizer: Any) -> Ends | None:
+    config = StructuredOutputsConfig(reasoning_parser=name, reasoning_parser_plugin=plugin)
+    parser = parser_of(config, tokenizer)
+    assert parser is not None
+    return ends_of(parser)
+
+
+def _reasoning_before(config: StructuredOutputsConfig, tokenizer: Any) -> Reasoning | None:
+    """What may come before the form of an answer: whether it does is the prompt's matter, which is
+    not known here."""
+    name = config.reasoning_parser
+    if not name or config.enable_in_reasoning:
+        return None
+    ends = _ends_of_reasoning(name, config.reasoning_parser_plugin, tokenizer)
+    if ends == NO_ENDS:
+        raise _refusal(
+            "structured outputs of a diffusion model need a reasoning parser whose reasoning ends "
+            f"with one token, and this server has --reasoning-parser {name}. Start it with another "
+            "one, or leave structured outputs out"
         )
+    return None if ends is None else reasoning_of(ends)
 
 
 def _kind_and_spec(params: SamplingParams) -> tuple[str, str]:
@@ -136,9 +155,16 @@ def _kind_and_spec(params: SamplingParams) -> tuple[str, str]:
         raise _refusal("structured_outputs.json_object must be true, or be left out") from error
 
 
-def _fewest_tokens(grammars: Grammars, text: str, most: int, exclusions: Exclusions | None) -> int:
+def _fewest_tokens(
+    grammars: Grammars,
+    text: str,
+    most: int,
+    min_tokens: int,
+    reasoning: Reasoning | None,
+    exclusions: Exclusions | None,
+) -> int:
     """Of the shortest answer that is known. Raises GrammarError if none is found."""
-    start = grammars.start(text, _NO_STOPS, exclusions)
+    start = grammars.start(text, _NO_STOPS, exclusions, min_tokens, reasoning)
     tokens = shortest_known(start, most)
     if tokens is None:
         excluded = "" if exclusions is None else " without the tokens that the request excludes"
@@ -147,10 +173,12 @@ def _fewest_tokens(grammars: Grammars, text: str, most: int, exclusions: Exclusi
 
 
 @lru_cache(maxsize=1024)
-def _fewest_of_all_tokens(grammars: Grammars, text: str, most: int) -> int:
+def _fewest_of_all_tokens(
+    grammars: Grammars, text: str, most: int, min_tokens: int, reasoning: Reasoning | None
+) -> int:
     """Nothing is kept of requests that exclude tokens: their lists may be as long as the
     vocabulary."""
-    return _fewest_tokens(grammars, text, most, None)
+    return _fewest_tokens(grammars, text, most, min_tokens, reasoning, None)
 
 
 def _refusal(message: str) -> VLLMValidationError:

@@ -50,8 +50,9 @@ def _check_tool_choice(request: Any, parses_tool_calls: bool, forces_tool_calls:
         name = choice if isinstance(choice, str) else choice.model_dump(exclude_none=True)
         raise VLLMValidationError(
             f"tool_choice must be 'auto' or 'none' on this server, got {name!r}: it has no "
-            "tool parser that tells the form of a call. Start it with a --tool-call-parser for "
-            "calls in JSON, for example hermes, or ask for the call in the prompt.",
+            "tool parser that tells the form of a call. Start it with a --tool-call-parser that "
+            "does, such as gemma4_strict or, for calls in JSON, hermes, or ask for the call in the "
+            "prompt.",
             parameter="tool_choice",
         )
     if choice != "none" and not parses_tool_calls:

@@ -4,7 +4,7 @@ docs/requests.md says what the keys of `vllm_xargs` (`SamplingParams.extra_args`
 """
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.diffusion import validate_diffusion_sampling_params
 
 from vllm_dllm.config.canvas_feeds import FEED
+from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.requests.keys import STREAM_CANVASES, check_options, check_stream_canvases
 from vllm_dllm.requests.prediction import check_prediction
 
@@ -21,6 +22,7 @@ DEFAULT_EDIT_STEPS = 16  # LLaDA2.1's
 JOINS_COMMITS = "vllm_dllm_joins_commits"
 FITS_CANVASES = "vllm_dllm_fits_canvases"
 IS_COUNTED = "vllm_dllm_is_counted"
+REASONING = "vllm_dllm_reasoning"
 _WIDTH_STEP = 16  # tokens: few different widths, and a little room after the last token
 
 
@@ -51,6 +53,7 @@ class RequestOptions:
     joins_commits: bool
     fits_canvases: bool
     is_counted: bool  # for the metrics
+    reasoning: Reasoning | None  # that comes before the form of the answer
     canvas_feed: str | None  # where the API process waits for this request's canvases
 
     @classmethod
@@ -90,6 +93,7 @@ class RequestOptions:
             joins_commits=bool(own.get(JOINS_COMMITS)),
             fits_canvases=bool(own.get(FITS_CANVASES)),
             is_counted=bool(own.get(IS_COUNTED)),
+            reasoning=None if (ends := own.get(REASONING)) is None else reasoning_of(ends),
             canvas_feed=feed if isinstance(feed := own.get(FEED), str) else None,
         )
 
@@ -118,17 +122,29 @@ def fit_canvas(params: SamplingParams | None, canvas_length: int) -> bool:
     return True
 
 
+def reasoning_of(ends: tuple[Iterable[int], Iterable[int]]) -> Reasoning:
+    """Of the tokens that end it, and those of them that begin the answer."""
+    return Reasoning(*map(frozenset, ends))
+
+
 def mark(
-    params: SamplingParams | None, *, joins_commits: bool, fits_canvases: bool, is_counted: bool
+    params: SamplingParams | None,
+    *,
+    joins_commits: bool,
+    fits_canvases: bool,
+    is_counted: bool,
+    reasoning: tuple[Iterable[int], Iterable[int]] | None = None,  # see `reasoning_of`
 ) -> None:
     """Tells the worker whether the scheduler commits this request's blocks next to their
-    successors, whether it fits canvases to the tokens that may still come, and whether the metrics
-    count them. Overwrites what the request itself says under these keys."""
+    successors, whether it fits canvases to the tokens that may still come, whether the metrics
+    count them, and what ends the reasoning before an answer that has a form. Overwrites what the
+    request itself says under these keys."""
     if params is not None:
         marks = {
             JOINS_COMMITS: joins_commits,
             FITS_CANVASES: fits_canvases,
             IS_COUNTED: is_counted,
+            REASONING: None if reasoning is None else [sorted(ends) for ends in reasoning],
         }
         params.extra_args = {**(params.extra_args or {}), **marks}
 

@@ -108,7 +108,13 @@ class CanvasScheduling(SchedulerHooks):
         params = request.sampling_params
         fits = self.fits_canvas and fit_canvas(params, self.num_spec_tokens)
         is_counted = self._counter is not None
-        mark(params, joins_commits=self.joins_commits, fits_canvases=fits, is_counted=is_counted)
+        mark(
+            params,
+            joins_commits=self.joins_commits,
+            fits_canvases=fits,
+            is_counted=is_counted,
+            reasoning=self.structured_output_manager.open_reasoning(request),
+        )
         if self._counter is not None and params is not None:
             options = RequestOptions.from_sampling_params(params, self.defaults)
             self._counter.request_received(options.acceptance)

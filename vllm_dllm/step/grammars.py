@@ -23,6 +23,7 @@ from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import Constrained
 from vllm_dllm.grammar.canvas import constrain
+from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.rows import DEEP, CanvasRows, Path
 from vllm_dllm.grammar.state import GrammarState, legal_tokens
 from vllm_dllm.grammar.walk import StuckError
@@ -114,19 +115,22 @@ class CanvasGrammars:
             self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         stops = frozenset(stop for stop in params.all_stop_token_ids if not params.ignore_eos)
         self._answers[request.slot] = _Answer(
-            self._compiler.submit(self._compile, params, stops),
+            self._compiler.submit(self._compile, params, stops, request.options.reasoning),
             position=request.prompt_len,
             end=int(self._slots.host("end", np.array([request.slot]))[0]),
             wanted_stop=params.eos_token_id,
         )
         self._added[request.slot] = request.prefill_len
 
-    def _compile(self, params: SamplingParams, stops: frozenset[int]) -> GrammarState:
+    def _compile(
+        self, params: SamplingParams, stops: frozenset[int], reasoning: Reasoning | None
+    ) -> GrammarState:
         assert params.structured_outputs is not None
         model_config = self._config.model_config
         grammars = grammars_of(tokenizer_of(model_config), model_config.get_vocab_size())
         text = grammar_text(params.structured_outputs, self._config.structured_outputs_config)
-        return grammars.start(text, stops, exclusions_of(params, grammars.vocabulary.size))
+        exclusions = exclusions_of(params, grammars.vocabulary.size)
+        return grammars.start(text, stops, exclusions, params.min_tokens, reasoning)
 
     def start(self, within_s: float = COMPILED_WITHIN_S) -> None:
         """Again after each step that `compiling` has kept a canvas out of."""

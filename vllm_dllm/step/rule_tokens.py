@@ -28,12 +28,14 @@ class RuleTokens(NamedTuple):
         words = params.bad_words_token_ids or []
         # A tokenizer or a generation_config may name tokens that the model has not.
         stops = [stop for stop in sorted(params.all_stop_token_ids) if 0 <= stop < vocab_size]
+        # A grammar's walk knows where an answer can go on (`GrammarState.min_tokens`).
+        has_early_stops = params.min_tokens > 0 and params.structured_outputs is None
         return cls(
             allowed=list(allowed or ()),
             never=[word[0] for word in words if len(word) == 1 and 0 <= word[0] < vocab_size],
             biased=list(bias),
             biases=list(bias.values()),
-            early_stops=stops if params.min_tokens > 0 else [],
+            early_stops=stops if has_early_stops else [],
         )
 
     def __bool__(self) -> bool:

@@ -1,6 +1,8 @@
 """Structured outputs are admitted if there is an answer of that form, and it fits."""
 
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from tests.paths import CHECKPOINTS
 from tests.unit.grammar.canvases import SCHEMAS
+from tests.unit.grammar.special_tokens import THOUGHT_ENDS, add_tokens
 from vllm_dllm.compat import grammar as compat
 from vllm_dllm.requests.grammar import check_structured_outputs
 from vllm_dllm.requests.masked import refuse_structured_outputs
@@ -119,6 +122,15 @@ def test_too_few_tokens(tokenizer: Any) -> None:
     check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=None)
 
 
+def test_min_tokens(tokenizer: Any) -> None:
+    """An answer that can be longer must be; one that cannot needs no more tokens than it has."""
+    check(tokenizer, of(regex="[a-z]+"), min_tokens=20, max_tokens=20)
+    check(tokenizer, of(choice=["a", "b"]), min_tokens=2, max_tokens=2)
+    check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=9, max_tokens=9)
+    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 9 .* got 8"):
+        check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=8, max_tokens=8)
+
+
 def test_what_is_excluded(tokenizer: Any) -> None:
     person = of(json=SCHEMAS["person"])
     check(tokenizer, person, allowed_token_ids=list(range(1, 512)))
@@ -129,6 +141,21 @@ def test_what_is_excluded(tokenizer: Any) -> None:
     constrained = {"logprob_token_ids": [1, 100], "extra_args": {"diffusion_constrained": 1}}
     with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
         check(tokenizer, person, logprobs=2, **constrained)
+
+
+def test_reasoning_takes_a_token_at_least(tmp_path: Path) -> None:
+    shutil.copytree(CHECKPOINTS / "diffusiongemma-tiny", tmp_path, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(add_tokens(tmp_path))
+    person = of(json=SCHEMAS["person"])
+    for parser in ("gemma4", "deepseek_r1"):
+        config = StructuredOutputsConfig(reasoning_parser=parser)
+        check(tokenizer, person, config, max_tokens=10)
+        with pytest.raises(
+            VLLMValidationError, match=r"at least 10 .* and the end of reasoning, got 9"
+        ):
+            check(tokenizer, person, config, max_tokens=9)
+    with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
+        check(tokenizer, person, config, allowed_token_ids=list(range(1, THOUGHT_ENDS)))
 
 
 def test_models_without_a_check_keep_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +180,12 @@ def test_models_without_a_check_keep_vllms_own(monkeypatch: pytest.MonkeyPatch) 
 
 def test_other_settings(tokenizer: Any) -> None:
     person = of(json=SCHEMAS["person"])
-    with pytest.raises(VLLMValidationError, match="min_tokens = 3"):
-        check(tokenizer, person, min_tokens=3)
     with pytest.raises(VLLMValidationError, match=r"need the backend 'guidance'.*'xgrammar'"):
         check(tokenizer, person, StructuredOutputsConfig(backend="xgrammar"))
-    with pytest.raises(VLLMValidationError, match="--reasoning-parser gemma4"):
-        check(tokenizer, person, StructuredOutputsConfig(reasoning_parser="gemma4"))
+    thinking = StructuredOutputsConfig(reasoning_parser="gemma4")
+    with pytest.raises(VLLMValidationError, match=r"one token.*--reasoning-parser gemma4"):
+        check(tokenizer, person, thinking)  # of whose tokens it has none
+    everywhere = StructuredOutputsConfig(reasoning_parser="gemma4", enable_in_reasoning=True)
+    check(tokenizer, person, everywhere)
     with pytest.raises(VLLMValidationError, match="need a tokenizer"):
         check(None, person)

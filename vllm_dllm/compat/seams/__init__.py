@@ -35,6 +35,10 @@ SIGNATURES = {
         "self speculative_config labelnames per_engine_labelvalues is_diffusion"
     ),
     "v1.spec_decode.metrics:SpecDecodingProm.observe": "self spec_decoding_stats engine_idx",
+    "v1.structured_output:StructuredOutputManager._get_constraint_bounds": (
+        "self request spec_tokens spec_tokens_committed"
+    ),
+    "v1.structured_output:StructuredOutputManager._get_reasoner": "self request",
     "v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker.compute_prompt_logprobs": (
         "self logits_fn hidden_states input_batch all_token_ids num_computed_tokens prompt_lens"
     ),

@@ -1,0 +1,70 @@
+"""The shipped tokenizer with tokens that it lacks: those of Gemma 4's tool calls and channels, and
+of DeepSeek's reasoning. They take the places of unused ones."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+from llguidance import LLTokenizer
+
+from tests.paths import CHECKPOINTS
+from tests.unit.grammar.canvases import EOS, V
+from vllm_dllm.grammar.compile import Grammars
+from vllm_dllm.grammar.vocabulary import GrammarVocabulary
+
+IDS = {
+    "<|tool_call>": 497,
+    "<tool_call|>": 498,
+    '<|"|>': 499,
+    "<|channel>": 500,
+    "<channel|>": 501,
+    "<think>": 502,
+    "</think>": 503,
+    "<|tool_response>": 504,
+}
+NAMES = {token: name for name, token in IDS.items()}
+THOUGHT_ENDS, CHANNEL_ENDS, CALL = IDS["</think>"], IDS["<channel|>"], IDS["<|tool_call>"]
+
+
+def add_tokens(folder: Path) -> Path:
+    """To the tokenizer of a checkpoint in `folder`."""
+    path = folder / "tokenizer.json"
+    path.write_text(_with_tokens(path.read_text()))
+    return folder
+
+
+def _with_tokens(tokenizer: str) -> str:
+    found = json.loads(tokenizer)
+    for token in found["added_tokens"]:
+        token["content"] = NAMES.get(token["id"], token["content"])
+    for token, name in NAMES.items():
+        found["model"]["vocab"][token][0] = name
+    return json.dumps(found)
+
+
+@cache
+def tokenizer() -> LLTokenizer:
+    text = (CHECKPOINTS / "diffusiongemma-tiny" / "tokenizer.json").read_text()
+    return LLTokenizer(_with_tokens(text), n_vocab=V, eos_token=EOS)
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(GrammarVocabulary(tokenizer()))
+
+
+def encode(text: str) -> list[int]:
+    """The names of special tokens in it become those."""
+    return tokenizer().tokenize_str(text)
+
+
+def decode(tokens: list[int]) -> str:
+    """With the names of special tokens, without what ends an answer."""
+    parts, text = [], []
+    for token in [*tokens, EOS]:
+        if token in NAMES or token == EOS:
+            parts += [tokenizer().decode_bytes(text).decode(), NAMES.get(token, "")]
+            text = []
+        else:
+            text.append(token)
+    return "".join(parts)

@@ -1,0 +1,76 @@
+"""`min_tokens` beside a grammar: no stop token before, as long as the answer can go on."""
+
+import re
+
+import numpy as np
+import pytest
+from llguidance import grammar_from
+
+from tests.unit.grammar.canvases import EOS, answer, grammars, normalised, rows_of, text_of
+from vllm_dllm.grammar.canvas import constrain
+from vllm_dllm.grammar.closing import completion
+from vllm_dllm.grammar.state import GrammarState, is_legal
+
+OTHER_STOP = 300
+WORDS = "[a-z]{1,3}( [a-z]{1,3})*"
+
+
+def start(regex: str, min_tokens: int, stops: frozenset[int] = frozenset()) -> GrammarState:
+    return grammars().start(grammar_from("regex", regex), stops, None, min_tokens)
+
+
+def wants_to_end(length: int, seed: int) -> np.ndarray:
+    """[length, V] fp32: the stop token is the most probable one everywhere."""
+    logits = np.random.default_rng(seed).normal(size=(length, 512))
+    logits[:, EOS] += 12
+    return normalised(logits)
+
+
+def end_of(state: GrammarState, length: int, max_tokens: int) -> list[int]:
+    """Of an answer whose model wants to end it at once, the tokens."""
+    state, tokens = state.copy(), []
+    while len(tokens) < max_tokens and not state.has_ended:
+        rows = rows_of(wants_to_end(length, seed=len(tokens)))
+        path = constrain(state, rows, max_tokens - len(tokens), EOS).path
+        assert all(state.consume(token) for token in path.tokens)
+        tokens += path.tokens
+    return tokens
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 7, 16, 40])
+def test_an_answer_is_as_long_as_it_must_be(min_tokens: int) -> None:
+    tokens = end_of(start(WORDS, min_tokens), length=16, max_tokens=64)
+    assert re.fullmatch(WORDS, text_of(tokens))
+    # One character more where the last one may not be a space.
+    assert tokens.index(EOS) in (max(min_tokens, 1), min_tokens + 1)
+
+
+@pytest.mark.parametrize(("regex", "text"), [("yes|no", "yes|no"), ("ab|abcdef", "abcdef")])
+def test_a_form_that_cannot_go_on_ends(regex: str, text: str) -> None:
+    tokens = end_of(start(regex, 30), length=8, max_tokens=64)
+    assert tokens[-1] == EOS and re.fullmatch(text, text_of(tokens))
+
+
+def test_noise(max_tokens: int = 48) -> None:
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        tokens = answer(start(WORDS, 24), rng, 16, max_tokens, scale=3.0)
+        assert re.fullmatch(WORDS, text_of(tokens))
+        assert EOS not in tokens[:24] and len(tokens) >= 24
+
+
+def test_every_stop_token_waits() -> None:
+    state = start("a+", 2, frozenset({OTHER_STOP}))
+    a = grammars().vocabulary.by_bytes[b"a"]
+    for _ in range(2):
+        assert not any(is_legal(state.mask(), stop) or state.allows(stop) for stop in state.stops)
+        assert not state.consume(OTHER_STOP) and not state.is_complete()
+        assert state.consume(a)
+    assert all(is_legal(state.mask(), stop) and state.allows(stop) for stop in state.stops)
+    assert state.is_complete() and state.consume(OTHER_STOP)
+
+
+def test_a_completion_is_long_enough() -> None:
+    tokens = completion(start(WORDS, 20), 40)
+    assert tokens is not None and 20 <= len(tokens) <= 40
+    assert completion(start("[a-z]", 20), 40) is not None

@@ -1,0 +1,137 @@
+"""Free text comes before the form of an answer, up to a token that ends it."""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, grammar_from
+
+from tests.unit.grammar.canvases import EOS, SCHEMAS, normalised, rows_of
+from tests.unit.grammar.special_tokens import (
+    CALL,
+    CHANNEL_ENDS,
+    THOUGHT_ENDS,
+    decode,
+    encode,
+    grammars,
+)
+from vllm_dllm.grammar.canvas import constrain
+from vllm_dllm.grammar.closing import completion, shortest_known
+from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.reasoning import Reasoning
+from vllm_dllm.grammar.state import GrammarState, is_legal
+
+THINK = Reasoning(frozenset({THOUGHT_ENDS}))
+GEMMA = Reasoning(frozenset({CHANNEL_ENDS, CALL}), frozenset({CALL}))
+PERSON = SCHEMAS["person"]
+EMMA = '{"name": "Emma", "age": 71}'
+
+
+def start(
+    schema: dict = PERSON, reasoning: Reasoning = THINK, exclusions: Exclusions | None = None
+) -> GrammarState:
+    text = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return grammars().start(text, frozenset(), exclusions, 0, reasoning)
+
+
+def meant(text: str, length: int, seed: int = 0, sure: float = 12.0) -> np.ndarray:
+    """[length, V] fp32: the model means `text`, and then nothing more."""
+    logits = np.random.default_rng(seed).normal(size=(length, 512))
+    for row, token in enumerate([*encode(text), *[EOS] * length][:length]):
+        logits[row, token] += sure
+    return normalised(logits)
+
+
+def answer(state: GrammarState, rng: np.random.Generator, length: int, most: int) -> list[int]:
+    """Of noise."""
+    state, tokens = state.copy(), []
+    while len(tokens) < most and not state.has_ended:
+        rows = rows_of(normalised(3 * rng.normal(size=(length, 512))))
+        path = constrain(state, rows, most - len(tokens), EOS).path
+        assert all(state.consume(token) for token in path.tokens)
+        tokens += path.tokens
+    return tokens
+
+
+def test_the_form_begins_amid_a_canvas() -> None:
+    thought = "Emma is 71: {"
+    rows = rows_of(meant(f"{thought}</think>{EMMA}", 64))
+    found = constrain(start(), rows, 200, EOS)
+    assert decode(found.path.tokens) == f"{thought}</think>{EMMA}" and found.ended
+    # What is thought is nobody's business.
+    assert found.path.num_reasoning == len(encode(thought)) + 1
+    assert found.path.cost_nats == 0 and min(found.path.masks) >= found.path.num_reasoning
+
+
+def test_only_what_follows_is_repaired() -> None:
+    rows = rows_of(meant('}}"{ no</think>{"name": "Emma",, "age": "71"}', 64, sure=14.0))
+    path = constrain(start(), rows, 200, EOS).path
+    text = decode(path.tokens)
+    assert text.startswith('}}"{ no</think>')
+    jsonschema.validate(json.loads(text.partition("</think>")[2]), PERSON)
+
+
+def test_reasoning_goes_over_blocks() -> None:
+    state = start()
+    for block in ("on and on ", "and on "):
+        tokens = constrain(state, rows_of(meant(block, len(encode(block)))), 200, EOS).path.tokens
+        assert decode(tokens) == block and all(state.consume(token) for token in tokens)
+    rows = rows_of(meant(f"</think>{EMMA}", 40))
+    assert decode(constrain(state, rows, 100, EOS).path.tokens) == f"</think>{EMMA}"
+
+
+def test_it_does_not_stop_the_answer() -> None:
+    """Where the model would stop before it has answered, the answer begins."""
+    path = constrain(start(), rows_of(meant("I know. ", 48)), 200, EOS).path
+    text = decode(path.tokens)
+    assert text.startswith("I know. </think>")
+    jsonschema.validate(json.loads(text.partition("</think>")[2]), PERSON)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 30])
+@pytest.mark.parametrize("name", ["person", "order", "list of integers"])
+def test_an_answer_of_noise_fits(name: str, spare: int) -> None:
+    """The reasoning is cut where the answer would not fit any more."""
+    state = start(SCHEMAS[name])
+    needed = shortest_known(state, 200)
+    assert needed is not None and needed[0] == THOUGHT_ENDS
+    most = len(needed) + spare
+    tokens = answer(state, np.random.default_rng(spare), 16, most)
+    assert len(tokens) <= most
+    text = decode(tokens[tokens.index(THOUGHT_ENDS) + 1 :])
+    jsonschema.validate(json.loads(text), SCHEMAS[name])
+
+
+def test_a_token_that_opens_the_answer_ends_it_too() -> None:
+    calls = grammars().start(
+        grammar_from("grammar", 'start: "a"? <|tool_call> "call" <tool_call|>'),
+        frozenset(),
+        None,
+        0,
+        GEMMA,
+    )
+    rows = rows_of(meant("so<|tool_call>call<tool_call|>", 16))
+    text = decode(constrain(calls, rows, 100, EOS).path.tokens)
+    assert text == "so<|tool_call>call<tool_call|>"
+    # Of a form that does not begin with it, it is no part.
+    state = start(reasoning=GEMMA)
+    assert not state.allows(CALL) and not is_legal(state.mask(), CALL)
+    assert state.consume_text([100, CALL, 101]) == 1
+    assert state.allows(CHANNEL_ENDS) and state.ends_of_reasoning() == [CHANNEL_ENDS]
+
+
+def test_what_is_excluded_is_not_thought() -> None:
+    word = encode("on")[0]
+    exclusions = Exclusions(512, None, frozenset({(word,)}))
+    path = constrain(start(exclusions=exclusions), rows_of(meant("on on", 40)), 200, EOS).path
+    assert word not in path.tokens and THOUGHT_ENDS in path.tokens
+    never_ends = Exclusions(512, None, frozenset({(THOUGHT_ENDS,)}))
+    assert completion(start(exclusions=never_ends), 200) is None
+
+
+def test_a_copy_thinks_on_its_own() -> None:
+    state = start()
+    other = state.copy()
+    assert other.consume(THOUGHT_ENDS) and other.reasoning is None and state.reasoning is THINK
+    assert other.consume_text(encode("{")) == 1 and state.consume_text(encode("}")) == 1

@@ -1,0 +1,61 @@
+"""vLLM's reasoning parsers: which tokens end the reasoning before an answer."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from vllm.config import StructuredOutputsConfig
+from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+Ends = tuple[frozenset[int], frozenset[int]]
+"""Tokens that end reasoning, and those of them that are the answer's first token, too."""
+NO_ENDS: Ends = (frozenset(), frozenset())
+
+
+def parser_of(
+    config: StructuredOutputsConfig, tokenizer: Any, kwargs: Mapping[str, Any] | None = None
+) -> ReasoningParser | None:
+    """The one that is to end before a grammar begins; None: it begins at once.
+
+    Raises:
+        RuntimeError, ValueError: the tokenizer lacks tokens of its.
+    """
+    if not config.reasoning_parser or config.enable_in_reasoning:
+        return None
+    if config.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(config.reasoning_parser_plugin)
+    parser = ReasoningParserManager.get_reasoning_parser(config.reasoning_parser)
+    return parser(tokenizer, **(kwargs or {}))
+
+
+@lru_cache(maxsize=8)
+def _tokens_of(tokenizer: Any) -> tuple[frozenset[int], int]:
+    """Those added to its vocabulary, which special ones are, and one of text."""
+    added = frozenset(tokenizer.get_added_vocab().values())
+    return added, next(token for token in tokenizer.get_vocab().values() if token not in added)
+
+
+def ends_of(parser: ReasoningParser) -> Ends | None:
+    """None: as `parser` sees it, all is answer. `NO_ENDS`: no token alone ends its reasoning."""
+    if isinstance(parser, ParserEngineReasoningAdapter):
+        ends = parser.reasoning_end_token_ids
+        return ends, frozenset(end for end in ends if parser.find_reasoning_end([end]).implicit)
+    added, text = _tokens_of(parser.model_tokenizer)
+    if parser.is_reasoning_end_streaming([text], [text]):
+        return None
+    # All that does, since vLLM's own check of a block asks the parser, too.
+    ends = frozenset(end for end in added if parser.is_reasoning_end_streaming([end], [end]))
+    return ends, frozenset()
+
+
+def open_reasoning(manager: StructuredOutputManager, request: Request) -> Ends | None:
+    """How the reasoning ends that comes before the form of `request`'s answer; None: none does."""
+    wanted = request.structured_output_request
+    if wanted is None or manager._get_constraint_bounds(request, ()).constraint_start == 0:
+        return None
+    parser = manager._get_reasoner(request)
+    assert parser is not None, "else the constraint starts at once"
+    return ends_of(parser)

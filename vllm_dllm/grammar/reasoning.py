@@ -1,0 +1,11 @@
+"""What comes before an answer that has a form: free text, up to a token that ends it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    ends: frozenset[int]
+    """Tokens, each of which ends it wherever it stands."""
+    opening: frozenset[int] = frozenset()
+    """Those of them that are the answer's first token, too, such as one that begins a tool call."""
