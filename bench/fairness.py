@@ -16,7 +16,6 @@ from typing import Any
 
 from bench import harness
 from bench.clients import Answered, asking, serving
-from vllm_dllm.config.limits import RequestLimits
 
 Body = dict[str, Any]
 LONG_ANSWER: Body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
@@ -30,8 +29,8 @@ ATTACKS: dict[str, Body] = {
         "max_tokens": 1,
         "prompt_logprobs": 20,
     },
-    "the longest prompt with prompt_logprobs 20": {
-        "prompt": [7] * (RequestLimits().prompt_logprobs // 21),
+    "a prompt of 97 tokens, prompt_logprobs 20": {
+        "prompt": [7] * 97,
         "max_tokens": 1,
         "prompt_logprobs": 20,
     },

@@ -8,7 +8,7 @@ from vllm.model_executor.models.config import (
 
 from vllm_dllm import cpu
 from vllm_dllm.compat import admission
-from vllm_dllm.plugin import DIFFUSION_GEMMA
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA
 
 
 def register() -> None:

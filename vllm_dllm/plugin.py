@@ -6,17 +6,12 @@ from vllm import ModelRegistry
 from vllm.logger import init_logger
 
 from vllm_dllm.compat import version
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA, MASKED_MODELS
 
 logger = init_logger(__name__)
 
 CANVASES = "vllm_dllm_canvas"
 """The entry point in `vllm.endpoint_plugins`, which serves where `VLLM_PLUGINS` names it."""
-DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
-MASKED_MODELS = {
-    "SDARForCausalLM": "vllm_dllm.models.sdar",
-    "SDARMoeForCausalLM": "vllm_dllm.models.sdar",
-    "LLaDA2MoeModelLM": "vllm_dllm.models.llada2",
-}
 
 
 def register() -> None:

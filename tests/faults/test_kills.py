@@ -13,7 +13,7 @@ import pytest
 from tests.processes import HANGS_S, wait_for
 from tests.server.conftest import CHECKPOINT, UNCOMPILED, Server, start, start_serving, stop
 from tests.server.open_requests import LONG, OpenRequest, wait_until_unfinished
-from tests.server.process_trees import engine_of, gone, worker_of
+from tests.server.process_trees import engine_of, fork_server_of, gone, worker_of
 from tests.server.test_ending import LAST_RESORT
 
 OPTIONS = (*UNCOMPILED, "--max-num-seqs", "16")
@@ -53,7 +53,9 @@ def check_told(some: list[OpenRequest]) -> None:
             assert one.status in (500, 503), one.text
 
 
-@pytest.mark.parametrize("victim", [worker_of, engine_of, lambda leader: leader.pid])
+@pytest.mark.parametrize(
+    "victim", [worker_of, engine_of, fork_server_of, lambda leader: leader.pid]
+)
 def test_kill_9(started: Started, victim: Callable[[subprocess.Popen[bytes]], int]) -> None:
     process, server = started
     some = open_some(server)

@@ -23,11 +23,19 @@ def gone(leader: subprocess.Popen[bytes]) -> bool:
 
 
 def engine_of(leader: subprocess.Popen[bytes]) -> int:
-    """The child that has a child of its own: the worker's parent."""
-    (engine,) = {process.ppid() for process in processes_of(leader)} - {leader.pid, os.getpid()}
-    return engine
+    return _titled(leader, "VLLM::EngineCore")
 
 
 def worker_of(leader: subprocess.Popen[bytes]) -> int:
-    engine = psutil.Process(engine_of(leader))
-    return max(engine.children(), key=lambda child: child.memory_info().rss).pid
+    return _titled(leader, "VLLM::Worker")
+
+
+def fork_server_of(leader: subprocess.Popen[bytes]) -> int:
+    """The engine's parent, and the worker's."""
+    (server,) = {psutil.Process(pid).ppid() for pid in (engine_of(leader), worker_of(leader))}
+    return server
+
+
+def _titled(leader: subprocess.Popen[bytes], title: str) -> int:
+    (found,) = (p.pid for p in processes_of(leader) if p.cmdline()[0].startswith(title))
+    return found

@@ -182,10 +182,10 @@ def test_prompt_longer_than_the_context(server: Server) -> None:
 
 def test_more_prompt_log_probabilities_than_served(server: Server) -> None:
     """Of two prompts that would be served one at a time."""
-    with pytest.raises(BadRequestError, match=r"1024 log-probabilities .* limits.prompt_logprobs"):
+    with pytest.raises(BadRequestError, match=r"2048 log-probabilities .* limits.prompt_logprobs"):
         server.client.completions.create(
             model=server.model,
-            prompt=[[9] * 40, [8] * 40],
+            prompt=[[9] * 60, [8] * 60],
             max_tokens=1,
             extra_body={"prompt_logprobs": 20},
         )

@@ -13,7 +13,7 @@ class RequestLimits:
 
     n: int = 64
     """Answers: `n` times the prompts of a completion."""
-    prompt_logprobs: int = 1024
+    prompt_logprobs: int = 2048
     """Log-probabilities of prompts: their tokens times one more than `prompt_logprobs`."""
     bad_words: int = 1024
     """Tokens of all `bad_words`."""
@@ -25,7 +25,7 @@ class RequestLimits:
     """The least `diffusion_canvas_length`: a canvas takes as many steps for a few tokens as for
     many."""
     canvases: int | None = None
-    """Canvases of one HTTP request in a step that others share; more take turns. None: 1 on CPUs,
+    """Canvases of one HTTP request in a step that others share; more take turns. None: 2 on CPUs,
     where each canvas makes a step longer; elsewhere a quarter of `--max-num-seqs`."""
 
     def __post_init__(self) -> None:

@@ -1,7 +1,32 @@
 """The worker classes of diffusion models, named by string: importing one loads the model runner."""
 
+from collections.abc import Mapping
+
 GPU_WORKER = "vllm_dllm.step.worker.CanvasWorker"
 CPU_WORKER = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"
 
 PREFILL_EMITTED_TOKENS = (GPU_WORKER, CPU_WORKER)
 """Those that take a finished block for a part of its request's prefill."""
+
+CPU_IMPORTS = (
+    "vllm_dllm.plugin",
+    "vllm_dllm.cpu.worker",
+    "vllm_dllm.scheduling.scheduler",
+    "vllm_dllm.models.diffusion_gemma",
+)
+"""What the processes of an engine on a CPU import of ours."""
+
+
+def cpu_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What this environment of an engine on a CPU lacks."""
+    variables = {
+        # A worker that compiles does not answer for some minutes; vLLM would say after one that
+        # processes hang. One that hangs while it serves is reported after 300 s.
+        "VLLM_RINGBUFFER_WARNING_INTERVAL": "600",
+    }
+    # OpenMP threads that spin while they wait hold cores that other threads need. Next to another
+    # busy process on two cores, a denoise step took 200 ms with spinning and 12 ms without; the
+    # fastest steps were the same.
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & environment.keys():
+        variables["OMP_WAIT_POLICY"] = "passive"
+    return {name: value for name, value in variables.items() if name not in environment}

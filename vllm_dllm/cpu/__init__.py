@@ -11,8 +11,8 @@ import os
 from typing import TYPE_CHECKING
 
 from vllm_dllm.compat import cpu_cores, runner, triton
-from vllm_dllm.config.workers import CPU_WORKER
-from vllm_dllm.cpu import cores, norm
+from vllm_dllm.config.workers import CPU_WORKER, cpu_variables
+from vllm_dllm.cpu import cores, forks, norm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,6 +31,7 @@ def install() -> None:
         norm.register()
         runner.allow_v2_runner_without_triton(prepare)
         cpu_cores.choose_cores(cores.choose, CPU_WORKER)
+        forks.install()
 
 
 def prepare(config: "VllmConfig") -> None:
@@ -38,11 +39,4 @@ def prepare(config: "VllmConfig") -> None:
     if config.parallel_config.worker_cls == runner.STOCK_CPU_WORKER:
         config.parallel_config.worker_cls = CPU_WORKER
     config.kernel_config.enable_jit_warmup = False  # there is nothing to compile
-    # The engine inherits this. A worker that compiles does not answer for some minutes; vLLM would
-    # say after one that processes hang. One that hangs while it serves is reported after 300 s.
-    os.environ.setdefault("VLLM_RINGBUFFER_WARNING_INTERVAL", "600")
-    # The worker process inherits this. OpenMP threads that spin while they wait hold cores that
-    # other threads need. Next to another busy process on two cores, a denoise step took 200 ms with
-    # spinning and 12 ms without; the fastest steps were the same.
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
-        os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ.update(cpu_variables(os.environ))  # the engine and its workers inherit it

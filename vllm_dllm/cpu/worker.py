@@ -14,10 +14,10 @@ from vllm_dllm.compat.runner import (
     replace_rejection_sample,
     send_numbers,
 )
-from vllm_dllm.cpu import compilation, threads
+from vllm_dllm.cpu import compilation, forks, threads
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.rejection_sample import rejection_sample
-from vllm_dllm.processes import end_with_parent
+from vllm_dllm.processes.parents import end_with_parent
 
 
 class TritonFreeCPUWorker(CPUWorker):
@@ -25,6 +25,7 @@ class TritonFreeCPUWorker(CPUWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
+        forks.compute_on_chosen_cores()
         allow_v2_worker_without_triton()
         super().__init__(*args, **kwargs)
 

@@ -19,7 +19,7 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.drafters.step_costs import Step, StepClock
 from vllm_dllm.drafters.width import make_policy
-from vllm_dllm.processes import end_with_parent
+from vllm_dllm.processes.parents import end_with_parent
 
 logger = init_logger(__name__)
 

@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 from vllm_dllm.compat.scheduler import http_request_of
 from vllm_dllm.config.limits import RequestLimits
 
-_CANVASES_ON_CPUS = 1
+_CANVASES_ON_CPUS = 2
 REMEMBERED_STEPS = 32
 """For so many steps after the last that others shared, a request takes no more than its share."""
 

@@ -28,7 +28,7 @@ from vllm_dllm.compat.scheduler import (
 )
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import MaskedConfig, is_masked
-from vllm_dllm.processes import end_with_parent
+from vllm_dllm.processes.parents import end_with_parent
 from vllm_dllm.requests.ends import was_foreseen
 from vllm_dllm.requests.masked import with_defaults
 from vllm_dllm.requests.options import (

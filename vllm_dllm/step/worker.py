@@ -7,7 +7,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.runner import prefill_emitted_tokens, send_numbers
-from vllm_dllm.processes import end_with_parent
+from vllm_dllm.processes.parents import end_with_parent
 
 
 class CanvasWorker(Worker):

@@ -100,6 +100,45 @@ from vllm.transformers_utils.config import (""",
         "triton_utils.importing:TritonLanguagePlaceholder.__init__",
         "self.constexpr =",
     ),
+    # --- CPU engines from a fork server -----------------------------------------------------------
+    Seam(
+        "an engine's process starts in a context",
+        "v1.engine.utils:CoreEngineProcManager.__init__",
+        "context = get_mp_context()",
+    ),
+    Seam(
+        "and so do its workers",
+        "v1.executor.multiproc_executor:MultiprocExecutor._init_executor",
+        "context = get_mp_context()",
+    ),
+    Seam(
+        "each of them",
+        "v1.executor.multiproc_executor:WorkerProc.make_worker_process",
+        "context = get_mp_context()",
+    ),
+    Seam(
+        "with the cores of its threads in its environment",
+        "utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs",
+        'envs_dict["GOMP_CPU_AFFINITY"] = cpu_list_str',
+    ),
+    Seam(
+        "or there, without PyTorch's OpenMP library",
+        "utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs",
+        'envs_dict["OMP_PLACES"] = f"{{{cpu_list_str}}}"',
+    ),
+    Seam(
+        "libraries that CPU engines load first",
+        "platforms.cpu:CpuPlatform.check_and_update_config",
+        """            torch_libs_paths = [
+                os.path.join(site_root, "torch.libs"),
+                os.path.join(torch_pkg, "lib"),
+            ]""",
+    ),
+    Seam(
+        "and their allocator",
+        "platforms.cpu:CpuPlatform.check_and_update_config",
+        'for pattern in ("libtcmalloc_minimal*.so*", "libtcmalloc.so*"):',
+    ),
     # --- compiled models on CPUs ------------------------------------------------------------------
     Seam(
         "a compiled model is loaded, then completed",

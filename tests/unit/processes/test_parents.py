@@ -10,7 +10,7 @@ from tests.processes import is_running, wait_for
 
 PARENT = """
 import multiprocessing, os, sys, time
-from vllm_dllm.processes import end_with_parent
+from vllm_dllm.processes.parents import end_with_parent
 
 def child(path):
     end_with_parent()

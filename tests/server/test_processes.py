@@ -1,0 +1,75 @@
+"""The engine and the worker of a server come from its fork server."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.server.conftest import CHECKPOINT, Server
+from vllm_dllm.startup.early import serves_our_model
+
+REFUSED = "import everything anew"
+
+PROGRAM = """
+import json, os, sys
+from vllm_dllm.compat import engine_processes
+from vllm_dllm.config.workers import cpu_variables
+from vllm_dllm.processes import fork_server
+
+early = os.environ | engine_processes.variables() | cpu_variables(os.environ)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+AsyncEngineArgs(model=sys.argv[1], enforce_eager=True).create_engine_config()
+print("RESULT", json.dumps(sorted(fork_server.changes(early, os.environ))))
+"""
+
+
+def test_engine_and_worker_come_from_one_process(server: Server) -> None:
+    (leader,) = {c.pid for c in psutil.net_connections() if c.laddr[1:] == (server.port,) and c.pid}
+    titles = {
+        p.cmdline()[0].partition("_")[0]: p.ppid()
+        for p in psutil.Process(leader).children(recursive=True)
+        if p.cmdline()[0].startswith("VLLM::")
+    }
+    assert titles["VLLM::EngineCore"] == titles["VLLM::Worker"]
+    assert psutil.Process(titles["VLLM::Worker"]).ppid() == leader
+    assert REFUSED not in server.log.read_text()
+
+
+def test_the_environment_is_foreseen() -> None:
+    """What vLLM sets before it starts an engine, and libraries read when they are loaded."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "VLLM_RING"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(CHECKPOINT)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert "RESULT []" in done.stdout.splitlines(), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "is_ours"),
+    [
+        ('{"architectures": ["DiffusionGemmaForBlockDiffusion"]}', True),
+        ('{"architectures": ["SDARForCausalLM"]}', True),
+        ('{"architectures": ["Qwen3ForCausalLM"]}', False),
+        ('{"architectures": null}', False),
+        ("[1, 2]", False),
+        ("no JSON", False),
+        (None, False),
+    ],
+)
+def test_it_starts_early_for_our_models_alone(
+    tmp_path: Path, config: str | None, is_ours: bool
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert serves_our_model(["vllm", "serve", "--port", "1", str(tmp_path)]) == is_ours
+    assert not serves_our_model(["vllm", "bench", str(tmp_path)])
+    assert not serves_our_model([str(tmp_path)])

@@ -1,0 +1,84 @@
+"""Which processes fork, and the cores of a forked worker."""
+
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.executor import multiproc_executor
+
+from vllm_dllm.compat import cpu_cores, engine_processes
+from vllm_dllm.config.workers import CPU_WORKER
+from vllm_dllm.cpu import forks
+from vllm_dllm.processes import fork_server
+
+
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "start", lambda imports: None)
+    stock = multiproc_executor.get_mp_context
+    monkeypatch.setattr(multiproc_executor, "get_mp_context", stock)
+
+
+def config(worker_cls: str = CPU_WORKER, numa_bind: bool = False) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(worker_cls=worker_cls, numa_bind=numa_bind)
+    )
+
+
+def test_engines_of_our_workers_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "obstacle", lambda: None)
+    assert forks._context(config()) is fork_server.ForkContext
+    assert forks._context(config("vllm.v1.worker.cpu_worker.CPUWorker")) is None
+    assert forks._context(config(numa_bind=True)) is None
+
+
+def test_what_stands_in_the_way_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fork_server, "obstacle", lambda: "OMP_NUM_THREADS changed")
+    with caplog.at_level(logging.INFO, "vllm_dllm"):
+        assert forks._context(config()) is None
+    assert "because OMP_NUM_THREADS changed" in caplog.text
+
+
+@pytest.mark.parametrize(("num_cores", "fork"), [(2, True), (8, True), (9, False)])
+def test_workers_fork_on_few_cores(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, fork: bool
+) -> None:
+    monkeypatch.setattr(fork_server, "is_forked", lambda: True)
+    monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: num_cores)
+    forks.install()
+    assert (multiproc_executor.get_mp_context is fork_server.ForkContext) == fork
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"GOMP_CPU_AFFINITY": "0 1"}, [0, 1]),
+        ({"OMP_PLACES": "{3,5}"}, [3, 5]),
+        ({"GOMP_CPU_AFFINITY": "0 1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, []),
+        ({}, []),
+    ],
+)
+def test_the_cores_of_a_worker(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: list[int]
+) -> None:
+    for name in ("GOMP_CPU_AFFINITY", "OMP_PLACES", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert engine_processes.worker_cores() == expected
+
+
+def test_a_forked_worker_computes_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setattr(engine_processes, "worker_cores", lambda: [0, 1])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: found.append(cores))
+    monkeypatch.setattr(forks, "_set_num_threads", found.append)
+    forks.compute_on_chosen_cores()
+    assert found == []  # this process was not forked
+    monkeypatch.setattr(fork_server, "is_forked", lambda: True)
+    forks.compute_on_chosen_cores()
+    assert found == [[0, 1], 2]

@@ -1,0 +1,9 @@
+"""The models that we serve, by the name that their `config.json` gives as their architecture."""
+
+DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
+MASKED_MODELS = {
+    "SDARForCausalLM": "vllm_dllm.models.sdar",
+    "SDARMoeForCausalLM": "vllm_dllm.models.sdar",
+    "LLaDA2MoeModelLM": "vllm_dllm.models.llada2",
+}
+"""And the module of each."""

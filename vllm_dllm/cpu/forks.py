@@ -1,0 +1,53 @@
+"""Engines and workers of our models fork from a server that has imported everything.
+
+vLLM binds each thread of a worker to a core by variables that OpenMP's library reads when it is
+loaded. A forked worker has loaded it, so its threads share all of its cores. On two cores that is
+faster; on machines of many, where it has not been measured, workers are spawned as before.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_dllm.compat import cpu_cores, engine_processes
+from vllm_dllm.config.workers import CPU_IMPORTS, CPU_WORKER
+from vllm_dllm.cpu import cores
+from vllm_dllm.processes import fork_server
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+_set_num_threads = torch.set_num_threads  # vLLM's worker replaces it
+
+
+def install() -> None:
+    """For this process. Repeatable."""
+    if fork_server.is_forked():
+        if cpu_cores.available_cpu_count() <= cores.FEW_CORES:
+            engine_processes.start_workers(fork_server.ForkContext)
+    else:
+        engine_processes.start_engines(_context)
+
+
+def _context(config: "VllmConfig") -> engine_processes.Context | None:
+    parallel_config = config.parallel_config
+    if parallel_config.worker_cls != CPU_WORKER or parallel_config.numa_bind:
+        return None
+    # Started by now, if this is `vllm serve` (startup.early).
+    fork_server.start((*engine_processes.MODULES, *CPU_IMPORTS))
+    obstacle = fork_server.obstacle()
+    if obstacle is None:
+        return fork_server.ForkContext
+    logger.info("The engine's processes import everything anew, because %s.", obstacle)
+    return None
+
+
+def compute_on_chosen_cores() -> None:
+    """For a forked worker, before it computes anything."""
+    if fork_server.is_forked() and (chosen := engine_processes.worker_cores()):
+        os.sched_setaffinity(0, chosen)
+        _set_num_threads(len(chosen))
