@@ -43,7 +43,7 @@ def start(imports: Sequence[str], variables: Mapping[str, str] | None = None) ->
     """Starts the fork server, unless there is one, and does not wait for it. `variables` are those
     of its environment that this process does not have yet."""
     global _environment
-    if is_forked() or forkserver._forkserver._forkserver_pid is not None:
+    if is_forked() or getattr(forkserver._forkserver, "_forkserver_pid", None) is not None:
         return
     if sys.version_info < (3, 11, 1):  # its socket would be open to all users, CVE-2022-42919
         return
