@@ -299,7 +299,7 @@ def test_the_vocabulary_is_read_by_our_kernel(server: Server, cuda: FakeCuda) ->
     server.admit("plain")
     server.step()
     streams = server.state.step.model.streams_vocabulary
-    for kernel in ("_read_blocks_kernel", "_weigh_kernel"):
+    for kernel in ("_read_blocks_kernel", "_join_blocks_kernel", "_weigh_kernel"):
         assert (kernel in cuda.launches) == streams
 
 
