@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from attention_kernels.support import FIRST_FP8_CAPABILITY
 from bench.codegen import attention
 from bench.codegen.case import Case
+from vllm_dllm.denoise import draws_triton as draws
 from vllm_dllm.denoise import expected_embedding_triton as embedding
 from vllm_dllm.denoise import vocab_stream_triton as vocabulary
 
@@ -58,10 +59,20 @@ SAMPLER = {
 
 
 def _sampler(chip: int) -> Iterator[tuple[str, Case]]:
+    yield "temperature and noise", draw()
     yield "vocabulary, read_blocks", read_blocks()
     yield "vocabulary, join_blocks", join_blocks()
     yield "self-conditioning, weigh", weigh()
     yield "self-conditioning, add_needed, bf16", add_needed("bf16")
+
+
+def draw() -> Case:
+    return Case(
+        draws._temperature_and_noise_kernel,
+        SAMPLER,
+        {"IS_OWN": False, "PLACES": CANVAS},
+        floats=("t_min", "t_span"),
+    )
 
 
 def read_blocks() -> Case:

@@ -11,6 +11,7 @@ from tests.gpu_dry_run.fake_cuda import FakeCuda, Kernel
 
 KERNELS = {
     "vllm.v1.worker.gpu.buffer_utils": ("_apply_write_kernel",),
+    "vllm_dllm.denoise.draws_triton": ("_temperature_and_noise_kernel",),
     "vllm_dllm.denoise.vocab_stream_triton": ("_read_blocks_kernel", "_join_blocks_kernel"),
     "vllm_dllm.denoise.expected_embedding_triton": ("_add_needed_kernel", "_weigh_kernel"),
     "vllm_dllm.drafters.context_kv_triton": (

@@ -16,9 +16,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.noise import StepNoise, step_noise
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepOutcome, denoise_step
 from vllm_dllm.denoise.temperature import temperature
@@ -107,6 +107,7 @@ class CanvasStep:
         self.extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.budget_bytes = self.extension.sampling_memory_mib << 20
         self.device = device
+        self.fuses = device.type == "cuda"  # runs our kernels in place of many small operations
 
         self.batch: CanvasBatch | None = None  # from `begin` to `advance`
         self._numbers: CanvasNumbers | None = None  # from `advance` to `take_numbers`
@@ -280,18 +281,8 @@ class CanvasStep:
         slots, idx = self.slots, batch.slot_index
         reveal = revealing(settings, slots.revealed[idx], slots.canvas[idx])
         logits = self._logits(found, source, reveal)
-        step_temperature = temperature(
-            numbers.steps_done, numbers.num_steps, settings.t_min, settings.t_span
-        )
+        step_temperature, drawn = self._draw(found, settings)
         row_temperature = batch.by_row(step_temperature)[:, None]
-        drawn = noise.step_noise(
-            numbers.noise_key,
-            found.starts,
-            batch.lengths,
-            numbers.steps_done,
-            self.canvas_length,
-            self.vocab_size,
-        )
         legal = self._legal(found, logits, row_temperature, reveal)
         by_row, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
         stats = RowStats(*(batch.unflatten(column) for column in by_row))
@@ -327,6 +318,21 @@ class CanvasStep:
             outcome,
             revealed,
         )
+
+    def _draw(self, found: Found, settings: StepSettings) -> tuple[torch.Tensor, StepNoise]:
+        """The temperature [n] fp32 and the noise of each canvas."""
+        numbers, t_min, t_span = found.numbers, settings.t_min, settings.t_span
+        key, starts, lengths = numbers.noise_key, found.starts, found.batch.lengths
+        done, most = numbers.steps_done, numbers.num_steps
+        if self.fuses:
+            from vllm_dllm.denoise.draws_triton import temperature_and_noise  # needs Triton
+
+            of_vocabulary = self.canvas_length, self.vocab_size
+            return temperature_and_noise(
+                key, starts, lengths, done, most, t_min, t_span, *of_vocabulary
+            )
+        drawn = step_noise(key, starts, lengths, done, self.canvas_length, self.vocab_size)
+        return temperature(done, most, t_min, t_span), drawn
 
     def _logits(
         self,

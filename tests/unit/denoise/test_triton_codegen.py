@@ -13,6 +13,7 @@ for chip in (80, 90, 100):
     CASES[f"sm_{chip} read_blocks"] = chip, kernels.read_blocks()
     CASES[f"sm_{chip} join_blocks"] = chip, kernels.join_blocks()
     CASES[f"sm_{chip} weigh"] = chip, kernels.weigh()
+    CASES[f"sm_{chip} temperature and noise"] = chip, kernels.draw()
 
 
 @pytest.fixture(scope="module")
