@@ -8,6 +8,7 @@ from bench.codegen.case import Case
 from vllm_dllm.denoise import draws_triton as draws
 from vllm_dllm.denoise import expected_embedding_triton as embedding
 from vllm_dllm.denoise import vocab_stream_triton as vocabulary
+from vllm_dllm.step import settle_triton
 
 FP8 = "fp8e4nv"
 LAYERS = {  # head size, query heads a key head, page
@@ -64,6 +65,7 @@ def _sampler(chip: int) -> Iterator[tuple[str, Case]]:
     yield "vocabulary, join_blocks", join_blocks()
     yield "self-conditioning, weigh", weigh()
     yield "self-conditioning, add_needed, bf16", add_needed("bf16")
+    yield "acceptance and next canvas", settle()
 
 
 def draw() -> Case:
@@ -113,3 +115,8 @@ def add_needed(dtype: str) -> Case:
         loads_ahead=dtype == "bf16",
         loop_flops=2 * rows * hidden * tokens,
     )
+
+
+def settle() -> Case:
+    constants = {"EMITS_LAST": True, "EMITS_OTHERS": True, "PLACES": CANVAS, "TILE": 16}
+    return Case(settle_triton._settle_kernel, SAMPLER, constants, options={"num_warps": 8})

@@ -14,6 +14,7 @@ for chip in (80, 90, 100):
     CASES[f"sm_{chip} join_blocks"] = chip, kernels.join_blocks()
     CASES[f"sm_{chip} weigh"] = chip, kernels.weigh()
     CASES[f"sm_{chip} temperature and noise"] = chip, kernels.draw()
+    CASES[f"sm_{chip} settle"] = chip, kernels.settle()
 
 
 @pytest.fixture(scope="module")
