@@ -37,9 +37,10 @@ BANDWIDTH_REACHED, FLOPS_REACHED = 0.85, 0.6  # of a chip's best, by good kernel
 GAP_S = 1.5e-6  # of a small kernel in a CUDA graph
 LAUNCH_S = 2.5e-6  # of one outside, while the host is ahead: it waits for nothing
 KERNELS_A_LAYER = 22  # in the graph: norms, projections, router, experts, attention, cache
-# Outside of the graph. Ours: of a step, and of each tile of the vocabulary, as counted by
-# tests/gpu_dry_run/test_launches.py. Stock's are a guess: PyTorch compiles its sampler for the GPU.
-OUR_LAUNCHES, OUR_LAUNCHES_A_TILE = 119, 15
+# Outside of the graph. Ours: of a step, of each tile of the vocabulary, and to gather what several
+# requests have in slots apart, as counted by tests/gpu_dry_run/test_launches.py. Stock's are a
+# guess: PyTorch compiles its sampler for the GPU.
+OUR_LAUNCHES, OUR_LAUNCHES_A_TILE, OUR_GATHERS = 21, 5, 8
 STOCK_LAUNCHES = 60
 # Times that a logit is read or written between the LM head and the product with the embeddings.
 BYTES_A_LOGIT = {
@@ -132,7 +133,8 @@ def launches(rows: int, system: str) -> int:
         return STOCK_LAUNCHES
     tile_rows, tile_tokens = tile_shape(rows, SAMPLING_BYTES, fused_bytes=4)
     tiles = math.ceil(rows / tile_rows) * math.ceil(VOCABULARY / tile_tokens)
-    return OUR_LAUNCHES + OUR_LAUNCHES_A_TILE * tiles
+    gathers = OUR_GATHERS if rows > CANVAS else 0
+    return OUR_LAUNCHES + gathers + OUR_LAUNCHES_A_TILE * tiles
 
 
 def step_s(chip: Chip, scheme: Scheme, batch: int, context: int, system: str) -> float:

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from attention_kernels.support import FIRST_FP8_CAPABILITY
 from bench.codegen import attention
 from bench.codegen.case import Case
+from vllm_dllm.denoise import draws_triton as draws
 from vllm_dllm.denoise import expected_embedding_triton as embedding
 from vllm_dllm.denoise import vocab_stream_triton as vocabulary
+from vllm_dllm.step import settle_triton
 
 FP8 = "fp8e4nv"
 LAYERS = {  # head size, query heads a key head, page
@@ -38,48 +40,83 @@ def _attention(chip: int) -> Iterator[tuple[str, Case]]:
     yield "chunks for FlashAttention-4, images", attention.cut(page=16, images=True)
 
 
+CANVAS, VOCABULARY = 256, 262_144
 SAMPLER = {
     "output": "bf16",
-    "best": "i64",
-    "candidate": "i64",
     "needed": "i32",
     **dict.fromkeys(("temperature", "within", "maximum", "total", "weighted"), "fp32"),
-    **dict.fromkeys(("sums", "totals"), "fp32"),
+    **dict.fromkeys(("sums", "totals", "decay", "blocks", "entropy_nats", "best_logprob"), "fp32"),
+    **dict.fromkeys(("best", "candidate", "best_guess", "drawn"), "i64"),
+    # Of canvases and slots.
+    **dict.fromkeys(("keys", "steps_done", "num_steps", "starts", "lengths", "first_rows"), "i64"),
+    **dict.fromkeys(("renoise", "next_canvas", "slots", "numbers", "tokens", "canvas"), "i64"),
+    **dict.fromkeys(("entropy", "settings", "counted"), "fp32"),
+    **dict.fromkeys(("stage_confidence", "stage_stability"), "fp32"),
+    **dict.fromkeys(("block_ends", "sampled", "emitted"), "i32"),
+    "stop_tokens": "i64",
+    "uniform": "fp64",
+    "ended": "i1",
 }
 
 
 def _sampler(chip: int) -> Iterator[tuple[str, Case]]:
-    constants = {"BLOCK": vocabulary.BLOCK, "HAS_SOFTCAP": True}
-    yield (
-        "vocabulary, read_blocks",
-        Case(
-            vocabulary._read_blocks_kernel,
-            SAMPLER,
-            constants,
-            floats=("softcap",),
-            multiples=("width",),
-        ),
+    yield "temperature and noise", draw()
+    yield "vocabulary, read_blocks", read_blocks()
+    yield "vocabulary, join_blocks", join_blocks()
+    yield "self-conditioning, weigh", weigh()
+    yield "self-conditioning, add_needed, bf16", add_needed("bf16")
+    yield "acceptance and next canvas", settle()
+
+
+def draw() -> Case:
+    return Case(
+        draws._temperature_and_noise_kernel,
+        SAMPLER,
+        {"IS_OWN": False, "PLACES": CANVAS},
+        floats=("t_min", "t_span"),
     )
-    yield (
-        "self-conditioning, weigh",
-        Case(
-            embedding._weigh_kernel,
-            SAMPLER | {"logits": "bf16"},
-            {"BLOCK": embedding._WEIGHED},
-            multiples=("width",),
-            options={"num_warps": 8},
-        ),
+
+
+def read_blocks() -> Case:
+    return Case(
+        vocabulary._read_blocks_kernel,
+        SAMPLER,
+        {"BLOCK": vocabulary.BLOCK, "HAS_SOFTCAP": True},
+        floats=("softcap",),
+        multiples=("width",),
     )
+
+
+def join_blocks() -> Case:
+    blocks = {"BLOCKS": VOCABULARY // vocabulary.BLOCK}
+    return Case(vocabulary._join_blocks_kernel, SAMPLER, blocks)
+
+
+def weigh() -> Case:
+    blocks = VOCABULARY // vocabulary.BLOCK
+    return Case(
+        embedding._weigh_kernel,
+        SAMPLER | {"logits": "bf16"},
+        {"BLOCK": embedding._WEIGHED, "BLOCKS": blocks, "IS_FIRST": False},
+        multiples=("width",),
+        options={"num_warps": 8},
+    )
+
+
+def add_needed(dtype: str) -> Case:
+    """`dtype`: Triton's name of the model's type."""
     rows, hidden, tokens = embedding._ROWS, embedding._HIDDEN, embedding._TOKENS
-    yield (
-        "self-conditioning, add_needed, bf16",
-        Case(
-            embedding._add_needed_kernel,
-            SAMPLER | dict.fromkeys(("logits", "embeddings"), "bf16"),
-            {"BLOCK": vocabulary.BLOCK, "ROWS": rows, "HIDDEN": hidden, "TOKENS": tokens},
-            multiples=("width", "hidden_size"),
-            multiplies=True,
-            loads_ahead=True,
-            loop_flops=2 * rows * hidden * tokens,
-        ),
+    return Case(
+        embedding._add_needed_kernel,
+        SAMPLER | dict.fromkeys(("logits", "embeddings"), dtype),
+        {"BLOCK": vocabulary.BLOCK, "ROWS": rows, "HIDDEN": hidden, "TOKENS": tokens},
+        multiples=("width", "hidden_size"),
+        multiplies=dtype == "bf16",
+        loads_ahead=dtype == "bf16",
+        loop_flops=2 * rows * hidden * tokens,
     )
+
+
+def settle() -> Case:
+    constants = {"EMITS_LAST": True, "EMITS_OTHERS": True, "PLACES": CANVAS, "TILE": 16}
+    return Case(settle_triton._settle_kernel, SAMPLER, constants, options={"num_warps": 8})

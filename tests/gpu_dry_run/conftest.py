@@ -11,12 +11,14 @@ from tests.gpu_dry_run.fake_cuda import FakeCuda, Kernel
 
 KERNELS = {
     "vllm.v1.worker.gpu.buffer_utils": ("_apply_write_kernel",),
-    "vllm_dllm.denoise.vocab_stream_triton": ("_read_blocks_kernel",),
+    "vllm_dllm.denoise.draws_triton": ("_temperature_and_noise_kernel",),
+    "vllm_dllm.denoise.vocab_stream_triton": ("_read_blocks_kernel", "_join_blocks_kernel"),
     "vllm_dllm.denoise.expected_embedding_triton": ("_add_needed_kernel", "_weigh_kernel"),
     "vllm_dllm.drafters.context_kv_triton": (
         "_project_and_store_kernel",
         "_store_projected_kernel",
     ),
+    "vllm_dllm.step.settle_triton": ("_settle_kernel",),
 }
 
 

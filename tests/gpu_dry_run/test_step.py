@@ -46,6 +46,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "read-only": {"diffusion_read_only": True, "logprobs": 2},
     "constrained": {"diffusion_constrained": True, "logprob_token_ids": [1, 2]},
 }
+SETTLED_APART = {
+    *("log-probabilities", "chosen log-probabilities", "read-only", "constrained"),
+    *("a canvas of its own", "a prediction", "revealing"),
+}
 LONG_WORDS = "bad words of several tokens"
 WAITED_FOR = {LONG_WORDS: {"bad_words": [[9], [10, 11], [12, 13, 14]]}}
 """The host reads the best guesses of these requests' canvases, see `denoise.bad_words`."""
@@ -128,7 +132,7 @@ class Server(NamedTuple):
             seq_lens_cpu_upper_bound=torch.from_numpy(PROMPT + lengths),
             idx_mapping_np=slots,
             idx_mapping=on_device(slots),
-            input_ids=on_device(np.arange(ends[-1])).long(),
+            input_ids=torch.empty(int(ends[-1]), dtype=torch.int64, device=CUDA),
         )
 
 
@@ -299,8 +303,17 @@ def test_the_vocabulary_is_read_by_our_kernel(server: Server, cuda: FakeCuda) ->
     server.admit("plain")
     server.step()
     streams = server.state.step.model.streams_vocabulary
-    for kernel in ("_read_blocks_kernel", "_weigh_kernel"):
+    for kernel in ("_read_blocks_kernel", "_join_blocks_kernel", "_weigh_kernel"):
         assert (kernel in cuda.launches) == streams
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_one_kernel_settles_plain_requests(server: Server, cuda: FakeCuda, kind: str) -> None:
+    server.admit("seeded", kind) if kind != "seeded" else server.admit(kind)
+    cuda.launches.clear()
+    server.step()
+    assert ("_settle_kernel" in cuda.launches) == (kind not in SETTLED_APART)
+    assert "_temperature_and_noise_kernel" in cuda.launches
 
 
 def test_what_waits_is_seen(cuda: FakeCuda) -> None:

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_dllm.denoise.sums import sum_type
+
 
 def accept_by_entropy_bound(
     entropy_nats: torch.Tensor,  # [n, C] fp32; +inf at positions that are not part of the canvas
@@ -16,10 +18,12 @@ def accept_by_entropy_bound(
     strongly the accepted tokens can depend on each other (Ben-Hamu et al., "Accelerated Sampling
     from Masked Diffusion Models via Entropy Bounded Unmasking", arXiv 2505.24857).
     """
-    ascending, order = torch.sort(entropy_nats, dim=-1)
+    ascending, order = torch.sort(entropy_nats, dim=-1, stable=True)
     # The reference subtracts the element from the inclusive sum; an exclusive sum computed
-    # another way could differ in the last bit and flip a position at the bound.
-    entropy_before = torch.cumsum(ascending, dim=-1) - ascending
+    # another way could differ in the last bit and flip a position at the bound. CPUs add in
+    # float64, too, before they round.
+    up_to = torch.cumsum(ascending, dim=-1, dtype=sum_type(ascending)).float()
+    entropy_before = up_to - ascending
     if isinstance(entropy_bound, torch.Tensor):
         entropy_bound = entropy_bound[:, None]
     taken = entropy_before <= entropy_bound  # inf - inf is nan: absent positions are never taken

@@ -2,6 +2,8 @@
 
 import torch
 
+from vllm_dllm.denoise.sums import sum_type
+
 NO_TOKEN = -1
 """The best guess before the first step: equal to no token id, so that step repeats nothing."""
 
@@ -26,10 +28,13 @@ def is_confident(
     confidence_threshold: float | torch.Tensor,  # nats, for all canvases or [n]
 ) -> torch.Tensor:
     """[n] bool: the mean entropy over the canvas' positions is below the threshold."""
+    dtype = sum_type(entropy_nats)
     if valid is None:
-        return entropy_nats.sum(dim=-1) / entropy_nats.shape[-1] < confidence_threshold
-    total = torch.where(valid, entropy_nats, 0.0).sum(dim=-1)
-    return total / valid.sum(dim=-1).clamp(min=1) < confidence_threshold
+        mean = entropy_nats.sum(dim=-1, dtype=dtype) / entropy_nats.shape[-1]
+    else:
+        total = torch.where(valid, entropy_nats, 0.0).sum(dim=-1, dtype=dtype)
+        mean = total / valid.sum(dim=-1).clamp(min=1)
+    return mean.float() < confidence_threshold
 
 
 def up_to_first_stop(

@@ -54,7 +54,7 @@ class ExpectedEmbedding:
         embeddings: torch.Tensor,  # [Vt, H] the model's type
     ) -> None:
         """Like the reference, rounds the logits to the model's type first, and the weights again
-        for the product. On a GPU the logits may be overwritten."""
+        for the product."""
         maximum = torch.maximum(self._maximum, blocks.maximum.amax(dim=-1))
         decay = (self._maximum - maximum).exp()
         self._total.mul_(decay)
@@ -63,10 +63,6 @@ class ExpectedEmbedding:
         self._maximum = maximum
         if self._least_share:
             self._add_needed(logits, blocks, embeddings)
-            return
-        if logits.is_cuda and logits.dtype == embeddings.dtype:
-            rounded = _triton().weigh_(logits, maximum, self._total)
-            self._sum.add_(torch.matmul(rounded, embeddings))
             return
         if weights is not None and embeddings.dtype == torch.float32:
             scaled = weights * (blocks.maximum - maximum[:, None]).exp()[..., None]

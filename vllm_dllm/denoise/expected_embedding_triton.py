@@ -1,33 +1,61 @@
-"""The expected embedding's products for GPUs: `expected_embedding.add_needed_` without the host
-knowing which blocks are needed, and the weights of the whole product in one pass."""
+"""The expected embedding for GPUs: the weights of the whole product in one pass, and
+`expected_embedding.add_needed_` without the host knowing which blocks are needed."""
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_dllm.denoise.vocab_stream import BLOCK
+from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
+from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 _ROWS, _HIDDEN, _TOKENS = 64, 128, 64
 _WEIGHED = 4096  # tokens of a row at a time
+_LOWEST = tl.constexpr(MASKED_LOGIT)
 
 
-def weigh_(
-    logits: torch.Tensor,  # [rows, Vt] fp16, bf16 or fp32, overwritten
-    maximum: torch.Tensor,  # [rows] fp32, not below any of the row's logits
-    totals: torch.Tensor,  # [rows] fp32, changed in place
-) -> torch.Tensor:
-    """`exp(logits - maximum)` [rows, Vt] in the logits' type and in their place. Adds its sums, not
-    rounded, to the totals. A logit is read once and written once."""
-    _weigh_kernel[(len(logits),)](
-        logits,
-        maximum,
-        totals,
-        logits.shape[1],
-        logits.stride(0),
-        BLOCK=_WEIGHED,
-        num_warps=8,
-    )
-    return logits
+class FusedExpectedEmbedding:
+    """`ExpectedEmbedding` without a tolerance, of logits in the embeddings' type: the product is
+    the one pass over the weights that is not the kernel's."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        # [rows] each: the largest logit so far, the sum of weights, what both were scaled by last.
+        self._maximum, self._total, self._decay = torch.empty(
+            3, rows, dtype=torch.float32, device=device
+        )
+        self._sum: torch.Tensor | None = None  # [rows, H]
+
+    def add(
+        self,
+        logits: torch.Tensor,  # [rows, Vt] overwritten with the weights
+        blocks: VocabBlocks,
+        weights: torch.Tensor | None,
+        embeddings: torch.Tensor,  # [Vt, H] of the same type
+    ) -> None:
+        maximum = blocks.maximum
+        _weigh_kernel[(len(logits),)](
+            logits,
+            maximum,
+            self._maximum,
+            self._total,
+            self._decay,
+            logits.shape[1],
+            logits.stride(0),
+            maximum.shape[1],
+            maximum.stride(0),
+            IS_FIRST=self._sum is None,
+            BLOCK=_WEIGHED,
+            BLOCKS=triton.next_power_of_2(maximum.shape[1]),
+            num_warps=8,
+        )
+        product = torch.matmul(logits, embeddings)
+        if self._sum is not None:
+            product = torch.addcmul(product, self._sum, self._decay[:, None])
+        self._sum = product
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Like the reference's; of a single tile the sum is in the model's type."""
+        assert self._sum is not None, "no tile has been added"
+        return self._sum, self._total, self._maximum
 
 
 def add_needed_(
@@ -63,17 +91,35 @@ def add_needed_(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "pitch"])
 def _weigh_kernel(
     logits,  # [rows, Vt]
+    blocks,  # [rows, num_blocks] fp32, largest logits; rows are `pitch` apart
     maximum,  # [rows] fp32
     totals,  # [rows] fp32
+    decay,  # [rows] fp32
     width,
     logits_stride,
+    num_blocks,
+    pitch,
+    IS_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
+    """A logit is read once, and its weight written once in its place; sums are of weights that are
+    not rounded."""
     row = tl.program_id(0).to(tl.int64)
-    top = tl.load(maximum + row)
+    block = tl.arange(0, BLOCKS)
+    top = tl.max(tl.load(blocks + row * pitch + block, mask=block < num_blocks, other=_LOWEST), 0)
+    top = tl.maximum(top, _LOWEST)
+    before = 0.0
+    if not IS_FIRST:
+        earlier = tl.load(maximum + row)
+        top = tl.maximum(top, earlier)
+        scale = tl.exp(earlier - top)
+        tl.store(decay + row, scale)
+        before = tl.load(totals + row) * scale
+    tl.store(maximum + row, top)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, width, BLOCK):
         token = first + tl.arange(0, BLOCK)
@@ -82,7 +128,7 @@ def _weigh_kernel(
         weight = tl.where(token < width, tl.exp(logit - top), 0.0)
         total += weight
         tl.store(place, weight.to(logits.dtype.element_ty), mask=token < width)
-    tl.store(totals + row, tl.load(totals + row) + tl.sum(total, 0))
+    tl.store(totals + row, before + tl.sum(total, 0))
 
 
 # Not of `width`: as a multiple of 16, which it nearly always is, it lets logits be read eight at a

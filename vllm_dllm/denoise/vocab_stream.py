@@ -8,6 +8,7 @@ it.
 Legend: Vt = tokens of a tile, B = blocks.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,45 @@ class VocabBlocks(NamedTuple):
     candidate: torch.Tensor  # int64, a token drawn from the block
 
 
+class VocabReader:
+    """Reads the LM head's output of some rows, tile by tile from a shard's first token on."""
+
+    def __init__(
+        self,
+        cap: Callable[[torch.Tensor], torch.Tensor],  # LM head's output -> logits, fp32 copies
+        temperature: torch.Tensor,  # [rows, 1] fp32
+        uniform: torch.Tensor,  # [rows] float64 in [0, 1)
+        first_token: int,  # of the shard, a multiple of BLOCK
+    ) -> None:
+        self._cap, self._temperature, self._uniform = cap, temperature, uniform
+        self._next = first_token
+        self._found: list[VocabBlocks] = []
+
+    def read(
+        self,
+        output: torch.Tensor,  # [rows, Vt] the LM head's; a multiple of BLOCK wide unless the last
+    ) -> tuple[torch.Tensor, VocabBlocks, torch.Tensor | None]:
+        """The tile's scaled logits [rows, Vt] fp32 and what `read_blocks` makes of them."""
+        logits = self._cap(output).div_(self._temperature)
+        blocks, weights = read_blocks(logits, self._uniform, self._next)
+        self._next += output.shape[1]
+        self._found.append(blocks)
+        return logits, blocks, weights
+
+    def blocks(self) -> VocabBlocks:
+        """Of all tiles."""
+        return VocabBlocks(*(torch.cat(column, 1) for column in zip(*self._found, strict=True)))
+
+    def join(self, blocks: VocabBlocks) -> RowStats:
+        """Of the blocks of all shards."""
+        return join_blocks(blocks, self._uniform)
+
+
+def within_block(uniform: torch.Tensor) -> torch.Tensor:
+    """[rows] float64 in [0, 1): the part of each draw that chooses a token in a block."""
+    return (uniform * 2.0**_STAGE_BITS).frac()
+
+
 def read_blocks(
     logits: torch.Tensor,  # [rows, Vt] fp32, temperature-scaled
     uniform: torch.Tensor,  # [rows] float64 in [0, 1)
@@ -48,7 +88,7 @@ def read_blocks(
     maximum = blocks.gather(-1, best[..., None])
     below = blocks - maximum
     weights = below.exp()
-    within = (uniform * 2.0**_STAGE_BITS).frac()
+    within = within_block(uniform)
     drawn = sample_by_inversion(
         weights.flatten(0, 1), within[:, None].expand(rows, blocks.shape[1]).reshape(-1)
     )

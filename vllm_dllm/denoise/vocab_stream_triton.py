@@ -1,63 +1,109 @@
-"""`vocab_stream.read_blocks` for GPUs: one pass over the LM head's output.
+"""`vocab_stream` for GPUs: one pass over the LM head's output, and one over what it leaves.
 
-A program handles one row of one block: soft cap, temperature, largest logit, sums, draw. It leaves
-five numbers, and overwrites the LM head's output with the scaled logits, rounded to the model's
-type like the reference's. The expected embedding is computed from these.
+In the first, a program handles one row of one block: soft cap, temperature, largest logit, sums,
+draw. It leaves five numbers, and overwrites the LM head's output with the scaled logits, rounded to
+the model's type like the reference's. The expected embedding is computed from these.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_dllm.denoise.vocab_stream import _STAGE_BITS, BLOCK, VocabBlocks
+from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, within_block
 
 
-def read_blocks_(
-    output: torch.Tensor,  # [rows, Vt] fp16, bf16 or fp32: the LM head's output, overwritten
-    temperature: torch.Tensor,  # [rows] fp32
-    uniform: torch.Tensor,  # [rows] float64 in [0, 1)
-    first_token: int,  # of the tile, a multiple of BLOCK
-    softcap: float | None,
-) -> VocabBlocks:
-    rows, width = output.shape
-    num_blocks = triton.cdiv(width, BLOCK)
-    floats = output.new_empty(3, rows, num_blocks, dtype=torch.float32)
-    tokens = output.new_empty(2, rows, num_blocks, dtype=torch.int64)
-    within = (uniform * 2.0**_STAGE_BITS).frac().float()
-    _read_blocks_kernel[(rows, num_blocks)](
-        output,
-        temperature,
-        within,
-        *floats,
-        *tokens,
-        width,
-        output.stride(0),
-        num_blocks,
-        first_token,
-        softcap or 0.0,
-        HAS_SOFTCAP=bool(softcap),
-        BLOCK=BLOCK,
+class FusedVocabReader:
+    """In place of `VocabReader`: works in place of the LM head's output, and writes what it finds
+    where it belongs."""
+
+    def __init__(
+        self,
+        softcap: float | None,
+        temperature: torch.Tensor,  # [rows, 1] fp32
+        uniform: torch.Tensor,  # [rows] float64 in [0, 1)
+        first_token: int,  # of the shard, a multiple of BLOCK
+        num_tokens: int,  # of the shard
+    ) -> None:
+        # Of one canvas, each row's temperature may be the same number in memory.
+        self._temperature = temperature.squeeze(-1).contiguous()
+        self._softcap, self._uniform = softcap, uniform
+        self._within = within_block(uniform).float()
+        self._first_token, self._num_read = first_token, 0
+        num_blocks = triton.cdiv(num_tokens, BLOCK)
+        floats = temperature.new_empty(3, len(uniform), num_blocks)
+        tokens = temperature.new_empty(2, len(uniform), num_blocks, dtype=torch.int64)
+        maximum, total, weighted = floats
+        best, candidate = tokens
+        self._blocks = VocabBlocks(maximum, best, total, weighted, candidate)
+
+    def read(
+        self,
+        output: torch.Tensor,  # [rows, Vt] fp16, bf16 or fp32: the LM head's, overwritten
+    ) -> tuple[torch.Tensor, VocabBlocks, None]:
+        """The tile's scaled logits, in the model's type, and its blocks."""
+        rows, width = output.shape
+        first_block, num_blocks = self._num_read // BLOCK, triton.cdiv(width, BLOCK)
+        _read_blocks_kernel[(rows, num_blocks)](
+            output,
+            self._temperature,
+            self._within,
+            *self._blocks,
+            width,
+            output.stride(0),
+            self._blocks.maximum.shape[1],
+            first_block,
+            self._first_token + self._num_read,
+            self._softcap or 0.0,
+            HAS_SOFTCAP=bool(self._softcap),
+            BLOCK=BLOCK,
+        )
+        self._num_read += width
+        tile = slice(first_block, first_block + num_blocks)
+        return output, VocabBlocks(*(column[:, tile] for column in self._blocks)), None
+
+    def blocks(self) -> VocabBlocks:
+        return self._blocks
+
+    def join(self, blocks: VocabBlocks) -> RowStats:
+        return join_blocks(blocks, self._uniform)
+
+
+def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
+    """`vocab_stream.join_blocks`, a program for each row."""
+    rows, num_blocks = blocks.maximum.shape
+    stats = RowStats(
+        best_guess=torch.empty_like(blocks.best[:, 0]),
+        candidate=torch.empty_like(blocks.best[:, 0]),
+        entropy_nats=blocks.maximum.new_empty(rows),
+        best_logprob=blocks.maximum.new_empty(rows),
     )
-    maximum, total, weighted = floats
-    best, candidate = tokens
-    return VocabBlocks(maximum, best, total, weighted, candidate)
+    _join_blocks_kernel[(rows,)](
+        *(column.contiguous() for column in blocks),  # of several shards, they lie in between
+        uniform,
+        *stats,
+        num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks),
+    )
+    return stats
 
 
 # Not of `width`: as a multiple of 16, which it nearly always is, it lets logits be read eight at a
 # time.
-@triton.jit(do_not_specialize=["num_blocks", "first_token"])
+@triton.jit(do_not_specialize=["num_blocks", "first_block", "first_token"])
 def _read_blocks_kernel(
     output,  # [rows, Vt]
     temperature,  # [rows] fp32
     within,  # [rows] fp32 in [0, 1)
     maximum,  # [rows, num_blocks] fp32
+    best,  # [rows, num_blocks] int64
     total,
     weighted,
-    best,  # [rows, num_blocks] int64
     candidate,
     width,
     output_stride,
-    num_blocks,
+    num_blocks,  # of all tiles
+    first_block,  # of this one
     first_token,
     softcap,
     HAS_SOFTCAP: tl.constexpr,
@@ -94,9 +140,52 @@ def _read_blocks_kernel(
     drawn = tl.where(drawn == BLOCK, first_best, drawn)
 
     first = first_token + block * BLOCK
-    entry = row * num_blocks + block
+    entry = row * num_blocks + first_block + block
     tl.store(maximum + entry, top)
     tl.store(total + entry, sum_of_weights)
     tl.store(weighted + entry, tl.sum(weight * below, 0))
     tl.store(best + entry, (first + first_best).to(tl.int64))
     tl.store(candidate + entry, (first + drawn).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _join_blocks_kernel(
+    maximum,  # [rows, num_blocks] fp32
+    best,  # [rows, num_blocks] int64
+    total,
+    weighted,
+    candidate,
+    uniform,  # [rows] fp64
+    best_guess,  # [rows] int64
+    drawn,
+    entropy_nats,  # [rows] fp32
+    best_logprob,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    is_block = block < num_blocks
+    entry = row * num_blocks + block
+    largest = tl.load(maximum + entry, mask=is_block, other=-1e37)
+    total = tl.load(total + entry, mask=is_block, other=0.0)
+    weighted = tl.load(weighted + entry, mask=is_block, other=0.0)
+
+    behind = largest - tl.max(largest, 0)
+    share = tl.exp(behind)
+    mass = total * share
+    sum_of_masses = tl.sum(mass, 0)
+    log_total = tl.log(sum_of_masses)
+    mean = tl.sum(share * (weighted + total * behind), 0) / sum_of_masses
+    # A row that holds a NaN has no answer, but must not point outside of the vocabulary.
+    first_best = min(tl.min(tl.where(behind == 0, block, BLOCKS), 0), num_blocks - 1)
+    cumulative = tl.cumsum(mass, 0)
+    draw = tl.load(uniform + row).to(tl.float32) * sum_of_masses
+    # As in a block: what has no mass is never drawn.
+    chosen = tl.min(tl.where((cumulative > draw) & (mass > 0), block, BLOCKS), 0)
+    chosen = tl.where(chosen == BLOCKS, first_best, chosen)
+
+    tl.store(best_guess + row, tl.load(best + row * num_blocks + first_best))
+    tl.store(drawn + row, tl.load(candidate + row * num_blocks + chosen))
+    tl.store(entropy_nats + row, log_total - mean)
+    tl.store(best_logprob + row, -log_total)

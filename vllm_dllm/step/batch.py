@@ -31,6 +31,7 @@ class CanvasBatch:
     requests: torch.Tensor  # [n] int64
     slots: torch.Tensor  # [n] int64
     lengths: torch.Tensor  # [n] int64
+    first_rows: torch.Tensor  # [n] int64
     request_index: Index
     slot_index: Index
     cells: torch.Tensor | None  # [rows] int64, row -> request * C + position; None: all are full
@@ -80,7 +81,7 @@ class CanvasBatch:
         def to_device(array: np.ndarray) -> torch.Tensor:
             return async_tensor_h2d(array, device=device)
 
-        of_requests = to_device(np.stack((requests, slots, lengths)))
+        of_requests = to_device(np.stack((requests, slots, lengths, first_rows)))
         return cls(
             canvas_length=canvas_length,
             requests_np=requests,
@@ -89,6 +90,7 @@ class CanvasBatch:
             requests=of_requests[0],
             slots=of_requests[1],
             lengths=of_requests[2],
+            first_rows=of_requests[3],
             request_index=index_of(requests, of_requests[0]),
             slot_index=index_of(slots, of_requests[1]),
             cells=None if cells is None else to_device(cells),

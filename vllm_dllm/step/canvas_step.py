@@ -7,18 +7,17 @@ sampled at once if it is the last, or if the next step commits it beside the nex
 nothing. The phase lives on the device, so each step computes both outcomes and selects.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.noise import StepNoise, step_noise
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepOutcome, denoise_step
 from vllm_dllm.denoise.temperature import temperature
@@ -28,62 +27,15 @@ from vllm_dllm.requests.options import fitted_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_record import StepCanvases
-from vllm_dllm.step.counted import canvas_numbers
+from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found, Settled
+from vllm_dllm.step.counted import canvas_numbers, to_host
 from vllm_dllm.step.grammars import Legal
 from vllm_dllm.step.load import LoadStages
 from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
-from vllm_dllm.step.masked_settings import MaskedStepSettings
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.settings import SlotSettings, StepSettings, revealing
-from vllm_dllm.step.slots import CanvasSlots, SlotNumbers, SlotTokens
+from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 from vllm_dllm.step.soft_embedding import SoftEmbedding
-
-
-class Advanced(NamedTuple):
-    """What a step made of its n canvases."""
-
-    best_guess: torch.Tensor  # [n, C] int64
-    emitted: torch.Tensor  # [n] int64, tokens of it that are the answer's from now on
-    logprobs: LogprobsTensors | None  # of the emitted tokens
-
-
-class Found(NamedTuple):
-    """What a step reads of its n canvases. Views of the slots, where these lie side by side: of no
-    use once something is written."""
-
-    batch: CanvasBatch
-    numbers: SlotNumbers
-    tokens: SlotTokens
-    starts: torch.Tensor  # [n] int64, absolute position of each canvas' first token
-    block_ends: torch.Tensor  # [n] int64, absolute position after its last token
-    stops: torch.Tensor  # [n, K] int64, stop tokens
-    settings: StepSettings | MaskedStepSettings
-    cut: torch.Tensor | None  # [n] bool, steps that are taken back; None: surely none
-    earlier: dict[str, torch.Tensor] | None  # what they are taken back to
-
-
-class Denoised(NamedTuple):
-    """What a denoise step would make of each canvas, whatever its phase is."""
-
-    logits: CanvasLogits
-    temperature: torch.Tensor  # [n] fp32
-    row_temperature: torch.Tensor  # [rows, 1] fp32
-    stats: RowStats  # fields [n, C]
-    soft_rows: torch.Tensor  # [rows, H]
-    next_canvas: torch.Tensor  # [n, C] int64, the first canvas of the block behind
-    outcome: StepOutcome
-    revealed: torch.Tensor | None  # [n, C] bool, positions that keep their tokens; None: none do
-
-
-class _Settled(NamedTuple):
-    """What becomes of each canvas, by its phase."""
-
-    denoises: torch.Tensor  # [n] bool, else it commits or is taken back
-    best_guess: torch.Tensor  # [n, C] int64
-    finished: torch.Tensor  # [n] bool, decided by this step
-    at_once: torch.Tensor  # [n] bool, and emitted by it, too
-    ends: torch.Tensor  # [n] bool, blocks after which another one starts
-    emitted: torch.Tensor  # [n] int64, tokens
 
 
 class CanvasStep:
@@ -107,6 +59,7 @@ class CanvasStep:
         self.extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.budget_bytes = self.extension.sampling_memory_mib << 20
         self.device = device
+        self.fuses = device.type == "cuda"  # runs our kernels in place of many small operations
 
         self.batch: CanvasBatch | None = None  # from `begin` to `advance`
         self._numbers: CanvasNumbers | None = None  # from `advance` to `take_numbers`
@@ -188,6 +141,8 @@ class CanvasStep:
         batch, self.batch = self.batch, None
         assert batch is not None, "begin comes first"
         found = self._read(batch, input_batch)
+        if self.fuses and self._is_plain(found):
+            return self._advance_plain(found, source)
         denoised = self._denoise(found, source)
         settled = self._settle(found, denoised.outcome)
         # Before anything is written: it may apply the step's rules again.
@@ -223,6 +178,41 @@ class CanvasStep:
             entropy = denoised.stats.entropy_nats
             self._numbers = canvas_numbers(batch, denoised.outcome, entropy, settled.denoises)
         return Advanced(settled.best_guess, settled.emitted, logprobs)
+
+    def _is_plain(self, found: Found) -> bool:
+        """Whether nothing stands between the canvases' statistics and their next states but numbers
+        of `Settings`."""
+        settings = found.settings
+        reveals = not isinstance(settings, StepSettings) or settings.reveal is not None
+        return found.cut is None and not reveals and self.requests.are_plain(found.batch)
+
+    def _advance_plain(self, found: Found, source: torch.Tensor) -> Advanced:
+        """`advance` in few launches."""
+        from vllm_dllm.step.settle_triton import NAMES, Emits, settle  # needs Triton
+
+        batch, requests, settings = found.batch, self.requests, found.settings
+        assert isinstance(settings, StepSettings) and isinstance(requests.settings, SlotSettings)
+        logits = self._logits(found, source, None)
+        step_temperature, drawn = self._draw(found, settings)
+        row_temperature = batch.by_row(step_temperature)[:, None]
+        stats, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
+        settled = settle(
+            stats,
+            drawn,
+            batch,
+            found.block_ends,
+            self.slots,
+            requests.settings,
+            Emits(self._spares_last_commit, requests.prefills_emitted_tokens),
+        )
+        soft = batch.unflatten(soft_rows)
+        self.slots.soft_embeds[batch.slot_index] = soft.masked_fill_(
+            settled.ended[:, None, None], 0.0
+        )
+        requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
+        if requests.are_counted:
+            self._numbers = to_host(batch, NAMES, settled.counted)
+        return Advanced(settled.best_guess, settled.emitted, None)
 
     def take_numbers(self) -> CanvasNumbers | None:
         """Of the step just taken, for the metrics. None: nobody counts, or it had no canvas."""
@@ -280,18 +270,8 @@ class CanvasStep:
         slots, idx = self.slots, batch.slot_index
         reveal = revealing(settings, slots.revealed[idx], slots.canvas[idx])
         logits = self._logits(found, source, reveal)
-        step_temperature = temperature(
-            numbers.steps_done, numbers.num_steps, settings.t_min, settings.t_span
-        )
+        step_temperature, drawn = self._draw(found, settings)
         row_temperature = batch.by_row(step_temperature)[:, None]
-        drawn = noise.step_noise(
-            numbers.noise_key,
-            found.starts,
-            batch.lengths,
-            numbers.steps_done,
-            self.canvas_length,
-            self.vocab_size,
-        )
         legal = self._legal(found, logits, row_temperature, reveal)
         by_row, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
         stats = RowStats(*(batch.unflatten(column) for column in by_row))
@@ -328,6 +308,21 @@ class CanvasStep:
             revealed,
         )
 
+    def _draw(self, found: Found, settings: StepSettings) -> tuple[torch.Tensor, StepNoise]:
+        """The temperature [n] fp32 and the noise of each canvas."""
+        numbers, t_min, t_span = found.numbers, settings.t_min, settings.t_span
+        key, starts, lengths = numbers.noise_key, found.starts, found.batch.lengths
+        done, most = numbers.steps_done, numbers.num_steps
+        if self.fuses:
+            from vllm_dllm.denoise.draws_triton import temperature_and_noise  # needs Triton
+
+            of_vocabulary = self.canvas_length, self.vocab_size
+            return temperature_and_noise(
+                key, starts, lengths, done, most, t_min, t_span, *of_vocabulary
+            )
+        drawn = step_noise(key, starts, lengths, done, self.canvas_length, self.vocab_size)
+        return temperature(done, most, t_min, t_span), drawn
+
     def _logits(
         self,
         found: Found,
@@ -361,7 +356,7 @@ class CanvasStep:
             skipped |= found.cut
         return grammars.legal(found.batch, found.starts, skipped, logits, row_temperature, reveal)
 
-    def _settle(self, found: Found, outcome: StepOutcome) -> _Settled:
+    def _settle(self, found: Found, outcome: StepOutcome) -> Settled:
         committing = found.numbers.is_committing == 1
         denoises = ~committing
         finished = outcome.finished & denoises
@@ -373,7 +368,7 @@ class CanvasStep:
         emitted = found.batch.lengths * ends
         if found.cut is not None:
             emitted, denoises = torch.where(found.cut, 0, emitted), denoises & ~found.cut
-        return _Settled(denoises, best_guess, finished, at_once, ends, emitted)
+        return Settled(denoises, best_guess, finished, at_once, ends, emitted)
 
     def _emits_at_once(
         self,
@@ -392,7 +387,7 @@ class CanvasStep:
         is_read_only = request_ends == EVERY_BLOCK
         return is_read_only | ~is_last if self.requests.prefills_emitted_tokens else is_read_only
 
-    def _write(self, found: Found, denoised: Denoised, settled: _Settled) -> torch.Tensor:
+    def _write(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
         """What the next step finds. Returns the canvases [n, C] as they would be denoised on."""
         slots, batch, outcome = self.slots, found.batch, denoised.outcome
         idx, finished, ended = batch.slot_index, settled.finished[:, None], settled.ends[:, None]

@@ -27,9 +27,14 @@ def canvas_numbers(
     torch.sum(accepted, dim=-1, dtype=torch.float32, out=values[1])
     torch.sum(entropy_nats, dim=-1, out=values[2])
     values[3:] = torch.stack(tuple(flags.values()))
+    return to_host(batch, ("step", "accepted", "entropy", *flags), values)
+
+
+def to_host(batch: CanvasBatch, names: tuple[str, ...], values: torch.Tensor) -> CanvasNumbers:
+    """`values` [names, n] fp32."""
     return CanvasNumbers(
         batch.requests_np.tolist(),
         batch.lengths_np.tolist(),
-        ("step", "accepted", "entropy", *flags),
+        names,
         values.to("cpu", non_blocking=True).numpy(),
     )

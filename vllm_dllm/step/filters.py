@@ -133,14 +133,15 @@ class LogitFilters:
     def count_emitted(
         self,
         batch: CanvasBatch,
-        blocks: torch.Tensor,  # [n, C] int64
-        emitted: torch.Tensor,  # [n] int64, tokens
+        blocks: torch.Tensor,  # [n, C] int
+        emitted: torch.Tensor,  # [n] int, tokens
     ) -> None:
         """Tells penalties which blocks were emitted."""
         for i, slot in enumerate(batch.slots_np.tolist()):
             rules = self._rules.get(slot)
             if rules is not None and rules.penalties is not None:
-                rules.penalties.count_(blocks[i, : batch.lengths_np[i]], emitted[i] > 0)
+                block = blocks[i, : batch.lengths_np[i]].long()
+                rules.penalties.count_(block, emitted[i] > 0)
 
     def _tokens_before(self, slot: int, start: torch.Tensor, count: int) -> torch.Tensor:
         """The `count` tokens before `start`; NO_TOKEN in place of the prompt's."""

@@ -18,8 +18,8 @@ class LoadStages:
         # [stages + 1] fp32, by stage; the first is none.
         confidence = [0.0, *(stage.confidence_threshold for stage in stages)]
         stability = [torch.inf, *(float(stage.stability_threshold) for stage in stages)]
-        self._confidence = torch.tensor(confidence, device=device)
-        self._stability = torch.tensor(stability, device=device)
+        self.confidence = torch.tensor(confidence, device=device)
+        self.stability = torch.tensor(stability, device=device)
 
     def reached(self, num_canvases: int) -> int:
         """How many stages apply to a step; 0: none."""
@@ -35,9 +35,9 @@ class LoadStages:
         stage = allowed.clamp(max=reached)
         return rules._replace(
             confidence_threshold=torch.maximum(
-                torch.as_tensor(rules.confidence_threshold), self._confidence[stage]
+                torch.as_tensor(rules.confidence_threshold), self.confidence[stage]
             ),
             stability_threshold=torch.minimum(
-                torch.as_tensor(rules.stability_threshold), self._stability[stage]
+                torch.as_tensor(rules.stability_threshold), self.stability[stage]
             ),
         )

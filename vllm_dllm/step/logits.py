@@ -6,9 +6,8 @@ need whole rows has them made for it, some rows at a time. Which way a request g
 nothing but itself, so its answer does not depend on its neighbours.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -17,11 +16,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise.masked import Candidates, draw_candidates
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
-from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, join_blocks, read_blocks
+from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, VocabReader
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.filters import LogitFilters
 from vllm_dllm.step.row_masks import RowMasks
 from vllm_dllm.step.soft_embedding import SoftEmbedding
+
+if TYPE_CHECKING:
+    from vllm_dllm.denoise.vocab_stream_triton import FusedVocabReader
 
 TILE_TOKENS = 16 * BLOCK
 # fp32: logit, scaled, below its block's largest, weight, cumulative, rounded, for the product
@@ -268,33 +270,27 @@ class StreamedLogits:
         guess: torch.Tensor | None,
         tile_tokens: int,
     ) -> ReadRows:
-        first_token, weight = self.model.vocabulary_shard()
+        _, weight = self.model.vocabulary_shard()
         head = self.model.output_shard()
-        found: list[VocabBlocks] = []
         soft = self.soft.start(hidden, temperature, guess)
+        reader = self._reader(hidden, temperature, draw)
         for first in range(0, len(weight), tile_tokens):
-            embeddings = weight[first : first + tile_tokens]
-            logits = F.linear(hidden, head[first : first + tile_tokens])
-            weights = None
-            if hidden.is_cuda:
-                blocks = _fused_read_blocks()(
-                    logits, temperature.squeeze(-1), draw, first_token + first, self.model.softcap
-                )
-            else:
-                logits = self.model.cap(logits).div_(temperature)
-                blocks, weights = read_blocks(logits, draw, first_token + first)
-            soft.add(logits, blocks, weights, embeddings)
-            found.append(blocks)
-        blocks = VocabBlocks(*(torch.cat(column, dim=1) for column in zip(*found, strict=True)))
-        blocks = VocabBlocks(*self.model.gather_shards(blocks))
-        return join_blocks(blocks, draw), soft.result()
+            tile = slice(first, first + tile_tokens)
+            logits, blocks, weights = reader.read(F.linear(hidden, head[tile]))
+            soft.add(logits, blocks, weights, weight[tile])
+        blocks = VocabBlocks(*self.model.gather_shards(reader.blocks()))
+        return reader.join(blocks), soft.result()
 
+    def _reader(
+        self, hidden: torch.Tensor, temperature: torch.Tensor, draw: torch.Tensor
+    ) -> "VocabReader | FusedVocabReader":
+        first_token, weight = self.model.vocabulary_shard()
+        if not hidden.is_cuda:
+            return VocabReader(self.model.cap, temperature, draw, first_token)
+        from vllm_dllm.denoise.vocab_stream_triton import FusedVocabReader  # needs Triton
 
-@cache
-def _fused_read_blocks() -> Callable[..., VocabBlocks]:
-    from vllm_dllm.denoise.vocab_stream_triton import read_blocks_  # needs Triton
-
-    return read_blocks_
+        softcap = self.model.softcap
+        return FusedVocabReader(softcap, temperature, draw, first_token, len(weight))
 
 
 def _tiles(rows: slice, length: int) -> Iterator[slice]:

@@ -57,6 +57,9 @@ class StepLogprobs:
         self._read_only.discard(slot)
         self._constrained.discard(slot)
 
+    def concern(self, batch: CanvasBatch) -> bool:
+        return not self._requests.keys().isdisjoint(batch.slots_np.tolist())
+
     def report(
         self,
         logits: CanvasLogits,
@@ -69,7 +72,7 @@ class StepLogprobs:
     ) -> LogprobsTensors | None:
         """Scores of the blocks this step may emit: its own, or, if it commits, those of the step
         before, which are kept for it."""
-        if self._requests.keys().isdisjoint(batch.slots_np.tolist()):
+        if not self.concern(batch):
             return None
         parts: list[LogprobsTensors] = []
         first_rows = [0] * num_reqs

@@ -20,7 +20,8 @@ from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.requests.masked import with_defaults
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_step import CanvasStep, Denoised, Found
+from vllm_dllm.step.canvas_stages import Denoised, Found
+from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.logits import MaskedLogits
 from vllm_dllm.step.masked_settings import MaskedSlotSettings, MaskedStepSettings
 from vllm_dllm.step.requests import StepRequests

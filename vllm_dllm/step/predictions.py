@@ -64,6 +64,9 @@ class Predictions:
         self._added.pop(slot, None)
         self._predicted.discard(slot)
 
+    def concern(self, batch: CanvasBatch) -> bool:
+        return not self._predicted.isdisjoint(batch.slots_np.tolist())
+
     def behind(
         self,
         batch: CanvasBatch,
@@ -72,14 +75,12 @@ class Predictions:
     ) -> Expected | None:
         """Of the n blocks behind these, if they have ended. None: no request of the batch has a
         prediction."""
-        if not self._predicted:
+        if not self.concern(batch):
             return None
         rows_np = np.array(
             [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._predicted],
             dtype=np.int64,
         )
-        if len(rows_np) == 0:
-            return None
         device = blocks.device
         rows = async_tensor_h2d(rows_np, device=device)
         slots = async_tensor_h2d(batch.slots_np[rows_np].astype(np.int64), device=device)

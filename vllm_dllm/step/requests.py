@@ -12,6 +12,7 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.denoise import noise
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, stop_tokens
 from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.filters import LogitFilters
 from vllm_dllm.step.first_canvases import FirstCanvases
 from vllm_dllm.step.grammars import CanvasGrammars
@@ -113,6 +114,16 @@ class StepRequests:
         """Nothing that the slot's request asked for is kept."""
         for registry in self._registries:
             registry.drop(slot)
+
+    def are_plain(self, batch: CanvasBatch) -> bool:
+        """Whether the requests of these canvases ask for nothing but `settings` and `filters`."""
+        return not (
+            self.grammars.concern(batch)
+            or self.first_canvases.has_pins(batch)
+            or self.predictions.concern(batch)
+            or self.logprobs.concern(batch)
+            or self.observers.look_at(batch)
+        )
 
     def start(self) -> None:
         """Gives the requests that came since the last step their first canvas, which begins where

@@ -58,9 +58,10 @@ class SlotSettings:
         canvas_length: int,
         device: torch.device,
     ) -> None:
-        self._load = load
+        self.load = load
         self.canvas_length, self.max_steps = canvas_length, config.max_denoising_steps
-        self._table = torch.zeros(max_num_reqs, len(Settings._fields), device=device)
+        # [slots, fields of `Settings`] fp32, of all requests
+        self.table = torch.zeros(max_num_reqs, len(Settings._fields), device=device)
         self._added: dict[int, Settings] = {}
         self._default = Settings(
             t_min=config.t_min,
@@ -92,7 +93,7 @@ class SlotSettings:
             self._own[request.slot] = settings
 
     def start(self) -> None:
-        write_rows_(self._table, self._added)
+        write_rows_(self.table, self._added)
         self._added.clear()
 
     def drop(self, slot: int) -> None:
@@ -135,15 +136,15 @@ class SlotSettings:
         if not own:
             return self._defaults_for_all
         columns = dict(
-            zip(Settings._fields, self._table[batch.slot_index].unbind(dim=-1), strict=True)
+            zip(Settings._fields, self.table[batch.slot_index].unbind(dim=-1), strict=True)
         )
         rules = StepRules(
             columns["entropy_bound"],
             columns["confidence_threshold"],
             columns["stability_threshold"],
         )
-        if reached := self._load.reached(len(batch.slots_np)):
-            rules = self._load.loosen(rules, columns["load_stages"].long(), reached)
+        if reached := self.load.reached(len(batch.slots_np)):
+            rules = self.load.loosen(rules, columns["load_stages"].long(), reached)
         found = StepSettings(columns["t_min"], columns["t_span"], rules)
         if any(settings.is_greedy for settings in own):
             found = found._replace(is_greedy=columns["is_greedy"] > 0)

@@ -6,7 +6,7 @@ unless the server was told otherwise.
 """
 
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from vllm.logger import init_logger
@@ -14,6 +14,9 @@ from vllm.logger import init_logger
 from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding
 from vllm_dllm.denoise.top_tokens import TopTokens, most_probable
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
+
+if TYPE_CHECKING:
+    from vllm_dllm.denoise.expected_embedding_triton import FusedExpectedEmbedding
 
 logger = init_logger(__name__)
 
@@ -75,6 +78,11 @@ class SoftEmbedding:
         if self.tolerance and guess is not None:
             floor = self.model.logits_of(hidden, guess) / temperature.squeeze(-1)
         rows, hidden_size = hidden.shape
+        _, weight = self.model.vocabulary_shard()
+        if hidden.is_cuda and hidden.dtype == weight.dtype and not self.tolerance:
+            from vllm_dllm.denoise.expected_embedding_triton import FusedExpectedEmbedding
+
+            return _Expected(self.model, FusedExpectedEmbedding(rows, hidden.device))
         num_blocks = -(-self.model.config.vocab_size // BLOCK)
         return _Expected(
             self.model,
@@ -83,7 +91,7 @@ class SoftEmbedding:
 
 
 class _Expected:
-    def __init__(self, model: Any, running: ExpectedEmbedding) -> None:
+    def __init__(self, model: Any, running: "ExpectedEmbedding | FusedExpectedEmbedding") -> None:
         self.model, self.running = model, running
         self.add = running.add
 

@@ -10,7 +10,13 @@ from attention_kernels.interpreter import interpret_kernels
 from tests import tolerances
 from vllm_dllm.denoise import expected_embedding_triton, vocab_stream_triton
 from vllm_dllm.denoise.expected_embedding import add_needed_
-from vllm_dllm.denoise.vocab_stream import _STAGE_BITS, BLOCK, read_blocks
+from vllm_dllm.denoise.vocab_stream import (
+    _STAGE_BITS,
+    BLOCK,
+    VocabBlocks,
+    join_blocks,
+    read_blocks,
+)
 
 pytestmark = pytest.mark.numerics
 
@@ -32,6 +38,26 @@ def inputs(dtype: torch.dtype, width: int, rows: int = 12):
     uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
     uniform[1:3] = torch.tensor([0.0, 1 - 2.0**-53])
     return output, temperature, uniform
+
+
+def read(
+    fused: ModuleType,
+    output: torch.Tensor,  # overwritten if it is on the device
+    temperature: torch.Tensor,
+    uniform: torch.Tensor,
+    softcap: float | None = None,
+    first_token: int = 0,
+    tiles: int = 1,  # of the same number of blocks
+) -> VocabBlocks:
+    """The blocks of all tiles, and those of the tiles as they are read."""
+    width = output.shape[1]
+    reader = fused.FusedVocabReader(softcap, temperature[:, None], uniform, first_token, width)
+    length = width // tiles
+    found = [reader.read(output[:, i * length : (i + 1) * length])[1] for i in range(tiles)]
+    blocks = reader.blocks()
+    for column, pieces in zip(blocks, zip(*found, strict=True), strict=True):
+        torch.testing.assert_close(torch.cat(pieces, 1), column, rtol=0, atol=0, equal_nan=True)
+    return blocks
 
 
 def scaled(output: torch.Tensor, temperature: torch.Tensor, softcap: float | None) -> torch.Tensor:
@@ -71,7 +97,7 @@ def test_blocks(fused: ModuleType, width: int, dtype: torch.dtype, softcap: floa
     logits = scaled(output, temperature, softcap)
     expected, _ = read_blocks(logits, uniform, first_token=3 * BLOCK)
     on_device = [tensor.to(DEVICE) for tensor in (output, temperature, uniform)]
-    ours = fused.read_blocks_(*on_device, 3 * BLOCK, softcap)
+    ours = read(fused, *on_device, softcap, 3 * BLOCK)
     assert torch.equal(ours.best.cpu(), expected.best)
     largest = logits.abs().max().item()
     of_logits = tolerances.short_formula(size=largest)
@@ -90,18 +116,53 @@ def test_excluded_tokens_are_never_drawn(fused: ModuleType) -> None:
     output = torch.full((64, BLOCK), -1e20)
     output[:, [5, 600]] = torch.tensor([0.0, 1.0])
     uniform = torch.linspace(0, 1 - 2.0**-53, 64, dtype=torch.float64) / 2**26 % 1
-    found = fused.read_blocks_(
-        output.to(DEVICE), torch.ones(64, device=DEVICE), uniform.to(DEVICE), 0, None
-    )
+    found = read(fused, output.to(DEVICE), torch.ones(64, device=DEVICE), uniform.to(DEVICE))
     assert set(found.candidate.flatten().tolist()) == {5, 600}
 
 
 def test_a_row_of_nan_points_into_the_vocabulary(fused: ModuleType) -> None:
     output = torch.full((1, BLOCK + 7), torch.nan, device=DEVICE)
     one = torch.ones(1, device=DEVICE)
-    found = fused.read_blocks_(output, one, one.double() / 2, 0, None)
-    for tokens in (found.best, found.candidate):
+    found = read(fused, output, one, one.double() / 2)
+    joined = fused.join_blocks(found, one.double() / 2)
+    for tokens in (found.best, found.candidate, joined.best_guess, joined.candidate):
         assert (tokens < BLOCK + 7).all()
+
+
+def test_tiles_change_nothing(fused: ModuleType) -> None:
+    """And one canvas' temperature, which may be one number in memory."""
+    output, _, uniform = inputs(torch.float32, 4 * BLOCK)
+    temperature = torch.tensor([0.7], device=DEVICE).expand(len(output))
+    one, other = (
+        read(fused, output.to(DEVICE).clone(), temperature, uniform.to(DEVICE), 30.0, tiles=tiles)
+        for tiles in (1, 2)
+    )
+    for column, same in zip(one, other, strict=True):
+        assert torch.equal(column, same)
+    expected, _ = read_blocks(scaled(output, temperature.cpu(), 30.0), uniform, 0)
+    assert torch.equal(one.best.cpu(), expected.best)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 8, 13])
+def test_join_blocks(fused: ModuleType, num_blocks: int) -> None:
+    output, temperature, uniform = inputs(torch.float32, num_blocks * BLOCK, rows=40)
+    logits = scaled(output, temperature, 30.0)
+    logits[3, BLOCK:] = -1e20  # all excluded but a block
+    blocks, _ = read_blocks(logits, uniform, 0)
+    expected = join_blocks(blocks, uniform)
+    on_device = VocabBlocks(*(column.to(DEVICE) for column in blocks))
+    ours = fused.join_blocks(on_device, uniform.to(DEVICE))
+    assert torch.equal(ours.best_guess.cpu(), expected.best_guess)
+    largest = logits.clamp(min=-100).abs().max().item()
+    of_rows = tolerances.softmax(num_blocks * BLOCK, largest)
+    # Of logits `largest` apart.
+    spread = 2 * largest * of_rows
+    tolerances.assert_within(ours.entropy_nats.cpu(), expected.entropy_nats, spread)
+    tolerances.assert_within(ours.best_logprob.cpu(), expected.best_logprob, spread)
+    masses = (blocks.total * (blocks.maximum - blocks.maximum.amax(-1, True)).exp()).double()
+    share = masses.cumsum(-1) / masses.sum(-1, keepdim=True)
+    for row in (ours.candidate.cpu() != expected.candidate).nonzero().flatten().tolist():
+        assert (share[row] - uniform[row]).abs().min() <= of_rows, f"row {row}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
@@ -130,20 +191,32 @@ def test_add_needed(fused: ModuleType, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("width", [2 * BLOCK, 5 * BLOCK + 77])
-def test_weigh(fused: ModuleType, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_expected_embedding(fused: ModuleType, tiles: int, dtype: torch.dtype) -> None:
+    """Of tiles whose largest logits rise and fall, in rows that lie apart."""
+    rows, hidden_size, width = 12, 8, 5 * BLOCK + 77
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(12, width + 3, generator=generator).to(dtype)[:, :width]
-    maximum = logits.float().amax(-1) + torch.rand(12, generator=generator)
-    totals = torch.rand(12, generator=generator)
-    exact = (logits.double() - maximum[:, None]).exp()
-    expected = totals + exact.sum(-1)
-    on_device = logits.to(DEVICE), maximum.to(DEVICE), totals.to(DEVICE)
-    weights = expected_embedding_triton.weigh_(*on_device)
-    assert weights.data_ptr() == on_device[0].data_ptr() and weights.dtype == dtype
-    of_weights = tolerances.softmax(1, maximum.abs().max().item()) + tolerances.unit_roundoff(dtype)
-    # Below the smallest normal number, fp16 rounds to a fixed grid.
-    allowed = of_weights * exact + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    tolerances.assert_within(weights.cpu(), exact, allowed)
-    share = tolerances.softmax(width, maximum.abs().max().item())
-    tolerances.assert_within(on_device[2].cpu(), expected, share * expected)
+    logits = 3 * torch.randn(rows, width + 3, generator=generator)
+    logits[:4, 3 * BLOCK :] += 6
+    logits = logits.to(dtype)[:, :width]
+    embeddings = torch.randn(width, hidden_size, generator=generator).to(dtype)
+    running = expected_embedding_triton.FusedExpectedEmbedding(rows, torch.device(DEVICE))
+    uniform = torch.full((rows,), 0.5, dtype=torch.float64)
+    exact_logits, weights = logits.double(), logits.to(DEVICE)
+    length = -(-6 // tiles) * BLOCK
+    for first in range(0, width, length):
+        tile = slice(first, first + length)
+        blocks, _ = read_blocks(exact_logits[:, tile].float(), uniform, first)
+        on_device = VocabBlocks(*(column.to(DEVICE) for column in blocks))
+        running.add(weights[:, tile], on_device, None, embeddings[tile].to(DEVICE))
+    total, weight, maximum = (part.cpu().double() for part in running.result())
+    assert torch.equal(maximum, exact_logits.amax(-1))
+    exact = (exact_logits - maximum[:, None]).exp()
+    share = tolerances.softmax(width, exact_logits.abs().max().item())
+    tolerances.assert_within(weight, exact.sum(-1), share * exact.sum(-1))
+    # Weights, and in 16 bits each tile's product, are rounded to the logits' type. Below the
+    # smallest normal number, fp16 rounds to a fixed grid.
+    share += 2 * tolerances.unit_roundoff(dtype)
+    grid = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    magnitudes = (share * exact + grid) @ embeddings.double().abs()
+    tolerances.assert_within(total, exact @ embeddings.double(), magnitudes)

@@ -1,0 +1,61 @@
+"""What a step knows of its canvases, stage by stage."""
+
+from typing import NamedTuple
+
+import torch
+from vllm.v1.outputs import LogprobsTensors
+
+from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.step import StepOutcome
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits import CanvasLogits
+from vllm_dllm.step.masked_settings import MaskedStepSettings
+from vllm_dllm.step.settings import StepSettings
+from vllm_dllm.step.slots import SlotNumbers, SlotTokens
+
+
+class Found(NamedTuple):
+    """What a step reads of its n canvases. Views of the slots, where these lie side by side: of no
+    use once something is written."""
+
+    batch: CanvasBatch
+    numbers: SlotNumbers
+    tokens: SlotTokens
+    starts: torch.Tensor  # [n] int64, absolute position of each canvas' first token
+    block_ends: torch.Tensor  # [n] int64, absolute position after its last token
+    stops: torch.Tensor  # [n, K] int64, stop tokens
+    settings: StepSettings | MaskedStepSettings
+    cut: torch.Tensor | None  # [n] bool, steps that are taken back; None: surely none
+    earlier: dict[str, torch.Tensor] | None  # what they are taken back to
+
+
+class Denoised(NamedTuple):
+    """What a denoise step would make of each canvas, whatever its phase is."""
+
+    logits: CanvasLogits
+    temperature: torch.Tensor  # [n] fp32
+    row_temperature: torch.Tensor  # [rows, 1] fp32
+    stats: RowStats  # fields [n, C]
+    soft_rows: torch.Tensor  # [rows, H]
+    next_canvas: torch.Tensor  # [n, C] int64, the first canvas of the block behind
+    outcome: StepOutcome
+    revealed: torch.Tensor | None  # [n, C] bool, positions that keep their tokens; None: none do
+
+
+class Settled(NamedTuple):
+    """What becomes of each canvas, by its phase."""
+
+    denoises: torch.Tensor  # [n] bool, else it commits or is taken back
+    best_guess: torch.Tensor  # [n, C] int64
+    finished: torch.Tensor  # [n] bool, decided by this step
+    at_once: torch.Tensor  # [n] bool, and emitted by it, too
+    ends: torch.Tensor  # [n] bool, blocks after which another one starts
+    emitted: torch.Tensor  # [n] int64, tokens
+
+
+class Advanced(NamedTuple):
+    """What a step made of its n canvases."""
+
+    best_guess: torch.Tensor  # [n, C] int
+    emitted: torch.Tensor  # [n] int, tokens of it that are the answer's from now on
+    logprobs: LogprobsTensors | None  # of the emitted tokens

@@ -1,0 +1,236 @@
+"""What follows a step's statistics, for GPUs and for requests that ask for nothing special: which
+tokens are kept, what becomes of each canvas, and what the next step finds in its slot.
+
+The same as `denoise_step`, `CanvasStep._settle` and `CanvasStep._write`, to the bit: a step whose
+canvases are not all plain takes those, and no canvas may depend on its neighbours. So sums of
+entropies are of float64 here and there (`sum_type`), where the order of their parts makes no
+difference.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.noise import StepNoise
+from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.requests.ends import EVERY_BLOCK, MAX_STOP_TOKENS
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.settings import Settings, SlotSettings
+from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
+
+NAMES = ("step", "accepted", "entropy", "denoises", "finished", "converged")
+"""What is counted of a canvas, see `CanvasNumbers`."""
+
+
+class Emits(NamedTuple):
+    """Which blocks are emitted by the step that finishes them, see `CanvasStep._emits_at_once`."""
+
+    last: bool
+    others: bool
+
+
+class PlainSettled(NamedTuple):
+    """Of n canvases, beside what is in their slots."""
+
+    best_guess: torch.Tensor  # [n, C] int32
+    emitted: torch.Tensor  # [n] int32, tokens of it that are the answer's from now on
+    ended: torch.Tensor  # [n] bool, blocks after which another one starts
+    counted: torch.Tensor  # [NAMES, n] fp32
+
+
+def settle(
+    stats: RowStats,  # fields [rows]
+    drawn: StepNoise,
+    batch: CanvasBatch,
+    block_ends: torch.Tensor,  # [n] int32 or int64, absolute position after each canvas
+    slots: CanvasSlots,  # changed in place, but for `soft_embeds`
+    settings: SlotSettings,
+    emits: Emits,
+) -> PlainSettled:
+    """A program for each canvas."""
+    n, C = batch.num_canvases, batch.canvas_length
+    device = slots.canvas.device
+    settled = PlainSettled(
+        best_guess=torch.empty(n, C, dtype=torch.int32, device=device),
+        emitted=torch.empty(n, dtype=torch.int32, device=device),
+        ended=torch.empty(n, dtype=torch.bool, device=device),
+        counted=torch.empty(len(NAMES), n, dtype=torch.float32, device=device),
+    )
+    stages = settings.load
+    _settle_kernel[(n,)](
+        stats.best_guess,
+        stats.candidate,
+        stats.entropy_nats,
+        drawn.renoise,
+        drawn.next_canvas,
+        batch.slots,
+        batch.lengths,
+        batch.first_rows,
+        block_ends,
+        slots.numbers,
+        slots.tokens,
+        slots.canvas,
+        slots.stop_tokens,
+        settings.table,
+        stages.confidence,
+        stages.stability,
+        *settled,
+        n,
+        C,
+        slots.canvas.stride(0),
+        stages.reached(n),
+        EMITS_LAST=emits.last,
+        EMITS_OTHERS=emits.others,
+        PLACES=triton.next_power_of_2(C),
+        TILE=min(16, triton.next_power_of_2(C)),
+        num_warps=8,
+    )
+    return settled
+
+
+# Columns of the slots' tables.
+_STEPS_DONE = tl.constexpr(SlotNumbers._fields.index("steps_done"))
+_IS_COMMITTING = tl.constexpr(SlotNumbers._fields.index("is_committing"))
+_TIMES_REPEATED = tl.constexpr(SlotNumbers._fields.index("times_repeated"))
+_NUM_STEPS = tl.constexpr(SlotNumbers._fields.index("num_steps"))
+_END = tl.constexpr(SlotNumbers._fields.index("end"))
+_NUMBERS = tl.constexpr(len(SlotNumbers._fields))
+_ENTROPY_BOUND = tl.constexpr(Settings._fields.index("entropy_bound"))
+_CONFIDENCE = tl.constexpr(Settings._fields.index("confidence_threshold"))
+_STABILITY = tl.constexpr(Settings._fields.index("stability_threshold"))
+_IS_GREEDY = tl.constexpr(Settings._fields.index("is_greedy"))
+_ANSWER_ONLY = tl.constexpr(Settings._fields.index("judges_answer_only"))
+_LOAD_STAGES = tl.constexpr(Settings._fields.index("load_stages"))
+_SETTINGS = tl.constexpr(len(Settings._fields))
+_MAX_STOPS = tl.constexpr(MAX_STOP_TOKENS)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+_EVERY_BLOCK = tl.constexpr(EVERY_BLOCK)
+
+
+@triton.jit
+def _accepted(
+    own,  # [PLACES] fp32, entropies; infinite behind the canvas
+    entropy,  # the same, in memory
+    length,
+    bound,
+    PLACES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """`accept_by_entropy_bound` without sorting: each place sums up those that come before it."""
+    place = tl.arange(0, PLACES)
+    up_to = tl.zeros((PLACES, TILE), dtype=tl.float64)
+    for first in range(0, PLACES, TILE):
+        other_place = first + tl.arange(0, TILE)
+        other = tl.load(entropy + other_place, mask=other_place < length, other=float("inf"))
+        is_tie = (other[None, :] == own[:, None]) & (other_place[None, :] <= place[:, None])
+        comes_first = (other[None, :] < own[:, None]) | is_tie
+        up_to += tl.where(comes_first, other.to(tl.float64)[None, :], 0.0)
+    return (tl.sum(up_to, 1).to(tl.float32) - own <= bound) & (place < length)
+
+
+@triton.jit(do_not_specialize=["num_canvases", "stage"])
+def _settle_kernel(
+    best_guess,  # [rows] int64
+    candidate,
+    entropy,  # [rows] fp32
+    renoise,  # [n, C] int64
+    next_canvas,
+    slots,  # [n] int64
+    lengths,
+    first_rows,
+    block_ends,
+    numbers,  # [R, _NUMBERS] int64
+    tokens,  # [R, 2, C] int64
+    canvas,  # [R, C] int64
+    stop_tokens,  # [R, _MAX_STOPS] int64
+    settings,  # [R, _SETTINGS] fp32
+    stage_confidence,  # [stages + 1] fp32
+    stage_stability,
+    sampled,  # [n, C] int32
+    emitted,  # [n] int32
+    ended,  # [n] bool
+    counted,  # [len(NAMES), n] fp32
+    num_canvases,
+    canvas_length,
+    canvas_stride,
+    stage,
+    EMITS_LAST: tl.constexpr,
+    EMITS_OTHERS: tl.constexpr,
+    PLACES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    i = tl.program_id(0)
+    slot, length = tl.load(slots + i), tl.load(lengths + i)
+    first_row = tl.load(first_rows + i)
+    place = tl.arange(0, PLACES)
+    is_place, valid = place < canvas_length, place < length
+    numbers += slot * _NUMBERS
+    settings += slot * _SETTINGS
+    last_guess = tokens + slot * 2 * canvas_length + place
+    drawn = i * canvas_length + place
+
+    nats = tl.load(entropy + first_row + place, mask=valid, other=float("inf"))
+    guess = tl.load(best_guess + first_row + place, mask=valid, other=0)
+    kept = tl.load(candidate + first_row + place, mask=valid, other=0)
+    kept = tl.where(tl.load(settings + _IS_GREEDY) > 0, guess, kept)
+    earlier = tl.load(last_guess, mask=is_place, other=0)
+    is_accepted = _accepted(
+        nats, entropy + first_row, length, tl.load(settings + _ENTROPY_BOUND), PLACES, TILE
+    )
+
+    is_stop = place < 0
+    for k in range(_MAX_STOPS):
+        is_stop = is_stop | (guess == tl.load(stop_tokens + slot * _MAX_STOPS + k))
+    first_stop = tl.min(tl.where(is_stop & valid, place, PLACES), 0)
+    last_judged = tl.where(tl.load(settings + _ANSWER_ONLY) > 0, first_stop, PLACES)
+    judged = valid & (place <= last_judged)
+
+    is_new = (guess != earlier) & judged
+    is_same = tl.max(is_new.to(tl.int32), 0) == 0
+    repeated = tl.where(is_same, tl.load(numbers + _TIMES_REPEATED) + 1, 0)
+    num_judged = tl.sum(judged.to(tl.int32), 0).to(tl.float64)
+    mean = tl.sum(tl.where(judged, nats, 0.0).to(tl.float64), 0) / num_judged
+    allowed = tl.minimum(tl.load(settings + _LOAD_STAGES).to(tl.int32), stage)
+    confidence = tl.maximum(tl.load(settings + _CONFIDENCE), tl.load(stage_confidence + allowed))
+    stability = tl.minimum(tl.load(settings + _STABILITY), tl.load(stage_stability + allowed))
+    converged = (repeated.to(tl.float32) >= stability) & (mean.to(tl.float32) < confidence)
+    step = tl.load(numbers + _STEPS_DONE) + 1
+    found_finished = converged | (step >= tl.load(numbers + _NUM_STEPS))
+
+    commits = tl.load(numbers + _IS_COMMITTING) == 1
+    finished = found_finished & (commits == 0)
+    request_end = tl.load(numbers + _END)
+    is_last = (first_stop < PLACES) | (tl.load(block_ends + i) >= request_end)
+    is_emitted = request_end == _EVERY_BLOCK
+    if EMITS_LAST:
+        is_emitted = is_emitted | is_last
+    if EMITS_OTHERS:
+        is_emitted = is_emitted | (is_last == 0)
+    at_once = finished & is_emitted
+    ends = commits | at_once
+
+    following = tl.load(next_canvas + drawn, mask=is_place, other=0)
+    noise = tl.load(renoise + drawn, mask=is_place, other=0)
+    denoised = tl.where(finished, guess, tl.where(is_accepted, kept, noise))
+    tl.store(
+        canvas + slot * canvas_stride + place,
+        tl.where(ends, following, denoised),
+        mask=is_place,
+    )
+    tl.store(last_guess, tl.where(ends, _NO_TOKEN, guess), mask=is_place)
+    tl.store(numbers + _STEPS_DONE, tl.where(ends, 0, step))
+    tl.store(numbers + _IS_COMMITTING, (finished & (at_once == 0)).to(tl.int64))
+    tl.store(numbers + _TIMES_REPEATED, repeated)
+
+    tl.store(sampled + drawn, tl.where(commits, earlier, guess).to(tl.int32), mask=is_place)
+    tl.store(emitted + i, tl.where(ends, length, 0).to(tl.int32))
+    tl.store(ended + i, ends)
+    tl.store(counted + i, step.to(tl.float32))
+    tl.store(counted + num_canvases + i, tl.sum(is_accepted.to(tl.float32), 0))
+    tl.store(counted + 2 * num_canvases + i, tl.sum(tl.where(valid, nats, 0.0), 0))
+    tl.store(counted + 3 * num_canvases + i, (commits == 0).to(tl.float32))
+    tl.store(counted + 4 * num_canvases + i, found_finished.to(tl.float32))
+    tl.store(counted + 5 * num_canvases + i, converged.to(tl.float32))
