@@ -14,62 +14,12 @@ from functools import cache
 import torch
 import triton
 
-from attention_kernels.support import check_contiguous, check_last_strides, shared_bytes
+from attention_kernels.support import check_contiguous, check_last_strides
+from attention_kernels.tiles import Tiles
 from attention_kernels.triton_kernels import _attention_kernel, _join_kernel
 
 MAX_SPLITS = 16
 MIN_KEYS_PER_SPLIT = 256  # below this, joining costs more than parallel work gains
-_SPARE_BYTES = 4096  # of shared memory, for what Triton itself adds
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How the work is divided for one head size, group size and element size."""
-
-    block_q: int  # queries per program
-    heads: int  # heads of a group per program, a power of two: block_q * heads rows
-    block_n: int  # keys per step
-    num_warps: int
-    num_stages: int
-
-    @property
-    def lags(self) -> bool:
-        """Whether values are added one pass after their keys: see `triton_kernels`."""
-        return self.block_q * self.heads < 16 * self.num_warps
-
-    @classmethod
-    def choose(
-        cls,
-        head_size: int,
-        group: int,
-        element_size: int,
-        cache_element_size: int,
-        capability: tuple[int, int],
-    ) -> "Tiles":
-        """The largest tile whose queries, keys and values fit the shared memory, and whose results
-        fit the registers."""
-        bytes_a_row = triton.next_power_of_2(head_size) * element_size
-        is_hopper = capability[0] == 9 and element_size == 2  # its tensor cores
-        # Two warp groups of Hopper take 128 rows: with 64, both would compute the scores of all.
-        most_rows, num_stages = (128 if bytes_a_row <= (512 if is_hopper else 256) else 64), 2
-        most_keys = 64
-        if is_hopper and bytes_a_row > 256 and cache_element_size < element_size:
-            most_keys = 32  # they pass through registers to become the queries' type
-        sizes = ((most_rows, most_keys), (most_rows, 32), (32, 32), (32, 16), (16, 16))
-        available = shared_bytes(capability)
-        for rows, block_n in sizes:
-            if bytes_a_row * (rows + 2 * num_stages * block_n) + _SPARE_BYTES <= available:
-                break
-        else:
-            num_stages = 1
-        heads = min(triton.next_power_of_2(group), rows)
-        return cls(
-            block_q=rows // heads,
-            heads=heads,
-            block_n=block_n,
-            num_warps=8 if bytes_a_row > 128 and rows >= 64 else 4,
-            num_stages=num_stages,
-        )
 
 
 def attention(

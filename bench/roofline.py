@@ -4,11 +4,13 @@
     python -m bench.roofline --chip B200
 
 A part of a step takes as long as its bytes or its multiplications, whichever is longer. Those of
-our attention on Hopper are counted in its machine code (`attention_kernels/CODEGEN.md`), all others
-by shapes. Nothing here is measured: all times are predictions, and the constants below are
-assumptions. The model is held against two published numbers of stock vLLM, and says by how much it
-misses them. These do not say how many forwards a canvas took, so they test the ratio of two chips:
-times as such may all be too short or too long by the same factor.
+our attention and of stock vLLM's in Triton are counted in the machine code
+(`attention_kernels/CODEGEN.md`). All others are counted by shapes, and so is FlashAttention-4,
+which stock vLLM prefers on these chips and whose code Triton cannot show. Nothing here is measured:
+all times are predictions, and the constants below are assumptions. The model is held against two
+published numbers of stock vLLM, and says by how much it misses them. These do not say how many
+forwards a canvas took, so they test the ratio of two chips: times as such may all be too short or
+too long by the same factor.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from typing import NamedTuple
 
 from attention_kernels import triton_fwd
 from bench.codegen import table
-from bench.codegen.case import CHIPS as CHIPS_READ
+from bench.codegen.case import Case
 from bench.codegen.kernels import cases
 from bench.dummy_checkpoint import CANVAS, SHAPE_26B
 from vllm_dllm.config.extension import ExtensionConfig
@@ -86,6 +88,9 @@ SCHEMES = {
     "fp8-dynamic": Scheme(1, 1, 2.0, (2.0, 2.0)),
     "nvfp4": Scheme(2, 0.5625, 1.0, (1.0, 4.0)),  # its attention is bf16; Hopper unpacks weights
 }
+SYSTEMS = ("ours", "stock-triton", "stock")
+READ = {"ours": "attention", "stock-triton": "stock vLLM's attention"}  # and their kernels
+TCGEN05_ROWS = 128  # fewer take as long
 GOALS = {1: 1.25, 32: 1.5}  # canvases: times as fast as stock
 GOAL_OVER_FLOOR = 1.25
 PUBLISHED = {"H100": 1008, "H200": 1288}  # tokens a second: vLLM, FP8, one request
@@ -121,7 +126,7 @@ def parts(chip: Chip, scheme: Scheme, batch: int, context: int, system: str) -> 
     head = VOCABULARY * HIDDEN
     yield Part("LM head", 2 * head, 2 * rows * head)
     yield Part("soft embedding", 2 * head, 2 * rows * head)
-    yield Part("passes over logits", BYTES_A_LOGIT[system] * rows * VOCABULARY, 0)
+    yield Part("passes over logits", BYTES_A_LOGIT[system.partition("-")[0]] * rows * VOCABULARY, 0)
     yield Part("self-conditioning", 2 * dense / LAYERS, 2 * rows * dense / LAYERS)
     graph = GAP_S * KERNELS_A_LAYER * LAYERS
     yield Part("launches", 0, 0, graph + LAUNCH_S * launches(rows, system))
@@ -129,7 +134,7 @@ def parts(chip: Chip, scheme: Scheme, batch: int, context: int, system: str) -> 
 
 def launches(rows: int, system: str) -> int:
     """Outside of the CUDA graph."""
-    if system == "stock":
+    if system != "ours":
         return STOCK_LAUNCHES
     tile_rows, tile_tokens = tile_shape(rows, SAMPLING_BYTES, fused_bytes=4)
     tiles = math.ceil(rows / tile_rows) * math.ceil(VOCABULARY / tile_tokens)
@@ -139,6 +144,12 @@ def launches(rows: int, system: str) -> int:
 
 def step_s(chip: Chip, scheme: Scheme, batch: int, context: int, system: str) -> float:
     return sum(_seconds(chip, part) for part in parts(chip, scheme, batch, context, system))
+
+
+def attention_s(chip: Chip, batch: int, context: int, system: str) -> float:
+    return sum(
+        _seconds(chip, _attention(chip, full, batch, context, system)) for full in (False, True)
+    )
 
 
 def floor_s(chip: Chip, scheme: Scheme, batch: int, context: int) -> float:
@@ -195,8 +206,7 @@ def _projections(full: bool) -> int:
 
 
 def _attention(chip: Chip, full: bool, batch: int, context: int, system: str) -> Part:
-    """Of all layers of a kind. Stock's, and ours where its machine code has not been read, by
-    shapes alone, which favours them."""
+    """Of all layers of a kind. By shapes alone for "stock", which favours it."""
     name = "full layer" if full else "sliding layer"
     num_layers = sum(each == full for each in _layers())
     size, kv_heads = _shape(full)
@@ -205,8 +215,9 @@ def _attention(chip: Chip, full: bool, batch: int, context: int, system: str) ->
     heads = SHAPE_26B["num_attention_heads"]
     flops = num_layers * batch * CANVAS * heads * keys * size * 2 * 2
     seconds = 0.0
-    if system == "ours" and chip.capability in CHIPS_READ:
-        seconds = num_layers * _kernel_s(chip, f"attention, {name}, bf16", batch, keys, kv_heads)
+    if system in READ:
+        kernel = f"{READ[system]}, {name}, bf16"
+        seconds = num_layers * _kernel_s(chip, kernel, batch, keys, kv_heads)
     return Part(f"attention, {name}s", num_bytes, flops, seconds)
 
 
@@ -215,14 +226,22 @@ def _kernel_s(chip: Chip, name: str, batch: int, keys: int, kv_heads: int) -> fl
     which fills a processor."""
     case = cases(chip.capability)[name]
     (facts,) = (row.facts for row in table.read() if row.key == (name, chip.capability, TRITON))
-    tile = {key: int(str(case.constants[key])) for key in ("BLOCK_Q", "BLOCK_N", "PARTS")}
-    programs = batch * -(-CANVAS // tile["BLOCK_Q"]) * kv_heads * tile["PARTS"]
-    splits = triton_fwd._choose_splits(programs, keys, chip.processors)
+    queries, heads = _constant(case, "BLOCK_Q"), _constant(case, "HEADS", "num_queries_per_kv")
+    keys_a_pass = _constant(case, "BLOCK_N", "TILE_SIZE")
+    programs = batch * -(-CANVAS // queries) * kv_heads * _constant(case, "PARTS")
+    splits = triton_fwd._choose_splits(programs, keys, chip.processors) if case.is_ours else 1
     turns = -(-programs * splits // chip.processors)
-    passes = -(-keys // (tile["BLOCK_N"] * splits))
+    passes = -(-keys // (keys_a_pass * splits))
     issue = facts.instructions * case.options["num_warps"] / 4  # four schedulers
     multiply = case.loop_flops * (facts.times_needed or 1) / chip.flops_a_cycle
+    if facts.units == "tcgen05":
+        multiply *= max(1.0, TCGEN05_ROWS / (queries * heads))
     return turns * passes * max(issue, multiply) / chip.clock
+
+
+def _constant(case: Case, *names: str) -> int:
+    """Of these constants, as we and as vLLM name them, the one that it has; 1 if it has none."""
+    return next((int(str(case.constants[name])) for name in names if name in case.constants), 1)
 
 
 class Prediction(NamedTuple):
@@ -275,6 +294,12 @@ def main() -> None:
     for ours_part, stock_part in zip(*both, strict=True):
         times = (1e3 * _seconds(chip, part) for part in (ours_part, stock_part))
         print(f"  {ours_part.name:28}" + "".join(f"{time:8.2f}" for time in times))
+    print("\nAttention of all layers, bf16 cache, ms a step: " + ", ".join(SYSTEMS))
+    for batch, context in ((1, 1024), (1, 65_536), (32, 1024), (32, 8192)):
+        times = (1e3 * attention_s(chip, batch, context, system) for system in SYSTEMS)
+        print(
+            f"  {f'{batch} canvases, context {context}':28}" + "".join(f"{t:8.2f}" for t in times)
+        )
     result = {"predictions": predictions, "calibration": found._asdict()}
     print(json.dumps({"chip": args.chip, **result}))
 

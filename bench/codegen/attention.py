@@ -3,6 +3,7 @@
 import triton
 
 from attention_kernels import chunks, triton_fwd
+from attention_kernels.tiles import Tiles
 from bench.codegen.case import Case
 
 _POINTERS = {
@@ -15,11 +16,19 @@ _IMAGES = ("spans", "chunk_images")  # None without images
 
 
 def attend(
-    chip: int, head_size: int, group: int, page: int, cache: str, images: bool = False
+    chip: int,
+    head_size: int,
+    group: int,
+    page: int,
+    cache: str,
+    images: bool = False,
+    tiles: Tiles | None = None,
 ) -> Case:
-    """`group`: query heads a key head; `cache`: Triton's name of its type."""
+    """`group`: query heads a key head; `cache`: Triton's name of its type; `tiles`: others than the
+    chip's own."""
     cache_size = 2 if cache == "bf16" else 1
-    tiles = triton_fwd.Tiles.choose(head_size, group, 2, cache_size, divmod(chip, 10))
+    if tiles is None:
+        tiles = Tiles.choose(head_size, group, 2, cache_size, divmod(chip, 10))
     padded = triton.next_power_of_2(head_size)
     constants = {
         "HQ": 2 * group,

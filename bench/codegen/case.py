@@ -3,19 +3,18 @@
 import hashlib
 import inspect
 import re
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-CHIPS = (90,)  # H100 and H200; `make codegen` takes others, 80, 100 and 120, when named here
+CHIPS = (80, 90, 100, 120)  # A100; H100 and H200; B200; RTX 50 and RTX PRO 6000
 _DIVISIBLE = [["tt.divisibility", 16]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments that are not named here are int32. A field of an argument that is a named tuple is
-    named ARGUMENT.FIELD."""
+    """Arguments that are not named here are int32, or what the kernel says. A field of an argument
+    that is a named tuple is named ARGUMENT.FIELD."""
 
     kernel: Any
     pointers: Mapping[str, str]  # and the types of what they point to
@@ -27,6 +26,8 @@ class Case:
     loads_ahead: bool = False  # in its main loop, without waiting
     multiples: Collection[str] = ()  # integers that are multiples of 16, as are all strides
     loop_flops: int = 0  # that a pass of the main loop needs; 0: not counted
+    is_ours: bool = True  # others' are counted, and keep no rules
+    spills: str = ""  # why its main loop may, all the same
 
     @property
     def source(self) -> str:
@@ -34,7 +35,7 @@ class Case:
         types and constants. Comments do not count."""
         functions = [
             re.sub(r"\s*#.*", "", inspect.getsource(value.fn))
-            for _, value in sorted(vars(sys.modules[self.kernel.fn.__module__]).items())
+            for _, value in sorted(self.kernel.fn.__globals__.items())
             if type(value).__name__ in ("JITFunction", "InterpretedFunction")
         ]
         parts = (self.pointers, self.constants, self.options, dict.fromkeys(self.multiples))
@@ -49,16 +50,17 @@ class Case:
 
         constants: dict[tuple[int, ...], object] = {}
         attributes: dict[tuple[int, ...], object] = {}
+        said = {argument.name: argument.annotation_type for argument in self.kernel.params}
 
         def kind(name: str, *path: int) -> str:
+            if name in self.constants:
+                constants[path] = self.constants[name]
+                return "constexpr"
             if name in self.pointers or name in self.multiples or "stride" in name:
                 attributes[path] = _DIVISIBLE
             if name in self.pointers:
                 return "*" + self.pointers[name]
-            if name in self.constants:
-                constants[path] = self.constants[name]
-                return "constexpr"
-            return "fp32" if name in self.floats else "i32"
+            return "fp32" if name in self.floats else said.get(name) or "i32"
 
         signature: dict[str, Any] = {}
         for i, name in enumerate(self.kernel.arg_names):

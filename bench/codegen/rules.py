@@ -9,8 +9,10 @@ UNITS = {90: "wgmma", 100: "tcgen05"}  # on others mma
 
 def broken(case: Case, chip: int, facts: Facts) -> list[str]:
     """The rules that the code breaks, in words."""
+    if not case.is_ours:
+        return []
     reasons = []
-    if facts.local_loads or facts.local_stores:
+    if facts.local_loads + facts.local_stores and not case.spills:
         reasons.append(
             f"registers spill in the main loop: {facts.local_loads} loads, "
             f"{facts.local_stores} stores"
@@ -21,4 +23,6 @@ def broken(case: Case, chip: int, facts: Facts) -> list[str]:
         reasons.append(f"expected {wanted} to multiply, got {facts.units}")
     if case.loads_ahead and not facts.asynchronous_loads:
         reasons.append(f"nothing is read ahead, {facts.loads} loads are waited for")
+    if facts.times_needed is not None and facts.times_needed > 1:
+        reasons.append(f"warps repeat each other's work: {facts.times_needed} times what is needed")
     return reasons

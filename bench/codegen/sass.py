@@ -4,6 +4,7 @@ Registers that spill are seen here alone: Triton's PTX has registers without end
 that runs out of them. `cuobjdump` and `nvdisasm` come with Triton.
 """
 
+import math
 import re
 import subprocess
 import tempfile
@@ -13,20 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.codegen.loops import Code, Instruction, innermost
+
 # Of a warp group on Hopper, of a CTA on data-centre Blackwell, of a warp elsewhere.
 MULTIPLY = {"HGMMA": "wgmma", "QGMMA": "wgmma", "UTCHMMA": "tcgen05", "UTCQMMA": "tcgen05"}
 MULTIPLY |= {"HMMA": "mma", "QMMA": "mma", "OMMA": "mma"}
 ASYNCHRONOUS = ("LDGSTS", "UBLKCP", "UTMALDG")  # cp.async, bulk copies, TMA
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)([.\w]*)(.*)")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)([.\w]*)(.*)")
 _LABEL = re.compile(r"(\.L_x_\w+):")
-_BRANCH_TARGET = re.compile(r"`\((\.L_x_\w+)\)")
-
-
-@dataclass(frozen=True)
-class Instruction:
-    name: str
-    modifiers: str
-    operands: str
+# tcgen05 finds rows, columns and types in a register: PTX ISA, "Instruction descriptor".
+_DESCRIPTOR = re.compile(r"idesc\[(UR\d+)\]")
+_CONSTANT = re.compile(r"\s*(UR\d+), (0x[0-9a-f]+) ;")
 
 
 @dataclass(frozen=True)
@@ -71,51 +69,62 @@ def facts(compiled: Any, num_warps: int, loop_flops: int) -> Facts:
 
 
 def read_code(disassembly: str) -> list[Instruction | str]:
-    """Instructions, and labels as strings, in order."""
+    """Instructions, and labels as strings, in order. Those of tcgen05 get the shape that they
+    multiply as a modifier, as Hopper's have it, where it is a constant."""
     code: list[Instruction | str] = []
+    constants: dict[str, int] = {}  # of registers
     for line in disassembly.splitlines():
         if found := _INSTRUCTION.search(line):
-            code.append(Instruction(*found.groups()))
+            predicate, name, modifiers, operands = found.groups()
+            if name == "UMOV" and (constant := _CONSTANT.match(operands)):
+                constants[constant[1]] = int(constant[2], 16)
+            elif MULTIPLY.get(name) == "tcgen05":
+                modifiers += _shape(name, constants.get(_described(operands)))
+            else:
+                constants.pop(operands.strip().partition(",")[0], None)
+            code.append(Instruction(name, modifiers, operands, predicate or ""))
         elif found := _LABEL.match(line.strip()):
             code.append(found[1])
     return code
 
 
-def main_loop(code: Sequence[Instruction | str]) -> list[Instruction]:
+def _described(operands: str) -> str:
+    """The register with the descriptor; "" if there is none."""
+    found = _DESCRIPTOR.search(operands)
+    return found[1] if found else ""
+
+
+def _shape(name: str, descriptor: int | None) -> str:
+    if descriptor is None:
+        return ""
+    rows, columns = (descriptor >> 24 & 31) << 4, (descriptor >> 17 & 63) << 3
+    return f".{rows}x{columns}x{32 if name == 'UTCQMMA' else 16}"
+
+
+def main_loop(code: Code) -> list[Instruction]:
     """The innermost loop that multiplies most; of loops without products the one that loads most.
     All of the code if it has no loop."""
-    loops = list(_loops(code)) or [_instructions(code)]
+    whole = [item for item in code if isinstance(item, Instruction)]
+    loops = innermost(code, MULTIPLY) or innermost(code, ("LDG", *ASYNCHRONOUS)) or [whole]
     return max(loops, key=lambda loop: (*_weights(loop), -len(loop)))
 
 
 def products(loop: Iterable[Instruction], num_warps: int) -> int:
-    """Floating-point operations of a program's products in a pass of the loop; 0 for units whose
-    shape the code does not say."""
+    """Floating-point operations of a program's products in a pass of the loop; 0 if the code does
+    not say their shape."""
     flops = 0
     for instruction in loop:
-        if found := re.match(r"\.64x(\d+)x(\d+)", instruction.modifiers):
-            # "HGMMA.64x256x16": rows, columns and depth of a warp group's
-            flops += 2 * 64 * int(found[1]) * int(found[2]) * (num_warps // 4)
+        if found := re.match(r"\.(\d+)x(\d+)x(\d+)", instruction.modifiers):
+            # "HGMMA.64x256x16": rows, columns and depth of a warp group's; tcgen05: of a CTA's
+            times = num_warps // 4 if MULTIPLY.get(instruction.name) == "wgmma" else 1
+            flops += 2 * math.prod(map(int, found.groups())) * times
+        elif MULTIPLY.get(instruction.name) == "tcgen05":
+            return 0
         elif found := re.match(r"\.(16|8)(8)(\d{1,2})\b", instruction.modifiers):
             # "HMMA.16816": of a warp
             rows, columns, depth = map(int, found.groups())
             flops += 2 * rows * columns * depth * num_warps
     return flops
-
-
-def _loops(code: Sequence[Instruction | str]) -> Iterable[list[Instruction]]:
-    """From each label to each branch back to it."""
-    places = {item: i for i, item in enumerate(code) if isinstance(item, str)}
-    for i, item in enumerate(code):
-        if isinstance(item, str) or item.name not in ("BRA", "UBRA"):
-            continue
-        for label in _BRANCH_TARGET.findall(item.operands):
-            if places.get(label, i) < i - 1:  # the code ends in a branch to itself
-                yield _instructions(code[places[label] : i + 1])
-
-
-def _instructions(code: Iterable[Instruction | str]) -> list[Instruction]:
-    return [item for item in code if isinstance(item, Instruction)]
 
 
 def _weights(loop: Sequence[Instruction]) -> tuple[int, int]:

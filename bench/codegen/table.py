@@ -27,7 +27,8 @@ _INTRODUCTION = """\
 
 Read from the machine code (SASS) of each kernel, compiled at the shapes of the 26B model. No GPU is
 needed. `make codegen` writes this file; do not edit it. A test compiles some of the kernels anew,
-compares them with it, and holds all rows to the rules of `bench/codegen/rules.py`.
+compares them with it, and holds all rows but stock vLLM's to the rules of `bench/codegen/rules.py`.
+sm_80 is the A100, sm_90 H100 and H200, sm_100 B200, sm_120 the RTX 50 and RTX PRO 6000.
 
 Triton {triton} are compared: what `pip install 'vllm-dllm[cuda]'` brings, and the
 Triton of the CPU environment.
@@ -37,8 +38,10 @@ Triton of the CPU environment.
 - From `instructions` on: of the main loop, or of the whole kernel if it has none. `LDL`, `STL`:
   loads and stores of what was spilled. `async`: loads that nobody waits for (LDGSTS, UBLKCP,
   UTMALDG); `LDG`: the others.
+- `units`: that multiply. mma: a warp's registers; wgmma: a group of four warps; tcgen05: one thread
+  for all warps.
 - `× needed`: multiplications made by multiplications needed. Warps that repeat each other's work
-  show as more than 1. tcgen05 instructions do not say their shape.
+  show as more than 1.
 
 """
 

@@ -21,10 +21,10 @@ CASES = {(name, chip): case for chip in CHIPS for name, case in cases(chip).item
 VERSIONS = sorted({row.triton for row in ROWS})
 # Seconds each; the rest is held by their digests.
 COMPILED_HERE = (
+    "sm_80 self-conditioning, add_needed, bf16",
     "sm_90 attention, sliding layer, fp8",
-    "sm_90 self-conditioning, add_needed, bf16",
-    "sm_90 vocabulary, read_blocks",
-    "sm_90 join of key splits",
+    "sm_100 vocabulary, read_blocks",
+    "sm_120 attention, full layer, bf16",
 )
 
 
@@ -116,6 +116,26 @@ def test_products_are_counted_for_all_warps() -> None:
     assert sass.products(loop, 8) == 2 * 64 * 256 * 16 * 2 + 2 * 16 * 8 * 16 * 8
 
 
+TCGEN05 = """
+        /*0000*/  UMOV UR5, 0x8400490 ;
+        /*0010*/  UTCHMMA gdesc[UR8], gdesc[UR6], tmem[UR9], tmem[UR4], idesc[UR5], !UPT ;
+        /*0020*/  UMOV UR5, 0x4080490 ;
+        /*0030*/  UTCHMMA tmem[UR7], gdesc[UR6], tmem[UR9], tmem[UR4], idesc[UR5], UPT ;
+"""
+
+
+def test_the_shape_of_a_product_of_tcgen05_is_in_a_register() -> None:
+    """The descriptor holds rows / 16 from bit 24 and columns / 8 from bit 17 on."""
+    loop = sass.main_loop(sass.read_code(TCGEN05))
+    assert sass.products(loop, 8) == 2 * 128 * 256 * 16 + 2 * 64 * 32 * 16
+
+
+@pytest.mark.parametrize("other", ["R2UR UR5, R7 ;", "UIADD3 UR5, UR5, 0x1, URZ ;"])
+def test_a_shape_that_is_no_constant_is_not_guessed(other: str) -> None:
+    code = TCGEN05.replace("UMOV UR5, 0x4080490 ;", other)
+    assert sass.products(sass.main_loop(sass.read_code(code)), 8) == 0
+
+
 def facts(**changes: object) -> sass.Facts:
     good = sass.Facts(128, 0, 1024, 500, 0, 0, 16, 0, 8, "wgmma", 1.0)
     return replace(good, **changes)
@@ -130,11 +150,23 @@ def facts(**changes: object) -> sass.Facts:
         ({"shared_bytes": 228 * 1024}, "233472 bytes of shared memory, the chip has 232448"),
         ({"units": "mma"}, "expected wgmma to multiply, got mma"),
         ({"asynchronous_loads": 0}, "nothing is read ahead, 0 loads are waited for"),
+        ({"times_needed": 1.5}, "warps repeat each other's work: 1.5 times what is needed"),
     ],
 )
 def test_rules(changes: dict[str, object], reason: str | None) -> None:
     case = Case(None, {}, {}, multiplies=True, loads_ahead=True)
     assert broken(case, 90, facts(**changes)) == ([] if reason is None else [reason])
+
+
+def test_rules_are_not_for_the_kernels_of_others() -> None:
+    case = Case(None, {}, {}, multiplies=True, is_ours=False)
+    assert not broken(case, 90, facts(local_loads=1, units="mma"))
+
+
+def test_what_may_spill_does() -> None:
+    """A reason that is no longer needed goes."""
+    spilling = {row.key[:2] for row in ROWS if row.facts.local_loads + row.facts.local_stores}
+    assert {key for key, case in CASES.items() if case.spills} <= spilling
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path) -> None:

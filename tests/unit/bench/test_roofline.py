@@ -12,7 +12,7 @@ CASES = [(chip, scheme) for chip in CHIPS for scheme in SCHEMES]
 
 @pytest.mark.parametrize(("chip", "scheme"), CASES)
 def test_no_step_is_below_the_floor_and_more_work_takes_longer(chip: str, scheme: str) -> None:
-    for system in ("ours", "stock"):
+    for system in roofline.SYSTEMS:
         times = []
         for batch, context in ((1, 0), (1, 8192), (8, 8192), (32, 65_536)):
             each = (CHIPS[chip], SCHEMES[scheme], batch, context)
