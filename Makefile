@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-faults gpu-dry-run test-numerics test-vllm lint docs wheel bench codegen lock clean
+.PHONY: help setup serve demo test test-fast test-faults gpu-dry-run gpu-dry-run-cuda test-numerics test-vllm lint docs wheel bench codegen lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -66,6 +66,18 @@ test-faults: setup ## attack servers: kills, signals, storms of aborts
 # In a process of its own: engines on the CPU replace the kernels that it watches.
 gpu-dry-run: setup ## find what a GPU's host would wait for, on CUDA tensors that do not exist
 	$(BIN)/pytest tests/gpu_dry_run -m gpu_dry_run
+
+# vLLM's CUDA build, which a machine without a GPU takes too: 8.6 GB, ten minutes to install. The
+# third "=" leaves out builds of torch for CPUs, where pip would prefer one.
+CUDA_ENV := build/cuda-venv
+gpu-dry-run-cuda: $(CUDA_ENV)/.ready ## start engines of vLLM's CUDA build on GPUs that do not exist
+	$(CUDA_ENV)/bin/pytest tests/cuda_build -m cuda_build
+
+$(CUDA_ENV)/.ready: pyproject.toml
+	"$(PYTHON)" -m venv $(CUDA_ENV)
+	$(CUDA_ENV)/bin/python -m pip install --no-compile --disable-pip-version-check --quiet \
+	  --editable '.[cuda,fa4]' vllm==0.32.0 torch===2.13.0 pytest
+	@touch $@
 
 # As older, newer and other processors compute: vector widths, kernels of the libraries, threads.
 # SHORT=1: one setting, the tests that take seconds.

@@ -1,0 +1,21 @@
+"""Folders of models that engines here start from: shapes without weights, or the shipped ones."""
+
+import fcntl
+from pathlib import Path
+
+LAYERS = 6  # five sliding and one full, as the 26B model repeats
+
+
+def dummy(folder: Path, scheme: str) -> Path:
+    """The 26B model's widths in `LAYERS` layers, quantised as its published copies are."""
+    from bench.dummy_checkpoint import SHAPE_26B, SHAPES, write
+
+    shape = f"26B in {LAYERS} layers"
+    SHAPES[shape] = SHAPE_26B | {"num_hidden_layers": LAYERS}
+    made = folder / scheme
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            made.mkdir()
+            write(made, shape, scheme, num_steps=16)
+    return made
