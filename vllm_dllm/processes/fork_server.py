@@ -10,6 +10,7 @@ read when they are loaded, spawns as before.
 """
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import sys
@@ -100,6 +101,13 @@ class ForkedProcess(context.ForkServerProcess):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._inherited = _Inherited()  # before what may depend on it, so it is unpickled first
         super().__init__(*args, **kwargs)
+
+    def _bootstrap(self, *args: Any, **kwargs: Any) -> int:
+        """Ends as a spawned process does: Python frees all that is left, shared memory too. The
+        fork server would leave that out."""
+        code: int = super()._bootstrap(*args, **kwargs)  # type: ignore[misc]
+        ctypes.pythonapi.Py_Exit(code)
+        return code
 
 
 class ForkContext(context.ForkServerContext):

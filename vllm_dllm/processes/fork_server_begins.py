@@ -5,6 +5,7 @@ cannot notice that, so it looks whether its parent is still there. Signals meant
 of a server must leave it alone: its children have to end in their own way, and it has to tell how.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -29,6 +30,7 @@ def begin(parent: int) -> None:
         if os.getppid() != server:
             return  # a child's child, forked by hand
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        atexit.unregister(os._exit)
         # Python would start another server for a child's children.
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
 
@@ -37,6 +39,8 @@ def begin(parent: int) -> None:
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _LOOK_EVERY_S, _LOOK_EVERY_S)
     os.register_at_fork(after_in_child=begin_child)
+    # Last of all: taking down what was imported would take seconds, and complain of what is frozen.
+    atexit.register(os._exit, 0)
     with contextlib.suppress(ImportError):  # vLLM goes without, too
         # In a child it would look for the arguments where the environment no longer is.
         importlib.import_module("setproctitle").setproctitle("VLLM::ForkServer")
