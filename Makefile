@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-faults gpu-dry-run gpu-dry-run-cuda test-numerics test-vllm lint docs wheel bench codegen lock clean
+.PHONY: help setup serve demo test test-fast test-thorough test-faults gpu-dry-run gpu-dry-run-cuda test-numerics test-vllm lint docs wheel bench codegen lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -58,6 +58,10 @@ test: setup ## run the tests
 # What needs no engine and no three seconds, without the comparisons of numbers: two minutes.
 test-fast: setup ## run the quick unit tests
 	$(BIN)/pytest tests/unit -m "not slow and not numerics" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# More cases, more requests and other servers of what `make test` tries once. Half an hour.
+test-thorough: setup ## run the tests that `make test` leaves out for their length
+	$(BIN)/pytest -m thorough --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
 
 # Long forms of what tests/server does in a minute: kills, aborts and storms.
 test-faults: setup ## attack servers: kills, signals, storms of aborts

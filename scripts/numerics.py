@@ -142,8 +142,8 @@ def run(setting: Setting, pytest_arguments: Sequence[str], logs: Path) -> tuple[
         rounded = subprocess.run(
             probe, env=environment, check=True, capture_output=True, text=True
         ).stdout.split()
-        # With a thread each, files side by side.
-        workers = min(4, len(os.sched_getaffinity(0))) if setting.threads == 1 else 0
+        # Files side by side. Of several threads most wait most of the time.
+        workers = min(4, len(os.sched_getaffinity(0)))
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += ["--numprocesses", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
         started = time.monotonic()

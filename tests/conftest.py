@@ -37,7 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if item.path.parent.name in APART:
             item.add_marker(item.path.parent.name)
-    absent = {name for name in APART if name not in config.getoption("markexpr")}
+    asked_for = config.getoption("markexpr")
+    absent = {name for name in (*APART, "thorough") if name not in asked_for}
     if not torch.cuda.is_available():
         absent.add("gpu")
     if not any(d.name == "flash-attn-4" for d in importlib.metadata.distributions()):

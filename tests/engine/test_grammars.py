@@ -22,8 +22,6 @@ from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.step.grammars import CanvasGrammars
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
-pytestmark = pytest.mark.numerics
-
 EOS = 1
 # Unlike anything the model was trained on.
 ODD = [{"role": "user", "content": "kq 7 {w: 3 zx"}]
@@ -203,6 +201,7 @@ def json_prompts() -> list[dict[str, Any]]:
     return [row for row in rows if row["task"] == "write_json"][:24]
 
 
+@pytest.mark.numerics
 def test_json_that_the_model_writes_anyway_is_not_changed(served: Engine) -> None:
     """Nor does it take more steps."""
     rows = json_prompts()
@@ -274,12 +273,14 @@ def alone(checkpoint: Path, engine: Callable[..., Engine]) -> list[list[int] | N
     return decided(served.llm, lambda: decode(served, ALONE))
 
 
+@pytest.mark.numerics
 def test_in_one_batch(
     checkpoint: Path, engine: Callable[..., Engine], alone: list[list[int] | None]
 ) -> None:
     assert_same(decode(engine(checkpoint, **SIZE), ALL), alone)
 
 
+@pytest.mark.numerics
 def test_preempted_in_small_tiles(
     checkpoint: Path, engine: Callable[..., Engine], alone: list[list[int] | None]
 ) -> None:
@@ -288,6 +289,7 @@ def test_preempted_in_small_tiles(
     assert preemptions(served) > 0
 
 
+@pytest.mark.numerics
 def test_asynchronous(
     checkpoint: Path,
     engine: Callable[..., Engine],

@@ -115,7 +115,7 @@ def test_best_guesses_are_the_references(checkpoint: Path, engine: Callable[...,
         assert step["entropy"] == pytest.approx(entropy.item(), rel=0, abs=tolerances.LOGPROB / 0.8)
 
 
-@pytest.mark.parametrize("batch_size", [4, 16])
+@pytest.mark.parametrize("batch_size", [4, pytest.param(16, marks=pytest.mark.thorough)])
 def test_a_seed_gives_the_same_canvases_in_any_batch(
     checkpoint: Path, engine: Callable[..., Engine], batch_size: int
 ) -> None:

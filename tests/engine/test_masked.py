@@ -111,8 +111,18 @@ def generate(
     return served(engine, engine.llm.generate(inputs, params, use_tqdm=False))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("block_length", [4, 32])
+@pytest.mark.parametrize(
+    ("block_length", "rule"),
+    [
+        *((4, rule) for rule in RULES),
+        (32, "dynamic"),
+        *(
+            pytest.param(32, rule, marks=pytest.mark.thorough)
+            for rule in RULES
+            if rule != "dynamic"
+        ),
+    ],
+)
 def test_decisions(
     engine: Callable[..., Engine],
     checkpoint: Checkpoint,
@@ -131,8 +141,15 @@ def test_decisions(
         assert ours.tokens == expected.tokens
 
 
-@pytest.mark.parametrize("architecture", ["SDARMoeForCausalLM", "LLaDA2MoeModelLM"])
-@pytest.mark.parametrize("block_length", [4, 32])
+@pytest.mark.parametrize(
+    ("block_length", "architecture"),
+    [
+        (4, "SDARMoeForCausalLM"),
+        (32, "SDARMoeForCausalLM"),
+        (4, "LLaDA2MoeModelLM"),
+        pytest.param(32, "LLaDA2MoeModelLM", marks=pytest.mark.thorough),
+    ],
+)
 def test_decisions_of_other_families(
     engine: Callable[..., Engine],
     checkpoint: Checkpoint,

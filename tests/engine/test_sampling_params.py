@@ -319,14 +319,18 @@ def decoded(
     return list(zip(tokens, served.canvases(outputs), strict=True))
 
 
-@pytest.mark.parametrize("batch_size", [4, 16])
-def test_a_seed_gives_the_same_canvases_in_any_batch(served: Engine, batch_size: int) -> None:
+@pytest.mark.parametrize(
+    ("batch_size", "num_seeds"), [(4, 20), pytest.param(16, 50, marks=pytest.mark.thorough)]
+)
+def test_a_seed_gives_the_same_canvases_in_any_batch(
+    served: Engine, batch_size: int, num_seeds: int
+) -> None:
     generator = random.Random(batch_size)
     own = [
         SamplingParams(
             seed=seed, max_tokens=64, ignore_eos=True, **xargs(max_steps=3, t_min=1.0, t_max=2.0)
         )
-        for seed in range(50)
+        for seed in range(num_seeds)
     ]
     alone = decoded(served, [answers(served, [ODD], [params])[0] for params in own])
     together = []

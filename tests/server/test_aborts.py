@@ -11,7 +11,7 @@ from tests.server.open_requests import LONG, OpenRequest, metric, wait_until_unf
 
 def test_a_storm_of_aborts(server: Server) -> None:
     before = seeded_answers(server)
-    storm(server, count=60, at_once=16)
+    storm(server, count=24, at_once=16)
     wait_until_unfinished(server, 0)
     assert metric(server, "kv_cache_usage_perc") == 0
     assert seeded_answers(server) == before

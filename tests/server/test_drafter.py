@@ -190,6 +190,7 @@ def test_start_ends_with_both_sides(
     assert message in complaint(TARGET, *options(drafter, num_drafts, **settings))
 
 
+@pytest.mark.thorough
 def test_a_server_says_it_too(tmp_path: Path) -> None:
     log = conftest.last_words(TARGET, tmp_path / "vllm.log", *options(DRAFTER, 16))
     assert "trained with blocks of 16" in log

@@ -18,7 +18,7 @@ CHECKPOINTS = CHECKPOINT.parent
 FP8 = CHECKPOINTS / "diffusiongemma-tiny-FP8-dynamic"
 NVFP4 = CHECKPOINTS / "diffusiongemma-tiny-NVFP4"
 OPTIONS = shlex.join((*UNCOMPILED, "--max-model-len", "1024", "--kv-cache-memory-bytes", "1G"))
-NUM_PROMPTS = 12
+NUM_PROMPTS = 4
 
 
 def test_quantised_checkpoints(

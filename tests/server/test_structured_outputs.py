@@ -178,8 +178,8 @@ def test_min_tokens(server: Server) -> None:
 def test_many_at_once(server: Server) -> None:
     """Constrained and free ones; the scheduler's own grammars have nothing to complain about."""
     with ThreadPoolExecutor(16) as pool:
-        held = [pool.submit(chat, server, response_format=STRICT, seed=i) for i in range(24)]
-        free = [pool.submit(chat, server, KNOWN, seed=i) for i in range(8)]
+        held = [pool.submit(chat, server, response_format=STRICT, seed=i) for i in range(6)]
+        free = [pool.submit(chat, server, KNOWN, seed=i) for i in range(4)]
         for answer in held:
             jsonschema.validate(json.loads(text_of(answer.result())), SCHEMA)
         assert {text_of(answer.result()) for answer in free} == {'{"name": "Nora", "age": 31}'}

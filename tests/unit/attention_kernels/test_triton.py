@@ -146,7 +146,14 @@ def test_softcap() -> None:
     check_numbers(small_batch(), softcap=1.5, window_left=20)
 
 
-@pytest.mark.parametrize("num_splits", [2, 3, 7])
+@pytest.mark.parametrize(
+    "num_splits",
+    [
+        2,
+        pytest.param(3, marks=pytest.mark.thorough),
+        pytest.param(7, marks=pytest.mark.thorough),
+    ],
+)
 def test_split_keys(
     triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch, num_splits: int
 ) -> None:

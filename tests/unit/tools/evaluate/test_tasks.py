@@ -97,7 +97,7 @@ configs:
 """
 
 
-@pytest.mark.slow  # all names of the harness are read
+@pytest.mark.thorough  # all names of the harness are read
 def test_names_of_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gsm8k from a local copy of its data set; what was not found is named."""
     folder = tmp_path / "data" / "openai" / "gsm8k"
