@@ -75,6 +75,7 @@ CLIENTS = (
 
 _DEMO = "tests/server/test_demo.py::test_demo_piped"
 _WHEEL = "tests/server/test_wheel.py::test_demo_serves_the_checkpoint_of_the_wheel"
+_TUNE = "tests/server/test_tune.py::test_found_settings_are_served"
 _CANVASES = "tests/server/test_canvases.py::test_the_documented_request"
 ELSEWHERE = {
     "curl -N http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d"
@@ -89,6 +90,8 @@ ELSEWHERE = {
     f".venv/bin/vllm-dllm eval {TINY} {TINY}-FP8-dynamic {TINY}-NVFP4": (
         "tests/server/test_eval.py::test_quantised_checkpoints"
     ),
+    f".venv/bin/vllm-dllm tune {TINY} --task checkpoints/held_out.yaml": _TUNE,
+    f".venv/bin/vllm serve {TINY} --host 127.0.0.1 --config tuning/defaults.yaml {_SMALL}": _TUNE,
     MAKE["make bench"]: "tests/server/test_documented.py::test_bench_starts",
     MAKE["make wheel"]: _WHEEL,
     "python3 -m venv venv": _WHEEL,

@@ -12,6 +12,7 @@ from vllm_dllm.tools.drafter.calibration.cli import add_calibrate_width
 from vllm_dllm.tools.drafter.training.cli import add_train
 from vllm_dllm.tools.plan.gpus import ELEMENT_BYTES, GPUS
 from vllm_dllm.tools.resumable import exit_status
+from vllm_dllm.tools.tune.cli import add_tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_quantize(commands)
     _add_drafter(commands)
     _add_eval(commands)
+    add_tune(commands)
     _add_plan(commands)
     return parser
 

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.keys import STREAM_CANVASES
 
-_ENTROPY_BOUND = 0.35  # nats, SDAR's
+ENTROPY_BOUND = 0.35  # nats, SDAR's
 KEYS = frozenset(
     {
         "diffusion_acceptance",
@@ -31,7 +31,7 @@ def with_defaults(extension: ExtensionConfig, threshold: float) -> ExtensionConf
     defaults = {
         "diffusion_acceptance": "confidence",
         "diffusion_accept_probability": threshold,
-        "diffusion_entropy_bound": _ENTROPY_BOUND,
+        "diffusion_entropy_bound": ENTROPY_BOUND,
     }
     return replace(extension, defaults=defaults | dict(extension.defaults))
 

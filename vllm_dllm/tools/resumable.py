@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dllm.errors import InputError
+from vllm_dllm.tools.server_process import ServerError
 
 RUN_FILE = "run.json"
 _UNFINISHED = ".tmp"
@@ -25,7 +26,7 @@ def exit_status(command: str, work: Callable[[], object]) -> int:
     again = "the same command continues from here"
     try:
         work()
-    except InputError as error:
+    except (InputError, ServerError) as error:
         print(f"vllm-dllm {command}: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # no such folder, no permission, disk full
@@ -76,7 +77,7 @@ def is_resumed(partial: Path, run: dict[str, Any], what: str) -> bool:
 def _is_of(run: dict[str, Any], folder: Path) -> bool:
     file = folder / RUN_FILE
     # Through JSON and back, or tuples would differ from what was read.
-    return file.exists() and json.loads(file.read_text()) == json.loads(json.dumps(run))
+    return file.exists() and read_json(file) == json.loads(json.dumps(run))
 
 
 def start(partial: Path, run: dict[str, Any]) -> None:
@@ -116,3 +117,7 @@ def write_json(path: Path, content: object) -> None:
     unfinished = path.with_name(path.name + _UNFINISHED)
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
     unfinished.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())

@@ -4,20 +4,14 @@ Each checkpoint gets its own `vllm serve`, one after the other; lm-evaluation-ha
 tasks' prompts over HTTP, like any client.
 """
 
-import logging
 import os
-import re
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
-import datasets
-import torch
 from lm_eval.api.task import Task
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -27,37 +21,14 @@ from vllm_dllm.tools.evaluate import report
 from vllm_dllm.tools.evaluate.harness import evaluate
 from vllm_dllm.tools.evaluate.plot import plot
 from vllm_dllm.tools.evaluate.report import Row
-from vllm_dllm.tools.evaluate.server_numbers import (
-    ENVIRONMENT,
-    OPTIONS,
-    read_counters,
-    read_weight_bytes,
-    warm_up,
-)
-from vllm_dllm.tools.evaluate.tasks import load_tasks, longest_answer
-from vllm_dllm.tools.server_process import (
-    HOST,
-    Server,
-    check_checkpoint,
-    choose_port,
-    serve_command,
-    wait_on_console,
-)
+from vllm_dllm.tools.evaluate.server_numbers import read_counters, read_weight_bytes
+from vllm_dllm.tools.evaluate.serving import quiet, serve_options, served
+from vllm_dllm.tools.evaluate.tasks import load_tasks
+from vllm_dllm.tools.server_process import HOST, check_checkpoint
 
 __all__ = ["Settings", "run"]
 
 
-def default_serve_options(longest_answer: int) -> list[str]:
-    """On a CPU a small KV cache, since vLLM's default takes most of the memory, and a context that
-    fits answers of this many tokens; none on a GPU."""
-    if torch.cuda.is_available():
-        return []
-    context = CONTEXT if longest_answer <= CONTEXT // 2 else longest_answer + CONTEXT
-    return ["--max-model-len", str(context), "--kv-cache-memory-bytes", "1G"]
-
-
-CONTEXT = 1024  # tokens; enough for held-out prompts and their answers
-ENDING_SECONDS = 3  # a failing server ends within this time
 PIPE_COLUMNS = 110  # of the table, if the output is not a terminal
 
 
@@ -74,7 +45,7 @@ class Settings:
     concurrency: int
     """Prompts at once."""
     serve_options: Sequence[str] | None
-    """Further options for `vllm serve`; None for `default_serve_options`."""
+    """Further options for `vllm serve`; None for those of `serving.serve_options`."""
     out: Path
     """Folder for eval.json and eval.png."""
 
@@ -89,9 +60,9 @@ def run(checkpoints: Sequence[Path], settings: Settings) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-eval-"))
     os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
-    with _quiet(logs / "lm_eval.log"):
+    with quiet(logs / "lm_eval.log"):
         tasks = load_tasks(settings.tasks, settings.data)
-        settings = replace(settings, serve_options=_serve_options(tasks, settings.serve_options))
+        settings = replace(settings, serve_options=serve_options(tasks, settings.serve_options))
         rows: list[Row] = []
         for checkpoint in checkpoints:
             rows += _evaluate_checkpoint(checkpoint, tasks, settings, console, logs)
@@ -120,55 +91,27 @@ def _check(checkpoints: Sequence[Path], settings: Settings) -> None:
         raise InputError(f"-o must name a folder that can be written: {error}") from error
 
 
-def _serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequence[str]:
-    """The options of all servers. Raises InputError if the context leaves no room for an answer
-    that a task asks for."""
-    longest = max(tasks, key=lambda name: longest_answer(tasks[name]))
-    tokens = longest_answer(tasks[longest])
-    if given is None:
-        return default_serve_options(tokens)
-    text = " ".join(given)
-    if (found := re.search(r"--max-model-len[ =](\d+)(?!\S)", text)) and int(found[1]) <= tokens:
-        raise InputError(
-            f"task '{longest}' asks for answers of up to {tokens} tokens (max_gen_toks): "
-            f"--max-model-len must leave room for them after the prompt, got {found[1]}. Raise "
-            f"it, or lower max_gen_toks in a task file."
-        )
-    return given
-
-
 def _evaluate_checkpoint(
     checkpoint: Path, tasks: dict[str, Task], settings: Settings, console: Console, logs: Path
 ) -> Iterator[Row]:
-    port = choose_port(None)
-    log = logs / f"{checkpoint.resolve().name}-{port}.log"
-    console.print(f"Serving {checkpoint}, log: {log}", soft_wrap=True)
-    command = serve_command(checkpoint, port, *OPTIONS, *(settings.serve_options or ()))
-    with _signals_stop(), Server(command, port, log, ENVIRONMENT) as server:
-        seconds = wait_on_console(server, console)
-        console.print(f"Ready after {seconds:.0f} s.")
-        try:
-            weight_bytes = read_weight_bytes(port)
-            warm_up(port, str(checkpoint))
-            for name, task in tasks.items():
-                before = read_counters(port)
-                with _progress(console, name, task, settings.limit) as on_answer:
-                    outcome = evaluate(
-                        task,
-                        str(checkpoint),
-                        port,
-                        api=settings.api,
-                        concurrency=settings.concurrency,
-                        limit=settings.limit,
-                        log=logs / "lm_eval.log",
-                        on_answer=on_answer,
-                    )
-                console.print(f"{name}: {outcome.num_prompts} prompts, {outcome.seconds:.0f} s")
-                done = read_counters(port) - before
-                yield from report.rows(checkpoint, name, outcome, done, weight_bytes)
-        except InputError:
-            server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
-            raise
+    with served(checkpoint, settings.serve_options or (), console, logs) as port:
+        weight_bytes = read_weight_bytes(port)
+        for name, task in tasks.items():
+            before = read_counters(port)
+            with _progress(console, name, task, settings.limit) as on_answer:
+                outcome = evaluate(
+                    task,
+                    str(checkpoint),
+                    port,
+                    api=settings.api,
+                    concurrency=settings.concurrency,
+                    limit=settings.limit,
+                    log=logs / "lm_eval.log",
+                    on_answer=on_answer,
+                )
+            console.print(f"{name}: {outcome.num_prompts} prompts, {outcome.seconds:.0f} s")
+            done = read_counters(port) - before
+            yield from report.rows(checkpoint, name, outcome, done, weight_bytes)
 
 
 @contextmanager
@@ -182,38 +125,3 @@ def _progress(
     with Progress(*columns, console=console, transient=True, disable=not terminal) as progress:
         bar = progress.add_task(name, total=total)
         yield lambda: progress.advance(bar)
-
-
-@contextmanager
-def _signals_stop() -> Iterator[None]:
-    """Signals exit through the `with` blocks, so that the server is stopped."""
-
-    def leave(number: int, stack: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _quiet(log: Path) -> Iterator[None]:
-    """Sends what the libraries log to a file."""
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
-    handler = logging.FileHandler(log)
-    before = [logger.propagate for logger in loggers]
-    datasets.disable_progress_bars()
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            logger.propagate = propagate
-        datasets.enable_progress_bars()
-        handler.close()

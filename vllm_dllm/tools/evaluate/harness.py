@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ class Score:
     """Of the metric, and of the filter that found the answer in the text."""
     value: float
     stderr: float | None
+    by_prompt: Mapping[int, object]
+    """Index of a prompt in the task -> what the metric says of its answer, usually a number."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,15 @@ def evaluate(
     limit: int | None,
     log: Path,
     on_answer: Callable[[], None],
+    prompts: Sequence[int] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Outcome:
     """Sends the server all prompts of the task, `concurrency` at once. What the harness would print
-    goes to `log`."""
+    goes to `log`.
+
+    limit: the first so many prompts only. prompts: these only, by their index in the task; excludes
+    `limit`. options: `diffusion_*` keys that each request gets.
+    """
     client = (_ChatClient if api == "chat" else _Client)(
         base_url=f"http://{HOST}:{port}/v1/{APIS[api]}",
         model=model,
@@ -97,7 +105,8 @@ def evaluate(
                 client,
                 tasks=[task],
                 limit=limit,
-                gen_kwargs=SAMPLING,
+                samples=None if prompts is None else {task.task_name: list(prompts)},
+                gen_kwargs=SAMPLING | ({"vllm_xargs": dict(options)} if options else {}),
                 apply_chat_template=api == "chat",
                 task_manager=task_manager(False),
             )
@@ -109,7 +118,12 @@ def evaluate(
     results = found["results"][name]
     higher_is_better = found["higher_is_better"][name]
     scores = [
-        Score(key.removesuffix(",none").replace(",", ", "), value, _number(results, key))
+        Score(
+            key.removesuffix(",none").replace(",", ", "),
+            value,
+            _number(results, key),
+            _by_prompt(found["samples"][name], *key.split(",")),
+        )
         for key, value in results.items()
         if key.partition(",")[0] in higher_is_better
     ]
@@ -120,3 +134,8 @@ def _number(results: dict[str, Any], key: str) -> float | None:
     metric, _, filter_name = key.partition(",")
     stderr = results.get(f"{metric}_stderr,{filter_name}")
     return stderr if isinstance(stderr, float) else None  # "N/A" for a single prompt
+
+
+def _by_prompt(samples: list[dict[str, Any]], metric: str, filter_name: str) -> dict[int, object]:
+    judged = (sample for sample in samples if sample["filter"] == filter_name)
+    return {sample["doc_id"]: sample.get(metric) for sample in judged}

@@ -15,62 +15,20 @@ import pytest
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from tests.paths import CHECKPOINTS
+from tests.unit.tools.stub_server import ROWS, STUB, write_checkpoint, write_task
 from vllm_dllm import cli
 from vllm_dllm.tools import evaluate
+from vllm_dllm.tools.evaluate import serving
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 
-# Acts as a vLLM server of a diffusion model. Its answers, in answers.json by a prompt's end, take 2
-# canvases of 32 each, of 3 steps each; its weights are 1000 bytes on each of 2 workers.
-STUB = r"""
-import http.server, json, os, pathlib, sys, threading
-folder, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-answers = json.loads((folder / "answers.json").read_text())
-lock, done = threading.Lock(), 0
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def reply(self, text, status=200):
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(text.encode())
-    def do_GET(self):
-        counts = {"generation_tokens": 50 * done, "diffusion_num_denoising_steps": 8 * done,
-            "diffusion_num_canvas_positions": 8 * 32 * done,
-            "diffusion_num_committed_tokens": 64 * done}
-        self.reply("".join(f'vllm:{k}_total{{engine="0"}} {v}\n' for k, v in counts.items()))
-    def do_POST(self):
-        global done
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/collective_rpc":
-            assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
-            return self.reply(json.dumps({"results": 2 * [{"bytes": 1000}]}))
-        chat = self.path.startswith("/v1/chat")
-        prompt = body["messages"][-1]["content"] if chat else body["prompt"]
-        answer = next((a for q, a in answers.items() if prompt.endswith(q)), "what?")
-        if answer == "DIE":
-            print("RuntimeError: out of memory", flush=True)
-            os._exit(9)
-        if answer == "REFUSE":
-            return self.reply("the prompt is too long", 400)
-        assert prompt == "Hello" or body["temperature"] == 1.0
-        with lock:
-            done += 1
-        choice = {"message": {"content": answer}} if chat else {"text": answer}
-        self.reply(json.dumps({"choices": [{"index": 0, "finish_reason": "stop"} | choice]}))
-
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-TASK, TASKS = (CHECKPOINTS / "held_out.yaml").read_text(), CHECKPOINTS / "tasks"
-ROWS = {"Sort: b a": "a b", "Add 1 and 2.": "1+2=3, =3", "Hi!": "Hello!", "Reverse: x y": "y x"}
+TASKS = CHECKPOINTS / "tasks"
 Make = Callable[[str, dict[str, str]], str]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes a checkpoint whose server is the stub, beside a task of `ROWS`."""
-    (tmp_path / "task.yaml").write_text(TASK)
-    rows = [{"messages": [{"content": q}], "answer": a} for q, a in ROWS.items()]
-    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_task(tmp_path, ROWS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # must not be asked
 
@@ -78,18 +36,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         assert "vllm_dllm.tools.evaluate.weight_sizes.WeightSizes" in options
         return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
 
-    monkeypatch.setattr(evaluate, "serve_command", command)
-
-    def checkpoint(name: str, answers: dict[str, str]) -> str:
-        folder = tmp_path / name
-        folder.mkdir()
-        for file in ("config.json", "tokenizer.json"):
-            (folder / file).write_text("{}")
-        (folder / "model.safetensors").write_bytes(bytes(3000))
-        (folder / "answers.json").write_text(json.dumps(ROWS | answers))
-        return str(folder)
-
-    return checkpoint
+    monkeypatch.setattr(serving, "serve_command", command)
+    return lambda name, answers: str(write_checkpoint(tmp_path / name, ROWS | answers))
 
 
 @pytest.mark.slow

@@ -1,0 +1,73 @@
+"""A stand-in for a vLLM server of a diffusion model, and a task to ask it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.paths import CHECKPOINTS
+
+# Its answers, in answers.json by a prompt's end, take 2 canvases of 32 each, of 3 steps each or as
+# many as the request allows; a number needs as many steps as it says. Its weights are 1000 bytes on
+# each of 2 workers.
+STUB = r"""
+import http.server, json, os, pathlib, sys, threading
+folder, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+answers = json.loads((folder / "answers.json").read_text())
+lock, done, forwards = threading.Lock(), 0, 0
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, text, status=200):
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(text.encode())
+    def do_GET(self):
+        counts = {"generation_tokens": 50 * done, "diffusion_num_denoising_steps": forwards,
+            "diffusion_num_canvas_positions": 32 * forwards,
+            "diffusion_num_committed_tokens": 64 * done}
+        self.reply("".join(f'vllm:{k}_total{{engine="0"}} {v}\n' for k, v in counts.items()))
+    def do_POST(self):
+        global done, forwards
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/collective_rpc":
+            assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
+            return self.reply(json.dumps({"results": 2 * [{"bytes": 1000}]}))
+        chat = self.path.startswith("/v1/chat")
+        prompt = body["messages"][-1]["content"] if chat else body["prompt"]
+        answer = next((a for q, a in answers.items() if prompt.endswith(q)), "what?")
+        if answer == "DIE":
+            print("RuntimeError: out of memory", flush=True)
+            os._exit(9)
+        if answer == "REFUSE":
+            return self.reply("the prompt is too long", 400)
+        assert prompt == "Hello" or body["temperature"] == 1.0
+        steps = body.get("vllm_xargs", {}).get("diffusion_max_steps", 3)
+        if answer.isdigit() and steps < int(answer):
+            answer = "cut"
+        with lock:
+            done += 1
+            forwards += 2 * (steps + 1)
+        choice = {"message": {"content": answer}} if chat else {"text": answer}
+        self.reply(json.dumps({"choices": [{"index": 0, "finish_reason": "stop"} | choice]}))
+
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+ROWS = {"Sort: b a": "a b", "Add 1 and 2.": "1+2=3, =3", "Hi!": "Hello!", "Reverse: x y": "y x"}
+"""Prompts and right answers."""
+
+
+def write_task(folder: Path, rows: Mapping[str, str]) -> None:
+    """task.yaml: the shipped held-out task, of these prompts and right answers."""
+    (folder / "task.yaml").write_text((CHECKPOINTS / "held_out.yaml").read_text())
+    lines = [json.dumps({"messages": [{"content": q}], "answer": a}) for q, a in rows.items()]
+    (folder / "held_out.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def write_checkpoint(folder: Path, answers: Mapping[str, str]) -> Path:
+    """What `STUB` serves: weights of 3000 zeros, and these answers by a prompt's end."""
+    folder.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (folder / file).write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(3000))
+    (folder / "answers.json").write_text(json.dumps(answers))
+    return folder

@@ -1,0 +1,106 @@
+"""A server for tasks: its options, its life, and quiet libraries meanwhile."""
+
+import logging
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import datasets
+import torch
+from lm_eval.api.task import Task
+from rich.console import Console
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.evaluate.server_numbers import ENVIRONMENT, OPTIONS, warm_up
+from vllm_dllm.tools.evaluate.tasks import longest_answer
+from vllm_dllm.tools.server_process import Server, choose_port, serve_command, wait_on_console
+
+CONTEXT = 1024  # tokens; enough for held-out prompts and their answers
+ENDING_SECONDS = 3  # a failing server ends within this time
+
+
+def serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequence[str]:
+    """The options of all servers. Raises InputError if the context leaves no room for an answer
+    that a task asks for."""
+    longest = max(tasks, key=lambda name: longest_answer(tasks[name]))
+    tokens = longest_answer(tasks[longest])
+    if given is None:
+        return _default_options(tokens)
+    text = " ".join(given)
+    if (found := re.search(r"--max-model-len[ =](\d+)(?!\S)", text)) and int(found[1]) <= tokens:
+        raise InputError(
+            f"task '{longest}' asks for answers of up to {tokens} tokens (max_gen_toks): "
+            f"--max-model-len must leave room for them after the prompt, got {found[1]}. Raise "
+            f"it, or lower max_gen_toks in a task file."
+        )
+    return given
+
+
+def _default_options(longest_answer: int) -> list[str]:
+    """On a CPU a small KV cache, since vLLM's default takes most of the memory, and a context that
+    fits answers of this many tokens; none on a GPU."""
+    if torch.cuda.is_available():
+        return []
+    context = CONTEXT if longest_answer <= CONTEXT // 2 else longest_answer + CONTEXT
+    return ["--max-model-len", str(context), "--kv-cache-memory-bytes", "1G"]
+
+
+@contextmanager
+def served(checkpoint: Path, options: Sequence[str], console: Console, logs: Path) -> Iterator[int]:
+    """Serves the checkpoint with further `options` of `vllm serve`; gives the port of a server that
+    has answered once. Its log goes to `logs`. Signals end the block, too.
+
+    Raises:
+        ServerError: it did not start, or has ended. The message says why and what to do.
+    """
+    port = choose_port(None)
+    log = logs / f"{checkpoint.resolve().name}-{port}.log"
+    console.print(f"Serving {checkpoint}, log: {log}", soft_wrap=True)
+    command = serve_command(checkpoint, port, *OPTIONS, *options)
+    with _signals_stop(), Server(command, port, log, ENVIRONMENT) as server:
+        seconds = wait_on_console(server, console)
+        console.print(f"Ready after {seconds:.0f} s.")
+        try:
+            warm_up(port, str(checkpoint))
+            yield port
+        except InputError:
+            server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
+            raise
+
+
+@contextmanager
+def _signals_stop() -> Iterator[None]:
+    """Signals exit through the `with` blocks, so that the server is stopped."""
+
+    def leave(number: int, stack: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def quiet(log: Path) -> Iterator[None]:
+    """Sends what the libraries log to a file."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
+    handler = logging.FileHandler(log)
+    before = [logger.propagate for logger in loggers]
+    datasets.disable_progress_bars()
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagate
+        datasets.enable_progress_bars()
+        handler.close()

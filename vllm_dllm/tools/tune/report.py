@@ -1,0 +1,140 @@
+"""The result of a search: a table, a JSON file, and settings for `vllm serve`."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from vllm_dllm.tools.tune.intervals import Interval, difference_interval, mean_interval
+from vllm_dllm.tools.tune.search import Measured, Tried
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """Settings of the front, with what they did on prompts that the search has not seen."""
+
+    tried: Tried
+    measured: Measured
+    accuracy: Interval
+    difference: Interval
+    """Of the accuracy, to that of the checkpoint's own settings."""
+
+    @classmethod
+    def against(cls, own: Measured, tried: Tried, measured: Measured) -> "Confirmed":
+        return cls(
+            tried,
+            measured,
+            mean_interval(measured.scores),
+            difference_interval(measured.scores, own.scores),
+        )
+
+
+def choose(confirmed: Sequence[Confirmed], max_loss: float) -> Confirmed:
+    """The fastest whose accuracy is at most `max_loss` below that of the checkpoint's own settings,
+    which are among them."""
+    good = [c for c in confirmed if c.tried.is_own or c.difference.value >= -max_loss]
+    return max(good, key=lambda c: (c.measured.tokens_per_forward, -c.tried.number))
+
+
+def as_table(confirmed: Sequence[Confirmed], chosen: Confirmed, prompts: str) -> Table:
+    """One row per settings of the front, slowest first."""
+    table = Table(
+        box=SIMPLE_HEAD,
+        caption=f"On {prompts}. In brackets: 95% intervals, each for itself. * is written.",
+        caption_justify="left",
+    )
+    table.add_column("trial")
+    for heading in ("accuracy, %", "difference, points", "tokens/\nforward", "tokens/s"):
+        table.add_column(heading, justify="right")
+    table.add_column("settings", overflow="fold")
+    for row in confirmed:
+        own = "own settings"
+        table.add_row(
+            f"{row.tried.number}{' *' if row is chosen else ''}",
+            _percent(row.accuracy),
+            "-" if row.tried.is_own else _percent(row.difference, "+"),
+            f"{row.measured.tokens_per_forward:.2f}",
+            f"{row.measured.tokens_per_second:.0f}",
+            own if row.tried.is_own else _in_words(row.tried),
+        )
+    return table
+
+
+def _percent(interval: Interval, sign: str = "") -> str:
+    return (
+        f"{100 * interval.value:{sign}.1f} "
+        f"({100 * interval.low:{sign}.1f} to {100 * interval.high:{sign}.1f})"
+    )
+
+
+def _in_words(tried: Tried) -> str:
+    return ", ".join(
+        f"{key.removeprefix('diffusion_')} {value:.3g}"
+        if isinstance(value, float)
+        else f"{key.removeprefix('diffusion_')} {value}"
+        for key, value in tried.keys.items()
+    )
+
+
+def write_defaults(path: Path, chosen: Confirmed, own: Measured, prompts: str) -> None:
+    """A file for `vllm serve --config`."""
+    lines = [
+        f"Made by: {command()}",
+        f"On {prompts}: accuracy {_percent(chosen.accuracy)} %, 95% interval in brackets;",
+        f"{_percent(chosen.difference, '+')} points beside the checkpoint's own settings.",
+        f"{chosen.measured.tokens_per_forward:.2f} tokens a forward; the checkpoint's own: "
+        f"{own.tokens_per_forward:.2f}.",
+        f"vllm serve CHECKPOINT --config {path.name}",
+    ]
+    defaults = dict(chosen.tried.keys)
+    section = yaml.safe_dump(
+        {"additional-config": {"vllm_dllm": {"defaults": defaults}}}, sort_keys=False
+    )
+    path.write_text("".join(f"# {line}\n" for line in lines) + section)
+
+
+def as_json(
+    tried: Sequence[Tried], confirmed: Sequence[Confirmed], chosen: Confirmed, asked: dict[str, Any]
+) -> str:
+    def entry(keys: Tried, measured: Measured) -> dict[str, Any]:
+        return {
+            "trial": keys.number,
+            "own": keys.is_own,
+            "keys": dict(keys.keys),
+            "accuracy": measured.accuracy,
+            "tokens_per_forward": measured.tokens_per_forward,
+            "tokens_per_second": measured.tokens_per_second,
+            "tokens": measured.tokens,
+            "forwards": measured.forwards,
+        }
+
+    def bounds(interval: Interval) -> list[float]:
+        return [interval.low, interval.high]
+
+    content = {
+        "command": command(),
+        **asked,
+        "searched": [entry(t, t.measured) for t in tried],
+        "confirmed": [
+            entry(c.tried, c.measured)
+            | {
+                "accuracy_95": bounds(c.accuracy),
+                "difference": c.difference.value,
+                "difference_95": bounds(c.difference),
+                "chosen": c is chosen,
+            }
+            for c in confirmed
+        ],
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def command() -> str:
+    return shlex.join(["vllm-dllm", *sys.argv[1:]])

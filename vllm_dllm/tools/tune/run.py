@@ -1,0 +1,243 @@
+"""One run of `vllm-dllm tune`, from the checks to the files."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from lm_eval.api.task import Task
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools import resumable
+from vllm_dllm.tools.evaluate.harness import evaluate
+from vllm_dllm.tools.evaluate.report import machine, sha256_sums
+from vllm_dllm.tools.evaluate.server_numbers import read_counters
+from vllm_dllm.tools.evaluate.serving import quiet, serve_options, served
+from vllm_dllm.tools.evaluate.tasks import load_tasks
+from vllm_dllm.tools.server_process import HOST, check_checkpoint
+from vllm_dllm.tools.tune import report
+from vllm_dllm.tools.tune.plot import plot
+from vllm_dllm.tools.tune.report import Confirmed, choose
+from vllm_dllm.tools.tune.search import Measured, Tried, front, search
+from vllm_dllm.tools.tune.space import Space, Value
+
+LEAST_PROMPTS = 8
+WORKING_FILES = TRIALS_FILE, CONFIRMED_FILE = "trials.log", "confirmed.json"
+PIPE_COLUMNS = 150  # of the table, if the output is not a terminal
+Measure = Callable[[Sequence[int], Mapping[str, Value]], Measured]
+
+
+@dataclass(frozen=True)
+class Settings:
+    task: str
+    """A task file, or a task name of lm-evaluation-harness."""
+    data: Path
+    """Folder of data sets, each in OWNER/NAME."""
+    api: str
+    """`chat` or `completions`."""
+    limit: int | None
+    """Prompts, for both halves together; None for all."""
+    trials: int
+    """Settings to try, the checkpoint's own among them."""
+    max_loss: float
+    """Of accuracy, beside the checkpoint's own settings, 0 to 1."""
+    concurrency: int
+    """Prompts at once."""
+    serve_options: Sequence[str] | None
+    """Further options for `vllm serve`; None for those of `serving.serve_options`."""
+    out: Path
+    """Folder to write; must not exist."""
+
+
+def run(checkpoint: Path, settings: Settings) -> None:
+    """Writes defaults.yaml, tune.json and tune.png to `settings.out`, and prints a table.
+
+    Raises:
+        InputError, ServerError: say what went wrong and what to do.
+    """
+    _check(checkpoint, settings)
+    space = Space(checkpoint)
+    identity = _identity(checkpoint, settings)
+    if resumable.is_finished(settings.out, identity, WORKING_FILES):
+        return
+    partial = resumable.partial_folder(settings.out)
+    resumable.is_resumed(partial, identity, "checkpoint, task or options")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-tune-"))
+    os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with quiet(logs / "lm_eval.log"):
+        task = _load(settings)
+        halves = _halves(task, settings.limit)
+        options = serve_options({settings.task: task}, settings.serve_options)
+        resumable.start(partial, identity)
+        with served(checkpoint, options, console, logs) as port:
+            measure = _measure(task, str(checkpoint), port, settings, logs / "lm_eval.log")
+            tried, confirmed = _search_and_confirm(
+                partial, space, halves, settings, measure, console
+            )
+    _write(partial, checkpoint, settings, tried, confirmed, console)
+    resumable.finish(partial, settings.out, WORKING_FILES)
+    console.print(f"vllm serve {checkpoint} --config {settings.out}/defaults.yaml", soft_wrap=True)
+
+
+def _check(checkpoint: Path, settings: Settings) -> None:
+    check_checkpoint(checkpoint)
+    for name, number, least in (
+        ("trials", settings.trials, 1),
+        ("concurrency", settings.concurrency, 1),
+        ("limit", settings.limit, LEAST_PROMPTS),
+    ):
+        if number is not None and number < least:
+            raise InputError(f"--{name} must be at least {least}, got {number}")
+    if not 0 <= settings.max_loss < 1:
+        raise InputError(
+            f"--max-loss must be in points from 0 to below 100, got {100 * settings.max_loss:g}"
+        )
+    if not settings.data.is_dir():
+        raise InputError(f"--data: there is no folder '{settings.data}'")
+
+
+def _identity(checkpoint: Path, settings: Settings) -> dict[str, Any]:
+    """More trials than a stopped run wanted are welcome; all else must be the same."""
+    asked = asdict(settings)
+    del asked["trials"], asked["max_loss"], asked["out"]
+    marks = resumable.file_marks(sorted(checkpoint.glob("*.safetensors")))
+    return {"checkpoint": str(checkpoint), "weights": marks} | asked | {"data": str(settings.data)}
+
+
+def _load(settings: Settings) -> Task:
+    tasks = load_tasks([settings.task], settings.data)
+    if len(tasks) > 1:
+        raise InputError(
+            f"--task must be one task, got '{settings.task}' with {len(tasks)}: {', '.join(tasks)}"
+        )
+    return next(iter(tasks.values()))
+
+
+def _halves(task: Task, limit: int | None) -> tuple[Sequence[int], Sequence[int]]:
+    """Indices of prompts, to search with and to confirm with, in turn: files are often sorted."""
+    count = min(len(task.eval_docs), limit or len(task.eval_docs))
+    if count < LEAST_PROMPTS:
+        raise InputError(
+            f"task '{task.task_name}' must have at least {LEAST_PROMPTS} prompts, got {count}"
+        )
+    return range(0, count, 2), range(1, count, 2)
+
+
+def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -> Measure:
+    def measure(prompts: Sequence[int], keys: Mapping[str, Value]) -> Measured:
+        before = read_counters(port)
+        outcome = evaluate(
+            task,
+            model,
+            port,
+            api=settings.api,
+            concurrency=settings.concurrency,
+            limit=None,
+            log=log,
+            on_answer=lambda: None,
+            prompts=prompts,
+            options=keys,
+        )
+        done = read_counters(port) - before
+        score = outcome.scores[0]
+        scores = tuple(score_of(score.by_prompt.get(prompt), score.name) for prompt in prompts)
+        return Measured(scores, done.tokens, done.forwards, outcome.seconds)
+
+    def score_of(value: object, name: str) -> float:
+        if isinstance(value, (int, float)) and 0 <= value <= 1:
+            return float(value)
+        raise InputError(
+            f"task '{task.task_name}' must score each answer from 0 to 1, got {value!r} for its "
+            f"first metric, {name}. Put another first in a task file."
+        )
+
+    return measure
+
+
+def _search_and_confirm(
+    partial: Path,
+    space: Space,
+    halves: tuple[Sequence[int], Sequence[int]],
+    settings: Settings,
+    measure: Measure,
+    console: Console,
+) -> tuple[list[Tried], list[Confirmed]]:
+    def say(tried: Tried) -> None:
+        found = tried.measured
+        console.print(
+            f"{tried.number:4d}  accuracy {found.accuracy:6.1%}  "
+            f"{found.tokens_per_forward:6.2f} tokens/forward  "
+            f"{found.tokens_per_second:6.0f} tokens/s  {tried.keys['diffusion_acceptance']}"
+        )
+        progress.update(bar, completed=tried.number + 1)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        bar = progress.add_task("trials", total=settings.trials)
+        tried = search(
+            partial / TRIALS_FILE,
+            space,
+            settings.trials,
+            lambda keys: measure(halves[0], keys),
+            say,
+        )
+        own = next(t for t in tried if t.is_own)
+        candidates = [own, *(t for t in front(tried) if t is not own)]
+        bar = progress.add_task("confirming", total=len(candidates))
+        found: list[Measured] = []
+        for candidate in candidates:
+            found.append(_confirm(partial / CONFIRMED_FILE, candidate, halves[1], measure))
+            progress.advance(bar)
+    confirmed = [
+        Confirmed.against(found[0], candidate, measured)
+        for candidate, measured in zip(candidates, found, strict=True)
+    ]
+    return tried, sorted(confirmed, key=lambda c: c.measured.tokens_per_forward)
+
+
+def _confirm(file: Path, tried: Tried, prompts: Sequence[int], measure: Measure) -> Measured:
+    """What `file` says of this trial, or a measurement that it then holds."""
+    known: dict[str, Any] = resumable.read_json(file) if file.exists() else {}
+    if (key := str(tried.number)) not in known:
+        known[key] = asdict(measure(prompts, tried.keys))
+        resumable.write_json(file, known)
+    return Measured.from_json(known[key])
+
+
+def _write(
+    partial: Path,
+    checkpoint: Path,
+    settings: Settings,
+    tried: Sequence[Tried],
+    confirmed: Sequence[Confirmed],
+    console: Console,
+) -> None:
+    chosen = choose(confirmed, settings.max_loss)
+    own = next(c for c in confirmed if c.tried.is_own)
+    prompts = f"{len(own.measured.scores)} prompts of {settings.task}"
+    console.print(report.as_table(confirmed, chosen, prompts))
+    report.write_defaults(partial / "defaults.yaml", chosen, own.measured, prompts)
+    asked = {
+        "checkpoint": str(checkpoint),
+        "weights": sha256_sums(checkpoint),
+        "machine": machine(),
+        "concurrency": settings.concurrency,
+        "max_loss": settings.max_loss,
+    }
+    (partial / "tune.json").write_text(report.as_json(tried, confirmed, chosen, asked))
+    title = f"{checkpoint.name}: {len(tried)} trials, {prompts}; {machine()['device']}"
+    plot(tried, confirmed, chosen, title, partial / "tune.png")

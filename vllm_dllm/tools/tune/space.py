@@ -1,0 +1,114 @@
+"""The settings that are searched: `diffusion_*` keys of a request, and their ranges."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from vllm_dllm.config.denoise import DenoiseConfig
+from vllm_dllm.config.masked import THRESHOLDS
+from vllm_dllm.errors import InputError
+from vllm_dllm.requests.masked import ENTROPY_BOUND
+
+Value = str | int | float
+_MOST_TOKENS = 32  # a step, for `top_k`
+_CHOICES = ("entropy_bound", "confidence", "top_k")
+
+
+class Space:
+    """Around what a checkpoint's own files say.
+
+    Args:
+        checkpoint: its folder, with config.json and generation_config.json.
+
+    Raises:
+        InputError: it is not a diffusion model, or a file lacks a value.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        config = _read(checkpoint / "config.json")
+        names = config.get("architectures") or [""]
+        self._threshold = THRESHOLDS.get(names[0])
+        self._config: DenoiseConfig | None = None
+        if self._threshold is None:
+            try:
+                self._config = DenoiseConfig.from_generation_config(
+                    _read(checkpoint / "generation_config.json")
+                )
+            except ValueError as error:
+                raise InputError(
+                    f"'{checkpoint}' has no settings of a diffusion model to start from: {error}"
+                ) from error
+
+    def own(self) -> dict[str, Value]:
+        """Parameters of the trial with the checkpoint's own settings."""
+        if self._config is None:
+            assert self._threshold is not None
+            return {"acceptance": "confidence", "accept_probability": self._threshold}
+        config = self._config
+        return {
+            "acceptance": "entropy_bound",
+            "entropy_bound": config.entropy_bound,
+            "max_steps": config.max_denoising_steps,
+            "t_max": config.t_max,
+            "t_min_share": config.t_min / config.t_max,
+            "confidence_threshold": config.confidence_threshold,
+            "stability_threshold": config.stability_threshold,
+            "judge_answer_only": 0,
+        }
+
+    def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Value]:
+        """The keys of one trial. A rule of acceptance brings its own parameter, and no other's."""
+        rule = trial.suggest_categorical("acceptance", _CHOICES)
+        keys: dict[str, Value] = {"diffusion_acceptance": rule}
+        bound = ENTROPY_BOUND if self._config is None else self._config.entropy_bound
+        if rule == "entropy_bound":
+            keys["diffusion_entropy_bound"] = _log(trial, "entropy_bound", bound, 0.1, 30)
+        elif rule == "confidence":
+            least, most = 0.5, 0.995
+            keys["diffusion_accept_probability"] = trial.suggest_float(
+                "accept_probability", least, most
+            )
+        else:
+            keys["diffusion_accept_tokens"] = trial.suggest_int(
+                "accept_tokens", 1, _MOST_TOKENS, log=True
+            )
+        if self._config is not None:
+            keys |= self._ending(trial, self._config)
+        return keys
+
+    def _ending(self, trial: optuna.trial.BaseTrial, config: DenoiseConfig) -> dict[str, Value]:
+        """What masked models do not have: temperatures, and when a canvas is finished."""
+        t_max = trial.suggest_float("t_max", 0.25 * config.t_max, 2 * config.t_max)
+        share = trial.suggest_float("t_min_share", 0.1, 1)
+        most_steps = config.max_denoising_steps
+        return {
+            "diffusion_max_steps": trial.suggest_int(
+                "max_steps", min(2, most_steps), most_steps, log=True
+            ),
+            "diffusion_t_max": t_max,
+            "diffusion_t_min": share * t_max,
+            "diffusion_confidence_threshold": _log(
+                trial, "confidence_threshold", config.confidence_threshold, 0.1, 100
+            ),
+            "diffusion_stability_threshold": trial.suggest_int(
+                "stability_threshold", 0, max(2, config.stability_threshold)
+            ),
+            "diffusion_judge_answer_only": trial.suggest_categorical("judge_answer_only", (0, 1)),
+        }
+
+
+def _log(trial: optuna.trial.BaseTrial, name: str, own: float, least: float, most: float) -> float:
+    """Between `least` and `most` times the checkpoint's own value."""
+    return trial.suggest_float(name, least * own, most * own, log=True)
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON: {error}") from error
