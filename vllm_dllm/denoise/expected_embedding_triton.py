@@ -15,9 +15,12 @@ _LOWEST = tl.constexpr(MASKED_LOGIT)
 
 class FusedExpectedEmbedding:
     """`ExpectedEmbedding` without a tolerance, of logits in the embeddings' type: the product is
-    the one pass over the weights that is not the kernel's."""
+    the one pass over the weights that is not the kernel's. `num_tokens`: of all tiles."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, num_tokens: int, device: torch.device) -> None:
+        # Of the most blocks a tile can have: tiles of a step of few rows are wider, and a kernel
+        # for each width would be compiled while requests wait.
+        self._blocks = triton.next_power_of_2(triton.cdiv(num_tokens, BLOCK))
         # [rows] each: the largest logit so far, the sum of weights, what both were scaled by last.
         self._maximum, self._total, self._decay = torch.empty(
             3, rows, dtype=torch.float32, device=device
@@ -44,7 +47,7 @@ class FusedExpectedEmbedding:
             maximum.stride(0),
             IS_FIRST=self._sum is None,
             BLOCK=_WEIGHED,
-            BLOCKS=triton.next_power_of_2(maximum.shape[1]),
+            BLOCKS=self._blocks,
             num_warps=8,
         )
         product = torch.matmul(logits, embeddings)

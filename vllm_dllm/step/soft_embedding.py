@@ -82,7 +82,8 @@ class SoftEmbedding:
         if hidden.is_cuda and hidden.dtype == weight.dtype and not self.tolerance:
             from vllm_dllm.denoise.expected_embedding_triton import FusedExpectedEmbedding
 
-            return _Expected(self.model, FusedExpectedEmbedding(rows, hidden.device))
+            fused = FusedExpectedEmbedding(rows, len(weight), hidden.device)
+            return _Expected(self.model, fused)
         num_blocks = -(-self.model.config.vocab_size // BLOCK)
         return _Expected(
             self.model,

@@ -200,7 +200,7 @@ def test_expected_embedding(fused: ModuleType, tiles: int, dtype: torch.dtype) -
     logits[:4, 3 * BLOCK :] += 6
     logits = logits.to(dtype)[:, :width]
     embeddings = torch.randn(width, hidden_size, generator=generator).to(dtype)
-    running = expected_embedding_triton.FusedExpectedEmbedding(rows, torch.device(DEVICE))
+    running = expected_embedding_triton.FusedExpectedEmbedding(rows, width, torch.device(DEVICE))
     uniform = torch.full((rows,), 0.5, dtype=torch.float64)
     exact_logits, weights = logits.double(), logits.to(DEVICE)
     length = -(-6 // tiles) * BLOCK
