@@ -67,11 +67,12 @@ def _register_models() -> None:
     from vllm_dllm.compat import admission
     from vllm_dllm.compat.model_configs import set_config_class
     from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
+    from vllm_dllm.models.nemotron_labs_config import NemotronLabsDiffusionConfig
     from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
 
     ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
-    for config_class in (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig):
+    for config_class in (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig, NemotronLabsDiffusionConfig):
         set_config_class(config_class.model_type, config_class)
     for architecture, module in MASKED_MODELS.items():
         ModelRegistry.register_model(architecture, f"{module}:{architecture}")
