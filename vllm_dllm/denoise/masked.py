@@ -2,8 +2,8 @@
 of the others get another one.
 
 The rules are those of SDAR's published loops (`generate.py` of github.com/JetAstra/SDAR, and the
-scheduler of its engine, JetEngine), the edits are LLaDA2.1's, and tokens behind which nothing counts
-are Nemotron-Labs-Diffusion's (`generate` of its modelling file). We differ in two things: only
+scheduler of its engine, JetEngine), the edits are LLaDA2.1's, and tokens behind which nothing
+counts are Nemotron-Labs-Diffusion's (its modelling file). We differ in two things: only
 hidden positions are revealed, though the loops ask for more than are left in a first canvas that
 holds a part of the prompt; and a canvas is never left with hidden positions, though the entropy
 rule may want more than its steps.

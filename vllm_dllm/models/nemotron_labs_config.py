@@ -1,4 +1,4 @@
-"""The config.json of Nemotron-Labs-Diffusion checkpoints: Ministral 3's, with a block and a mask."""
+"""The config.json of Nemotron-Labs-Diffusion checkpoints: Ministral 3's, and a block and a mask."""
 
 from transformers import Ministral3Config
 

@@ -74,7 +74,9 @@ class CanvasScheduling(SchedulerHooks):
         self.joins_canvases = joins_canvases(self.vllm_config) and not self.is_seeded
         self.joins_commits = joins_commits(self.vllm_config)
         self._spared_commits: list[int] = []  # widths, until they are in the statistics
-        self._counter = CanvasCounter(self.canvas_width) if self.log_stats else None
+        self._counter = None
+        if self.log_stats:
+            self._counter = CanvasCounter(self.canvas_width, joins_canvases=self.joins_canvases)
         # Log-probabilities of prompts, by request, until its first block is emitted.
         self._prompt_scores: dict[str, tuple[Any, Any]] = {}
         if self.masked is not None:

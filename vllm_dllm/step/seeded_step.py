@@ -2,7 +2,8 @@
 
 The last row of a prompt, and that of a finished block when it is prefilled, sees what is before it
 alone, and its logits are the next token's. So a block's first step cannot share the forward of the
-block before it: a block takes a forward more than steps, but for the last one, which is not prefilled.
+block before it: a block takes a forward more than steps, but for the last one, which is not
+prefilled.
 """
 
 import numpy as np
