@@ -70,7 +70,8 @@ class MaskedStep(CanvasStep):
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         batch, numbers, settings = found.batch, found.numbers, found.settings
-        assert isinstance(settings, MaskedStepSettings)
+        of_slots = self.requests.settings
+        assert isinstance(settings, MaskedStepSettings) and isinstance(of_slots, MaskedSlotSettings)
         slots, idx = self.slots, batch.slot_index
         logits = MaskedLogits(
             source,
@@ -89,7 +90,7 @@ class MaskedStep(CanvasStep):
             row_temperature,
             batch.flatten(draw),
             batch.by_row(settings.is_greedy),
-            judges_unscaled=self.family.is_seeded,
+            judges_unscaled=self.family.is_seeded and of_slots.are_scaled(batch),
         )
         candidates = Candidates(*(batch.unflatten(column) for column in by_row))
         canvas, tokens, revealed, edit_steps_done, finished = masked_step(
