@@ -114,7 +114,7 @@ def undisturbed(engine: GetEngine, made: GetMade) -> list[Trajectory]:
         pytest.param({}, id="together"),
         # Chunks that end inside blocks, canvases that find no room.
         pytest.param({"max_num_batched_tokens": 23}, id="chunked"),
-        pytest.param({"long_prefill_token_threshold": 7, "block_size": 48}, id="in small chunks"),
+        pytest.param({"long_prefill_token_threshold": 7}, id="in small chunks"),
         pytest.param(
             {"num_gpu_blocks_override": 30, "block_size": 32, "max_model_len": 416}, id="preempted"
         ),
@@ -236,3 +236,11 @@ def test_refused_servers(made: GetMade, options: dict[str, Any], error: str) -> 
         EngineArgs(
             str(made(32).checkpoint), **{"dtype": "float32", "max_model_len": 512, **options}
         ).create_engine_config()
+
+
+def test_cached_pages_of_any_size(made: GetMade) -> None:
+    """Known tokens are causal, so a part of a block may be cached."""
+    plugin.register()
+    options = {"dtype": "float32", "max_model_len": 512, "block_size": 48}
+    config = EngineArgs(str(made(32).checkpoint), **options).create_engine_config()
+    assert config.cache_config.block_size == 48

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import Ministral3Config, Ministral3ForCausalLM
 from transformers.models.ministral3.modeling_ministral3 import (
     Ministral3RotaryEmbedding,
     get_llama_4_attn_scale,
 )
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
 
 from tests.engine import quantized
 from tests.engine.masked import CONFIGS
@@ -40,6 +42,12 @@ SIZES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN | {"factor": 0.25},
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def own_rotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM shares those of equal settings, also where one model is on the meta device."""
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
 
 
 def published(size: str) -> dict[str, Any]:
@@ -137,8 +145,9 @@ def test_misshapen_weights_are_refused(tmp_path: Path, name: str, shape: tuple[i
 def test_rotations_and_the_growth_of_queries(tmp_path: Path, size: str) -> None:
     """As in transformers, up to the end of the context."""
     plugin.register()
-    config = published(size) | {"num_hidden_layers": 1}
+    config = published(size) | {"num_hidden_layers": 1, "vocab_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"unread": torch.zeros(1)}, tmp_path / "model.safetensors")
     rope, longest = config["rope_parameters"], config["max_position_embeddings"]
     model, served = build_any(tmp_path, "cpu", "float32")
     attention = model.model.layers[0].self_attn
