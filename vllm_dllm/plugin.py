@@ -67,11 +67,12 @@ def _register_models() -> None:
     from vllm_dllm.compat import admission
     from vllm_dllm.compat.model_configs import set_config_class
     from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
+    from vllm_dllm.models.nemotron_labs_config import NemotronLabsDiffusionConfig
     from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
 
     ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
-    for config_class in (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig):
+    for config_class in (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig, NemotronLabsDiffusionConfig):
         set_config_class(config_class.model_type, config_class)
     for architecture, module in MASKED_MODELS.items():
         ModelRegistry.register_model(architecture, f"{module}:{architecture}")
@@ -82,11 +83,13 @@ def _register_models() -> None:
 def _check_requests() -> None:
     """What a request may ask for, on its way through vLLM's processes."""
     from vllm_dllm.compat import admission, grammar, http, limits, tool_parsers
+    from vllm_dllm.config.masked import FAMILIES
     from vllm_dllm.requests.grammar import check_structured_outputs
     from vllm_dllm.requests.http import check_http_request, refuse_beam_search, wrong_type
     from vllm_dllm.requests.limits import check_parameters, check_size, check_tokens
     from vllm_dllm.requests.masked import (
         check_masked_request,
+        check_seeded_request,
         check_unmasked_request,
         refuse_structured_outputs,
     )
@@ -98,7 +101,10 @@ def _check_requests() -> None:
     admission.set_params_checks(check_numbers, check_choices, check_sampler_limits, encode)
     admission.set_sampling_params_checks(
         {DIFFUSION_GEMMA: check_unmasked_request}
-        | dict.fromkeys(MASKED_MODELS, check_masked_request)
+        | {
+            architecture: check_seeded_request if family.is_seeded else check_masked_request
+            for architecture, family in FAMILIES.items()
+        }
     )
     grammar.set_structured_outputs_checks(
         {DIFFUSION_GEMMA: check_structured_outputs}

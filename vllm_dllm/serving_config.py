@@ -104,7 +104,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         cache_config, scheduler_config = vllm_config.cache_config, vllm_config.scheduler_config
         if cache_config.user_specified_block_size:
             config.check_cache(cache_config.block_size, "--block-size")
-        else:
+        elif not config.family.is_seeded:
             cache_config.block_size = math.lcm(cache_config.block_size, config.block_length)
         if scheduler_config.async_scheduling:
             raise ValueError(

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.engine.llada2 import LLaDA2
 from tests.unit.denoise.test_masked import published
@@ -69,18 +76,43 @@ CONFIGS: dict[str, dict[str, Any]] = {  # as published, but for the sizes
         "use_rmsnorm": True,
         "router_dtype": "fp32",
     },
+    "NemotronLabsDiffusionModel": COMMON
+    | {
+        "model_type": "nemotron_labs_diffusion",
+        "auto_map": {"AutoConfig": "none.None"},
+        "attn_implementation": "sdpa",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dlm_paradigm": "bidirectional",
+        "dlm_loss_weight": None,
+        "dp_varying_mask_ratio": False,
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 64.0,
+            "original_max_position_embeddings": 64,  # so that tests go beyond it
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
 }
+NATIVE: dict[str, tuple[Any, Any]] = {
+    "SDARForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
+    "SDARMoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "NemotronLabsDiffusionModel": (Ministral3Config, Ministral3ForCausalLM),
+}
+"""transformers' models of the same layers."""
 
 
 def build(architecture: str, config: Mapping[str, Any]) -> nn.Module:
     """transformers' model of these layers, or our own."""
     if architecture == "LLaDA2MoeModelLM":
         return LLaDA2(SimpleNamespace(**config))
-    kind, model = (
-        (Qwen3MoeConfig, Qwen3MoeForCausalLM)
-        if architecture == "SDARMoeForCausalLM"
-        else (Qwen3Config, Qwen3ForCausalLM)
-    )
+    kind, model = NATIVE[architecture]
     own = {key: config[key] for key in config if key not in ("model_type", "auto_map")}
     return model._from_config(kind(**own), attn_implementation="eager")
 
@@ -103,7 +135,7 @@ def make_checkpoint(
     model = build(architecture, config).eval()
     randomize(model, mask_id)
     path.mkdir(exist_ok=True)
-    save_file(published_weights(model), path / "model.safetensors", {"format": "pt"})
+    save_file(published_weights(model, architecture), path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
     tokenizer.save_pretrained(path)
     return path, Reference(model, block_length, mask_id)
@@ -127,10 +159,12 @@ def randomize(model: nn.Module, mask_id: int) -> None:
             weight.copy_(drawn * weight.shape[-1] ** -0.5)
 
 
-def published_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def published_weights(model: nn.Module, architecture: str) -> dict[str, torch.Tensor]:
     """transformers keeps the experts of a layer together, checkpoints do not."""
     found: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict().items():
+        if architecture == "NemotronLabsDiffusionModel":
+            name = name.replace("model.", "encoder.", 1).replace("lm_head.", "diffusion_head.", 1)
         layer, dot, stacked = name.partition(".mlp.experts.")
         if stacked not in ("gate_up_proj", "down_proj"):
             found[name] = weight.contiguous()

@@ -271,11 +271,8 @@ def test_log_probabilities_of_one_step(
                 assert abs(row[token] - entry.logprob) <= min(tolerances.LOGPROB, 1e-3)
 
 
-def test_forwards(
-    engine: Callable[..., Engine], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as denoise steps: prompts and commits share theirs."""
-    model = engine(checkpoint(4))
+def count_forwards(model: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every forward from now on, by the tokens of each."""
     core = model.llm.llm_engine.engine_core.engine_core
     forwards: list[int] = []
     execute = core.model_executor.execute_model
@@ -286,6 +283,15 @@ def test_forwards(
         return execute(output, *args, **kwargs)
 
     monkeypatch.setattr(core.model_executor, "execute_model", counted)
+    return forwards
+
+
+def test_forwards(
+    engine: Callable[..., Engine], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as denoise steps: prompts and commits share theirs."""
+    model = engine(checkpoint(4))
+    forwards = count_forwards(model, monkeypatch)
     for prompt in prompts_of(4):
         forwards.clear()
         (found,) = generate(model, [prompt], [params_of(RULES["dynamic"], 40, 0)])

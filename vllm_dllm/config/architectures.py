@@ -5,5 +5,6 @@ MASKED_MODELS = {
     "SDARForCausalLM": "vllm_dllm.models.sdar",
     "SDARMoeForCausalLM": "vllm_dllm.models.sdar",
     "LLaDA2MoeModelLM": "vllm_dllm.models.llada2",
+    "NemotronLabsDiffusionModel": "vllm_dllm.models.nemotron_labs",
 }
 """And the module of each."""

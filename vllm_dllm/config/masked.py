@@ -5,13 +5,30 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-THRESHOLDS = {"SDARForCausalLM": 0.85, "SDARMoeForCausalLM": 0.85, "LLaDA2MoeModelLM": 0.95}
-"""Architectures of masked models, and the probability that reveals a token in their own loops."""
+
+@dataclass(frozen=True)
+class Family:
+    """What the published loop of an architecture does."""
+
+    threshold: float
+    """Candidates that are more probable are revealed."""
+    is_seeded: bool = False
+    """Known tokens see what is before them alone, the last one foretells the canvas' first, and
+    blocks begin where the prompt ends. Else all rows see their whole block, and blocks are counted
+    from the prompt's first token.
+
+    With this go three more things of Nemotron's loop: a candidate that is exactly as probable as
+    the threshold is revealed, too; temperature, top_k, top_p and min_p do not change how probable
+    it is; and a block is finished when nothing is hidden before a token that ends the answer."""
 
 
-def is_masked(vllm_config: VllmConfig) -> bool:
-    model_config = vllm_config.model_config
-    return model_config is not None and model_config.architecture in THRESHOLDS
+FAMILIES = {
+    "SDARForCausalLM": Family(threshold=0.85),
+    "SDARMoeForCausalLM": Family(threshold=0.85),
+    "LLaDA2MoeModelLM": Family(threshold=0.95),
+    "NemotronLabsDiffusionModel": Family(threshold=0.9, is_seeded=True),
+}
+"""Of masked models, by architecture."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +37,16 @@ class MaskedConfig:
     """Tokens of a block, the canvas length."""
     mask_id: int
     """The token that stands for a hidden one."""
-    threshold: float
-    """Candidates that are more probable are revealed, if neither request nor server says more."""
+    family: Family
+    """Its threshold holds if neither request nor server says more."""
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> "MaskedConfig | None":
+        """None: not a masked model."""
+        model_config = vllm_config.model_config
+        if model_config is None or model_config.architecture not in FAMILIES:
+            return None
+        return cls.read(vllm_config)
 
     @classmethod
     def read(cls, vllm_config: VllmConfig) -> "MaskedConfig":
@@ -40,13 +65,17 @@ class MaskedConfig:
                 f"{vocab_size - 1} (vocab_size), got {mask_id!r}. Correct it, or pass "
                 f"--hf-overrides '{{\"mask_token_id\": ...}}'."
             )
-        threshold = THRESHOLDS[model_config.architecture]
-        return cls(diffusion_config.canvas_length, mask_id, threshold)
+        if (paradigm := getattr(hf_config, "dlm_paradigm", "bidirectional")) != "bidirectional":
+            raise ValueError(
+                f"dlm_paradigm in {model_config.model}/config.json must be 'bidirectional', got "
+                f"{paradigm!r}: checkpoints of other ones are not served. Use another checkpoint."
+            )
+        return cls(diffusion_config.canvas_length, mask_id, FAMILIES[model_config.architecture])
 
     def check_cache(self, page: int, option: str) -> None:
         """Raises ValueError unless cached pages of so many tokens hold whole blocks: keys and
-        values of a part of a block depend on what follows it."""
-        if page % self.block_length != 0:
+        values of a part of a block depend on what follows it, unless known tokens are causal."""
+        if page % self.block_length != 0 and not self.family.is_seeded:
             raise ValueError(
                 f"{option} must be a multiple of the model's block of {self.block_length} tokens "
                 f"(block_size in config.json), got {page}: a cached page holds whole blocks. Pass "

@@ -2,7 +2,8 @@
 of the others get another one.
 
 The rules are those of SDAR's published loops (`generate.py` of github.com/JetAstra/SDAR, and the
-scheduler of its engine, JetEngine), and the edits are LLaDA2.1's. We differ in two things: only
+scheduler of its engine, JetEngine), the edits are LLaDA2.1's, and tokens behind which nothing
+counts are Nemotron-Labs-Diffusion's (its modelling file). We differ in two things: only
 hidden positions are revealed, though the loops ask for more than are left in a first canvas that
 holds a part of the prompt; and a canvas is never left with hidden positions, though the entropy
 rule may want more than its steps.
@@ -23,7 +24,7 @@ class Candidates(NamedTuple):
 
     tokens: torch.Tensor  # int64
     probability: torch.Tensor  # fp32, of these tokens
-    entropy_nats: torch.Tensor  # fp32, of the distributions they come from
+    entropy_nats: torch.Tensor  # fp32, of the distributions in which they have it
 
 
 class MaskedRules(NamedTuple):
@@ -57,10 +58,15 @@ def draw_candidates(
     logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; MASKED_LOGIT, never -inf
     uniform: torch.Tensor,  # [rows] float in [0, 1)
     is_greedy: torch.Tensor,  # [rows] bool, the candidate is the most probable token
+    judged: torch.Tensor | None = None,  # [rows, V] fp32, logits of the distributions in which
+    # candidates have their probability; None: those from which they are drawn
 ) -> Candidates:
     log_probs = logits.log_softmax(dim=-1)
     probs = log_probs.exp()
     tokens = torch.where(is_greedy, argmax(logits), sample_by_inversion(probs, uniform))
+    if judged is not None:
+        log_probs = judged.log_softmax(dim=-1)
+        probs = log_probs.exp()
     return Candidates(
         tokens=tokens,
         probability=probs.gather(-1, tokens[:, None]).squeeze(-1),
@@ -76,9 +82,11 @@ def masked_step(
     rules: MaskedRules,
     edits: Edits,
     mask_id: int,
+    stops: torch.Tensor | None = None,  # [n, K] int64, tokens behind which nothing counts; None: so
+    # does all of a canvas, whatever it holds
 ) -> MaskedOutcome:
-    """A canvas is finished when nothing is hidden; with edits, after a step that found nothing
-    hidden and nothing to change, or after `most_steps` that found nothing hidden."""
+    """A canvas is finished when nothing that counts is hidden; with edits, after a step that found
+    nothing hidden and nothing to change, or after `most_steps` that found nothing hidden."""
     hidden = ~revealed if valid is None else ~revealed & valid
     found = reveal_candidates(candidates, hidden, rules)
     changed = revealed & (candidates.tokens != canvas)
@@ -87,12 +95,16 @@ def masked_step(
     is_complete = ~hidden.any(dim=-1)
     edit_steps = edits.steps_done + is_complete
     edited = is_complete & (~changed.any(dim=-1) | (edit_steps >= edits.most_steps))
+    left = hidden & ~found
+    if stops is not None:
+        is_stop = (tokens[:, :, None] == stops[:, None, :]).any(dim=-1) & (revealed | found)
+        left &= is_stop.cumsum(dim=-1) == 0
     return MaskedOutcome(
         canvas=torch.where(revealed | found, tokens, mask_id),
         tokens=tokens,
         revealed=revealed | found,
         edit_steps_done=edit_steps,
-        finished=torch.where(edits.is_chosen, edited, ~(hidden & ~found).any(dim=-1)),
+        finished=torch.where(edits.is_chosen, edited, ~left.any(dim=-1)),
     )
 
 

@@ -15,9 +15,11 @@ from vllm_dllm.metrics.counts import CanvasCounts
 
 
 class CanvasCounter:
-    def __init__(self, canvas_width: Callable[[Request], int]) -> None:
-        """`canvas_width`: of the canvas that a request is at, if nothing makes it narrower."""
-        self._canvas_width = canvas_width
+    def __init__(self, canvas_width: Callable[[Request], int], *, joins_canvases: bool) -> None:
+        """`canvas_width`: of the canvas that a request is at, if nothing makes it narrower.
+        `joins_canvases`: a block is prefilled next to its successor, not in a forward of its own.
+        """
+        self._canvas_width, self._joins_canvases = canvas_width, joins_canvases
         self._counts = CanvasCounts()
         self._began: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._committed: set[str] = set()  # requests whose block this step committed by itself
@@ -60,7 +62,7 @@ class CanvasCounter:
             counts.canvases_cut += row.length < self._canvas_width(request)
 
     def block_emitted(self, request: Request, *, is_last: bool) -> None:
-        spared = "none" if is_last else "shared"
+        spared = "none" if is_last else "shared" if self._joins_canvases else "own"
         has_own = request.request_id in self._committed
         self._counts.commits["own" if has_own else spared] += 1
 

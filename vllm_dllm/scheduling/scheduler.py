@@ -27,7 +27,7 @@ from vllm_dllm.compat.scheduler import (
     tokens_in_flight,
 )
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.masked import MaskedConfig, is_masked
+from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.processes.parents import end_with_parent
 from vllm_dllm.requests.ends import was_foreseen
 from vllm_dllm.requests.masked import with_defaults
@@ -64,22 +64,26 @@ class CanvasScheduling(SchedulerHooks):
         self.check_blocks_by(BlockCheck)
         self.spares_last_commit = spares_last_commit(self.vllm_config)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
-        self.by_blocks = is_masked(self.vllm_config)
-        self.fits_canvas = config.fit_canvas and not self.by_blocks
+        self.masked = MaskedConfig.of(self.vllm_config)
+        self.is_seeded = self.masked is not None and self.masked.family.is_seeded
+        self.by_blocks = self.masked is not None and not self.is_seeded
+        self.fits_canvas = config.fit_canvas and self.masked is None
         self.defaults = self._defaults(config)
         self.fair_share = FairShare.of(self.vllm_config, config.limits)
-        self.joins_canvases = joins_canvases(self.vllm_config)
+        # A seeded canvas takes its first token from the forward before it.
+        self.joins_canvases = joins_canvases(self.vllm_config) and not self.is_seeded
         self.joins_commits = joins_commits(self.vllm_config)
         self._spared_commits: list[int] = []  # widths, until they are in the statistics
-        self._counter = CanvasCounter(self.canvas_width) if self.log_stats else None
+        self._counter = None
+        if self.log_stats:
+            self._counter = CanvasCounter(self.canvas_width, joins_canvases=self.joins_canvases)
         # Log-probabilities of prompts, by request, until its first block is emitted.
         self._prompt_scores: dict[str, tuple[Any, Any]] = {}
-        if self.by_blocks:
-            self._check_blocks()
+        if self.masked is not None:
+            self._check_blocks(self.masked)
 
-    def _check_blocks(self) -> None:
+    def _check_blocks(self, config: MaskedConfig) -> None:
         """Raises ValueError for a server that cannot hold a masked model's blocks together."""
-        config = MaskedConfig.read(self.vllm_config)
         config.check_cache(self.block_size, "--block-size")
         if (unit := self.cache_config.prefix_match_unit) is not None:
             config.check_cache(unit, "--prefix-match-unit")
@@ -93,8 +97,8 @@ class CanvasScheduling(SchedulerHooks):
 
     def _defaults(self, config: ExtensionConfig) -> Mapping[str, Any]:
         """The server's values for keys that a request leaves out."""
-        if self.by_blocks:
-            config = with_defaults(config, MaskedConfig.read(self.vllm_config).threshold)
+        if self.masked is not None:
+            config = with_defaults(config, self.masked.family.threshold)
         return config.defaults
 
     def canvas_width(self, request: Request) -> int:
@@ -215,7 +219,7 @@ class CanvasScheduling(SchedulerHooks):
             request.num_computed_tokens -= block_length
             self._spared_commits.append(block_length)
         # These are still the last block's drafts.
-        width = self.canvas_width(request)
+        width = 0 if self.is_seeded else self.canvas_width(request)
         if self.by_blocks:
             request.spec_token_ids = [-1] * width  # the first canvas may have been narrower
         request.spec_token_ids = request.spec_token_ids[:width]

@@ -43,9 +43,20 @@ class CanvasBatch:
     ) -> "CanvasBatch":
         """From one denoising step to the next, and often from one request to another, the canvases
         lie in the same places: what was built for them is kept."""
+        lengths = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
+        return cls.of_last_rows(input_batch, lengths, canvas_length, device)
+
+    @classmethod
+    def of_last_rows(
+        cls,
+        input_batch: InputBatch,
+        lengths: np.ndarray,  # [num_reqs] int, of each request's last rows, so many
+        canvas_length: int,
+        device: torch.device,
+    ) -> "CanvasBatch":
         num_reqs = input_batch.num_reqs
         return cls._build(
-            input_batch.cu_num_logits_np[: num_reqs + 1].astype(np.int64).tobytes(),
+            lengths.astype(np.int64).tobytes(),
             input_batch.query_start_loc_np[: num_reqs + 1].astype(np.int64).tobytes(),
             input_batch.idx_mapping_np[:num_reqs].astype(np.int64).tobytes(),
             canvas_length,
@@ -56,16 +67,16 @@ class CanvasBatch:
     @lru_cache(maxsize=64)
     def _build(
         cls,
-        cu_num_logits: bytes,
+        lengths_of_all: bytes,
         query_start_loc: bytes,
         idx_mapping: bytes,
         canvas_length: int,
         device: torch.device,
     ) -> "CanvasBatch":
-        num_logits = np.diff(np.frombuffer(cu_num_logits, dtype=np.int64))
+        of_all = np.frombuffer(lengths_of_all, dtype=np.int64)
         bounds = np.frombuffer(query_start_loc, dtype=np.int64)
-        requests = np.flatnonzero(num_logits > 0)
-        lengths = num_logits[requests]
+        requests = np.flatnonzero(of_all > 0)
+        lengths = of_all[requests]
         slots = np.frombuffer(idx_mapping, dtype=np.int64)[requests]
 
         # Position inside its canvas of every row, counted up from each canvas' first row.

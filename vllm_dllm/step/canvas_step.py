@@ -103,6 +103,15 @@ class CanvasStep:
         if input_batch.num_draft_tokens > 0:
             self.batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
 
+    def start_canvases(
+        self,
+        source: torch.Tensor,  # [rows, V], or hidden states
+        input_batch: InputBatch,
+    ) -> torch.Tensor:
+        """After the forward, before `advance`: gives requests whose prefill it ended what their
+        first canvas takes from it. Returns the rows that are canvases'."""
+        return source
+
     @property
     def reads_hidden_states(self) -> bool:
         """Whether the logits asked for next are the canvases', and these are read tile by tile."""

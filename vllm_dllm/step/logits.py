@@ -139,12 +139,16 @@ class MaskedLogits(WholeLogits):
         row_temperature: torch.Tensor,  # [rows, 1] fp32
         uniform: torch.Tensor,  # [rows] float64
         is_greedy: torch.Tensor,  # [rows] bool
+        *,
+        judges_unscaled: bool = False,  # neither temperature nor truncation changes how probable a
+        # candidate is
     ) -> Candidates:
         parts = []
         for rows in _tiles(slice(0, len(uniform)), self.tile_rows):
             scaled = self._processed[rows] / row_temperature[rows]
             scaled = self.filters.truncate(scaled, self.batch, rows)
-            parts.append(draw_candidates(scaled, uniform[rows], is_greedy[rows]))
+            judged = self._processed[rows] if judges_unscaled else None
+            parts.append(draw_candidates(scaled, uniform[rows], is_greedy[rows], judged))
         return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

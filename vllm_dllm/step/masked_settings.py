@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_dllm.denoise.masked import NO_BOUND, Edits, MaskedRules, even_share
@@ -57,13 +58,28 @@ class MaskedStepSettings(NamedTuple):
 class MaskedSlotSettings:
     """Of every slot."""
 
-    def __init__(self, max_num_reqs: int, canvas_length: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_reqs: int,
+        canvas_length: int,
+        device: torch.device,
+        *,
+        reveals_at_threshold: bool,  # also what is exactly as probable, not only what is more
+    ) -> None:
         self.max_steps = canvas_length  # more would reveal nothing in some
+        self._reveals_at_threshold = reveals_at_threshold
         self._table = torch.zeros(max_num_reqs, len(_Settings._fields), device=device)
         self._added: dict[int, _Settings] = {}
+        self._scaled: set[int] = set()
 
     def add(self, request: NewRequest) -> None:
-        self._added[request.slot] = _settings(request.options, request.params.temperature)
+        settings = _settings(request.options, request.params.temperature)
+        if self._reveals_at_threshold:
+            below = np.nextafter(np.float32(settings.threshold), np.float32(0.0))
+            settings = settings._replace(threshold=float(below))
+        self._added[request.slot] = settings
+        if not settings.is_greedy:
+            self._scaled.add(request.slot)
 
     def start(self) -> None:
         write_rows_(self._table, self._added)
@@ -71,6 +87,12 @@ class MaskedSlotSettings:
 
     def drop(self, slot: int) -> None:
         self._added.pop(slot, None)
+        self._scaled.discard(slot)
+
+    def are_scaled(self, batch: CanvasBatch) -> bool:
+        """Whether a temperature changes any of the logits, or top_k, top_p or min_p, which vLLM
+        drops at temperature 0."""
+        return not self._scaled.isdisjoint(batch.slots_np.tolist())
 
     def of(self, batch: CanvasBatch) -> MaskedStepSettings:
         columns = self._table[batch.slot_index].unbind(dim=-1)

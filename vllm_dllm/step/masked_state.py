@@ -1,5 +1,4 @@
-"""What vLLM's model runner asks of a masked model. All rows of its requests follow one rule of
-visibility: a row sees all blocks up to its own, whether it is a prompt's or a canvas'."""
+"""What vLLM's model runner asks of a masked model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +10,13 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_dllm.step.attn_requests import AttnRequests
 from vllm_dllm.step.masked_step import MaskedStep
 from vllm_dllm.step.model_state import DiffusionModelState
+from vllm_dllm.step.seeded_step import SeededStep
 
 
-class MaskedModelState(DiffusionModelState):
-    step_cls = MaskedStep
+class SeededModelState(DiffusionModelState):
+    """Known rows are causal, and a canvas' rows see each other and all known ones."""
+
+    step_cls: type[MaskedStep] = SeededStep
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         self.step.begin(input_batch)
@@ -22,6 +24,13 @@ class MaskedModelState(DiffusionModelState):
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         return {}
+
+
+class MaskedModelState(SeededModelState):
+    """All rows follow one rule of visibility: a row sees all blocks up to its own, whether it is a
+    prompt's or a canvas'."""
+
+    step_cls = MaskedStep
 
     def attn_requests(
         self, input_batch: InputBatch, block_tables: Sequence[torch.Tensor]

@@ -33,17 +33,23 @@ class MaskedStep(CanvasStep):
 
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
         config = MaskedConfig.read(vllm_config)
-        self.mask_id = config.mask_id
+        self.mask_id, self.family = config.mask_id, config.family
         return StepRequests(
             self.slots,
             sampler,
-            MaskedSlotSettings(len(self.slots.canvas), self.canvas_length, self.device),
-            with_defaults(self.extension, config.threshold),
+            MaskedSlotSettings(
+                len(self.slots.canvas),
+                self.canvas_length,
+                self.device,
+                reveals_at_threshold=self.family.is_seeded,
+            ),
+            with_defaults(self.extension, self.family.threshold),
             vllm_config,
             self.mask_id,
+            blocks_are_aligned=not self.family.is_seeded,
         )
 
-    def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor:
+    def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor | None:
         known_ends = input_batch.seq_lens[: input_batch.num_reqs].long()
         if self.batch is not None:
             known_ends = known_ends.index_add(0, self.batch.requests, -self.batch.lengths)
@@ -64,7 +70,8 @@ class MaskedStep(CanvasStep):
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         batch, numbers, settings = found.batch, found.numbers, found.settings
-        assert isinstance(settings, MaskedStepSettings)
+        of_slots = self.requests.settings
+        assert isinstance(settings, MaskedStepSettings) and isinstance(of_slots, MaskedSlotSettings)
         slots, idx = self.slots, batch.slot_index
         logits = MaskedLogits(
             source,
@@ -79,7 +86,12 @@ class MaskedStep(CanvasStep):
         row_temperature = batch.by_row(settings.temperature)[:, None]
         positions = found.starts[:, None] + torch.arange(self.canvas_length, device=self.device)
         draw = noise.uniform(numbers.noise_key, positions, numbers.steps_done, noise.CANDIDATE)
-        by_row = logits.draw(row_temperature, batch.flatten(draw), batch.by_row(settings.is_greedy))
+        by_row = logits.draw(
+            row_temperature,
+            batch.flatten(draw),
+            batch.by_row(settings.is_greedy),
+            judges_unscaled=self.family.is_seeded and of_slots.are_scaled(batch),
+        )
         candidates = Candidates(*(batch.unflatten(column) for column in by_row))
         canvas, tokens, revealed, edit_steps_done, finished = masked_step(
             candidates,
@@ -89,6 +101,7 @@ class MaskedStep(CanvasStep):
             settings.rules(numbers.steps_done, numbers.num_steps, self.canvas_length),
             settings.edits(numbers.times_repeated),
             self.mask_id,
+            found.stops if self.family.is_seeded else None,
         )
         # Steps that found nothing hidden are counted where other models count repeated guesses.
         edit_steps_done = edit_steps_done.masked_fill(finished, 0)

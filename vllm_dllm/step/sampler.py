@@ -54,6 +54,7 @@ class DiffusionSampler:
         if input_batch.num_draft_tokens_per_req is None:  # vLLM's dummy, to see what a step takes
             num_bytes = step_bytes(step.model, self._max_rows, step.budget_bytes)
             torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        logits = step.start_canvases(logits, input_batch)
         batch = step.batch
         if batch is None:
             none = torch.zeros(num_reqs, dtype=torch.int32, device=device)

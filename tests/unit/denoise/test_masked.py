@@ -12,6 +12,7 @@ from vllm_dllm.denoise.masked import (
     Candidates,
     Edits,
     MaskedRules,
+    draw_candidates,
     even_share,
     masked_step,
     reveal_candidates,
@@ -136,3 +137,36 @@ def test_edits_until_nothing_changes() -> None:
     assert outcome.revealed.all()
     assert outcome.edit_steps_done.tolist() == [1, 0, 1, 3, 1]
     assert outcome.finished.tolist() == [True, False, False, True, True]
+
+
+def test_nothing_counts_behind_a_stop_token() -> None:
+    """Canvases: hidden before a stop, hidden behind one, a stop that is a candidate only, all
+    revealed by this step, a stop revealed by this step."""
+    n, M = 5, 99
+    canvas = torch.tensor([[1, M, 7, M], [1, 8, M, M], [1, M, M, 3], [1, 2, 3, M], [1, 2, M, M]])
+    candidates = Candidates(
+        torch.full((n, 4), 5), torch.tensor([[0.5, 0.5, 0.7, 0.6]]).expand(n, 4), torch.ones(n, 4)
+    )
+    candidates.tokens[2, 1] = candidates.tokens[4, 2] = 7
+    edits = Edits(torch.zeros(n, dtype=torch.bool), *torch.zeros(3, n))
+    rules = MaskedRules(*(column.expand(n) for column in rules_of("static", 1, 0.0, 0.0)))
+
+    def finished(stops: torch.Tensor | None) -> list[bool]:
+        outcome = masked_step(candidates, canvas, canvas != M, None, rules, edits, M, stops)
+        return outcome.finished.tolist()
+
+    assert finished(torch.tensor([[7, 8]]).expand(n, 2)) == [False, True, False, True, True]
+    assert finished(None) == [False, False, False, True, False]
+
+
+def test_candidates_are_judged_apart_from_how_they_are_drawn() -> None:
+    """At another temperature, and with tokens left out, the probability is the plain one."""
+    logits = torch.randn(64, 9, generator=torch.Generator().manual_seed(0))
+    scaled = (logits / 0.3).masked_fill(logits < logits.amax(-1, keepdim=True) - 1, -1e37)
+    uniform, is_greedy = torch.linspace(0, 0.99, 64), torch.arange(64) % 2 == 0
+    plain = draw_candidates(scaled, uniform, is_greedy)
+    judged = draw_candidates(scaled, uniform, is_greedy, logits)
+    assert torch.equal(judged.tokens, plain.tokens)
+    probability = logits.log_softmax(-1).exp().gather(-1, plain.tokens[:, None])[:, 0]
+    assert torch.equal(judged.probability, probability)
+    assert not torch.equal(judged.probability, plain.probability)

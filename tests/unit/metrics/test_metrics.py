@@ -87,7 +87,7 @@ def test_what_is_not_denoised_is_not_counted() -> None:
 
 def counted(*steps: dict[str, Any]) -> CanvasCounts:
     """Of requests `b` and `d`, which have room for 4 positions; `d` has been aborted."""
-    counter = CanvasCounter(lambda request: 4)
+    counter = CanvasCounter(lambda request: 4, joins_canvases=True)
     request: Any = NamedRequest("b")
     for step in steps:
         output = ModelRunnerOutput(req_ids=list("abcd"), req_id_to_index={})

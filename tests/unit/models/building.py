@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -14,6 +15,15 @@ def build(
     checkpoint: Path, device: str, dtype: str = "float32", *, images: bool = False
 ) -> tuple[ServedModel, VllmConfig]:
     """`images`: as they are served, which takes a tokenizer."""
+    model, config = build_any(checkpoint, device, dtype, images=images)
+    assert isinstance(model, ServedModel)
+    return model, config
+
+
+def build_any(
+    checkpoint: Path, device: str, dtype: str, *, images: bool = False
+) -> tuple[nn.Module, VllmConfig]:
+    """Of any architecture."""
     config = EngineArgs(
         str(checkpoint),
         dtype=dtype,
@@ -24,5 +34,4 @@ def build(
     ).create_engine_config()
     with set_current_vllm_config(config), torch.device(device):
         model = initialize_model(config)
-    assert isinstance(model, ServedModel)
     return model, config

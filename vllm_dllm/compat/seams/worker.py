@@ -85,6 +85,17 @@ SEAMS = [
         "is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np",
     ),
     Seam(
+        "logits are made of these rows, which a model's state may add to before the forward",
+        f"{_RUNNER}.sample",
+        """sample_hidden_states = hidden_states[input_batch.logits_indices]
+            logits = self.model.compute_logits(sample_hidden_states)""",
+    ),
+    Seam(
+        "it sees the batch before the forward",
+        f"{_RUNNER}.execute_model",
+        "**self.model_state.prepare_inputs(input_batch, self.req_states),",
+    ),
+    Seam(
         "prefill_len is what kernels read after a copy",
         "v1.worker.gpu.states:RequestState.apply_staged_writes",
         "self.prefill_len.copy_to_uva()",

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
+from vllm_dllm.models.nemotron_labs_config import NemotronLabsDiffusionConfig
 from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
 from vllm_dllm.quantization.weight_files import read_json, read_shards
 
@@ -82,7 +83,12 @@ def _read_config(folder: Path) -> PretrainedConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{file} does not exist: expected the folder of a checkpoint")
-    kinds: Iterable[type[PretrainedConfig]] = (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig)
+    kinds: Iterable[type[PretrainedConfig]] = (
+        SDARConfig,
+        SDARMoeConfig,
+        LLaDA2MoeConfig,
+        NemotronLabsDiffusionConfig,
+    )
     masked = {kind.model_type: kind for kind in kinds}
     kind = masked.get(str(read_json(file).get("model_type")))
     try:

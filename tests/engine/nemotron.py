@@ -1,0 +1,127 @@
+"""Nemotron-Labs-Diffusion's published loop (`generate` of modeling_nemotron_labs_diffusion.py, with
+`causal_context`), over transformers' Ministral 3 and random weights: the definition of right.
+
+Each forward computes the whole sequence under a mask, so there is no cache to be wrong about.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tests import tolerances
+from tests.engine.masked import Reference, Rule, Step, Trajectory, make_checkpoint
+from tests.engine.parting import first_parting
+from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.row_stats import sample_by_inversion
+
+ARCHITECTURE = "NemotronLabsDiffusionModel"
+
+
+def make_nemotron_checkpoint(path: Path, block_length: int) -> tuple[Path, "SeededReference"]:
+    path, made = make_checkpoint(path, block_length, ARCHITECTURE)
+    return path, SeededReference(made.model, made.block_length, made.mask_id)
+
+
+def transferred(hidden: list[int], probability: list[float], least: int, rule: Rule) -> set[int]:
+    """The positions that a step reveals: all at the threshold, and the `least` surest."""
+    if rule.name == "sequential":
+        return set(hidden[:least])
+    surest = sorted(hidden, key=lambda i: -probability[i])[:least]
+    at_threshold = {i for i in hidden if probability[i] >= rule.threshold}
+    return set(surest) | (at_threshold if rule.name == "dynamic" else set())
+
+
+class Drawn(NamedTuple):
+    """Candidates of L rows, and what they were drawn by."""
+
+    tokens: list[int]
+    probability: list[float]
+    cumulative: torch.Tensor  # [L, V], at the rule's temperature
+    draw: torch.Tensor  # [L] float64 in [0, 1)
+
+
+@dataclass
+class SeededTrajectory(Trajectory):
+    drawn: list[Drawn] = field(default_factory=list)
+    """Of each step; a block's first row is its seed's."""
+
+    def decided_steps(self, ours: Trajectory, temperature: float) -> int:
+        """Steps up to which `ours` decides as this does. They may part where a draw falls on the
+        boundary between two candidates, so that rounding decides."""
+        step = first_parting(ours.steps, self.steps)
+        if step is None:
+            assert ours.tokens == self.tokens
+            return len(self.steps)
+        drawn, found = self.drawn[step], ours.steps[step].tokens
+        parted = [i for i, token in enumerate(self.steps[step].tokens) if token != found[i]]
+        assert parted and temperature > 0, f"step {step}"
+        for i in parted:
+            first, last = sorted((found[i], self.steps[step].tokens[i]))
+            off = (drawn.cumulative[i, first:last] - drawn.draw[i]).abs().max()
+            assert off <= tolerances.DECISION / temperature, f"step {step}, position {i}"
+        return step
+
+
+class SeededReference(Reference):
+    @torch.inference_mode()
+    def seeded_logits(self, known: list[int], block: list[int]) -> torch.Tensor:
+        """[T, V] fp32: of known tokens, which are causal, and a block that sees all."""
+        position = torch.arange(len(known) + len(block))
+        seen = (position[:, None] >= position) | (position[:, None] >= len(known))
+        mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        ids = torch.tensor([known + block])
+        return self.model(input_ids=ids, attention_mask=mask[None, None]).logits[0]
+
+    def generate(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        rule: Rule,
+        seed: int = 0,
+        stops: frozenset[int] = frozenset(),
+    ) -> SeededTrajectory:
+        """Whole blocks, the last one cut off, at a stop token at the latest."""
+        B, found = self.block_length, SeededTrajectory()
+        num_steps = rule.num_steps or B
+        known = list(prompt)
+        while len(known) < len(prompt) + max_tokens and stops.isdisjoint(known[len(prompt) :]):
+            logits = self.seeded_logits(known, [])[-1:]
+            first = self._draw_rows(logits, len(known), rule, seed, 0, noise.INITIAL)
+            block, shown, step, finished = first.tokens + [self.mask_id] * (B - 1), {0}, 0, False
+            while not finished:
+                logits = self.seeded_logits(known, block)[len(known) :]
+                drawn = self._draw_rows(logits, len(known), rule, seed, step, noise.CANDIDATE)
+                drawn.cumulative[0], drawn.draw[0] = first.cumulative[0], first.draw[0]
+                hidden = [i for i in range(B) if i not in shown]
+                least = B // num_steps + (step < B % num_steps)
+                shown = shown | transferred(hidden, drawn.probability, least, rule)
+                tokens = [drawn.tokens[i] if i in hidden else block[i] for i in range(B)]
+                block = [tokens[i] if i in shown else self.mask_id for i in range(B)]
+                over = [i for i in range(B) if i in shown and block[i] in stops]
+                finished = shown.issuperset(range(over[0] if over else B))
+                block = tokens if finished else block
+                step += 1
+                revealed = [int(i in shown) for i in range(B)]
+                found.steps.append(Step(tokens, revealed, block, finished))
+                found.drawn.append(drawn)
+            known += block
+        found.tokens = known[len(prompt) :][:max_tokens]
+        for i, token in enumerate(found.tokens):
+            if token in stops:
+                found.tokens = found.tokens[: i + 1]
+                break
+        return found
+
+    def _draw_rows(
+        self, logits: torch.Tensor, start: int, rule: Rule, seed: int, step: int, stream: int
+    ) -> Drawn:
+        """Of rows [L, V] that begin at `start`. The temperature changes no probability."""
+        positions = torch.arange(start, start + len(logits))[None]
+        key = noise.keys(torch.tensor([seed]))
+        draw = noise.uniform(key, positions, torch.tensor([step]), stream)[0]
+        probs = (logits / (rule.temperature or 1.0)).softmax(-1)
+        tokens = sample_by_inversion(probs, draw) if rule.temperature else logits.argmax(-1)
+        probability = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        return Drawn(tokens.tolist(), probability.tolist(), probs.double().cumsum(-1), draw)

@@ -1,0 +1,28 @@
+"""Nemotron-Labs-Diffusion for vLLM: the layers of Ministral 3, which vLLM has as Mistral's."""
+
+from collections.abc import Iterable
+
+import torch
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+
+from vllm_dllm.models.masked import MaskedModel
+
+_NAMES = WeightsMapper(orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."})
+"""Of the checkpoints' tensors, to those that vLLM's class has."""
+
+
+class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
+    """Of the checkpoints' own modeling_nemotron_labs_diffusion.py. A row that sees what is before
+    it alone, a prompt's, has the next token's logits."""
+
+    hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | _NAMES  # of quantised layers, too
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        from vllm_dllm.step.masked_state import SeededModelState
+
+        return SeededModelState
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return AutoWeightsLoader(self).load_weights(weights, mapper=_NAMES)
