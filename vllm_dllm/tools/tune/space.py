@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 
 from vllm_dllm.config.denoise import DenoiseConfig
-from vllm_dllm.config.masked import THRESHOLDS
+from vllm_dllm.config.masked import FAMILIES
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.masked import ENTROPY_BOUND
 
@@ -30,9 +30,9 @@ class Space:
     def __init__(self, checkpoint: Path) -> None:
         config = _read(checkpoint / "config.json")
         names = config.get("architectures") or [""]
-        self._threshold = THRESHOLDS.get(names[0])
+        self._family = FAMILIES.get(names[0])
         self._config: DenoiseConfig | None = None
-        if self._threshold is None:
+        if self._family is None:
             try:
                 self._config = DenoiseConfig.from_generation_config(
                     _read(checkpoint / "generation_config.json")
@@ -45,8 +45,8 @@ class Space:
     def own(self) -> dict[str, Value]:
         """Parameters of the trial with the checkpoint's own settings."""
         if self._config is None:
-            assert self._threshold is not None
-            return {"acceptance": "confidence", "accept_probability": self._threshold}
+            assert self._family is not None
+            return {"acceptance": "confidence", "accept_probability": self._family.threshold}
         config = self._config
         return {
             "acceptance": "entropy_bound",
