@@ -154,11 +154,18 @@ def _forget_what_old_weights_computed() -> None:
         return
     stock_rpc = EngineCore.collective_rpc
 
-    def collective_rpc(self: EngineCore, method: Any, *args: Any, **kwargs: Any) -> Any:
+    # vLLM reads these parameters when a client calls.
+    def collective_rpc(
+        self: EngineCore,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if method != "reload_weights":
-            return stock_rpc(self, method, *args, **kwargs)
+            return stock_rpc(self, method, timeout, args, kwargs)
         try:
-            return stock_rpc(self, method, *args, **kwargs)
+            return stock_rpc(self, method, timeout, args, kwargs)
         finally:
             self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
             self.reset_encoder_cache()

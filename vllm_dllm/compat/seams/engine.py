@@ -244,6 +244,11 @@ SEAMS = [
         "v1.engine.core:EngineCore.collective_rpc",
         "return self.model_executor.collective_rpc(method, timeout, args, kwargs)",
     ),
+    Seam(
+        "by the parameters that it has",
+        "v1.engine.core:EngineCoreProc._convert_msgspec_args",
+        "arg_types = signature(method).parameters.values()",
+    ),
     # --- spans of OpenTelemetry -----------------------------------------------------------------
     Seam(
         "a request's output has its trace headers",
