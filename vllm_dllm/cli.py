@@ -1,6 +1,7 @@
 """The command `vllm-dllm`: reads the command line and calls the module that does the work."""
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -287,7 +288,26 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     parser.add_argument("--kv-cache-dtype", choices=tuple(ELEMENT_BYTES), default="auto")
+    parser.add_argument(
+        "--limit-mm-per-prompt",
+        type=_most_images,
+        metavar="JSON",
+        help="""'{"image": 0}' leaves the vision tower out, as it does in vllm serve""",
+    )
     parser.set_defaults(run=_plan)
+
+
+def _most_images(text: str) -> int | None:
+    """Of vLLM's `--limit-mm-per-prompt`; None: it says nothing of images."""
+    try:
+        found = json.loads(text).get("image")
+    except (ValueError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"expected JSON like {{'image': 0}}, got {text}"
+        ) from error
+    if found is not None and (type(found) is not int or found < 0):
+        raise argparse.ArgumentTypeError(f"image must be a number from 0 on, got {found!r}")
+    return found
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -302,5 +322,6 @@ def _plan(options: argparse.Namespace) -> int:
             options.context,
             options.tensor_parallel_size,
             options.kv_cache_dtype,
+            options.limit_mm_per_prompt,
         ),
     )

@@ -17,6 +17,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import gpu_backend
+from vllm_dllm.compat import spans
 from vllm_dllm.compat.ending import end_start_in_time
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
@@ -146,6 +147,8 @@ def finish(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
         check_file("trace_path", Path(extension.trace_path))
     if vllm_config.shutdown_timeout == 0:  # vLLM's default, to end all requests at once
         vllm_config.shutdown_timeout = extension.drain_seconds
+    if spans.endpoint_of(vllm_config) is not None:
+        spans.receive()
     check_weight_files(vllm_config)
     check_stop_tokens(vllm_config)
 

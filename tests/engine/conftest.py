@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 class Engine:
-    """An offline fp32 engine and the file its canvases are traced to."""
+    """An offline engine, fp32 if nothing else is said, and the file its canvases are traced to."""
 
     def __init__(
         self, checkpoint: Path, trace: Path, settings: Mapping[str, Any] | None, **options: Any
@@ -44,9 +44,9 @@ class Engine:
         settings = {"trace_path": str(trace), "fit_canvas": False, **(settings or {})}
         self.llm = LLM(
             str(checkpoint),
-            dtype="float32",
             additional_config={"vllm_dllm": settings},
             **{
+                "dtype": "float32",
                 "max_model_len": 2048,
                 "max_num_seqs": 8,
                 "kv_cache_memory_bytes": 256 << 20,

@@ -22,6 +22,7 @@ class SchedulerHooks(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _ask_for_draft_tokens_only_if_needed()
+        _forget_what_old_weights_computed()
         _limit_cache_hits(self.kv_cache_manager, self.prefill_end)
 
     def check_blocks_by(self, make_check: Callable[[Any], Any]) -> None:
@@ -142,6 +143,34 @@ def _ask_for_draft_tokens_only_if_needed() -> None:
             stock_post_step(self, model_executed)
 
     EngineCore.post_step = post_step
+
+
+def _forget_what_old_weights_computed() -> None:
+    """An engine whose workers have reloaded their weights drops the keys and values of the old
+    ones, and computes those of running requests again. Repeatable."""
+    from vllm.v1.engine.core import EngineCore  # as above
+
+    if EngineCore.collective_rpc.__module__ == __name__:
+        return
+    stock_rpc = EngineCore.collective_rpc
+
+    # vLLM reads these parameters when a client calls.
+    def collective_rpc(
+        self: EngineCore,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if method != "reload_weights":
+            return stock_rpc(self, method, timeout, args, kwargs)
+        try:
+            return stock_rpc(self, method, timeout, args, kwargs)
+        finally:
+            self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            self.reset_encoder_cache()
+
+    EngineCore.collective_rpc = collective_rpc
 
 
 def scheduled_at(output: SchedulerOutput) -> float:

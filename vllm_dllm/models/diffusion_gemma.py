@@ -177,12 +177,15 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
                     "model.encoder.embed_vision.": None,
                 }
             )
-        keys_are_values = {
+        # Full-attention layers' keys are their values.
+        absent = {
             f"model.layers.{i}.self_attn.v_proj"
             for i, layer_type in enumerate(self.config.layer_types)
             if layer_type == "full_attention"
         }
-        expected = ExpectedWeights(self, self.packed_modules_mapping, absent=keys_are_values)
+        if self.config.tie_word_embeddings:
+            absent.add("lm_head")
+        expected = ExpectedWeights(self, self.packed_modules_mapping, absent)
         reader = _WeightReader(weights, mapper, expected)
         try:
             # Some checkpoints of Gemma's carry an embedding that nothing reads.

@@ -59,7 +59,7 @@ class ExpectedWeights:
         self,
         model: nn.Module,
         packed_modules: Mapping[str, list[str]],
-        absent: set[str],  # linears that are loaded from another's tensors
+        absent: set[str],  # layers that have another's weights
     ) -> None:
         self._expected = {
             name: tensor
@@ -118,7 +118,6 @@ def in_checkpoint(name: str) -> str:
 def _tensors(
     model: nn.Module, packed_modules: Mapping[str, list[str]]
 ) -> Iterator[tuple[str, Tensor]]:
-    embeddings: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if isinstance(module, LinearBase):
@@ -132,8 +131,7 @@ def _tensors(
             if (scheme := _scheme(own)) is not None:
                 yield from _of_experts(name.removesuffix(".routed_experts"), module, scheme)
         elif isinstance(module, VocabParallelEmbedding):
-            if own.keys() == {"weight"} and own["weight"] not in embeddings:  # else it is tied
-                embeddings.add(own["weight"])
+            if own.keys() == {"weight"}:
                 shape = (module.org_vocab_size, module.embedding_dim)
                 yield f"{name}.weight", Tensor(shape, FLOATS)
         elif not isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):

@@ -12,14 +12,23 @@ from vllm_dllm.compat.runner import numbers_of
 from vllm_dllm.compat.scheduler import scheduled_at
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers, CanvasRow
 from vllm_dllm.metrics.counts import CanvasCounts
+from vllm_dllm.scheduling.block_spans import BlockSpans
 
 
 class CanvasCounter:
-    def __init__(self, canvas_width: Callable[[Request], int], *, joins_canvases: bool) -> None:
+    def __init__(
+        self,
+        canvas_width: Callable[[Request], int],
+        spans: BlockSpans | None = None,
+        *,
+        joins_canvases: bool,
+    ) -> None:
         """`canvas_width`: of the canvas that a request is at, if nothing makes it narrower.
+        `spans`: where the server traces.
         `joins_canvases`: a block is prefilled next to its successor, not in a forward of its own.
         """
-        self._canvas_width, self._joins_canvases = canvas_width, joins_canvases
+        self._canvas_width, self._spans = canvas_width, spans
+        self._joins_canvases = joins_canvases
         self._counts = CanvasCounts()
         self._began: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._committed: set[str] = set()  # requests whose block this step committed by itself
@@ -52,6 +61,8 @@ class CanvasCounter:
         counts.accepted_positions += row.accepted
         if row.step == 1 and request is not None:
             self._began[request] = began
+        if self._spans is not None and request is not None:
+            self._spans.denoised(request, row, began)
         if row.cause is None:
             return
         counts.canvases_finished[row.cause] += 1

@@ -26,6 +26,7 @@ from vllm_dllm.compat.scheduler import (
     stock_canvas_width,
     tokens_in_flight,
 )
+from vllm_dllm.compat.spans import endpoint_of
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.processes.parents import end_with_parent
@@ -39,6 +40,7 @@ from vllm_dllm.requests.options import (
     is_read_only,
     mark,
 )
+from vllm_dllm.scheduling.block_spans import BlockSpans
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
 from vllm_dllm.scheduling.fair_share import FairShare
 from vllm_dllm.scheduling.spared_forwards import joins_canvases, joins_commits, spares_last_commit
@@ -74,9 +76,12 @@ class CanvasScheduling(SchedulerHooks):
         self.joins_canvases = joins_canvases(self.vllm_config) and not self.is_seeded
         self.joins_commits = joins_commits(self.vllm_config)
         self._spared_commits: list[int] = []  # widths, until they are in the statistics
-        self._counter = None
+        self._counter: CanvasCounter | None = None
         if self.log_stats:
-            self._counter = CanvasCounter(self.canvas_width, joins_canvases=self.joins_canvases)
+            spans = BlockSpans() if endpoint_of(self.vllm_config) is not None else None
+            self._counter = CanvasCounter(
+                self.canvas_width, spans, joins_canvases=self.joins_canvases
+            )
         # Log-probabilities of prompts, by request, until its first block is emitted.
         self._prompt_scores: dict[str, tuple[Any, Any]] = {}
         if self.masked is not None:

@@ -27,6 +27,12 @@ SIGNATURES = {
     "v1.engine.async_llm:AsyncLLM.abort": "self request_id internal",
     "v1.engine.async_llm:AsyncLLM.check_admission": "self n request_id",
     "v1.engine.async_llm:AsyncLLM.shutdown": "self timeout",
+    "model_executor.layers.fused_moe.unquantized_fused_moe_method:"
+    "UnquantizedFusedMoEMethod._setup_kernel": "self layer w13 w2",
+    "model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "layer remove_weight",
+    "tracing.otel:extract_trace_context": "headers",
+    "tracing:instrument_manual": "span_name start_time end_time attributes context kind",
+    "v1.engine.core:EngineCore.collective_rpc": "self method timeout args kwargs",
     "v1.engine.core:EngineCore.post_step": "self model_executed",
     "tokenizers.detokenizer_utils:convert_ids_list_to_tokens": "tokenizer token_ids",
     "v1.engine.input_processor:InputProcessor._validate_params": "self params supported_tasks",

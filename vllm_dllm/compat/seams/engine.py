@@ -239,6 +239,43 @@ SEAMS = [
             if draft_token_ids is not None:
                 self.scheduler.update_draft_token_ids(draft_token_ids)""",
     ),
+    Seam(
+        "a client's call of the workers goes through the engine",
+        "v1.engine.core:EngineCore.collective_rpc",
+        "return self.model_executor.collective_rpc(method, timeout, args, kwargs)",
+    ),
+    Seam(
+        "by the parameters that it has",
+        "v1.engine.core:EngineCoreProc._convert_msgspec_args",
+        "arg_types = signature(method).parameters.values()",
+    ),
+    # --- spans of OpenTelemetry -----------------------------------------------------------------
+    Seam(
+        "a request's output has its trace headers",
+        f"{_SCHEDULER}.update_from_output",
+        "trace_headers=request.trace_headers,",
+    ),
+    Seam(
+        "its span is in their context",
+        "v1.engine.output_processor:OutputProcessor.do_tracing",
+        "trace_context = extract_trace_context(engine_core_output.trace_headers)",
+    ),
+    Seam(
+        "and made at once",
+        "v1.engine.output_processor:OutputProcessor.do_tracing",
+        """instrument_manual(
+            span_name="llm_request",
+            start_time=arrival_time_ns,
+            attributes=attributes,
+            context=trace_context,
+            kind=SpanKind.SERVER,
+        )""",
+    ),
+    Seam(
+        "without headers, in the context of the process",
+        "tracing.otel:manual_instrument_otel",
+        "ctx = context if context is not None else _get_smart_context()",
+    ),
     # --- limits of a request --------------------------------------------------------------------
     Seam(
         "all requests are processed by the method we replace",

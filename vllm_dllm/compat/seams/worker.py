@@ -149,6 +149,36 @@ SEAMS = [
         "v1.worker.gpu.states:RequestState.add_request",
         "self.all_token_ids.stage_write(req_idx, 0, all_token_ids)",
     ),
+    # --- weights that are loaded anew -------------------------------------------------------------
+    Seam(
+        "linears pack their weights for CPUs",
+        "model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
+        """from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=True)""",
+    ),
+    Seam(
+        "the embeddings do, for the LM head",
+        "model_executor.layers.vocab_parallel_embedding"
+        ":UnquantizedEmbeddingMethod.process_weights_after_loading",
+        "dispatch_cpu_unquantized_gemm(layer, remove_weight=False)",
+    ),
+    Seam(
+        "what is packed is an address, which this object frees",
+        "_custom_ops:CPUDNNLGEMMHandler.__del__",
+        "self.dtor(self.handler_tensor.item())",
+    ),
+    Seam(
+        "experts are packed when they are loaded for the first time",
+        "model_executor.layers.fused_moe.unquantized_fused_moe_method"
+        ":UnquantizedFusedMoEMethod._setup_kernel",
+        """if not is_weight_update:""",
+    ),
+    Seam(
+        "a layer that waits for its weights has the old ones aside",
+        "model_executor.model_loader.reload.layerwise:finalize_layerwise_processing",
+        "_place_kernel_tensors(layer, info)",
+    ),
     # --- drafters ---------------------------------------------------------------------------------
     Seam(
         "the runner makes its speculator",

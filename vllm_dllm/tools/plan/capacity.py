@@ -46,7 +46,12 @@ class Plan:
 
 
 def make(
-    checkpoint: Path, memory_gib: float, context: int, ranks: int, kv_cache_dtype: str
+    checkpoint: Path,
+    memory_gib: float,
+    context: int,
+    ranks: int,
+    kv_cache_dtype: str,
+    most_images: int | None = None,  # of a prompt; None: any number
 ) -> Plan:
     """Raises InputError when the checkpoint cannot be read, or a number makes no sense."""
     for name, number in (("--context", context), ("--tensor-parallel-size", ranks)):
@@ -54,7 +59,7 @@ def make(
             raise InputError(f"{name} must be at least 1, got {number}")
     if not 0 < memory_gib < math.inf:
         raise InputError(f"--memory-gib must be greater than 0, got {memory_gib}")
-    shape = read_shape(checkpoint)
+    shape = read_shape(checkpoint, most_images)
     return Plan(
         memory=int(USED * memory_gib * GIB),
         weights=shape.weight_bytes // ranks,
@@ -68,10 +73,16 @@ def make(
 
 
 def show(
-    checkpoint: Path, gpu: str, memory_gib: float | None, context: int, ranks: int, dtype: str
+    checkpoint: Path,
+    gpu: str,
+    memory_gib: float | None,
+    context: int,
+    ranks: int,
+    dtype: str,
+    most_images: int | None,
 ) -> None:
     """Prints the plan. Raises InputError as `make` does, and where the weights do not fit."""
-    plan = make(checkpoint, memory_gib or GPUS[gpu].memory_gib, context, ranks, dtype)
+    plan = make(checkpoint, memory_gib or GPUS[gpu].memory_gib, context, ranks, dtype, most_images)
     if plan.left <= 0:
         raise InputError(
             f"the weights take {plan.weights / GIB:.1f} of the {plan.memory / GIB:.1f} GiB that "

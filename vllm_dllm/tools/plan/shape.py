@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
@@ -14,6 +15,7 @@ from vllm_dllm.models.nemotron_labs_config import NemotronLabsDiffusionConfig
 from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
 from vllm_dllm.quantization.weight_files import read_json, read_shards
 
+VISION_TOWER = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 MODEL_BYTES = 2  # of an activation, and of an expected embedding: bf16
 
 
@@ -59,8 +61,9 @@ class Shape:
         return total
 
 
-def read_shape(folder: Path) -> Shape:
-    """Of a checkpoint in a folder: its config.json and the headers of its weight files.
+def read_shape(folder: Path, most_images: int | None = None) -> Shape:
+    """Of a checkpoint in a folder: its config.json and the headers of its weight files. The vision
+    tower counts only where it is loaded. `most_images`: of a prompt, None: any number.
 
     Raises InputError if it is not a diffusion language model, or its files are damaged.
     """
@@ -70,13 +73,30 @@ def read_shape(folder: Path) -> Shape:
         raise InputError(
             f"{folder / 'config.json'} names no canvas_length: expected a diffusion language model"
         )
-    tensors = [tensor for shard in read_shards(folder).values() for tensor in shard.values()]
+    left_out = () if most_images != 0 and _serves_images(folder, config) else VISION_TOWER
+    weight_bytes = sum(
+        tensor.num_bytes
+        for shard in read_shards(folder).values()
+        for name, tensor in shard.items()
+        if not name.startswith(left_out)
+    )
     return Shape(
         tuple(_layer(text, index) for index in range(text.num_hidden_layers)),
         text.hidden_size,
         canvas_length,
-        sum(tensor.num_bytes for tensor in tensors),
+        weight_bytes,
     )
+
+
+def _serves_images(folder: Path, config: PretrainedConfig) -> bool:
+    """As `models/image_processor.py` decides."""
+    if getattr(config, "vision_config", None) is None:
+        return False
+    try:
+        Gemma4ImageProcessorPil.from_pretrained(folder)
+    except OSError:  # no settings of an image processor
+        return False
+    return True
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

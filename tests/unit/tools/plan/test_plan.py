@@ -11,8 +11,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, Sliding
 from bench import dummy_checkpoint
 from tests.paths import CHECKPOINTS
 from vllm_dllm import cli
+from vllm_dllm.quantization.weight_files import read_shards
 from vllm_dllm.tools.plan import capacity
 from vllm_dllm.tools.plan.shape import Layer, read_shape
+from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 TINY = CHECKPOINTS / "diffusiongemma-tiny"
 BLOCK = capacity.BLOCK_SIZE
@@ -87,6 +89,35 @@ def test_quantised_weights_are_counted_as_they_are_stored() -> None:
     on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     headers = 100_000  # at most
     assert on_disk - headers < read_shape(folder).weight_bytes <= on_disk
+
+
+def test_a_vision_tower_counts_where_it_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where no image can be prepared for it, nor where none is served."""
+    seeing, blind, text = (
+        make_tiny_checkpoint(tmp_path / name, **options)
+        for name, options in (
+            ("seeing", {"sees": True}),
+            ("blind", {"sees": True}),
+            ("text", {"sees": True, "vision": False}),
+        )
+    )
+    for file in blind.glob("*processor_config.json"):
+        file.unlink()
+    tower = sum(
+        tensor.num_bytes
+        for shard in read_shards(seeing).values()
+        for name, tensor in shard.items()
+        if "vision" in name
+    )
+    alone = read_shape(text).weight_bytes
+    assert read_shape(seeing).weight_bytes == read_shape(seeing, 2).weight_bytes == alone + tower
+    assert read_shape(blind).weight_bytes == read_shape(seeing, 0).weight_bytes == alone
+    for options in ([], ["--limit-mm-per-prompt", '{"image": 0}']):
+        assert cli.main(["plan", str(seeing), "--gpu", "h200", *options]) == 0
+    whole, less = capsys.readouterr().out.split("used by vLLM")[1:]
+    assert whole != less
 
 
 def test_requests_that_fit(folder_26b: Path) -> None:

@@ -1,0 +1,93 @@
+"""OpenTelemetry: the spans of a request's blocks say what the trace of its steps says."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from vllm import SamplingParams
+
+from tests.collector import Collector, SpanRecord, check_blocks, collecting
+from tests.engine.conftest import Engine
+from tests.engine.one_step import FEW_STEPS, random_ids
+
+CANVAS = 32
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    """Of all spans of this process, until the end of the module."""
+    from opentelemetry import trace
+
+    with pytest.MonkeyPatch.context() as patch, collecting() as found:
+        for name, value in found.environment.items():
+            patch.setenv(name, value)
+        patch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")  # vLLM sets it for good
+        yield found
+        trace.get_tracer_provider().shutdown()  # type: ignore[attr-defined]
+
+
+def blocks_of(request: SpanRecord, found: list[SpanRecord]) -> list[SpanRecord]:
+    return [s for s in found if s.name == "diffusion_block" and s.parent == request.span_id]
+
+
+def test_blocks_of_requests(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], collector: Collector
+) -> None:
+    served = engine(tiny(64), disable_log_stats=False, otlp_traces_endpoint=collector.url)
+    params = SamplingParams(max_tokens=3 * CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
+    prompts = [{"prompt_token_ids": random_ids(n, 512, seed=n)} for n in (40, 7)]
+    began = time.time_ns()
+    outputs = served.llm.generate(prompts, params, use_tqdm=False)
+    found = collector.wait_for("llm_request", len(outputs))
+    requests = [span for span in found if span.name == "llm_request"]
+    assert sorted(r.attributes["gen_ai.request.id"] for r in requests) == sorted(
+        output.request_id for output in outputs
+    )
+    for request in requests:
+        blocks = blocks_of(request, found)
+        assert len(blocks) == 3
+        steps = served.steps(str(request.attributes["gen_ai.request.id"]))
+        check_blocks(steps, blocks)
+        assert {block.trace_id for block in blocks} == {request.trace_id}
+        assert began <= request.start_ns <= blocks[0].start_ns
+        assert blocks[-1].end_ns <= request.end_ns <= time.time_ns()
+        assert all(a.end_ns <= b.end_ns for a, b in itertools.pairwise(blocks))
+
+
+def test_of_a_clients_trace(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], collector: Collector
+) -> None:
+    """The request's span belongs to the client's, and its blocks to the request's."""
+    served = engine(tiny(64), disable_log_stats=False, otlp_traces_endpoint=collector.url)
+    core, before = served.llm.llm_engine, len(collector.spans)
+    core.add_request(
+        "traced",
+        {"prompt_token_ids": random_ids(9, 512, seed=9)},
+        SamplingParams(max_tokens=CANVAS, ignore_eos=True, extra_args=FEW_STEPS),
+        trace_headers={"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"},
+    )
+    while core.has_unfinished_requests():
+        core.step()
+    found = collector.wait_for("llm_request", 1, since=before)
+    (request,) = (span for span in found if span.name == "llm_request")
+    assert (request.trace_id, request.parent) == ("ab" * 16, "cd" * 8)
+    (block,) = blocks_of(request, found)
+    assert block.trace_id == "ab" * 16
+    assert "vllm_dllm-spans" not in request.attributes
+
+
+def test_without_tracing(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> None:
+    """Nothing is kept for spans, and no header is added to a request."""
+    served = engine(tiny(64), disable_log_stats=False)
+    scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
+    assert scheduler._counter._spans is None
+    core = served.llm.llm_engine
+    params = SamplingParams(max_tokens=CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
+    core.add_request("untraced", {"prompt_token_ids": [5, 6, 7]}, params)
+    core.step()
+    (request,) = scheduler.requests.values()
+    assert request.trace_headers is None
+    while core.has_unfinished_requests():
+        core.step()
