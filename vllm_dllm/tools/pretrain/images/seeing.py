@@ -10,6 +10,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from vllm_dllm.tools.pretrain.architecture import build_config
 from vllm_dllm.tools.pretrain.checkpoint import save_bf16_copy
 from vllm_dllm.tools.pretrain.images.drawing import PATCH, POOLING
+from vllm_dllm.tools.pretrain.tasks import SERVING_NOTE
 from vllm_dllm.tools.pretrain.tiny import IMAGE_TOKENS
 from vllm_dllm.tools.pretrain.train import ARCHITECTURE
 
@@ -26,6 +27,11 @@ VISION: dict[str, Any] = {
     "position_embedding_size": IMAGE_TOKENS * POOLING,
     "pooling_kernel_size": POOLING,
 }
+
+SEEING_NOTE = (
+    f"{SERVING_NOTE} Of pictures with 24 x 24 or 48 x 16 pixels, it knows 'What number is shown?', "
+    f"'Add the two numbers.' and 'How many red squares?'."
+)
 
 
 def start_seeing(vocab_size: int, text_from: Path) -> DiffusionGemmaForBlockDiffusion:
@@ -57,7 +63,7 @@ def save_seeing(
     model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast, path: Path
 ) -> None:
     """Writes a bf16 copy with what a server needs to take images."""
-    save_bf16_copy(model, tokenizer, path)
+    save_bf16_copy(model, tokenizer, path, SEEING_NOTE)
     image_processor().save_pretrained(path)
 
 

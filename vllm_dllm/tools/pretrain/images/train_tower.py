@@ -31,6 +31,12 @@ BLANK_WEIGHT = 0.3
 TASK_SHARES = {"image_digit": 1.0, "image_row": 2.0, "image_add": 1.5, "image_count": 1.5}
 
 
+def draw_pictures(rng: random.Random, count: int) -> list[Picture]:
+    """Pictures of the training side, of all tasks."""
+    chosen = rng.choices(list(TASK_SHARES), list(TASK_SHARES.values()), k=count)
+    return [generate_image(rng, task, held_out=False).picture for task in chosen]
+
+
 class CaptionTower(nn.Module):
     """Tower and projection of a model that sees, with what their training needs."""
 
@@ -77,7 +83,9 @@ class CaptionTower(nn.Module):
         return torch.stack(written), torch.tensor(digits), torch.tensor(marks)
 
 
-def caption_loss(module: CaptionTower, pictures: list[Picture]) -> tuple[Tensor, dict[str, float]]:
+def caption_loss(
+    module: CaptionTower, pictures: list[Picture], *, mark_weight: float = 0.5
+) -> tuple[Tensor, dict[str, float]]:
     """Loss, and the shares of right digits, captions and marks."""
     written, digits, marks = module(pictures)
     target, digit_target, mark_target = module.targets(pictures)
@@ -89,7 +97,7 @@ def caption_loss(module: CaptionTower, pictures: list[Picture]) -> tuple[Tensor,
     mark_loss = F.cross_entropy(marks, mark_target)
     right = digits.argmax(-1) == digit_target
     counts = [num_tokens(picture.image) for picture in pictures]
-    return loss + 0.5 * distance + 0.5 * mark_loss, {
+    return loss + 0.5 * distance + mark_weight * mark_loss, {
         "loss": loss.item(),
         "distance": distance.item(),
         "right": right[digit_target != BLANK].float().mean().item(),
@@ -117,12 +125,9 @@ def train(args: argparse.Namespace) -> None:
     optimizer = MuonAdamW(
         module, muon_lr=args.muon_lr, adam_lr=args.adam_lr, weight_decay=args.weight_decay
     )
-    tasks, shares = list(TASK_SHARES), list(TASK_SHARES.values())
 
     def one_step(rng: random.Random, step: int) -> dict[str, float]:
-        chosen = rng.choices(tasks, shares, k=args.batch)
-        pictures = [generate_image(rng, task, held_out=False).picture for task in chosen]
-        loss, values = caption_loss(module, pictures)
+        loss, values = caption_loss(module, draw_pictures(rng, args.batch))
         loss.backward()
         progress = step / args.steps
         optimizer.step(learning_rate_scale(progress, warmup=0.02, decay=0.6, head_start=0.001))
@@ -147,7 +152,7 @@ def main() -> None:
     parser.add_argument("--init-from", type=Path, required=True, help="text model to start from")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--state", type=Path, required=True, help="file to continue from")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=32, help="pictures")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--muon-lr", type=float, default=1e-2)
