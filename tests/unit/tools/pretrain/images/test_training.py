@@ -1,6 +1,7 @@
 """The model that sees is trained on what `generate` computes; a run may be stopped at any time."""
 
 import argparse
+import itertools
 import random
 from pathlib import Path
 
@@ -12,15 +13,16 @@ from tests import tolerances
 from tests.engine import reference
 from tests.paths import CHECKPOINTS
 from vllm_dllm.tools.pretrain.batches import collate
+from vllm_dllm.tools.pretrain.exact_match import generate_inputs
 from vllm_dllm.tools.pretrain.forward import TrainingForward
 from vllm_dllm.tools.pretrain.images import steps, train
 from vllm_dllm.tools.pretrain.images.patches import to_patches
-from vllm_dllm.tools.pretrain.images.prompts import prompt_ids
+from vllm_dllm.tools.pretrain.images.prompts import prompt_ids, read_images
 from vllm_dllm.tools.pretrain.images.seeing import save_seeing, start_seeing
 from vllm_dllm.tools.pretrain.images.tasks import IMAGE_TASKS, generate_image
 from vllm_dllm.tools.pretrain.images.train_tower import CaptionTower, caption_loss
 from vllm_dllm.tools.pretrain.muon import MuonAdamW
-from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID, build_tokenizer
+from vllm_dllm.tools.pretrain.tokenizer import BOI_ID, EOI_ID, IMAGE_ID, build_tokenizer
 
 pytestmark = pytest.mark.numerics
 
@@ -40,6 +42,13 @@ def options(seeing: Path, folder: Path, count: int) -> argparse.Namespace:
     given = ["--init-from", str(seeing), "--out", str(folder / "out")]
     given += ["--state", str(folder / "state"), "--steps", str(count), "--images", "4"]
     return train.parser().parse_args([*given, "--tokens-per-batch", "1100", "--log-every", "1"])
+
+
+def one_token_each(ids: list[int]) -> list[int]:
+    """The prompt before its images got their tokens and marks."""
+    pairs = itertools.pairwise([None, *ids])
+    kept = [token for before, token in pairs if not before == token == IMAGE_ID]
+    return [token for token in kept if token not in (BOI_ID, EOI_ID)]
 
 
 @torch.no_grad()
@@ -65,12 +74,7 @@ def test_forward_equals_transformers(seeing: Path) -> None:
     canvases = torch.randint(512, (len(prompts), 1, canvas_length))
     ours = forward.decode(canvases, forward.encode(batch.prefix, batch.is_token, seen), None)
     for i, images in enumerate(shown):
-        one_each, previous = [], None
-        for token in prompts[i]:
-            if token not in (4, 6) and (token != IMAGE_ID or previous != IMAGE_ID):
-                one_each.append(token)
-            previous = token
-        prompt = reference.Seen.prepare(seeing, one_each, images)
+        prompt = reference.Seen.prepare(seeing, one_token_each(prompts[i]), images)
         assert prompt.ids == prompts[i]
         theirs = reference.first_step_logprobs(model, prompt, canvases[i, 0].tolist())
         torch.testing.assert_close(
@@ -140,3 +144,25 @@ def test_a_step_teaches(seeing: Path, tmp_path: Path) -> None:
     moved = {name for name, weight in model.named_parameters() if not weight.equal(before[name])}
     for part in ("vision_tower.encoder", "embed_vision", "language_model.layers"):
         assert any(part in name for name in moved), part
+
+
+def test_prompts_of_exact_match_are_the_processors(seeing: Path) -> None:
+    """Padded on the left; the pictures of all prompts in order."""
+    tokenizer = build_tokenizer()
+    rng = random.Random(1)
+    examples = [generate_image(rng, task, held_out=True) for task in ("image_row", "image_count")]
+    chats = [example.messages() for example in examples]
+    shown = [read_images(messages) for messages in chats]
+    prompts = [prompt_ids(tokenizer, *pair) for pair in zip(chats, shown, strict=True)]
+    inputs = generate_inputs(prompts, [image for images in shown for image in images])
+    for i, images in enumerate(shown):
+        expected = reference.Seen.prepare(seeing, one_token_each(prompts[i]), images).inputs
+        length = len(prompts[i])
+        is_token = inputs["attention_mask"][i].bool()
+        assert is_token.tolist() == [False] * (len(is_token) - length) + [True] * length
+        for name in ("input_ids", "mm_token_type_ids"):
+            assert torch.equal(inputs[name][i][is_token], expected[name][0]), name
+        places = inputs["image_position_ids"][i]
+        assert torch.equal(places, expected["image_position_ids"][0, : len(places)])
+        values = expected["pixel_values"][0, : len(places)].float()
+        torch.testing.assert_close(inputs["pixel_values"][i], values)
