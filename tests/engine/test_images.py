@@ -1,11 +1,14 @@
 """Prompts with images equal transformers' DiffusionGemma: in one step, committed, as whole
 trajectories, whatever the batch and the caches do."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from tests import tolerances
 from tests.engine import reference
@@ -23,9 +26,12 @@ from tests.engine.one_step import (
     read_one_step,
 )
 from tests.engine.test_trajectories import TRACED, parted, served_trajectories
+from tests.paths import CHECKPOINTS
 from vllm_dllm.step.model_state import DiffusionModelState
+from vllm_dllm.tools.pretrain.images.seeing import save_seeing, start_seeing
+from vllm_dllm.tools.pretrain.images.tasks import IMAGE_TASKS, generate_image
 from vllm_dllm.tools.pretrain.tiny import IMAGE_TOKENS, make_tiny_checkpoint
-from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID
+from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID, build_tokenizer
 
 pytestmark = pytest.mark.numerics
 
@@ -82,6 +88,33 @@ def test_one_step(
     is_cached = served.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
     read = read_one_step(served, prompts, canvases, neighbours, from_cache=is_cached)
     assert_equal_to_reference(model, prompts, canvases, read)
+
+
+def test_images_that_are_not_scaled(
+    engine: Callable[..., Engine], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The small model that sees takes pictures as they are: nine or twelve tokens, no others."""
+    torch.manual_seed(0)
+    path, tokenizer = tmp_path_factory.mktemp("unscaled"), build_tokenizer()
+    text = CHECKPOINTS / "diffusiongemma-tiny"
+    save_seeing(start_seeing(len(tokenizer), text), tokenizer, path)
+    served, model = engine(path, **PREFILLS["plain"]), reference.load(path)
+    rng = random.Random(0)
+    prompts, canvases = [], []
+    for seed, task in enumerate(IMAGE_TASKS):
+        picture = generate_image(rng, task, held_out=False).picture.image
+        tokens = [*range(20, 25), IMAGE_ID, *range(30, 40)]
+        prompts.append(reference.Seen.prepare(path, tokens, [picture]))
+        canvases.append(random_ids(64, 512, seed=seed))
+    assert [len(prompt) for prompt in prompts] == [15 + 2 + count for count in (9, 12, 12, 9)]
+    assert_equal_to_reference(model, prompts, canvases, read_one_step(served, prompts, canvases))
+    for size in [(25, 24), (80, 80)]:
+        odd = {
+            "prompt_token_ids": [IMAGE_ID],
+            "multi_modal_data": {"image": [random_image(size, seed=1)]},
+        }
+        with pytest.raises(VLLMValidationError, match=r"multiples of 8 pixels.*got"):
+            served.llm.generate(odd, use_tqdm=False)
 
 
 def test_causal_images_are_far_from_the_reference(

@@ -25,7 +25,12 @@ from vllm.multimodal.processing.processor import (
 )
 
 from vllm_dllm.compat.media_processor import ProcessorHooks
-from vllm_dllm.requests.images import MOST_IMAGES, check_media, check_options
+from vllm_dllm.requests.images import (
+    MOST_IMAGES,
+    check_media,
+    check_options,
+    check_size,
+)
 
 logger = init_logger(__name__)
 
@@ -134,11 +139,17 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
 
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
         check_options(options)
-        images = items.get_items("image", ImageProcessorItems).get_all() if items else []
-        if not images:
+        given = items.get_items("image", ImageProcessorItems) if items else ()
+        if not given:
             return BatchFeature()
-        assert self.info.image_processor is not None
-        made = self.info.image_processor(images, return_tensors="pt")
+        processor = self.info.image_processor
+        assert processor is not None
+        if not processor.do_resize:
+            unit = processor.patch_size * processor.pooling_kernel_size
+            for i in range(len(given)):
+                size = given.get_image_size(i)
+                check_size(size.width, size.height, unit, processor.max_soft_tokens)
+        made = processor(given.get_all(), return_tensors="pt")
         return BatchFeature(
             {
                 "patches": made["pixel_values"],

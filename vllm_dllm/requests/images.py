@@ -1,4 +1,4 @@
-"""How many images, and what else beside text, a prompt may hold.
+"""How many images, of what size, and what else beside text, a prompt may hold.
 
 All functions raise VLLMValidationError, which becomes HTTP 400.
 """
@@ -29,6 +29,17 @@ def check_media(modality: str, count: int, most_images: int | None) -> None:
         raise VLLMValidationError(
             f"A prompt may have at most {most_images} images on this server, got {count}. Send "
             f"fewer, or start the server with a higher --limit-mm-per-prompt.",
+            parameter="image",
+        )
+
+
+def check_size(width: int, height: int, unit: int, most_tokens: int) -> None:
+    """Of an image, in pixels, that is not scaled: `unit` x `unit` pixels become a token."""
+    if width % unit or height % unit or width * height > most_tokens * unit**2:
+        raise VLLMValidationError(
+            f"This checkpoint takes images as they are: both sides must be multiples of {unit} "
+            f"pixels, with at most {most_tokens * unit**2} pixels in all, got {width} x {height}. "
+            f"Scale or crop the image.",
             parameter="image",
         )
 

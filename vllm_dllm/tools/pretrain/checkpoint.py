@@ -11,13 +11,16 @@ from vllm_dllm.tools.pretrain.tasks import SERVING_NOTE
 
 
 def save_bf16_copy(
-    model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast, path: Path
+    model: DiffusionGemmaForBlockDiffusion,
+    tokenizer: PreTrainedTokenizerFast,
+    path: Path,
+    note: str = SERVING_NOTE,
 ) -> None:
-    """Writes a bf16 copy; `model` keeps training in fp32."""
+    """Writes a bf16 copy; `model` keeps training in fp32. `note` is for those who serve it."""
     copy = DiffusionGemmaForBlockDiffusion(model.config)
     copy.load_state_dict(model.state_dict())
     copy.generation_config = build_generation_config()
-    copy.config.serving_note = SERVING_NOTE
+    copy.config.serving_note = note
     save_checkpoint(copy.to(torch.bfloat16), tokenizer, path)
 
 

@@ -13,12 +13,33 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from PIL.Image import Image
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
+
+from vllm_dllm.tools.pretrain.images.patches import to_patches
+from vllm_dllm.tools.pretrain.images.prompts import prompt_ids, read_images
+from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID, PAD_ID
 
 
 def read_rows(path: Path) -> list[dict]:
     """Rows {"messages", "answer", "task"} of a held-out file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def generate_inputs(prompts: list[list[int]], images: list[Image]) -> dict[str, torch.Tensor]:
+    """What `generate` takes of prompts, padded on the left, and of all their images in order."""
+    length = max(map(len, prompts))
+    ids = torch.tensor([[PAD_ID] * (length - len(prompt)) + prompt for prompt in prompts])
+    mask = [[int(i >= length - len(prompt)) for i in range(length)] for prompt in prompts]
+    inputs = {"input_ids": ids, "attention_mask": torch.tensor(mask)}
+    if images:
+        values, places = to_patches(images)
+        inputs |= {
+            "mm_token_type_ids": (ids == IMAGE_ID).long(),
+            "pixel_values": values,
+            "image_position_ids": places,
+        }
+    return inputs
 
 
 @torch.no_grad()
@@ -28,28 +49,25 @@ def answer_rows(
     rows: list[dict],
     batch_size: int = 32,
 ) -> list[dict]:
-    """Adds "output", "blocks" (canvases up to EOS) and "steps" (denoising steps) to each row."""
+    """Adds "output", "blocks" (canvases up to EOS) and "steps" (denoising steps) to each row.
+
+    Messages may have pictures, as data URLs, of the sizes that the small model that sees takes.
+    """
+    images = [read_images(row["messages"]) for row in rows]
     prompts = [
-        tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)
-        for row in rows
+        prompt_ids(tokenizer, row["messages"], seen) for row, seen in zip(rows, images, strict=True)
     ]
-    token_counts = [len(tokenizer.encode(prompt)) for prompt in prompts]
-    order = sorted(range(len(rows)), key=token_counts.__getitem__)
+    order = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
     canvas_length = model.config.canvas_length
     answered: list[dict] = [{} for _ in rows]
     for start in range(0, len(order), batch_size):
         print(f"{start} of {len(order)} prompts", file=sys.stderr, flush=True)
         chosen = order[start : start + batch_size]
-        inputs = tokenizer(
-            [prompts[i] for i in chosen],
-            return_tensors="pt",
-            padding=True,
-            padding_side="left",
-            add_special_tokens=False,
-        ).to(model.device)
-        result = model.generate(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+        inputs = generate_inputs(
+            [prompts[i] for i in chosen], [image for i in chosen for image in images[i]]
         )
+        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+        result = model.generate(**inputs)
         new_tokens = result.sequences[:, inputs["input_ids"].shape[1] :]
         num_tokens = (new_tokens != tokenizer.pad_token_id).sum(-1)
         # generate reports tokens per forward for each row, without pads
@@ -106,7 +124,8 @@ def main() -> None:
     seconds = time.monotonic() - start
     wrong = [row for row in answered if row["output"] != row["answer"]]
     for row in wrong[: args.show_wrong]:
-        prompt = row["messages"][-1]["content"]
+        content = row["messages"][-1]["content"]
+        prompt = content if isinstance(content, str) else content[-1]["text"]
         print(
             f"{row['task']}: {prompt[-80:]!r}\n  want {row['answer']!r}\n  got  {row['output']!r}"
         )

@@ -16,8 +16,17 @@ from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from vllm_dllm.tools.pretrain.fused_ops import EPS, Ops
+from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID
 
 KeyValue = tuple[Tensor, Tensor]  # each [B, heads, P, head_dim]
+
+
+def _same_image(ids: Tensor) -> Tensor:
+    """[B, P, P] bool: whether two places are of the same run of image tokens; ids [B, P]."""
+    is_image = ids == IMAGE_ID
+    starts = is_image & ~F.pad(is_image, (1, 0))[:, :-1]
+    number = torch.where(is_image, starts.cumsum(-1), 0)
+    return (number[:, :, None] == number[:, None, :]) & is_image[:, None, :]
 
 
 @dataclass
@@ -43,8 +52,12 @@ class TrainingForward:
         self.window_left = self.config.sliding_window - 1  # prefix tokens a canvas row may see
         self.load_balance: list[Tensor] = []  # one term per layer and pass, see `_experts`
 
-    def encode(self, ids: Tensor, is_token: Tensor) -> Prefix:
-        """Causal pass over the prefix. ids [B, P], is_token [B, P] bool."""
+    def encode(self, ids: Tensor, is_token: Tensor, images: Tensor | None = None) -> Prefix:
+        """Causal pass over the prefix. ids [B, P], is_token [B, P] bool.
+
+        images [N, H]: what stands for the image tokens, one after the other. The tokens of one
+        image see each other both ways.
+        """
         length = ids.shape[1]
         index = torch.arange(length, device=ids.device)
         distance = index[:, None] - index[None, :]
@@ -56,6 +69,9 @@ class TrainingForward:
             "sliding_attention": causal & (distance < self.config.sliding_window),
         }
         x = F.embedding(ids, self.embedding) * self.embed_scale
+        if images is not None:
+            masks = {kind: mask | _same_image(ids)[:, None] for kind, mask in masks.items()}
+            x = x.masked_scatter((ids == IMAGE_ID)[..., None], images)
         rotary = self._rotary(index)
         key_values = []
         for layer in self.layers:

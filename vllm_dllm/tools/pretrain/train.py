@@ -83,14 +83,19 @@ def next_canvases(logits: Tensor) -> Tensor:
 
 
 def diffusion_loss(
-    model: TrainingForward, batch: Batch, copies: int, *, step_all: bool = False
+    model: TrainingForward,
+    batch: Batch,
+    copies: int,
+    *,
+    step_all: bool = False,
+    images: Tensor | None = None,  # [N, H], of the batch's image tokens
 ) -> tuple[Tensor, float]:
     """Weighted cross entropy, and the share of answer tokens whose best guess is right.
 
     step_all: the other half of the rows also takes a step, but gets no self-conditioning.
     """
     canvas = noise_canvases(batch.target, copies, model.config.vocab_size)
-    prefix = model.encode(batch.prefix, batch.is_token)
+    prefix = model.encode(batch.prefix, batch.is_token, images)
     # Rows are in random order, so "the first half" is a random half.
     half = len(canvas) // 2
     stepped = len(canvas) if step_all else half

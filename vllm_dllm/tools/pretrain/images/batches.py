@@ -1,0 +1,67 @@
+"""Batches of a step: questions about pictures, and the text tasks that are to be kept."""
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+
+from transformers import PreTrainedTokenizerFast
+
+from vllm_dllm.tools.pretrain.batches import FILLER_WEIGHT, Batch, collate, training_batches
+from vllm_dllm.tools.pretrain.images.drawing import Picture
+from vllm_dllm.tools.pretrain.images.prompts import prompt_ids
+from vllm_dllm.tools.pretrain.images.tasks import generate_image
+from vllm_dllm.tools.pretrain.task_shares import TASK_SHARES
+from vllm_dllm.tools.pretrain.tokenizer import EOS_ID
+
+IMAGE_SHARES = {"image_digit": 0.5, "image_row": 1.5, "image_add": 2.0, "image_count": 2.0}
+STEPS_A_POOL = 16  # steps that take their text from one pool
+
+
+def image_batch(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, *, rows: int, canvas_length: int
+) -> tuple[Batch, list[Picture]]:
+    """Questions about one picture each, with the pictures."""
+    encoded, pictures = [], []
+    for task in rng.choices(list(IMAGE_SHARES), list(IMAGE_SHARES.values()), k=rows):
+        example = generate_image(rng, task, held_out=False)
+        prompt = prompt_ids(tokenizer, example.template_messages(), [example.picture.image])
+        answer = [*tokenizer.encode(example.answer, add_special_tokens=False), EOS_ID]
+        weight = [len(answer) ** -0.5] * len(answer)
+        filler = canvas_length - len(answer)
+        weight += [weight[0] * FILLER_WEIGHT] * filler
+        encoded.append((prompt, answer + [EOS_ID] * filler, weight))
+        pictures.append(example.picture)
+    return collate(encoded), pictures
+
+
+class TextBatches:
+    """The text of each step of a run, which can be asked for from any step on."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        seed: int,
+        canvas_length: int,
+        copies: int,
+        tokens_per_batch: int,
+    ) -> None:
+        self._tokenizer, self._seed = tokenizer, seed
+        self._options = dict(
+            canvas_length=canvas_length,
+            canvases_per_prefix=copies,
+            tokens_per_batch=tokens_per_batch,
+        )
+        self._batches: Iterator[Batch] = iter(())
+        self._next = -1
+
+    def at(self, step: int) -> Batch:
+        """The batch of `step`; quick for steps one after the other."""
+        pool, place = divmod(step, STEPS_A_POOL)
+        if step != self._next or place == 0:
+            batches = training_batches(
+                self._tokenizer, TASK_SHARES, seed=self._seed * 100_003 + pool, **self._options
+            )
+            self._batches = islice(batches, place, None)
+        self._next = step + 1
+        return next(self._batches)
