@@ -30,6 +30,7 @@ TOOLS = {
 _SMALL = "--dtype float32 --max-model-len 1024 --kv-cache-memory-bytes 1G"
 SERVERS = (
     f".venv/bin/vllm serve {TINY} --host 127.0.0.1 {_SMALL}",
+    f".venv/bin/vllm serve checkpoints/sdar-tiny --host 127.0.0.1 {_SMALL}",
     f".venv/bin/vllm serve {TINY} --host 127.0.0.1 {_SMALL} --additional-config"
     """ '{"vllm_dllm": {"window_rule": "symmetric", "defaults": {"diffusion_max_steps": 24}}}'""",
     f".venv/bin/vllm serve {TINY} --host 127.0.0.1 {_SMALL} --additional-config"
@@ -86,6 +87,7 @@ ELSEWHERE = {
     ".venv/bin/vllm-dllm top --url http://127.0.0.1:8000": "tests/server/test_metrics.py::test_top",
     ".venv/bin/vllm-dllm demo": _DEMO,
     '.venv/bin/vllm-dllm demo --ask "Sort: q d x"': _DEMO,
+    ".venv/bin/vllm-dllm demo checkpoints/sdar-tiny": _DEMO,
     ".venv/bin/vllm-dllm demo --save-picture canvas.svg": _DEMO,
     f".venv/bin/vllm-dllm eval {TINY} {TINY}-FP8-dynamic {TINY}-NVFP4": (
         "tests/server/test_eval.py::test_quantised_checkpoints"

@@ -1,0 +1,53 @@
+"""A masked model in this project's engine, with or without a commit of its own for each block."""
+
+import argparse
+import json
+from typing import Any
+
+from bench import system
+from bench.engine import Engine
+from vllm_dllm.scheduling.scheduler import CanvasScheduler
+
+
+class SeparateCommits(CanvasScheduler):
+    """As servers of masked models do elsewhere (SGLang's): a block's commit has a forward of its
+    own, and so has a prompt."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.joins_canvases = False
+
+
+class MaskedEngine(Engine):
+    counters = "vllm:diffusion_num_"
+
+    def __init__(self, checkpoint: str, block_length: int, separate_commits: bool) -> None:
+        options: dict[str, Any] = {}
+        if separate_commits:
+            options["scheduler_cls"] = f"{__spec__.name}.SeparateCommits"
+        super().__init__(checkpoint, hf_overrides={"block_size": block_length}, **options)
+
+    def run(
+        self, prompts: list[list[int]], batch: int, max_tokens: int, **sampling: float
+    ) -> dict[str, Any]:
+        """`sampling` has `threshold`, what a token's probability must exceed. Greedy."""
+        extra_args = {"diffusion_accept_probability": sampling["threshold"]}
+        return super().run(prompts, batch, max_tokens, temperature=0.0, extra_args=extra_args)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--block-length", type=int, required=True)
+    parser.add_argument("--separate-commits", type=json.loads, default=False)
+    args = parser.parse_args()
+
+    def start() -> tuple[dict[str, Any], Any]:
+        engine = MaskedEngine(args.checkpoint, args.block_length, args.separate_commits)
+        return {"separate_commits": args.separate_commits}, engine.handlers()
+
+    system.serve(start)
+
+
+if __name__ == "__main__":
+    main()

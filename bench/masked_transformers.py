@@ -1,0 +1,107 @@
+"""SDAR's published loop over transformers' Qwen3: one prompt at a time, with a KV cache.
+
+Each denoise step computes the block over the cache; when nothing is hidden any more, one more
+forward writes its keys and values. The rule is `low_confidence_dynamic`, greedy.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import DynamicCache, Qwen3ForCausalLM
+
+from bench import system
+from vllm_dllm.models.sdar_config import SDARConfig
+
+
+class Loop:
+    def __init__(self, checkpoint: Path, block_length: int) -> None:
+        config = SDARConfig.from_pretrained(checkpoint)
+        self.block_length, self.mask_id = block_length, config.mask_token_id
+        self.eos = config.eos_token_id
+        self.model = Qwen3ForCausalLM(config).eval().float()
+        weights = load_file(checkpoint / "model.safetensors")
+        missing = self.model.load_state_dict(weights, strict=False).missing_keys
+        assert missing == ["lm_head.weight"], missing  # tied to the embeddings
+        self.forwards = 0
+
+    def handlers(self) -> dict[str, Any]:
+        return {"run": self.run}
+
+    def run(
+        self, prompts: list[list[int]], batch: int, max_tokens: int, threshold: float
+    ) -> dict[str, Any]:
+        """`batch` has no part in it."""
+        self.forwards, outputs = 0, []
+        started = time.perf_counter()
+        for prompt in prompts:
+            outputs.append(self.generate(prompt, max_tokens, threshold))
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "outputs": outputs, "forwards": self.forwards}
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], max_tokens: int, threshold: float) -> list[int]:
+        B, cache = self.block_length, DynamicCache()
+        known = list(prompt)
+        start = len(known) // B * B
+        if start:
+            self._forward(torch.tensor(known[:start]), 0, cache)
+        while len(known) < len(prompt) + max_tokens:
+            start = len(known) // B * B
+            block = torch.tensor(known[start:] + [self.mask_id] * (B - len(known) % B))
+            hidden = torch.arange(start, start + B) >= len(known)
+            while hidden.any():
+                probability, token = self._forward(block, start, cache).softmax(-1).max(-1)
+                if start == 0:  # which `crop` takes for no limit
+                    cache = DynamicCache()
+                else:
+                    cache.crop(start)
+                probability = probability.where(hidden, -torch.inf)
+                revealed = hidden & (probability > threshold)
+                revealed[probability.argmax()] = True
+                block = token.where(revealed, block)
+                hidden &= ~revealed
+            self._forward(block, start, cache)
+            answer = block[len(known) - start :].tolist()
+            if self.eos in answer:
+                known += answer[: answer.index(self.eos) + 1]
+                break
+            known += answer
+        return known[len(prompt) :][:max_tokens]
+
+    def _forward(self, tokens: Tensor, start: int, cache: DynamicCache) -> Tensor:
+        """[T, V] logits of whole blocks from position `start`, which join the cache."""
+        self.forwards += 1
+        place = torch.arange(start, start + len(tokens))
+        end = (place // self.block_length + 1) * self.block_length
+        seen = torch.arange(start + len(tokens)) < end[:, None]
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        return self.model(
+            input_ids=tokens[None],
+            position_ids=place[None],
+            attention_mask=mask[None, None],
+            past_key_values=cache,
+        ).logits[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--block-length", type=int, required=True)
+    parser.add_argument("--num-threads", type=int, required=True)
+    args = parser.parse_args()
+
+    def start() -> tuple[dict[str, Any], Any]:
+        torch.set_num_threads(args.num_threads)
+        loop = Loop(args.checkpoint, args.block_length)
+        return {"torch_threads": torch.get_num_threads()}, loop.handlers()
+
+    system.serve(start)
+
+
+if __name__ == "__main__":
+    main()

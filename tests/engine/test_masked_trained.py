@@ -1,0 +1,61 @@
+"""The trained masked checkpoint decodes as the published loop does, and is right."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3ForCausalLM
+from vllm import SamplingParams
+
+from tests.engine.conftest import HELD_OUT, Engine
+from tests.engine.masked import Reference, Rule
+from tests.paths import CHECKPOINTS
+from vllm_dllm.models.sdar_config import SDARConfig
+
+pytestmark = pytest.mark.numerics
+
+SDAR = CHECKPOINTS / "sdar-tiny"
+THRESHOLD, MOST_TOKENS = 0.9, 128
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    model = Qwen3ForCausalLM._from_config(
+        SDARConfig.from_pretrained(SDAR), attn_implementation="eager"
+    )
+    model.load_state_dict(load_file(SDAR / "model.safetensors"), strict=False)
+    return model.float().eval()
+
+
+@pytest.mark.parametrize(("block_length", "stride"), [(4, 23), (32, 23)])
+def test_trajectories_and_answers(
+    engine: Callable[..., Engine], model: torch.nn.Module, block_length: int, stride: int
+) -> None:
+    """Tokens are revealed in the same steps, except where a probability is so close to the
+    threshold that rounding decides; so answers are compared, and how many of them are right."""
+    served = engine(SDAR, hf_overrides={"block_size": block_length})
+    rows = [json.loads(line) for line in HELD_OUT.open()][::stride]
+    tokenizer = served.llm.get_tokenizer()
+    prompts = [
+        tokenizer.apply_chat_template(
+            row["messages"], add_generation_prompt=True, return_dict=False
+        )
+        for row in rows
+    ]
+    params = SamplingParams(
+        max_tokens=MOST_TOKENS,
+        temperature=0.0,
+        extra_args={"diffusion_accept_probability": THRESHOLD},
+    )
+    inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = served.llm.generate(inputs, params, use_tqdm=False)
+    decode = Reference(model, block_length, SDARConfig.from_pretrained(SDAR).mask_token_id)
+    rule, right = Rule("dynamic", threshold=THRESHOLD), 0
+    for row, prompt, output in zip(rows, prompts, outputs, strict=True):
+        ours = list(output.outputs[0].token_ids)
+        assert ours == decode.generate(prompt, len(ours), rule).tokens
+        right += output.outputs[0].text == row["answer"]
+    assert right >= 0.9 * len(rows)
