@@ -4,6 +4,8 @@ import argparse
 import json
 from typing import Any
 
+from vllm.v1.request import Request
+
 from bench import system
 from bench.engine import Engine
 from vllm_dllm.scheduling.scheduler import CanvasScheduler
@@ -16,6 +18,10 @@ class SeparateCommits(CanvasScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.joins_canvases = False
+
+    def block_emitted(self, request: Request, block_length: int) -> None:
+        super().block_emitted(request, block_length)
+        request.spec_token_ids = []
 
 
 class MaskedEngine(Engine):
