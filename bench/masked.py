@@ -45,18 +45,25 @@ def num_blocks(prompts: list[list[int]], outputs: list[list[int]], length: int) 
     return sum((end - 1) // length - start // length + 1 for start, end in ends)
 
 
+def ask(
+    call: Call, system: str, asked: workload.Workload, batch: int, threshold: float = THRESHOLD
+) -> dict[str, Any]:
+    """What a system's `run` returns: seconds, outputs and forwards."""
+    return call(
+        system,
+        "run",
+        prompts=asked.prompts,
+        batch=batch,
+        max_tokens=asked.max_tokens,
+        threshold=threshold,
+    )
+
+
 def curve(call: Call, asked: workload.Workload) -> list[dict[str, float]]:
     """By threshold, one prompt at a time, so that forwards are a prompt's own."""
     found = []
     for threshold in THRESHOLDS:
-        run = call(
-            OURS,
-            "run",
-            prompts=asked.prompts,
-            batch=1,
-            max_tokens=asked.max_tokens,
-            threshold=threshold,
-        )
+        run = ask(call, OURS, asked, 1, threshold)
         tokens = sum(map(len, run["outputs"]))
         found.append(
             {
@@ -77,14 +84,7 @@ def speed(call: Call, asked: workload.Workload, rounds: int, block_length: int) 
         last: dict[str, Any] = {}
         for _ in range(rounds):
             for name, own in seconds.items():
-                last[name] = call(
-                    name,
-                    "run",
-                    prompts=asked.prompts,
-                    batch=concurrency,
-                    max_tokens=asked.max_tokens,
-                    threshold=THRESHOLD,
-                )
+                last[name] = ask(call, name, asked, concurrency)
                 own.append(last[name]["seconds"])
         by_system: dict[str, dict[str, Any]] = {}
         found[str(concurrency)] = by_system
@@ -140,16 +140,8 @@ def main() -> None:
             right: dict[str, float] = {}
             answers: dict[str, list[list[int]]] = {}
             for name in (PUBLISHED, OURS, SEPARATE):
-                run = call(
-                    name,
-                    "run",
-                    prompts=all_prompts.prompts,
-                    batch=32,
-                    max_tokens=all_prompts.max_tokens,
-                    threshold=THRESHOLD,
-                )
-                answers[name] = run["outputs"]
-                right[name] = all_prompts.accuracy(run["outputs"])
+                answers[name] = ask(call, name, all_prompts, 32)["outputs"]
+                right[name] = all_prompts.accuracy(answers[name])
             print(f"block {length}: exact match {right}", flush=True)
             harness.require_accuracy(right[OURS], right[PUBLISHED], MOST_POINTS_BELOW)
             same = sum(a == b for a, b in zip(answers[OURS], answers[PUBLISHED], strict=True))

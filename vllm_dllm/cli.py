@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from vllm_dllm.tools.drafter.calibration.cli import add_calibrate_width
 from vllm_dllm.tools.drafter.training.cli import add_train
 from vllm_dllm.tools.plan.gpus import ELEMENT_BYTES, GPUS
 from vllm_dllm.tools.resumable import exit_status
+from vllm_dllm.tools.task_options import add_task_options, say_what_is_missing
 from vllm_dllm.tools.tune.cli import add_tune
 
 
@@ -194,36 +194,7 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="task of lm-evaluation-harness, such as gsm8k, or a task file; may be given several "
         "times (default: checkpoints/held_out.yaml)",
     )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path("."),
-        metavar="FOLDER",
-        help="folder of the tasks' data sets, each in OWNER/NAME (default: %(default)s). For task "
-        "files, their own folder is searched first; for tasks given by name, also Hugging Face's "
-        "cache. Nothing is downloaded",
-    )
-    parser.add_argument(
-        "--api",
-        choices=("chat", "completions"),
-        default="chat",
-        help="whether prompts go through the chat template (default: %(default)s)",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="first N prompts of each task only")
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=32,
-        metavar="N",
-        help="prompts at once (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--serve-options",
-        type=shlex.split,
-        metavar="OPTIONS",
-        help="for `vllm serve`, as one string: --serve-options='--dtype float32' (default: none; "
-        "without a GPU --kv-cache-memory-bytes 1G and a --max-model-len that fits the tasks)",
-    )
+    add_task_options(parser)
     parser.add_argument(
         "-o",
         "--out",
@@ -241,13 +212,7 @@ def _eval(options: argparse.Namespace) -> int:
     try:
         from vllm_dllm.tools import evaluate  # late: it loads PyTorch and lm-evaluation-harness
     except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        if package not in ("datasets", "lm_eval"):
-            raise
-        print(
-            f"vllm-dllm eval: there is no {package} here: pip install 'vllm-dllm[eval]'",
-            file=sys.stderr,
-        )
+        say_what_is_missing("eval", error)
         return 1
 
     try:

@@ -1,11 +1,10 @@
 """The command line of `vllm-dllm tune`."""
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 
 from vllm_dllm.tools.resumable import exit_status
+from vllm_dllm.tools.task_options import add_task_options, say_what_is_missing
 
 
 def add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -19,20 +18,7 @@ def add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help="task of lm-evaluation-harness, such as gsm8k, or a task file. Half of its prompts "
         "are searched with, half judge what was found",
     )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path("."),
-        metavar="FOLDER",
-        help="folder of the task's data set, as for `vllm-dllm eval` (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--api",
-        choices=("chat", "completions"),
-        default="chat",
-        help="whether prompts go through the chat template (default: %(default)s)",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="first N prompts of the task only")
+    add_task_options(parser)
     parser.add_argument(
         "--trials",
         type=int,
@@ -46,19 +32,6 @@ def add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         default=0.5,
         metavar="POINTS",
         help="of accuracy, in percentage points, that speed may cost (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=32,
-        metavar="N",
-        help="prompts at once (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--serve-options",
-        type=shlex.split,
-        metavar="OPTIONS",
-        help="for `vllm serve`, as one string, as for `vllm-dllm eval`",
     )
     parser.add_argument(
         "-o",
@@ -76,13 +49,7 @@ def _tune(options: argparse.Namespace) -> int:
     try:
         from vllm_dllm.tools.tune.run import Settings, run  # late: it loads PyTorch and the harness
     except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        if package not in ("datasets", "lm_eval", "optuna"):
-            raise
-        print(
-            f"vllm-dllm tune: there is no {package} here: pip install 'vllm-dllm[eval]'",
-            file=sys.stderr,
-        )
+        say_what_is_missing("tune", error)
         return 1
 
     settings = Settings(

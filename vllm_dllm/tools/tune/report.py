@@ -55,14 +55,13 @@ def as_table(confirmed: Sequence[Confirmed], chosen: Confirmed, prompts: str) ->
         table.add_column(heading, justify="right")
     table.add_column("settings", overflow="fold")
     for row in confirmed:
-        own = "own settings"
         table.add_row(
             f"{row.tried.number}{' *' if row is chosen else ''}",
             _percent(row.accuracy),
             "-" if row.tried.is_own else _percent(row.difference, "+"),
             f"{row.measured.tokens_per_forward:.2f}",
             f"{row.measured.tokens_per_second:.0f}",
-            own if row.tried.is_own else _in_words(row.tried),
+            "own settings" if row.tried.is_own else _in_words(row.tried),
         )
     return table
 

@@ -197,11 +197,11 @@ def _search_and_confirm(
         )
         own = next(t for t in tried if t.is_own)
         candidates = [own, *(t for t in front(tried) if t is not own)]
-        bar = progress.add_task("confirming", total=len(candidates))
+        confirming = progress.add_task("confirming", total=len(candidates))
         found: list[Measured] = []
         for candidate in candidates:
             found.append(_confirm(partial / CONFIRMED_FILE, candidate, halves[1], measure))
-            progress.advance(bar)
+            progress.advance(confirming)
     confirmed = [
         Confirmed.against(found[0], candidate, measured)
         for candidate, measured in zip(candidates, found, strict=True)
@@ -228,16 +228,17 @@ def _write(
 ) -> None:
     chosen = choose(confirmed, settings.max_loss)
     own = next(c for c in confirmed if c.tried.is_own)
+    here = machine()
     prompts = f"{len(own.measured.scores)} prompts of {settings.task}"
     console.print(report.as_table(confirmed, chosen, prompts))
     report.write_defaults(partial / "defaults.yaml", chosen, own.measured, prompts)
     asked = {
         "checkpoint": str(checkpoint),
         "weights": sha256_sums(checkpoint),
-        "machine": machine(),
+        "machine": here,
         "concurrency": settings.concurrency,
         "max_loss": settings.max_loss,
     }
     (partial / "tune.json").write_text(report.as_json(tried, confirmed, chosen, asked))
-    title = f"{checkpoint.name}: {len(tried)} trials, {prompts}; {machine()['device']}"
+    title = f"{checkpoint.name}: {len(tried)} trials, {prompts}; {here['device']}"
     plot(tried, confirmed, chosen, title, partial / "tune.png")

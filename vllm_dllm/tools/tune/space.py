@@ -67,14 +67,11 @@ class Space:
         if rule == "entropy_bound":
             keys["diffusion_entropy_bound"] = _log(trial, "entropy_bound", bound, 0.1, 30)
         elif rule == "confidence":
-            least, most = 0.5, 0.995
-            keys["diffusion_accept_probability"] = trial.suggest_float(
-                "accept_probability", least, most
-            )
+            probability = trial.suggest_float("accept_probability", 0.5, 0.995)
+            keys["diffusion_accept_probability"] = probability
         else:
-            keys["diffusion_accept_tokens"] = trial.suggest_int(
-                "accept_tokens", 1, _MOST_TOKENS, log=True
-            )
+            tokens = trial.suggest_int("accept_tokens", 1, _MOST_TOKENS, log=True)
+            keys["diffusion_accept_tokens"] = tokens
         if self._config is not None:
             keys |= self._ending(trial, self._config)
         return keys
