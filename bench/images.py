@@ -89,16 +89,18 @@ def texts(call: Call, concurrency: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--eager", action="store_true", help="try it without compiling")
     parser.add_argument("--out", type=Path, default=harness.results_folder())
     args = parser.parse_args()
     threads = str(len(os.sched_getaffinity(0)))
+    eager = ["--eager"] if args.eager else []
     report: dict[str, Any] = {"bench": "images", "machine": harness.machine()}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         images_shape.write(folder)
         commands = {
-            OURS: ("bench.images_engine", [str(folder)]),
-            WITHOUT: ("bench.images_engine", [str(folder), "--no-tower"]),
+            OURS: ("bench.images_engine", [str(folder), *eager]),
+            WITHOUT: ("bench.images_engine", [str(folder), "--no-tower", *eager]),
             TRANSFORMERS: (
                 "bench.images_transformers",
                 [str(folder), "--num-threads", threads],

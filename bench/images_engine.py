@@ -44,13 +44,14 @@ class ImageProbe(StepSplit):
 
 
 class ImagesEngine(CanvasEngine):
-    def __init__(self, checkpoint: Path, sees: bool) -> None:
+    def __init__(self, checkpoint: Path, sees: bool, eager: bool) -> None:
         self.folder = checkpoint
         options: dict[str, Any] = {} if sees else {"limit_mm_per_prompt": {"image": 0}}
         super().__init__(
             str(checkpoint),
             CANVAS,
             max_model_len=MAX_MODEL_LEN,
+            enforce_eager=eager,
             worker_extension_cls="bench.images_engine.ImageProbe",
             **options,
         )
@@ -88,10 +89,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--no-tower", action="store_true")
+    parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
 
     def start() -> tuple[dict[str, Any], Any]:
-        engine = ImagesEngine(args.checkpoint, sees=not args.no_tower)
+        engine = ImagesEngine(args.checkpoint, not args.no_tower, args.eager)
         return {"tower": not args.no_tower}, engine.handlers()
 
     system.serve(start)
