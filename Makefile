@@ -47,8 +47,8 @@ serve: setup ## serve the shipped checkpoint on port 8000 (PORT=...)
 	  --diffusion-config '{"canvas_length": 64}' --dtype float32 --max-model-len 1024 \
 	  --kv-cache-memory-bytes 1G
 
-demo: setup ## start a server, ask a few questions, show the canvas denoising
-	$(BIN)/vllm-dllm demo
+demo: setup ## start a server, ask a few questions, show the canvas denoising (MODEL=FOLDER)
+	$(BIN)/vllm-dllm demo $(MODEL)
 
 # Two files at a time: an engine computes on one core, and starts on one, too. In the order of
 # tests/conftest.py; xdist's own puts the files of few tests last, and these are the slow ones.

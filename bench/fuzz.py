@@ -1,4 +1,4 @@
-"""Odd requests to servers with and without a drafter: how many were answered, and how.
+"""Odd requests to servers with and without a drafter, and to one that sees: how they were answered.
 
 Ends with status 1 if an answer breaks its request.
 """

@@ -78,7 +78,7 @@ def _demo(options: argparse.Namespace) -> int:
     try:
         demo.run(
             checkpoint=options.checkpoint,
-            questions=options.ask or demo.QUESTIONS,
+            asked=options.ask or [],
             port=options.port,
             pace_s=options.pace,
             picture=options.save_picture,

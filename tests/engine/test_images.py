@@ -25,8 +25,10 @@ from tests.engine.one_step import (
     random_ids,
     read_one_step,
 )
+from tests.engine.rounding import assert_same, decided
 from tests.engine.test_trajectories import TRACED, parted, served_trajectories
 from tests.paths import CHECKPOINTS
+from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
 from vllm_dllm.step.model_state import DiffusionModelState
 from vllm_dllm.tools.pretrain.images.seeing import save_seeing, start_seeing
 from vllm_dllm.tools.pretrain.images.tasks import IMAGE_TASKS, generate_image
@@ -244,6 +246,55 @@ def test_preempted_prompts_with_images(
     found = answers(narrow)
     assert preemptions(narrow) > 0
     assert found == expected
+
+
+def answers(served: Engine, prompts: list[Prompt]) -> list[list[int]]:
+    """Of three blocks; a random model is chaotic: one step each."""
+    params = [
+        SamplingParams(
+            max_tokens=3 * CANVAS,
+            ignore_eos=True,
+            seed=seed,
+            extra_args={"diffusion_max_steps": 1},
+        )
+        for seed in range(len(prompts))
+    ]
+    inputs = [engine_input(prompt) for prompt in prompts]
+    outputs = served.llm.generate(inputs, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_asynchronous_scheduling(
+    engine: Callable[..., Engine], seeing: Callable[[int], Path], asynchronous: None
+) -> None:
+    """Steps that compute an image, or wait to, are planned before the last one's end is known."""
+    path, options = seeing(64), PREFILLS["chunked-prefill"]
+    prompts = prompts_with_images(path, 64)
+    waiting = engine(path, async_scheduling=False, **options)
+    expected = decided(waiting.llm, lambda: answers(waiting, prompts))
+    ahead = engine(path, async_scheduling=True, **options)
+    scheduler = ahead.llm.llm_engine.engine_core.engine_core.scheduler
+    assert isinstance(scheduler, CanvasAsyncScheduler)
+    assert_same(answers(ahead, prompts), expected)
+
+
+def test_two_processes_see_as_one(
+    engine: Callable[..., Engine],
+    seeing: Callable[[int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has the whole tower, and a part of the text layers. vLLM's kernel for experts on CPUs
+    cannot take halves of experts as narrow as these."""
+    path, options = seeing(16), PREFILLS["chunked-prefill"]
+    prompts = prompts_with_images(path, 16)
+    one = engine(path, **options)
+    expected = decided(one.llm, lambda: answers(one, prompts))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    two = engine(path, tensor_parallel_size=2, enable_expert_parallel=True, **options)
+    assert_same(answers(two, prompts), expected)
+    canvases = [random_ids(CANVAS, 512, seed=i) for i in range(len(prompts))]
+    read = read_one_step(two, prompts, canvases)
+    assert_equal_to_reference(reference.load(path), prompts, canvases, read)
 
 
 def test_an_engine_without_images_has_no_tower(

@@ -1,20 +1,26 @@
 """FP8 and NVFP4 checkpoints are served as transformers computes them with the same roundings."""
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from tests import tolerances
 from tests.engine import quantized, reference
 from tests.engine.conftest import CHECKPOINTS, HELD_OUT, TRAINED, Engine
-from tests.engine.one_step import random_ids, read_one_step
+from tests.engine.one_step import Prompt, random_ids, read_one_step
 from tests.engine.rounding import assert_same, decided
+from vllm_dllm.tools.pretrain.images.seeing import save_seeing, start_seeing
+from vllm_dllm.tools.pretrain.images.tasks import IMAGE_TASKS, generate_image
+from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID, build_tokenizer
+from vllm_dllm.tools.quantize.quantize import quantize
 
 pytestmark = pytest.mark.numerics
 
@@ -69,7 +75,7 @@ def test_one_step(
 
 
 def read_all(
-    served: Engine, prompt: list[int], canvas: list[int], xargs: dict[str, Any]
+    served: Engine, prompt: Prompt, canvas: list[int], xargs: dict[str, Any]
 ) -> torch.Tensor:
     """Log-probabilities of all tokens, [C, V]."""
     (positions,) = read_one_step(served, [prompt], [canvas], xargs=xargs, num_logprobs=VOCAB)
@@ -77,7 +83,7 @@ def read_all(
 
 
 def is_decided(
-    model: Any, prompt: list[int], canvas: list[int], expected: torch.Tensor, noises: int = 3
+    model: Any, prompt: Prompt, canvas: list[int], expected: torch.Tensor, noises: int = 3
 ) -> bool:
     """Whether noise of the size of fp32's errors leaves the answer alone."""
     for seed in range(noises):
@@ -126,6 +132,48 @@ def test_one_step_of_the_shipped(engine: Callable[..., Engine], shipped: Path) -
         shift.append((expected - unquantised).abs().max().item())
     assert near_boundary <= NEAR_BOUNDARY * NUM_PROMPTS
     assert min(shift) > 0.1
+
+
+NUM_PICTURES = 8
+
+
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "nvfp4"])
+def test_images(engine: Callable[..., Engine], tmp_path: Path, scheme: str) -> None:
+    """`vllm-dllm quantize` leaves tower and projection alone, and its copy sees as the reference
+    does with them. Text is answered beside the pictures."""
+    torch.manual_seed(0)
+    original, path, tokenizer = tmp_path / "original", tmp_path / scheme, build_tokenizer()
+    save_seeing(start_seeing(len(tokenizer), TRAINED), tokenizer, original)
+    prompts = tmp_path / "prompts.jsonl"
+    lines = (CHECKPOINTS / "calibration.jsonl").read_text().splitlines(keepends=True)
+    prompts.write_text("".join(lines[:: len(lines) // 4]))
+    quantize(original, scheme, path, prompts if scheme == "nvfp4" else None)
+    before, after = (load_file(folder / "model.safetensors") for folder in (original, path))
+    tower = [name for name in before if ".vision_tower." in name or ".embed_vision." in name]
+    assert tower and all(torch.equal(before[name], after[name]) for name in tower)
+
+    served = engine(path, **OPTIONS)
+    model, plain = quantized.load(path, original), reference.load(original)
+    rng, shift, near_boundary = random.Random(0), [], 0
+    for seed in range(NUM_PICTURES):
+        example = generate_image(rng, list(IMAGE_TASKS)[seed % len(IMAGE_TASKS)], held_out=True)
+        messages = example.template_messages()
+        tokens = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        seen = reference.Seen.prepare(original, tokens, [example.picture.image])
+        text = [token for token in tokens if token != IMAGE_ID]
+        canvas = random_ids(1, VOCAB, seed)
+        for prompt in (seen, text):
+            read = read_all(served, prompt, canvas, {"diffusion_canvas_length": 1})
+            expected = reference.first_step_logprobs(model, prompt, canvas)
+            if (read - expected).abs().max() >= tolerances.BETWEEN_TIES:
+                near_boundary += 1
+                assert not is_decided(model, prompt, canvas, expected, NOISES), f"{seed=}"
+            unquantised = reference.first_step_logprobs(plain, prompt, canvas)
+            shift.append((expected - unquantised).abs().max().item())
+    assert near_boundary <= NEAR_BOUNDARY * 2 * NUM_PICTURES
+    assert min(shift) > 0.01
 
 
 def answers(served: Engine) -> list[list[int]]:

@@ -24,6 +24,8 @@ def check(request: DrawnRequest, status: int, text: str, model: Model, tokenizer
         if not error.get("message"):
             raise Broken(f"HTTP {status} without a message: {text[:500]}")
         return
+    if request.is_bad:
+        raise Broken(f"a picture that is none was answered: {text[:500]}")
     if request.body.get("stream"):
         check_stream(text)
         return

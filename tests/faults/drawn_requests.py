@@ -12,6 +12,7 @@ from hypothesis.strategies import SearchStrategy
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
+from tests.faults import drawn_images
 from vllm_dllm.requests.keys import ACCEPTANCE_RULES, CHECKED_ELSEWHERE, OPTIONS, PREDICTION
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -30,12 +31,14 @@ class Model:
     eos: int
     context: int
     canvas_length: int | None  # None: no diffusion model
+    most_images: int = 0
 
 
 @dataclass(frozen=True)
 class DrawnRequest:
     path: str
     body: dict[str, Any]
+    is_bad: bool = False  # nothing of it can be answered
 
 
 def among(*values: Any) -> SearchStrategy[Any]:
@@ -153,10 +156,13 @@ def requests(draw: Any, model: Model, name: str) -> DrawnRequest:
                 st.integers(0, model.vocab_size - 1), min_size=1, max_size=9, unique=True
             )
             body["logprob_token_ids"] = draw(tokens)
+    is_bad = False
     is_chat = draw(st.booleans())
     if is_chat:
-        text = draw(among("Sort: q d x a", "", "Count from 31 to 69.", "é" * 40, "a " * 300))
-        body["messages"] = [{"role": "user", "content": text}]
+        content = draw(among("Sort: q d x a", "", "Count from 31 to 69.", "é" * 40, "a " * 300))
+        if model.most_images and draw(st.integers(0, 3)):
+            content, is_bad = draw(drawn_images.contents(model.most_images))
+        body["messages"] = [{"role": "user", "content": content}]
         if draw(st.booleans()):
             body |= {"logprobs": True, "top_logprobs": draw(among(0, 1, 5, 20))}
     else:
@@ -179,4 +185,4 @@ def requests(draw: Any, model: Model, name: str) -> DrawnRequest:
         body.pop("echo", None)
     if draw(st.integers(0, 3)) == 0:
         spoiled(draw, body, [*sorted(parameters), *FIELDS, *KEYS])
-    return DrawnRequest("chat/completions" if is_chat else "completions", body)
+    return DrawnRequest("chat/completions" if is_chat else "completions", body, is_bad)

@@ -14,10 +14,21 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.faults.answers import Broken, check
+from tests.faults.drawn_images import made
 from tests.faults.drawn_requests import DrawnRequest, Model, requests
-from tests.server.conftest import CANVAS, CHECKPOINT, MAX_MODEL_LEN, UNCOMPILED, serving
+from tests.pictures import data_url
+from tests.server.conftest import (
+    CANVAS,
+    CHECKPOINT,
+    MAX_MODEL_LEN,
+    UNCOMPILED,
+    start_serving,
+    stop,
+)
+from tests.server.process_trees import peak_memory
 from tests.server.test_drafter import DRAFTER as DRAFTER_CHECKPOINT
 from tests.server.test_drafter import TARGET, options
+from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 AT_ONCE = 8
 NO_ANSWER_S = 300
@@ -25,14 +36,34 @@ NO_ANSWER_S = 300
 
 DIFFUSION = Model(vocab_size=512, eos=1, context=MAX_MODEL_LEN, canvas_length=CANVAS)
 DRAFTER = Model(vocab_size=512, eos=1, context=MAX_MODEL_LEN, canvas_length=None)
-SERVERS: dict[str, tuple[Path, Model, list[str]]] = {
-    "diffusion": (
-        CHECKPOINT,
-        DIFFUSION,
-        [*UNCOMPILED, "--max-num-seqs", "32"],
+SEEING = Model(vocab_size=512, eos=1, context=MAX_MODEL_LEN, canvas_length=32, most_images=3)
+
+
+def make_seeing(folder: Path) -> Path:
+    """A random checkpoint that takes pictures of any size, in few steps: it never converges."""
+    path = make_tiny_checkpoint(folder / "seeing", sees=True)
+    generation = json.loads((path / "generation_config.json").read_text())
+    generation["max_denoising_steps"] = 3
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+# The checkpoint, which a folder may be needed for, its model, and options of the server.
+SERVERS: dict[str, tuple[Callable[[Path], Path], Model, list[str]]] = {
+    "diffusion": (lambda _: CHECKPOINT, DIFFUSION, [*UNCOMPILED, "--max-num-seqs", "32"]),
+    "drafter": (
+        lambda _: TARGET,
+        DRAFTER,
+        options(DRAFTER_CHECKPOINT, 15, width_policy="acceptance"),
     ),
-    "drafter": (TARGET, DRAFTER, options(DRAFTER_CHECKPOINT, 15, width_policy="acceptance")),
+    "images": (
+        make_seeing,
+        SEEING,
+        ["--enforce-eager", "--limit-mm-per-prompt", f'{{"image": {SEEING.most_images}}}'],
+    ),
 }
+MOST_GROWTH = 1 << 30
+"""Bytes of a server's memory, at the peak: a step's tensors, and some pictures at a time."""
 
 
 def send(port: int, request: DrawnRequest) -> tuple[int, str]:
@@ -92,25 +123,39 @@ class Fuzz:
             suppress_health_check=list(HealthCheck),
         )(seed(number)(drawn))
 
-    def plain_answer(self) -> str:
-        """Of a request that none of the others may change."""
-        body = {"prompt": [5, 6, 7, 33, 20], "max_tokens": 24, "seed": 3, "temperature": 0.7}
-        status, text = send(
-            self.port, DrawnRequest("completions", {"model": self.name, "ignore_eos": True, **body})
+    def plain_answers(self) -> list[str]:
+        """Of requests that none of the others may change: text, and a picture where it is seen."""
+        body = {"model": self.name, "seed": 3, "max_tokens": 24, "ignore_eos": True}
+        text = DrawnRequest(
+            "completions", {**body, "prompt": [5, 6, 7, 33, 20], "temperature": 0.7}
         )
-        if status != 200:
-            raise Broken(f"HTTP {status}: {text[:500]}")
-        return json.loads(text)["choices"][0]["text"]
+        picture = {"type": "image_url", "image_url": {"url": data_url(made("a strip"))}}
+        chat = {"messages": [{"role": "user", "content": [picture]}]}
+        seen = DrawnRequest("chat/completions", body | chat)
+        answers = []
+        for request in (text, seen) if self.model.most_images else (text,):
+            status, answer = send(self.port, request)
+            if status != 200:
+                raise Broken(f"HTTP {status}: {answer[:500]}")
+            answers.append(json.dumps(json.loads(answer)["choices"]))
+        return answers
 
 
 def attack(name: str, count: int, number: int, folder: Path) -> Fuzz:
-    """Starts a server of `SERVERS` and sends it so many requests. The last thing that may be broken
-    is a request of another client."""
-    checkpoint, model, arguments = SERVERS[name]
-    with serving(checkpoint, folder, *arguments) as server:
+    """Starts a server of `SERVERS` and sends it so many requests. The last things that may be
+    broken are requests of another client, and the server's memory."""
+    make, model, arguments = SERVERS[name]
+    checkpoint = make(folder)
+    process, server = start_serving(checkpoint, folder, *arguments)
+    try:
         fuzz = Fuzz(server.port, checkpoint, model)
-        before = fuzz.plain_answer()
+        before = fuzz.plain_answers()
+        held = peak_memory(process)
         fuzz.run(count, number)
-        if (after := fuzz.plain_answer()) != before:
-            fuzz.broken.append(f"a plain request was answered {before!r}, and {after!r} at the end")
+        if (after := fuzz.plain_answers()) != before:
+            fuzz.broken.append(f"plain requests were answered {before!r}, and {after!r} at the end")
+        if (growth := peak_memory(process) - held) > MOST_GROWTH:
+            fuzz.broken.append(f"the server's memory grew by {growth >> 20} MiB")
+    finally:
+        stop(process)
     return fuzz

@@ -1,5 +1,6 @@
-"""Thousands of odd requests, with and without a drafter: no HTTP 500, no request without an answer,
-no answer that breaks its request, and an answer of another client that stays the same.
+"""Thousands of odd requests, with and without a drafter, and with pictures: no HTTP 500, no request
+without an answer, no answer that breaks its request, and answers of another client that stay the
+same.
 
 `python -m bench.fuzz` sends others, and more.
 """

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import psutil
 
@@ -16,6 +17,15 @@ def processes_of(leader: subprocess.Popen[bytes]) -> list[psutil.Process]:
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
     return found
+
+
+def peak_memory(leader: subprocess.Popen[bytes]) -> int:
+    """Bytes that each of its processes held at most since its start, added up."""
+    total = 0
+    for process in processes_of(leader):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        total += next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+    return total
 
 
 def gone(leader: subprocess.Popen[bytes]) -> bool:

@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,12 @@ from openai import BadRequestError
 from PIL import Image
 
 from tests.engine.images import random_image
+from tests.faults.fuzz import SEEING, Fuzz, make_seeing
+from tests.pictures import data_url as url_of_bytes
+from tests.pictures import encoded
 from tests.server.conftest import Server, serving
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
-MOST_IMAGES = 3
+MOST_IMAGES = SEEING.most_images
 TOKENS_OF_A_SQUARE = 64 + 2  # 8 x 8 image tokens of 70 at most, and the marks
 SQUARES = [random_image((48, 48), seed) for seed in range(2)]
 
@@ -27,12 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seeing(folder: Path) -> Iterator[Server]:
     """Serves images from data URLs and one folder, at most three per prompt."""
-    checkpoint = make_tiny_checkpoint(folder / "checkpoint", sees=True)
+    checkpoint = make_seeing(folder)
     pictures = folder / "pictures"
     pictures.mkdir()
     SQUARES[0].save(pictures / "square.png")
     options = (
-        *("--enforce-eager", "--served-model-name", "seeing"),
+        *("--enforce-eager", "--served-model-name", "seeing", str(checkpoint)),
         *("--limit-mm-per-prompt", f'{{"image": {MOST_IMAGES}}}'),
         *("--allowed-local-media-path", str(pictures)),
     )
@@ -41,10 +42,7 @@ def seeing(folder: Path) -> Iterator[Server]:
 
 
 def data_url(image: Image.Image, form: str = "PNG", **options: Any) -> str:
-    with BytesIO() as buffer:
-        image.save(buffer, form, **options)
-        encoded = base64.b64encode(buffer.getvalue()).decode()
-    return f"data:image/{form.lower()};base64,{encoded}"
+    return url_of_bytes(encoded(image, form, **options), f"image/{form.lower()}")
 
 
 def image_part(url: str) -> dict[str, Any]:
@@ -163,3 +161,13 @@ def test_processor_settings_of_a_request(seeing: Server) -> None:
 
 def test_text_alone(seeing: Server) -> None:
     assert text_of(ask(seeing, [text_part("Hi")])) is not None
+
+
+def test_odd_requests(seeing: Server, folder: Path) -> None:
+    """A short form of `tests/faults/test_fuzz.py`, always the same."""
+    fuzz = Fuzz(seeing.port, folder / "seeing", SEEING)
+    before = fuzz.plain_answers()
+    fuzz.run(64)
+    assert fuzz.broken == []
+    assert fuzz.statuses[200] > 15 and fuzz.statuses[400] > 15
+    assert fuzz.plain_answers() == before

@@ -1,10 +1,6 @@
 """What comes as an image: pictures are read, everything else is refused in words, undecoded."""
 
 import asyncio
-import base64
-import struct
-import zlib
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +10,13 @@ from PIL import Image
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
+from tests.pictures import data_url, encoded, png_header
 from vllm_dllm.requests import image_bytes
 from vllm_dllm.requests.image_bytes import CONNECTOR, MOST_BYTES, MOST_PIXELS
 
 PICTURE = Image.fromarray(np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3))
 
 NOISE = Image.effect_noise((64, 64), 100)
-
-
-def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
-    with BytesIO() as buffer:
-        image.save(buffer, form, **options)
-        return buffer.getvalue()
-
-
-def data_url(data: bytes, media_type: str = "image/png") -> str:
-    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
 def read(url: str, **options: Any) -> Image.Image:
@@ -48,16 +35,6 @@ def read(url: str, **options: Any) -> Image.Image:
         raise one
     assert (one == other).all()
     return Image.fromarray(one)
-
-
-def png_header(width: int, height: int) -> bytes:
-    """A PNG whose header says so, and that has no pixels."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = b""
-    for kind, body in ((b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")):
-        check = struct.pack(">I", zlib.crc32(kind + body))
-        chunks += struct.pack(">I", len(body)) + kind + body + check
-    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 FRAMES = [PICTURE, PICTURE.rotate(180)]

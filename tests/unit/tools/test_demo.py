@@ -1,5 +1,6 @@
 """The demo without vLLM: what it draws, how it reads a growing trace, how it treats its server."""
 
+import base64
 import io
 import json
 import os
@@ -14,12 +15,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
+from tests.paths import CHECKPOINTS
 from tests.processes import HANGS_S, is_running, wait_for
 from vllm_dllm import cli
 from vllm_dllm.tools import demo
-from vllm_dllm.tools.demo import drawing, picture
+from vllm_dllm.tools.demo import drawing, picture, pixels
+from vllm_dllm.tools.demo.questions import (
+    PICTURE_QUESTIONS,
+    TEXT_QUESTIONS,
+    Question,
+    questions_for,
+)
 from vllm_dllm.tools.demo.steps import Step, StepReader
 from vllm_dllm.tools.pretrain.tasks import Example
 from vllm_dllm.tools.pretrain.tokenizer import EOS_ID, PAD_ID, build_tokenizer
@@ -45,7 +54,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         model = {"id": "stub", "object": "model", "created": 0, "owned_by": "stub"}
         self.reply(json.dumps({"object": "list", "data": [model]}))
     def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        with open(sys.argv[3] + ".asked", "ab") as file:
+            file.write(body + b"\n")
         name = f"chatcmpl-{self.headers['X-Request-Id']}-0a1b2c3d"
         with open(trace, "a") as file:
             for step in steps:
@@ -160,10 +171,13 @@ def test_entropy_bar(entropy_nats: float, filled: int) -> None:
     assert bar == "█" * filled + "░" * (20 - filled)
 
 
-def draw(console: Console) -> None:
+SORT = Question("Sort: [dog] cat")
+
+
+def draw(console: Console, question: Question = SORT) -> None:
     recorded = steps(*RECORDED)
     answer = SimpleNamespace(
-        question="Sort: [dog] cat", text="cat dog", steps=recorded, num_tokens=4, seconds=0.5
+        question=question, text="cat dog", steps=recorded, num_tokens=4, seconds=0.5
     )
     demo.View(console, TEXTS, pace_s=0).show(answer, iter(recorded))
 
@@ -212,6 +226,62 @@ def test_redrawn_in_place_on_a_terminal() -> None:
     assert sum("cat dog·" in line for line in screen) == 1
 
 
+RED, BLACK, GREY, WHITE = (255, 0, 0), (0, 0, 0), (128, 128, 128), (255, 255, 255)
+PIXELS = Image.new("RGB", (2, 3))
+PIXELS.putdata([RED, WHITE, BLACK, WHITE, GREY, WHITE])
+
+
+@pytest.fixture
+def with_picture(tmp_path: Path) -> Question:
+    PIXELS.save(tmp_path / "shown.png")
+    return Question("What number is shown?", tmp_path / "shown.png")
+
+
+def test_half_blocks() -> None:
+    drawn = pixels.half_blocks(PIXELS)
+    assert drawn.plain == "▀▀\n▀▀"
+    assert [str(span.style) for span in drawn.spans] == [
+        *("#ff0000 on #000000", "#ffffff on #ffffff"),
+        *("#808080 on #808080", "#ffffff on #ffffff"),  # the last row, twice
+    ]
+
+
+def colour_terminal(width: int) -> Console:
+    return Console(
+        file=io.StringIO(),
+        highlight=False,
+        width=width,
+        force_terminal=True,
+        color_system="truecolor",
+        _environ={},
+    )
+
+
+def test_a_picture_on_a_terminal(with_picture: Question) -> None:
+    """Above the question. rich makes of the colours what the terminal has."""
+    console = colour_terminal(72)
+    draw(console, with_picture)
+    first, second, third = console.file.getvalue().splitlines()[1:4]
+    assert "\x1b[38;2;255;0;0;48;2;0;0;0m▀\x1b[0m" in first
+    assert second.count("▀") == 2
+    assert "What number is shown?" in third
+
+
+def test_a_picture_wider_than_the_terminal_is_cut(tmp_path: Path) -> None:
+    Image.new("RGB", (60, 4)).save(tmp_path / "wide.png")
+    console = colour_terminal(20)
+    draw(console, Question("What is it?", tmp_path / "wide.png"))
+    lines = console.file.getvalue().splitlines()
+    assert [line.count("▀") for line in lines[1:4]] == [20, 20, 0]
+
+
+def test_a_picture_where_there_are_no_colours(with_picture: Question) -> None:
+    assert pixels.shades(PIXELS) == "▓\n▒"
+    out = io.StringIO()
+    draw(Console(file=out, highlight=False, width=72), with_picture)
+    assert out.getvalue().splitlines()[1:4] == ["▓", "▒", "What number is shown?"]
+
+
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     out = io.StringIO()
     draw(Console(file=out, width=200, force_terminal=True, _environ={"TERM": "dumb"}))
@@ -220,7 +290,7 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
 
 def test_picture(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "canvas.svg"
-    picture.save(path, "Sort: <dog> & cat", steps(*RECORDED), TEXTS)
+    picture.save(path, Question("Sort: <dog> & cat"), steps(*RECORDED), TEXTS)
     texts = [element.text for element in ElementTree.parse(path).iter() if element.text]
     words = [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts]
     assert "Sort: <dog> & cat" in words
@@ -230,9 +300,25 @@ def test_picture(tmp_path: Path) -> None:
     assert "cat dog·" in words
 
 
+def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Question) -> None:
+    path = tmp_path / "canvas.svg"
+    heights = []
+    for question in (Question(with_picture.text), with_picture):
+        picture.save(path, question, steps(*RECORDED), TEXTS)
+        root = ElementTree.parse(path).getroot()
+        heights.append(float(root.attrib["viewBox"].split()[3]))
+        shown = list(root.iter("{http://www.w3.org/2000/svg}image"))
+        assert len(shown) == (question.picture is not None)
+    (image,) = shown
+    drawn = base64.b64decode(image.attrib["href"].partition("base64,")[2])
+    assert Image.open(io.BytesIO(drawn)).size == PIXELS.size
+    assert (int(image.attrib["width"]), int(image.attrib["height"])) == (8, 12)
+    assert heights[1] - heights[0] > 12
+
+
 def test_a_long_question_does_not_widen_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "canvas.svg"
-    picture.save(path, "Sort: " + "b a " * 200, steps(*RECORDED), TEXTS)
+    picture.save(path, Question("Sort: " + "b a " * 200), steps(*RECORDED), TEXTS)
     root = ElementTree.parse(path).getroot()
     width = float(root.attrib["viewBox"].split()[2])
     ends = [
@@ -293,6 +379,20 @@ def test_whole_demo(stub: Callable[..., Path], capsys: pytest.CaptureFixture[str
     assert choose_port(port) == port  # nothing listens there any more
 
 
+def test_whole_demo_of_a_checkpoint_that_sees(
+    stub: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = stub(RECORDED)
+    (checkpoint / "config.json").write_text('{"vision_config": {}}')
+    (checkpoint / "processor_config.json").write_text("{}")
+    assert cli.main(["demo", str(checkpoint), "--save-picture", f"{checkpoint}/c.svg"]) == 0
+    asked = (checkpoint / "steps.json.asked").read_text().splitlines()
+    expected = [question.content for question in questions_for(checkpoint)]
+    assert [json.loads(body)["messages"][0]["content"] for body in asked] == expected
+    assert pixels.shades(PICTURE_QUESTIONS[0].image) in capsys.readouterr().out
+    assert "<image" in (checkpoint / "c.svg").read_text()
+
+
 def test_a_server_that_dies_while_it_answers(
     stub: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,5 +447,18 @@ def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_questions_are_held_out() -> None:
-    assert 4 <= len(demo.QUESTIONS) <= 6
-    assert all(Example("", question, "").held_out for question in demo.QUESTIONS)
+    assert 4 <= len(TEXT_QUESTIONS) <= 6
+    assert all(Example("", question.text, "").held_out for question in TEXT_QUESTIONS)
+    rows = (CHECKPOINTS / "held_out_images.jsonl").read_text().splitlines()
+    held_out = [json.loads(row)["messages"][0]["content"] for row in rows]
+    assert all(question.content in held_out for question in PICTURE_QUESTIONS)
+
+
+def test_pictures_are_for_checkpoints_that_see(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"vision_config": {"model_type": "gemma4_vision"}}')
+    assert list(questions_for(tmp_path)) == list(TEXT_QUESTIONS)  # nothing makes patches
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert list(questions_for(tmp_path)) == [*PICTURE_QUESTIONS, *TEXT_QUESTIONS]
+    config.write_text('{"vision_config": null}')
+    assert list(questions_for(tmp_path)) == list(TEXT_QUESTIONS)

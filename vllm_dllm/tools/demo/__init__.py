@@ -16,14 +16,16 @@ from pathlib import Path
 from types import FrameType
 
 import openai
+from PIL import Image
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from vllm_dllm.checkpoints import serving_note
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.demo import drawing
+from vllm_dllm.tools.demo import drawing, pixels
 from vllm_dllm.tools.demo.picture import save as save_picture
+from vllm_dllm.tools.demo.questions import Question, questions_for
 from vllm_dllm.tools.demo.steps import Step, StepReader, committed_blocks
 from vllm_dllm.tools.server_process import (
     HOST,
@@ -35,19 +37,7 @@ from vllm_dllm.tools.server_process import (
     wait_on_console,
 )
 
-__all__ = ["QUESTIONS", "run"]
-
-QUESTIONS = (
-    "Sort: o r n i a z l v",
-    "Write JSON with age 61, shoe 28, name Paul, city Tokyo.",
-    "I am Will. I live in Santiago. What is my city?",
-    "Reverse: sand rose seed cherry eagle fox bridge cloud",
-    '{"eagle": "Iris", "bone": "Hugo", "sheep": "Paul", "cat": "Ben", "sock": "Hugo", '
-    '"goat": "Paul", "bear": "Iris", "key": "Emma", "leaf": "Zoe", "map": "Jack"} '
-    "What is key, map, bone?",
-    "Count from 34 to 59.",
-)
-"""Held-out prompts of the tasks in `vllm_dllm.tools.pretrain.tasks`."""
+__all__ = ["run"]
 
 MOST_TOKENS = 256  # an answer that does not end would otherwise fill the whole context
 POLL_SECONDS = 0.02
@@ -64,12 +54,13 @@ def demo_options(trace: Path) -> list[str]:
 
 def run(
     checkpoint: Path,
-    questions: Sequence[str],
+    asked: Sequence[str],
     port: int | None,
     pace_s: float,
     picture: Path | None,
 ) -> None:
-    """Serves `checkpoint`, asks, draws and stops the server, whatever happens.
+    """Serves `checkpoint`, asks, draws and stops the server, whatever happens. Without questions in
+    `asked`, it asks its own.
 
     Raises:
         InputError, ServerError: say what went wrong and what to do.
@@ -79,6 +70,7 @@ def run(
     if picture is not None and picture.suffix != ".svg":
         raise InputError(f"--save-picture draws SVG files: name one FILE.svg, got '{picture}'.")
     check_checkpoint(checkpoint)
+    questions = [Question(text) for text in asked] or questions_for(checkpoint)
     port = choose_port(port)
     texts = drawing.TokenTexts.from_checkpoint(checkpoint)
     folder = Path(tempfile.mkdtemp(prefix="vllm-dllm-demo-"))
@@ -113,7 +105,7 @@ def _exit(number: int, stack: FrameType | None) -> None:
 class Answer:
     """One question, which a thread asks as soon as the object is made."""
 
-    question: str
+    question: Question
     name: str
     port: int
     text: str = ""
@@ -152,7 +144,7 @@ class Answer:
                 start = time.monotonic()
                 stream = client.chat.completions.create(
                     model=model,
-                    messages=[{"role": "user", "content": self.question}],
+                    messages=[{"role": "user", "content": self.question.content}],
                     stream=True,
                     stream_options={"include_usage": True},
                     max_tokens=MOST_TOKENS,
@@ -185,9 +177,8 @@ def _steps_of(answer: Answer, reader: StepReader, server: Server) -> Iterator[St
             time.sleep(POLL_SECONDS)
     if answer.error is not None:
         server.check_alive()
-        raise ServerError(f"the server did not answer '{answer.question}': {answer.error}") from (
-            answer.error
-        )
+        asked = answer.question.text
+        raise ServerError(f"the server did not answer '{asked}': {answer.error}") from answer.error
 
 
 class View:
@@ -214,7 +205,9 @@ class View:
     def show(self, answer: Answer, steps: Iterator[Step]) -> None:
         """Draws the steps as they come, then the answer."""
         self._console.print()
-        self._console.print(Text(answer.question, "bold cyan"), soft_wrap=not self._live)
+        if (image := answer.question.image) is not None:
+            self._show_image(image)
+        self._console.print(Text(answer.question.text, "bold cyan"), soft_wrap=not self._live)
         if self._live:
             self._redraw(steps)
         else:
@@ -230,6 +223,12 @@ class View:
             f"{answer.num_tokens} tokens in {answer.seconds:.2f} s: "
             f"{answer.num_tokens / answer.seconds:.0f} tokens/s"
         )
+
+    def _show_image(self, image: Image.Image) -> None:
+        if self._live and self._console.color_system is not None:
+            self._console.print(pixels.half_blocks(image), no_wrap=True, overflow="crop")
+        else:
+            self._console.print(Text(pixels.shades(image)), soft_wrap=True)
 
     def _redraw(self, steps: Iterator[Step]) -> None:
         """One frame per step, in the same place; every frame stays for at least `pace_s`."""

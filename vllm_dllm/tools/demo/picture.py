@@ -8,29 +8,38 @@ from xml.sax.saxutils import escape
 from rich.cells import cell_len, set_cell_size
 
 from vllm_dllm.tools.demo import drawing
+from vllm_dllm.tools.demo.questions import Question
 from vllm_dllm.tools.demo.steps import Step
 
 MOST_ROWS = 28
 BAR_WIDTH = 90  # pixels, for the largest entropy in the picture
 CELL_WIDTH, LINE_HEIGHT, FONT_SIZE, MARGIN = 8.4, 19, 14, 18  # pixels
+PIXEL = 4  # of a question's picture: drawn this many times larger
 COLORS = {drawing.ACCEPTED: "#7ee787", drawing.NOISE: "#6e7681", drawing.COMMITTED: "#ffffff"}
 QUESTION, LABEL, BAR, BACKGROUND = "#79c0ff", "#8b949e", "#d29922", "#0d1117"
 LEGEND = "green: accepted   grey: noise   white: committed   bar: mean entropy, nats"
 
 
-def save(path: Path, question: str, steps: Sequence[Step], texts: drawing.TokenTexts) -> None:
-    """Draws the steps of one canvas; if there are more than `MOST_ROWS`, an even selection."""
+def save(path: Path, question: Question, steps: Sequence[Step], texts: drawing.TokenTexts) -> None:
+    """Draws the question and the steps of one canvas; if there are more than `MOST_ROWS`, an even
+    selection."""
     widths = [cell_len(texts[token]) for token in steps[-1].best_guess]
     left = MARGIN + len("step 00  ") * CELL_WIDTH
     right = left + (sum(widths) + 2) * CELL_WIDTH
     width = right + BAR_WIDTH + 8 + len("0.000") * CELL_WIDTH + MARGIN
     width = max(width, len(LEGEND) * CELL_WIDTH + 2 * MARGIN)
     most_cells = int((width - 2 * MARGIN) / CELL_WIDTH)
-    if cell_len(question) > most_cells:
-        question = set_cell_size(question, most_cells - 1) + "…"
+    text = question.text
+    if cell_len(text) > most_cells:
+        text = set_cell_size(text, most_cells - 1) + "…"
     max_entropy_nats = max(step.entropy_nats for step in steps)
     y: float = MARGIN + FONT_SIZE
-    parts = [_text(MARGIN, y, question, QUESTION, "bold")]
+    parts = []
+    if question.image is not None:
+        size = tuple(PIXEL * length for length in question.image.size)
+        parts.append(_image(MARGIN, MARGIN, size, question.data_url))
+        y += size[1] + LINE_HEIGHT / 2
+    parts.append(_text(MARGIN, y, text, QUESTION, "bold"))
     y += 1.5 * LINE_HEIGHT
     for step in spread(steps, MOST_ROWS):
         parts.append(_text(MARGIN, y, f"step {step.number:2d}", LABEL))
@@ -81,6 +90,13 @@ def _text(x: float, y: float, text: str, color: str, weight: str = "") -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" textLength="{cell_len(text) * CELL_WIDTH:.1f}" '
         f'fill="{color}"{bold}>{content}</text>'
+    )
+
+
+def _image(x: float, y: float, size: tuple[int, ...], url: str) -> str:
+    return (
+        f'<image x="{x:.1f}" y="{y:.1f}" width="{size[0]}" height="{size[1]}" '
+        f'style="image-rendering: pixelated" href="{url}"/>'
     )
 
 

@@ -1,0 +1,78 @@
+"""What the demo asks: text, and of a checkpoint that sees, something about pictures first."""
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+_PICTURES = Path(__file__).parent / "pictures"
+
+
+@dataclass(frozen=True)
+class Question:
+    text: str
+    picture: Path | None = None  # a PNG
+
+    @cached_property
+    def image(self) -> Image.Image | None:
+        """The picture's pixels, RGB."""
+        if self.picture is None:
+            return None
+        with Image.open(self.picture) as image:
+            return image.convert("RGB")
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """Of the message that asks it."""
+        if self.picture is None:
+            return self.text
+        return [
+            {"type": "image_url", "image_url": {"url": self.data_url}},
+            {"type": "text", "text": self.text},
+        ]
+
+    @property
+    def data_url(self) -> str:
+        assert self.picture is not None
+        encoded = base64.b64encode(self.picture.read_bytes()).decode()
+        return f"data:image/png;base64,{encoded}"
+
+
+TEXT_QUESTIONS = (
+    Question("Sort: o r n i a z l v"),
+    Question("Write JSON with age 61, shoe 28, name Paul, city Tokyo."),
+    Question("I am Will. I live in Santiago. What is my city?"),
+    Question("Reverse: sand rose seed cherry eagle fox bridge cloud"),
+    Question(
+        '{"eagle": "Iris", "bone": "Hugo", "sheep": "Paul", "cat": "Ben", "sock": "Hugo", '
+        '"goat": "Paul", "bear": "Iris", "key": "Emma", "leaf": "Zoe", "map": "Jack"} '
+        "What is key, map, bone?"
+    ),
+    Question("Count from 34 to 59."),
+)
+"""Held-out prompts of the tasks in `vllm_dllm.tools.pretrain.tasks`."""
+
+PICTURE_QUESTIONS = (
+    Question("Add the two numbers.", _PICTURES / "add.png"),
+    Question("How many red stars?", _PICTURES / "count.png"),
+    Question("What number is shown?", _PICTURES / "row.png"),
+)
+"""Of checkpoints/held_out_images.jsonl."""
+
+
+def questions_for(checkpoint: Path) -> Sequence[Question]:
+    return (*PICTURE_QUESTIONS, *TEXT_QUESTIONS) if sees(checkpoint) else TEXT_QUESTIONS
+
+
+def sees(checkpoint: Path) -> bool:
+    """Whether a server of it takes images: it has a vision tower, and an image processor's
+    settings."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    return config.get("vision_config") is not None and any(
+        checkpoint.glob("*processor_config.json")
+    )
