@@ -9,8 +9,7 @@ from vllm_dllm.attention import use_window_rules
 
 
 class MaskedModel:
-    """Goes before vLLM's class of the same layers. A position's logits are its own token's, not the
-    next one's."""
+    """Goes before vLLM's class of the same layers."""
 
     lm_head: Any
     config: Any

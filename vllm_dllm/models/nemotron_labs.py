@@ -20,9 +20,9 @@ class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
 
     @staticmethod
     def get_model_state_cls() -> type:
-        from vllm_dllm.step.masked_state import SeededModelState
+        from vllm_dllm.step.masked_state import CausalModelState
 
-        return SeededModelState
+        return CausalModelState
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         return AutoWeightsLoader(self).load_weights(weights, mapper=_NAMES)
