@@ -1,11 +1,14 @@
 """What masked models have in common: a layer stack of vLLM's, seen through blocks."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_dllm.attention import use_window_rules
+from vllm_dllm.models.joined_weights import JoinedWeights
 
 
 class MaskedModel:
@@ -13,7 +16,10 @@ class MaskedModel:
 
     lm_head: Any
     config: Any
+    packed_modules_mapping: dict[str, list[str]]
 
+    names = WeightsMapper()
+    """From the checkpoints' names to those that vLLM's class loads."""
     streams_vocabulary = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -26,6 +32,17 @@ class MaskedModel:
         from vllm_dllm.step.masked_state import MaskedModelState
 
         return MaskedModelState
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Raises ValueError if a tensor is missing among those that vLLM joins."""
+        joined = JoinedWeights(self, self.packed_modules_mapping, self.names)  # type: ignore[arg-type]
+        loaded = self.load_named_weights(joined.read(weights))
+        joined.check_complete()
+        return loaded
+
+    def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Of vLLM's names."""
+        return super().load_weights(weights)  # type: ignore[misc]
 
     def vocabulary_shard(self) -> tuple[int, torch.Tensor]:
         """This rank's first token, and weights of the tokens from there on."""
