@@ -47,6 +47,7 @@ def published(size: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_every_name_and_shape(tmp_path: Path, size: str) -> None:
     plugin.register()

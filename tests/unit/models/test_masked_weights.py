@@ -37,6 +37,7 @@ JOINED = {  # one of each kind that the checkpoints hold
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", JOINED)
 def test_a_missing_part_is_named(tmp_path: Path, architecture: str) -> None:
     plugin.register()
