@@ -16,6 +16,8 @@ TOOLS = {
     f".venv/bin/vllm-dllm plan {TINY} --gpu h200 --context 1024": None,
     f".venv/bin/vllm-dllm quantize {TINY} --scheme fp8-dynamic -o /tmp/tiny-FP8": "tiny-FP8",
     f".venv/bin/vllm-dllm quantize {TINY} --scheme nvfp4 --dry-run": None,
+    ".venv/bin/vllm-dllm quantize checkpoints/sdar-tiny --scheme fp8-dynamic"
+    " -o /tmp/sdar-FP8": "sdar-FP8",
     f".venv/bin/vllm-dllm quantize {TINY} --scheme nvfp4"
     " --calibration checkpoints/calibration.jsonl -o /tmp/tiny-NVFP4": "tiny-NVFP4",
     ".venv/bin/vllm-dllm drafter train --target checkpoints/qwen3-tiny-target"

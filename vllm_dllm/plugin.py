@@ -66,13 +66,20 @@ def _register_models() -> None:
     """With what their starts check; DiffusionGemma itself comes later."""
     from vllm_dllm.compat import admission
     from vllm_dllm.compat.model_configs import set_config_class
+    from vllm_dllm.models.fast_dllm_config import FastDLLMQwenConfig
     from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
     from vllm_dllm.models.nemotron_labs_config import NemotronLabsDiffusionConfig
     from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
 
     ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
-    for config_class in (SDARConfig, SDARMoeConfig, LLaDA2MoeConfig, NemotronLabsDiffusionConfig):
+    for config_class in (
+        SDARConfig,
+        SDARMoeConfig,
+        LLaDA2MoeConfig,
+        NemotronLabsDiffusionConfig,
+        FastDLLMQwenConfig,
+    ):
         set_config_class(config_class.model_type, config_class)
     for architecture, module in MASKED_MODELS.items():
         ModelRegistry.register_model(architecture, f"{module}:{architecture}")
@@ -88,8 +95,8 @@ def _check_requests() -> None:
     from vllm_dllm.requests.http import check_http_request, refuse_beam_search, wrong_type
     from vllm_dllm.requests.limits import check_parameters, check_size, check_tokens
     from vllm_dllm.requests.masked import (
+        check_causal_request,
         check_masked_request,
-        check_seeded_request,
         check_unmasked_request,
         refuse_structured_outputs,
     )
@@ -102,7 +109,7 @@ def _check_requests() -> None:
     admission.set_sampling_params_checks(
         {DIFFUSION_GEMMA: check_unmasked_request}
         | {
-            architecture: check_seeded_request if family.is_seeded else check_masked_request
+            architecture: check_causal_request if family.is_causal else check_masked_request
             for architecture, family in FAMILIES.items()
         }
     )

@@ -105,7 +105,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         cache_config, scheduler_config = vllm_config.cache_config, vllm_config.scheduler_config
         if cache_config.user_specified_block_size:
             config.check_cache(cache_config.block_size, "--block-size")
-        elif not config.family.is_seeded:
+        elif not config.family.is_causal:
             cache_config.block_size = math.lcm(cache_config.block_size, config.block_length)
         if scheduler_config.async_scheduling:
             raise ValueError(

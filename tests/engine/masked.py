@@ -17,6 +17,8 @@ from torch import nn
 from transformers import (
     Ministral3Config,
     Ministral3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -25,6 +27,7 @@ from transformers import (
 
 from tests.engine.llada2 import LLaDA2
 from tests.unit.denoise.test_masked import published
+from vllm_dllm.config.masked import FAMILIES
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
@@ -99,11 +102,24 @@ CONFIGS: dict[str, dict[str, Any]] = {  # as published, but for the sizes
             "llama_4_scaling_beta": 0.1,
         },
     },
+    "Fast_dLLM_QwenForCausalLM": {key: COMMON[key] for key in COMMON if key != "head_dim"}
+    | {
+        "model_type": "Fast_dLLM_Qwen",
+        "auto_map": {"AutoConfig": "none.None"},
+        "hidden_size": 128,
+        "attention_dropout": 0.0,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "max_window_layers": 28,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
 }
 NATIVE: dict[str, tuple[Any, Any]] = {
     "SDARForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
     "SDARMoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "NemotronLabsDiffusionModel": (Ministral3Config, Ministral3ForCausalLM),
+    "Fast_dLLM_QwenForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
 }
 """transformers' models of the same layers."""
 
@@ -129,7 +145,7 @@ def make_checkpoint(
         "vocab_size": mask_id + 64,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "block_size": block_length,
+        FAMILIES[architecture].block_key: block_length,
         "mask_token_id": mask_id,
     }
     model = build(architecture, config).eval()
@@ -145,7 +161,7 @@ def randomize(model: nn.Module, mask_id: int) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         drawn = torch.randn(weight.shape, generator=generator)
-        if name.endswith("expert_bias"):
+        if name.endswith("bias"):
             weight.copy_(0.1 * drawn)
         elif weight.dim() < 2:
             weight.copy_(1 + 0.1 * drawn)

@@ -6,5 +6,6 @@ MASKED_MODELS = {
     "SDARMoeForCausalLM": "vllm_dllm.models.sdar",
     "LLaDA2MoeModelLM": "vllm_dllm.models.llada2",
     "NemotronLabsDiffusionModel": "vllm_dllm.models.nemotron_labs",
+    "Fast_dLLM_QwenForCausalLM": "vllm_dllm.models.fast_dllm",
 }
 """And the module of each."""

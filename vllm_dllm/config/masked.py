@@ -12,21 +12,37 @@ class Family:
 
     threshold: float
     """Candidates that are more probable are revealed."""
-    is_seeded: bool = False
+    is_causal: bool = False
     """Known tokens see what is before them alone, the last one foretells the canvas' first, and
     blocks begin where the prompt ends. Else all rows see their whole block, and blocks are counted
     from the prompt's first token.
 
-    With this go three more things of Nemotron's loop: a candidate that is exactly as probable as
-    the threshold is revealed, too; temperature, top_k, top_p and min_p do not change how probable
-    it is; and a block is finished when nothing is hidden before a token that ends the answer."""
+    With this go two more things of Nemotron's loop: a candidate that is exactly as probable as
+    the threshold is revealed, too; and temperature, top_k, top_p and min_p do not change how
+    probable it is."""
+    is_shifted: bool = False
+    """A row's logits are those of the token after it. So the last row of a finished block foretells
+    the next one's first token, which is always the most probable one."""
+    sub_block_length: int | None = None
+    """Tokens of a part of the block that is revealed before those behind it. None: no parts."""
+    block_key: str = "block_size"
+    """Of the block's length in config.json."""
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether a canvas' first token is known before its first step, and a block is finished
+        when nothing is hidden before a token that ends the answer."""
+        return self.is_causal or self.is_shifted
 
 
 FAMILIES = {
     "SDARForCausalLM": Family(threshold=0.85),
     "SDARMoeForCausalLM": Family(threshold=0.85),
     "LLaDA2MoeModelLM": Family(threshold=0.95),
-    "NemotronLabsDiffusionModel": Family(threshold=0.9, is_seeded=True),
+    "NemotronLabsDiffusionModel": Family(threshold=0.9, is_causal=True),
+    "Fast_dLLM_QwenForCausalLM": Family(
+        threshold=1.0, is_shifted=True, sub_block_length=8, block_key="bd_size"
+    ),
 }
 """Of masked models, by architecture."""
 
@@ -50,7 +66,7 @@ class MaskedConfig:
 
     @classmethod
     def read(cls, vllm_config: VllmConfig) -> "MaskedConfig":
-        """`block_size` (or --diffusion-config) and `mask_token_id` of config.json.
+        """The block's length (or --diffusion-config) and `mask_token_id` of config.json.
 
         Raises:
             ValueError: a value is missing or impossible; names the file and the key.
@@ -75,9 +91,9 @@ class MaskedConfig:
     def check_cache(self, page: int, option: str) -> None:
         """Raises ValueError unless cached pages of so many tokens hold whole blocks: keys and
         values of a part of a block depend on what follows it, unless known tokens are causal."""
-        if page % self.block_length != 0 and not self.family.is_seeded:
+        if page % self.block_length != 0 and not self.family.is_causal:
             raise ValueError(
                 f"{option} must be a multiple of the model's block of {self.block_length} tokens "
-                f"(block_size in config.json), got {page}: a cached page holds whole blocks. Pass "
-                f"another one or leave it out."
+                f"({self.family.block_key} in config.json), got {page}: a cached page holds whole "
+                f"blocks. Pass another one or leave it out."
             )

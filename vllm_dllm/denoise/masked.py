@@ -2,11 +2,11 @@
 of the others get another one.
 
 The rules are those of SDAR's published loops (`generate.py` of github.com/JetAstra/SDAR, and the
-scheduler of its engine, JetEngine), the edits are LLaDA2.1's, and tokens behind which nothing
-counts are Nemotron-Labs-Diffusion's (its modelling file). We differ in two things: only
-hidden positions are revealed, though the loops ask for more than are left in a first canvas that
-holds a part of the prompt; and a canvas is never left with hidden positions, though the entropy
-rule may want more than its steps.
+scheduler of its engine, JetEngine), the edits are LLaDA2.1's, the parts of a block Fast-dLLM v2's,
+and tokens behind which nothing counts are this one's and Nemotron-Labs-Diffusion's (their modelling
+files). We differ in two things: only hidden positions are revealed, though the loops ask for more
+than are left in a first canvas that holds a part of the prompt; and a canvas is never left with
+hidden positions, though the entropy rule may want more than its steps.
 """
 
 from typing import NamedTuple
@@ -84,11 +84,13 @@ def masked_step(
     mask_id: int,
     stops: torch.Tensor | None = None,  # [n, K] int64, tokens behind which nothing counts; None: so
     # does all of a canvas, whatever it holds
+    parts: torch.Tensor | None = None,  # [n, C] int64, rising: one is revealed after the other
 ) -> MaskedOutcome:
     """A canvas is finished when nothing that counts is hidden; with edits, after a step that found
     nothing hidden and nothing to change, or after `most_steps` that found nothing hidden."""
     hidden = ~revealed if valid is None else ~revealed & valid
-    found = reveal_candidates(candidates, hidden, rules)
+    eligible = hidden if parts is None else first_hidden(hidden, parts, rules.least)
+    found = reveal_candidates(candidates, eligible, rules)
     changed = revealed & (candidates.tokens != canvas)
     changed &= (edits.is_chosen[:, None]) & (candidates.probability > edits.threshold[:, None])
     tokens = torch.where(revealed & ~changed, canvas, candidates.tokens)
@@ -124,6 +126,18 @@ def reveal_candidates(
     chosen = (place < rules.least.clamp(min=1)[:, None]) | (summed < rules.entropy_bound[:, None])
     chosen = torch.zeros_like(hidden).scatter(-1, ranked.indices, chosen)
     return hidden & (chosen | (candidates.probability > rules.threshold[:, None]))
+
+
+def first_hidden(
+    hidden: torch.Tensor,  # [n, C] bool
+    parts: torch.Tensor,  # [n, C] int64
+    least: torch.Tensor,  # [n] int64
+) -> torch.Tensor:
+    """[n, C] bool: the hidden positions of the first part that has any, and of as many more as the
+    `least` that a step reveals asks for."""
+    is_earlier = parts[:, None, :] < parts[:, :, None]
+    hidden_earlier = (is_earlier & hidden[:, None, :]).sum(dim=-1)
+    return hidden & (hidden_earlier < least.clamp(min=1)[:, None])
 
 
 def even_share(

@@ -1,23 +1,32 @@
 """What masked models have in common: a layer stack of vLLM's, seen through blocks."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.platforms import current_platform
 
 from vllm_dllm.attention import use_window_rules
+from vllm_dllm.models.joined_weights import JoinedWeights
 
 
 class MaskedModel:
-    """Goes before vLLM's class of the same layers. A position's logits are its own token's, not the
-    next one's."""
+    """Goes before vLLM's class of the same layers."""
 
     lm_head: Any
     config: Any
+    packed_modules_mapping: dict[str, list[str]]
 
+    names = WeightsMapper()
+    """From the checkpoints' names to those that vLLM's class loads."""
     streams_vocabulary = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        if current_platform.is_cpu() and vllm_config.quant_config is not None:
+            # Importing it registers the kernels for linears.
+            from vllm_dllm.quantization import linear as linear
         with use_window_rules(vllm_config.attention_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
 
@@ -27,6 +36,17 @@ class MaskedModel:
         from vllm_dllm.step.masked_state import MaskedModelState
 
         return MaskedModelState
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Raises ValueError if a tensor is missing among those that vLLM joins."""
+        joined = JoinedWeights(self, self.packed_modules_mapping, self.names)  # type: ignore[arg-type]
+        loaded = self.load_named_weights(joined.read(weights))
+        joined.check_complete()
+        return loaded
+
+    def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Of vLLM's names."""
+        return super().load_weights(weights)  # type: ignore[misc]
 
     def vocabulary_shard(self) -> tuple[int, torch.Tensor]:
         """This rank's first token, and weights of the tokens from there on."""

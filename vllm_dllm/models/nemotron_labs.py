@@ -16,13 +16,15 @@ class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
     """Of the checkpoints' own modeling_nemotron_labs_diffusion.py. A row that sees what is before
     it alone, a prompt's, has the next token's logits."""
 
+    names = _NAMES
     hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | _NAMES  # of quantised layers, too
 
     @staticmethod
     def get_model_state_cls() -> type:
-        from vllm_dllm.step.masked_state import SeededModelState
+        from vllm_dllm.step.masked_state import CausalModelState
 
-        return SeededModelState
+        return CausalModelState
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        return AutoWeightsLoader(self).load_weights(weights, mapper=_NAMES)
+    def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        # Not Mistral's own, which expects the names and the rotations of its consolidated files.
+        return AutoWeightsLoader(self).load_weights(weights)

@@ -46,7 +46,7 @@ def check_keys(given: Mapping[str, Any]) -> None:
             )
 
 
-def check_seeded_request(params: SamplingParams) -> None:
+def check_causal_request(params: SamplingParams) -> None:
     """Raises VLLMValidationError, which becomes HTTP 400."""
     try:
         check_keys(params.extra_args or {})
@@ -57,7 +57,7 @@ def check_seeded_request(params: SamplingParams) -> None:
 def check_masked_request(params: SamplingParams) -> None:
     """Of a model whose known tokens see their whole block. Raises VLLMValidationError, which
     becomes HTTP 400."""
-    check_seeded_request(params)
+    check_causal_request(params)
     if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
         raise VLLMValidationError(
             "prompt_logprobs is not possible with a masked model: a row of the prompt has seen its "

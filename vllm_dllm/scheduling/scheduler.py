@@ -68,19 +68,21 @@ class CanvasScheduling(SchedulerHooks):
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
         self.masked = MaskedConfig.of(self.vllm_config)
         self.is_seeded = self.masked is not None and self.masked.family.is_seeded
-        self.by_blocks = self.masked is not None and not self.is_seeded
+        is_causal = self.masked is not None and self.masked.family.is_causal
+        self.by_blocks = self.masked is not None and not is_causal
         self.fits_canvas = config.fit_canvas and self.masked is None
         self.defaults = self._defaults(config)
         self.fair_share = FairShare.of(self.vllm_config, config.limits)
-        # A seeded canvas takes its first token from the forward before it.
-        self.joins_canvases = joins_canvases(self.vllm_config) and not self.is_seeded
+        self.joins_canvases = joins_canvases(self.vllm_config) and not is_causal
         self.joins_commits = joins_commits(self.vllm_config)
         self._spared_commits: list[int] = []  # widths, until they are in the statistics
         self._counter: CanvasCounter | None = None
         if self.log_stats:
             spans = BlockSpans() if endpoint_of(self.vllm_config) is not None else None
             self._counter = CanvasCounter(
-                self.canvas_width, spans, joins_canvases=self.joins_canvases
+                self.canvas_width,
+                spans,
+                joins_canvases=self.joins_canvases and not self.is_seeded,
             )
         # Log-probabilities of prompts, by request, until its first block is emitted.
         self._prompt_scores: dict[str, tuple[Any, Any]] = {}
@@ -155,6 +157,9 @@ class CanvasScheduling(SchedulerHooks):
             num_tokens = output.num_scheduled_tokens[request_id]
             computed = request.num_computed_tokens + num_tokens
             if request_id in output.scheduled_spec_decode_tokens or computed < request.num_tokens:
+                continue
+            # Such a canvas takes its first token from this forward.
+            if self.is_seeded and computed % self.num_spec_tokens == 0:
                 continue
             # vLLM's prompt log-probabilities take every row of the request for a prompt row.
             params = request.sampling_params

@@ -30,6 +30,8 @@ class StepLogprobs:
         self._requests: dict[int, LogprobRequest] = {}
         # Of the slot's latest step that was not taken back, as many rows as a canvas may have.
         self._latest: dict[int, LogprobsTensors] = {}
+        # Logits [V] by which the first token of the slot's canvas was chosen.
+        self._seeds: dict[int, torch.Tensor] = {}
         self._read_only: set[int] = set()
         self._constrained: set[int] = set()
 
@@ -54,11 +56,32 @@ class StepLogprobs:
     def drop(self, slot: int) -> None:
         self._requests.pop(slot, None)
         self._latest.pop(slot, None)
+        self._seeds.pop(slot, None)
         self._read_only.discard(slot)
         self._constrained.discard(slot)
 
     def concern(self, batch: CanvasBatch) -> bool:
         return not self._requests.keys().isdisjoint(batch.slots_np.tolist())
+
+    def keep_seeds(
+        self,
+        slots: list[int],
+        logits: torch.Tensor,  # [n, V] fp32
+    ) -> None:
+        """For canvases whose first token is known, and no later forward says how probable it is."""
+        for i, slot in enumerate(slots):
+            if slot in self._requests:
+                self._seeds[slot] = logits[i].clone()
+
+    def put_seeds(
+        self,
+        batch: CanvasBatch,
+        logits: torch.Tensor,  # [rows, V] fp32, changed in place
+    ) -> None:
+        """Gives first rows the logits that were kept of them."""
+        for i, slot in enumerate(batch.slots_np.tolist()):
+            if (seed := self._seeds.get(slot)) is not None:
+                logits[batch.rows_of(i).start] = seed
 
     def report(
         self,

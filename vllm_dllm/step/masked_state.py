@@ -10,13 +10,14 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_dllm.step.attn_requests import AttnRequests
 from vllm_dllm.step.masked_step import MaskedStep
 from vllm_dllm.step.model_state import DiffusionModelState
-from vllm_dllm.step.seeded_step import SeededStep
+from vllm_dllm.step.seeded_step import CausalStep
+from vllm_dllm.step.shifted_step import ShiftedStep
 
 
-class SeededModelState(DiffusionModelState):
+class CausalModelState(DiffusionModelState):
     """Known rows are causal, and a canvas' rows see each other and all known ones."""
 
-    step_cls: type[MaskedStep] = SeededStep
+    step_cls: type[MaskedStep] = CausalStep
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         self.step.begin(input_batch)
@@ -26,7 +27,7 @@ class SeededModelState(DiffusionModelState):
         return {}
 
 
-class MaskedModelState(SeededModelState):
+class MaskedModelState(CausalModelState):
     """All rows follow one rule of visibility: a row sees all blocks up to its own, whether it is a
     prompt's or a canvas'."""
 
@@ -39,3 +40,9 @@ class MaskedModelState(SeededModelState):
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> int:
         return self.step.canvas_length
+
+
+class ShiftedModelState(MaskedModelState):
+    """A row's logits are those of the token after it."""
+
+    step_cls = ShiftedStep

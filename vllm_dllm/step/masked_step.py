@@ -41,12 +41,12 @@ class MaskedStep(CanvasStep):
                 len(self.slots.canvas),
                 self.canvas_length,
                 self.device,
-                reveals_at_threshold=self.family.is_seeded,
+                reveals_at_threshold=self.family.is_causal,
             ),
             with_defaults(self.extension, self.family.threshold),
             vllm_config,
             self.mask_id,
-            blocks_are_aligned=not self.family.is_seeded,
+            blocks_are_aligned=not self.family.is_causal,
         )
 
     def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor | None:
@@ -67,6 +67,16 @@ class MaskedStep(CanvasStep):
         ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]  # exact, here
         is_cut = (ends % self.canvas_length != 0) & (ends != self.max_model_len)
         return async_tensor_h2d(is_cut, device=self.device) if is_cut.any() else None
+
+    def _parts(
+        self,
+        positions: torch.Tensor,  # [n, C] int64, in the requests
+    ) -> torch.Tensor | None:
+        """[n, C] int64: the part of its block that each position belongs to, which are revealed one
+        after the other."""
+        if self.family.sub_block_length is None:
+            return None
+        return positions % self.canvas_length // self.family.sub_block_length
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         batch, numbers, settings = found.batch, found.numbers, found.settings
@@ -90,7 +100,7 @@ class MaskedStep(CanvasStep):
             row_temperature,
             batch.flatten(draw),
             batch.by_row(settings.is_greedy),
-            judges_unscaled=self.family.is_seeded and of_slots.are_scaled(batch),
+            judges_unscaled=self.family.is_causal and of_slots.are_scaled(batch),
         )
         candidates = Candidates(*(batch.unflatten(column) for column in by_row))
         canvas, tokens, revealed, edit_steps_done, finished = masked_step(
@@ -102,6 +112,7 @@ class MaskedStep(CanvasStep):
             settings.edits(numbers.times_repeated),
             self.mask_id,
             found.stops if self.family.is_seeded else None,
+            self._parts(positions),
         )
         # Steps that found nothing hidden are counted where other models count repeated guesses.
         edit_steps_done = edit_steps_done.masked_fill(finished, 0)

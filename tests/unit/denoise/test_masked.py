@@ -14,6 +14,7 @@ from vllm_dllm.denoise.masked import (
     MaskedRules,
     draw_candidates,
     even_share,
+    first_hidden,
     masked_step,
     reveal_candidates,
 )
@@ -170,3 +171,39 @@ def test_candidates_are_judged_apart_from_how_they_are_drawn() -> None:
     probability = logits.log_softmax(-1).exp().gather(-1, plain.tokens[:, None])[:, 0]
     assert torch.equal(judged.probability, probability)
     assert not torch.equal(judged.probability, plain.probability)
+
+
+@pytest.mark.parametrize(
+    ("least", "expected"),
+    [(1, [[2], [5], [4, 5, 7]]), (2, [[2, 4], [5], [4, 5, 7]]), (0, [[2], [5], [4, 5, 7]])],
+    ids=["one", "more than the part has", "none, so one"],
+)
+def test_parts_are_revealed_one_after_the_other(least: int, expected: list[list[int]]) -> None:
+    """Parts of 3, 2 and 3 positions, as in a canvas that begins inside its block."""
+    parts = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]]).expand(3, C)
+    hidden = torch.zeros(3, C, dtype=torch.bool)
+    for row, positions in enumerate(([2, 4], [5], [4, 5, 7])):
+        hidden[row, positions] = True
+    parts = torch.where(torch.tensor([[False], [False], [True]]), 0, parts)
+    found = first_hidden(hidden, parts, torch.full((3,), least))
+    assert [row.nonzero().flatten().tolist() for row in found] == expected
+
+
+def test_a_step_reveals_of_one_part() -> None:
+    """However probable the candidates of the others are."""
+    candidates = Candidates(
+        torch.full((1, 4), 5), torch.tensor([[0.5, 0.4, 0.9, 0.95]]), torch.ones(1, 4)
+    )
+    edits = Edits(torch.zeros(1, dtype=torch.bool), *torch.zeros(3, 1))
+    outcome = masked_step(
+        candidates,
+        torch.full((1, 4), 99),
+        torch.zeros(1, 4, dtype=torch.bool),
+        None,
+        rules_of("dynamic", 1, 0.8, 0.0),
+        edits,
+        99,
+        parts=torch.tensor([[0, 0, 1, 1]]),
+    )
+    assert outcome.revealed.tolist() == [[True, False, False, False]]
+    assert not outcome.finished.any()

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from vllm_dllm.errors import InputError
+from vllm_dllm.models.fast_dllm_config import FastDLLMQwenConfig
 from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
 from vllm_dllm.models.nemotron_labs_config import NemotronLabsDiffusionConfig
 from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
@@ -108,6 +109,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
         SDARMoeConfig,
         LLaDA2MoeConfig,
         NemotronLabsDiffusionConfig,
+        FastDLLMQwenConfig,
     )
     masked = {kind.model_type: kind for kind in kinds}
     kind = masked.get(str(read_json(file).get("model_type")))

@@ -1,4 +1,5 @@
-"""Makes an FP8 or NVFP4 checkpoint in compressed-tensors' format out of a DiffusionGemma one.
+"""Makes an FP8 or NVFP4 checkpoint in compressed-tensors' format out of a DiffusionGemma one, or an
+FP8 one out of a masked model's.
 
 Weights are read one tensor at a time and written one shard at a time; only calibration loads the
 model. A stopped run continues after the last shard it wrote (`resumable.py`).
@@ -28,6 +29,7 @@ from vllm_dllm.quantization.weight_files import INDEX_FILE, open_shard
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.progress import progress_bars
 from vllm_dllm.tools.quantize.calibrate import Ranges, calibrate, read_prompts
+from vllm_dllm.tools.quantize.masked_plan import make_masked_plan
 from vllm_dllm.tools.quantize.plan import (
     Linear,
     Plan,
@@ -80,8 +82,7 @@ def quantize(
     without creating `out`.
     """
     source = read_source(checkpoint)
-    config = DiffusionGemmaConfig.from_dict(source.config)
-    plan = make_plan(scheme, source.tensors, config.text_config.layer_types)
+    plan = _make_plan(scheme, source)
     if dry_run:
         print(describe(plan, source.tensors))
         return
@@ -89,7 +90,10 @@ def quantize(
         raise InputError("expected the folder to write to (-o OUT), or --dry-run")
     partial = resumable.partial_folder(out)
     _check_calibration(scheme, calibration)
-    prompts = read_prompts(calibration, checkpoint, config) if calibration else []
+    prompts: list[list[int]] = []
+    if calibration is not None:
+        config = DiffusionGemmaConfig.from_dict(source.config)
+        prompts = read_prompts(calibration, checkpoint, config)
     run = _fingerprint(source, scheme, prompts)
     if resumable.is_finished(out, run, WORKING_FILES):
         return
@@ -102,6 +106,13 @@ def quantize(
         _write_shards(source, plan, scales, partial, progress)
     _write_rest(source, plan, partial)
     resumable.finish(partial, out, WORKING_FILES)
+
+
+def _make_plan(scheme: str, source: Source) -> Plan:
+    if source.is_masked:
+        return make_masked_plan(scheme, source.tensors, source.config["num_hidden_layers"])
+    config = DiffusionGemmaConfig.from_dict(source.config)
+    return make_plan(scheme, source.tensors, config.text_config.layer_types)
 
 
 def _check_calibration(scheme: str, calibration: Path | None) -> None:

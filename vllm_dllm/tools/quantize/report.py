@@ -29,7 +29,7 @@ def describe(plan: Plan, tensors: Mapping[str, TensorInfo]) -> str:
         old = sum(tensors[name].num_bytes for name in names)
         new = sum(quantized_bytes(linear, plan.scheme) for linear in linears)
         before, after = before + old, after + new
-        layers = _ranges(int(name.split(".")[3]) for name in names)
+        layers = _ranges(int(name.partition("layers.")[2].partition(".")[0]) for name in names)
         label = kind.removesuffix(".weight").replace("*", layers)
         lines.append(f"  {label:50} {len(linears):8} {_size(old)} {_size(new)}")
     lines.append(f"  {'total':50} {'':8} {_size(before)} {_size(after)} {after / before:7.3f}x")

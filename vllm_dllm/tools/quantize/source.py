@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA, MASKED_MODELS
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import (
     INDEX_FILE,
@@ -12,8 +13,6 @@ from vllm_dllm.quantization.weight_files import (
     read_json,
     read_shards,
 )
-
-ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,11 @@ class Source:
     has_index: bool
 
     @property
+    def is_masked(self) -> bool:
+        """Whether it is of a masked model, not DiffusionGemma."""
+        return DIFFUSION_GEMMA not in self.config["architectures"]
+
+    @property
     def tensors(self) -> dict[str, TensorInfo]:
         return {name: info for shard in self.shards.values() for name, info in shard.items()}
 
@@ -33,15 +37,17 @@ class Source:
 def read_source(path: Path) -> Source:
     """Reads config.json and the headers of all weight files.
 
-    Raises InputError unless it is a complete, unquantised DiffusionGemma checkpoint.
+    Raises InputError unless it is a complete, unquantised checkpoint of a model that we serve.
     """
     if not (path / "config.json").exists():
         raise InputError(f"{path} is not the folder of a checkpoint: it has no config.json")
     config = read_json(path / "config.json")
-    if ARCHITECTURE not in (config.get("architectures") or ()):
+    known = {DIFFUSION_GEMMA, *MASKED_MODELS}
+    if known.isdisjoint(config.get("architectures") or ()):
         raise InputError(
-            f"{path / 'config.json'}: expected the architecture {ARCHITECTURE}, got "
-            f"{config.get('architectures')}: only DiffusionGemma checkpoints can be quantised"
+            f"{path / 'config.json'}: expected the architecture {DIFFUSION_GEMMA} or that of a "
+            f"masked model ({', '.join(MASKED_MODELS)}), got {config.get('architectures')}: only "
+            f"these checkpoints can be quantised"
         )
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method")

@@ -1,0 +1,110 @@
+"""Fast-dLLM v2's published loop (`generate` of the checkpoints' modeling.py), over transformers'
+Qwen2 and random weights: the definition of right.
+
+One difference: it forgets a prompt of exactly one block, which is read here like any other.
+
+Each forward computes the whole sequence under a mask, so there is no cache to be wrong about.
+"""
+
+from pathlib import Path
+
+import torch
+
+from tests.engine.masked import Rule, Step, make_checkpoint
+from tests.engine.nemotron import Drawn, SeededReference, SeededTrajectory
+from tests.unit.denoise.test_masked import published
+from vllm_dllm.denoise import noise
+
+ARCHITECTURE = "Fast_dLLM_QwenForCausalLM"
+SUB_BLOCK = 8
+
+
+def make_fast_dllm_checkpoint(path: Path, block_length: int) -> tuple[Path, "ShiftedReference"]:
+    path, made = make_checkpoint(path, block_length, ARCHITECTURE)
+    return path, ShiftedReference(made.model, made.block_length, made.mask_id)
+
+
+class ShiftedReference(SeededReference):
+    def block_logits(self, known: list[int], block: list[int]) -> torch.Tensor:
+        """[B, V] fp32: of each position, by the row before it."""
+        logits = self.logits(known + block)
+        first = len(known)
+        # Before the first token there is none, and nothing is hidden there.
+        return torch.cat((logits[max(first - 1, 0)][None], logits[first:-1]))
+
+    def generate(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        rule: Rule,
+        seed: int = 0,
+        stops: frozenset[int] = frozenset(),
+    ) -> SeededTrajectory:
+        """Whole blocks, the last one cut off, at a stop token at the latest."""
+        B, found = self.block_length, SeededTrajectory()
+        num_steps = rule.num_steps or B
+        known = list(prompt)
+        while len(known) < len(prompt) + max_tokens and stops.isdisjoint(known[len(prompt) :]):
+            start = len(known) // B * B
+            own, shown = len(known) - start, set[int]()  # the block's first token of the answer
+            block = known[start:]
+            if not block:
+                block, shown = [int(self.logits(known)[-1].argmax())], {0}
+            block += [self.mask_id] * (B - len(block))
+            step, finished = 0, False
+            while not finished:
+                logits = self.block_logits(known[:start], block)
+                drawn = self._draw_rows(logits, start, rule, seed, step, noise.CANDIDATE)
+                hidden = [i for i in range(own, B) if i not in shown]
+                least = B // num_steps + (step < B % num_steps)
+                shown |= published(
+                    rule.name,
+                    in_order_of_sub_blocks(hidden, least),
+                    drawn.probability,
+                    [],
+                    least,
+                    rule.threshold,
+                    rule.bound,
+                )
+                tokens = [drawn.tokens[i] if i in hidden else block[i] for i in range(B)]
+                block = [tokens[i] if i in shown or i < own else self.mask_id for i in range(B)]
+                over = [i for i in sorted(shown) if block[i] in stops]
+                finished = shown.issuperset(range(own, over[0] if over else B))
+                block = tokens if finished else block
+                step += 1
+                revealed = [int(i in shown) for i in range(own, B)]
+                found.steps.append(Step(tokens[own:], revealed, block[own:], finished))
+                found.drawn.append(
+                    Drawn(
+                        drawn.tokens[own:],
+                        drawn.probability[own:],
+                        drawn.cumulative[own:],
+                        drawn.draw[own:],
+                    )
+                )
+            known = known[:start] + block
+        found.tokens = known[len(prompt) :][:max_tokens]
+        for i, token in enumerate(found.tokens):
+            if token in stops:
+                found.tokens = found.tokens[: i + 1]
+                break
+        return found
+
+    def _draw_rows(
+        self, logits: torch.Tensor, start: int, rule: Rule, seed: int, step: int, stream: int
+    ) -> Drawn:
+        """A candidate is as probable as the temperature makes it."""
+        drawn = super()._draw_rows(logits, start, rule, seed, step, stream)
+        probs = (logits / (rule.temperature or 1.0)).softmax(-1)
+        probability = probs.gather(-1, torch.tensor(drawn.tokens)[:, None])[:, 0]
+        return drawn._replace(probability=probability.tolist())
+
+
+def in_order_of_sub_blocks(hidden: list[int], least: int) -> list[int]:
+    """The hidden positions of the first sub-block that has any, and of as many more as it takes to
+    reveal `least`."""
+    found: list[int] = []
+    for first in range(0, hidden[-1] + 1, SUB_BLOCK) if hidden else ():
+        if len(found) < least:
+            found += [i for i in hidden if first <= i < first + SUB_BLOCK]
+    return found

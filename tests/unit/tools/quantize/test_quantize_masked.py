@@ -1,0 +1,67 @@
+"""`vllm-dllm quantize` of masked models' checkpoints: FP8."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.masked import make_checkpoint
+from tests.paths import CHECKPOINTS
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools.quantize.quantize import quantize
+
+SDAR = CHECKPOINTS / "sdar-tiny"
+
+
+def test_the_trained_checkpoint(tmp_path: Path) -> None:
+    quantize(SDAR, "fp8-dynamic", out := tmp_path / "FP8")
+    before = load_file(SDAR / "model.safetensors")
+    after = load_file(out / "model.safetensors")
+    linears = [name for name in before if "_proj." in name]
+    assert len(linears) == 7 * 8
+    assert after.keys() == before.keys() | {f"{name}_scale" for name in linears}
+    for name, weight in before.items():
+        if name in linears:
+            scale = after[f"{name}_scale"].float()
+            assert after[name].dtype == torch.float8_e4m3fn
+            off = (after[name].float() * scale - weight.float()).abs()
+            # Half a step of 3 bits, or of the smallest numbers.
+            assert (off <= weight.abs().float() / 16 + scale / 1024).all()
+        else:
+            assert torch.equal(after[name], weight)
+    config = json.loads((out / "config.json").read_text())
+    described = config.pop("quantization_config")
+    assert config == json.loads((SDAR / "config.json").read_text())
+    assert described["quant_method"] == "compressed-tensors"
+    assert (out / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_linears", "ignored"),
+    [
+        ("SDARMoeForCausalLM", 3 * (4 + 3 * 8), "model.layers.1.mlp.gate"),
+        ("LLaDA2MoeModelLM", 3 * (2 + 3) + 2 * 3 * 16, "model.layers.1.mlp.gate"),
+        ("NemotronLabsDiffusionModel", 3 * 7, "diffusion_head"),
+        ("Fast_dLLM_QwenForCausalLM", 3 * 7, "lm_head"),
+    ],
+)
+def test_every_family(tmp_path: Path, architecture: str, num_linears: int, ignored: str) -> None:
+    source, _ = make_checkpoint(tmp_path / "source", 4, architecture)
+    quantize(source, "fp8-dynamic", out := tmp_path / "FP8")
+    weights = load_file(out / "model.safetensors")
+    assert sum(w.dtype == torch.float8_e4m3fn for w in weights.values()) == num_linears
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert ignored in config["ignore"]
+
+
+def test_what_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="a masked model takes --scheme fp8-dynamic"):
+        quantize(SDAR, "nvfp4", tmp_path / "NVFP4", CHECKPOINTS / "calibration.jsonl")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    quantize(SDAR, "fp8-dynamic", None, dry_run=True)
+    assert "model.layers.{0-7}.self_attn.q_proj" in capsys.readouterr().out

@@ -1,0 +1,15 @@
+"""Fast-dLLM v2 for vLLM: the layers of Qwen2.5."""
+
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+from vllm_dllm.models.masked import MaskedModel
+
+
+class Fast_dLLM_QwenForCausalLM(MaskedModel, Qwen2ForCausalLM):
+    """Of the checkpoints' own modeling.py. A row has the next token's logits."""
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        from vllm_dllm.step.masked_state import ShiftedModelState
+
+        return ShiftedModelState

@@ -1,0 +1,37 @@
+"""Canvases of models whose rows have the logits of the token after them.
+
+A canvas' position is judged by the row before it. That of its first position is a known token of
+the same block, which each step computes anew beside the canvas; where the canvas begins with its
+block, it is the last row of the block before, and the position is known from that block's prefill
+(`seeded_step`).
+"""
+
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_stages import Denoised, Found
+from vllm_dllm.step.seeded_step import SeededStep
+
+
+class ShiftedStep(SeededStep):
+    def begin(self, input_batch: InputBatch) -> None:
+        """Has the runner make the logits of the rows before a canvas' positions."""
+        super().begin(input_batch)
+        batch = self.batch
+        if batch is None:
+            return
+        back = torch.zeros_like(input_batch.logits_indices)
+        back[: int(batch.lengths_np.sum())] = 1
+        starts = input_batch.seq_lens[batch.request_index] - batch.lengths
+        is_inside = starts % self.canvas_length != 0
+        # A block's first row stands in for the one before it, which is not in this forward.
+        back.index_copy_(0, batch.first_rows, is_inside.to(back.dtype))
+        input_batch.logits_indices = input_batch.logits_indices - back
+
+    def _seeded(self, ended: CanvasBatch, logits: torch.Tensor) -> None:
+        self.requests.logprobs.keep_seeds(ended.slots_np.tolist(), logits)
+
+    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+        self.requests.logprobs.put_seeds(found.batch, source)
+        return super()._denoise(found, source)
