@@ -10,6 +10,12 @@ TASK_SHARES = {
     "write_json": 0.7,
     "chat": 0.7,
 }
+# Two stages of the model that calls functions: it learns that first.
+_CALL_SHARES = {"call": 8.0, "call_result": 1.2, "no_call": 0.6}
+CALL_SHARES = {
+    "first": TASK_SHARES | _CALL_SHARES,
+    "later": {task: 1.5 * share for task, share in TASK_SHARES.items()} | _CALL_SHARES,
+}
 # A stage of its own, after match_heads.py and before the tasks come back.
 LOOKUP_SHARES = {
     "lookup_dense": 8.0,
