@@ -11,10 +11,9 @@ TASK_SHARES = {
     "chat": 0.7,
 }
 # Two stages of the model that calls functions: it learns that first.
-_CALL_SHARES = {"call": 8.0, "call_result": 1.2, "no_call": 0.6}
 CALL_SHARES = {
-    "first": TASK_SHARES | _CALL_SHARES,
-    "later": {task: 1.5 * share for task, share in TASK_SHARES.items()} | _CALL_SHARES,
+    "first": TASK_SHARES | {"call": 13.0, "call_result": 1.5, "no_call": 0.7},
+    "later": TASK_SHARES | {"call": 4.0, "call_result": 0.6, "no_call": 0.4},
 }
 # A stage of its own, after match_heads.py and before the tasks come back.
 LOOKUP_SHARES = {

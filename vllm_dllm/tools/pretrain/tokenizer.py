@@ -61,7 +61,9 @@ def build_tokenizer(
     tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in vocab + unused], unk_id=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(token, special=True) for token in [*SPECIAL_TOKENS, *more_tokens, *unused]]
+    special = [
+        AddedToken(token, special=True) for token in [*SPECIAL_TOKENS, *more_tokens, *unused]
+    ]
     tokenizer.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -13,9 +13,7 @@ from vllm_dllm.tools.pretrain.words import FUNCTION_WORDS
 
 
 @torch.no_grad()
-def start_rows(
-    model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def start_rows(model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast) -> None:
     """Random embeddings for the new tokens, as large as those of known words: as unused ones they
     have only ever been noise, and are much alike."""
     embedding = model.model.decoder.embed_tokens.weight

@@ -24,6 +24,7 @@ KIND_SHARES = {STRING: 0.35, INTEGER: 0.3, BOOLEAN: 0.15, ARRAY: 0.2}
 ARGUMENT_NAMES = [*NOUNS, "age", "city", "color", "day", "name", "number", "size", "value"]
 VALUES = [*NOUNS, *NAMES, *CAPITALS.values()]
 PREPOSITIONS = ["with", "for", "from", "in", "of", "to"]
+NUM_FUNCTIONS = [2, 2, 3, 3, 4, 5, 6]  # short prompts are cheap
 LONGEST_REQUEST = 26  # tokens: with the next turn's head, a window of 32
 
 Value = str | int | bool | list[str] | list[int]
@@ -47,6 +48,7 @@ class CallExample(Example):
         return [tool(name, kinds) for name, kinds in self.functions.items()]
 
     def messages(self) -> list[dict[str, Any]]:
+        """As the chat template takes them, with arguments that are no text."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": self.prompt}]
         if self.call is None:
             return messages
@@ -91,7 +93,7 @@ def _function(rng: random.Random, names: list[str], num_arguments: int) -> dict[
 
 def _functions(rng: random.Random, most: int = 6, most_arguments: int = 3) -> Functions:
     """No function is called like an argument."""
-    names = rng.sample(NOUNS, rng.randint(2, most))
+    names = rng.sample(NOUNS, min(rng.choice(NUM_FUNCTIONS), most))
     arguments = [name for name in ARGUMENT_NAMES if name not in names]
     return {name: _function(rng, arguments, rng.randint(1, most_arguments)) for name in names}
 
@@ -122,9 +124,7 @@ def call_text(name: str, arguments: dict[str, Value]) -> str:
 def request_text(rng: random.Random, name: str, arguments: dict[str, Value]) -> str:
     first, *others = arguments.items()
     pairs = "".join(f", {key} {written(value, chr(39), ', ')}" for key, value in others)
-    return (
-        f"Please {name} {rng.choice(PREPOSITIONS)} {written(first[1], chr(39), ', ')}{pairs}."
-    )
+    return f"Please {name} {rng.choice(PREPOSITIONS)} {written(first[1], chr(39), ', ')}{pairs}."
 
 
 def _num_tokens(value: Value) -> int:
@@ -135,9 +135,7 @@ def _num_tokens(value: Value) -> int:
     return 3 if isinstance(value, str) else len(str(value))
 
 
-def _call(
-    rng: random.Random, functions: Functions, name: str
-) -> tuple[str, dict[str, Value]]:
+def _call(rng: random.Random, functions: Functions, name: str) -> tuple[str, dict[str, Value]]:
     while True:
         arguments = {key: _value(rng, kind) for key, kind in functions[name].items()}
         # "Please ", name, preposition and two blanks; a comma, a name and a blank; a full stop.
@@ -198,11 +196,20 @@ def held_out_calls(seed: int = 1) -> list[CallExample]:
     ]
 
 
+def as_sent(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as a client of OpenAI's API sends them: with arguments in JSON."""
+    sent = json.loads(json.dumps(messages))
+    for message in sent:
+        for called in message.get("tool_calls", ()):
+            called["function"]["arguments"] = json.dumps(called["function"]["arguments"])
+    return sent
+
+
 def main() -> None:
     for example in held_out_calls():
         row = {
             "task": example.task,
-            "messages": example.messages(),
+            "messages": as_sent(example.messages()),
             "tools": example.tools(),
             "answer": example.answer,
         }
