@@ -1,4 +1,4 @@
-"""The small model that was trained to call functions: held-out requests, asked by OpenAI's client."""
+"""The small model that was trained to call functions: held-out requests, by OpenAI's client."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
