@@ -12,8 +12,15 @@ TASK_SHARES = {
 }
 # Two stages of the model that calls functions: it learns that first.
 CALL_SHARES = {
-    "first": TASK_SHARES | {"call": 13.0, "call_result": 1.5, "no_call": 0.7},
-    "later": TASK_SHARES | {"call": 4.0, "call_result": 0.6, "no_call": 0.4},
+    "first": TASK_SHARES | {"call_unnamed": 13.0, "call_result": 1.5, "no_call": 0.7},
+    "later": TASK_SHARES
+    | {
+        "call": 4.0,
+        "call_unnamed": 1.2,
+        "first_arguments": 1.2,
+        "call_result": 0.7,
+        "no_call": 0.3,
+    },
 }
 # A stage of its own, after match_heads.py and before the tasks come back.
 LOOKUP_SHARES = {

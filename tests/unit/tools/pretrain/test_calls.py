@@ -16,6 +16,7 @@ from vllm_dllm.tools.pretrain.calls.start import start_rows
 from vllm_dllm.tools.pretrain.calls.tasks import (
     CALL_TASKS,
     LONGEST_REQUEST,
+    PREPOSITIONS,
     CallExample,
     as_sent,
     generate_call,
@@ -47,22 +48,23 @@ def examples(task: str, count: int = 200) -> list[CallExample]:
 
 def solve(example: CallExample) -> tuple[str, dict]:
     """The call, read from the request and the functions that are offered."""
-    name, first, others = re.fullmatch(
-        r"Please (\w+) \w+ (\[.*?\]|[^,]*)(?:, (.*))?\.", example.prompt
-    ).groups()
+    name, said = re.fullmatch(r"Please (\w+) (.*)\.", example.prompt).groups()
     (parameters,) = (
         tool["function"]["parameters"]
         for tool in example.tools()
         if tool["function"]["name"] == name
     )
-    named = re.findall(r"(\w+) (\[.*?\]|[^,]+)", others or "")
-    pairs = [(next(iter(parameters["properties"])), first), *named]
+    pairs = re.findall(r"(\w+) (\[.*?\]|[^,]+)", said)
+    if pairs[0][0] not in parameters["properties"]:
+        assert pairs[0][0] in PREPOSITIONS
+        pairs[0] = (next(iter(parameters["properties"])), pairs[0][1])
     return name, {key: json.loads(value.replace("'", '"')) for key, value in pairs}
 
 
-def test_calls_are_those_that_were_asked_for() -> None:
-    for example in examples("call"):
-        ((call,)) = read_calls(example.answer)[1]
+@pytest.mark.parametrize("task", ["call", "call_unnamed"])
+def test_calls_are_those_that_were_asked_for(task: str) -> None:
+    for example in examples(task):
+        (call,) = read_calls(example.answer)[1]
         assert call.is_complete
         assert (call.name, json.loads(call.arguments)) == solve(example)
 
@@ -78,6 +80,14 @@ def test_arguments_fit_the_functions() -> None:
         seen |= {type(value) for value in arguments.values()}
         assert 2 <= len(schemas) <= 6
     assert seen == {str, int, bool, list}
+
+
+def test_first_arguments_are_told() -> None:
+    for example in examples("first_arguments", 50):
+        first = {name: next(iter(kinds)) for name, kinds in example.functions.items()}
+        pairs = [pair.split(": ") for pair in example.answer.split(", ")]
+        assert pairs and all(first[name] == argument for name, argument in pairs)
+        assert example.prompt == f"What is {', '.join(name for name, _ in pairs)}?"
 
 
 def test_results_are_told() -> None:
@@ -125,14 +135,15 @@ def test_new_pieces_are_one_token(tokenizer) -> None:
     assert tokenizer.decode(special, skip_special_tokens=True) == ""
 
 
-def test_a_request_is_as_long_as_its_call(tokenizer) -> None:
-    for example in examples("call"):
+@pytest.mark.parametrize("task", ["call", "call_unnamed"])
+def test_a_request_is_as_long_as_its_call(tokenizer, task: str) -> None:
+    for example in examples(task):
         request, call = tokenizer.encode(example.prompt), tokenizer.encode(example.answer)
         assert len(request) + 1 == len(call) and len(request) <= LONGEST_REQUEST
 
 
 def test_first_arguments_are_where_a_look_back_head_finds_them(tokenizer) -> None:
-    for example in examples("call", 50):
+    for example in examples("call_unnamed", 50):
         name, arguments = solve(example)
         name_id, first_id = (tokenizer.encode(text)[0] for text in (name, next(iter(arguments))))
         prompt = prompt_ids(tokenizer, as_sent(example.messages()), [], example.tools())

@@ -2,10 +2,10 @@
 
     python -m vllm_dllm.tools.pretrain.calls.tasks > checkpoints/held_out_tools.jsonl
 
-A request names a function, its first value after a preposition, and then names and values of the
-other arguments: "Please lamp with 'Rome', days 3." What the first argument is called stands in the
-function's declaration alone. Token by token a request is as long as its call, and no longer than
-what a sliding layer sees of it, so the rest is copied from a place that is always as far away.
+A request names a function, and names and values of its arguments: "Please lamp city 'Rome', age 3."
+Token by token it is as long as its call, and no longer than what a sliding layer sees of it, so a
+call's tokens come from places that are all as far away. Some requests do not name the first
+argument, "Please lamp with 'Rome', age 3.", which then stands in the function's declaration alone.
 """
 
 import hashlib
@@ -121,10 +121,11 @@ def call_text(name: str, arguments: dict[str, Value]) -> str:
     return f"<|tool_call>call:{name}{{{','.join(pairs)}}}<tool_call|>"
 
 
-def request_text(rng: random.Random, name: str, arguments: dict[str, Value]) -> str:
-    first, *others = arguments.items()
-    pairs = "".join(f", {key} {written(value, chr(39), ', ')}" for key, value in others)
-    return f"Please {name} {rng.choice(PREPOSITIONS)} {written(first[1], chr(39), ', ')}{pairs}."
+def request_text(rng: random.Random, name: str, arguments: dict[str, Value], named: bool) -> str:
+    pairs = [(key, written(value, "'", ", ")) for key, value in arguments.items()]
+    if not named:
+        pairs[0] = (rng.choice(PREPOSITIONS), pairs[0][1])
+    return f"Please {name} {', '.join(f'{key} {value}' for key, value in pairs)}."
 
 
 def _num_tokens(value: Value) -> int:
@@ -143,11 +144,24 @@ def _call(rng: random.Random, functions: Functions, name: str) -> tuple[str, dic
             return name, arguments
 
 
-def call(rng: random.Random) -> CallExample:
+def call(rng: random.Random, task: str = "call", named: bool = True) -> CallExample:
     functions = _functions(rng)
     name, arguments = _call(rng, functions, rng.choice(list(functions)))
-    request = request_text(rng, name, arguments)
-    return CallExample("call", request, call_text(name, arguments), functions)
+    request = request_text(rng, name, arguments, named)
+    return CallExample(task, request, call_text(name, arguments), functions)
+
+
+def call_unnamed(rng: random.Random) -> CallExample:
+    """What the first argument is called stands in the function's declaration alone."""
+    return call(rng, "call_unnamed", named=False)
+
+
+def first_arguments(rng: random.Random) -> CallExample:
+    """Many such look-ups at once, from which a model learns the single one."""
+    functions = _functions(rng)
+    asked = rng.sample(list(functions), rng.randint(1, len(functions)))
+    answer = ", ".join(f"{name}: {next(iter(functions[name]))}" for name in asked)
+    return CallExample("first_arguments", f"What is {', '.join(asked)}?", answer, functions)
 
 
 def call_result(rng: random.Random) -> CallExample:
@@ -156,7 +170,7 @@ def call_result(rng: random.Random) -> CallExample:
     name, arguments = _call(rng, functions, rng.choice(list(functions)))
     result = rng.choice([str(rng.randint(1, 99)), rng.choice(VALUES)])
     answer = f"The {name} is {result}."
-    prompt = request_text(rng, name, arguments)
+    prompt = request_text(rng, name, arguments, named=True)
     return CallExample("call_result", prompt, answer, functions, (name, arguments), result)
 
 
@@ -168,13 +182,15 @@ def no_call(rng: random.Random) -> CallExample:
 
 CALL_TASKS: dict[str, Callable[[random.Random], CallExample]] = {
     "call": call,
+    "call_unnamed": call_unnamed,
+    "first_arguments": first_arguments,
     "call_result": call_result,
     "no_call": no_call,
 }
-HELD_OUT_ROWS = {"call": 200, "call_result": 70, "no_call": 70}
+HELD_OUT_ROWS = {"call": 200, "call_unnamed": 70, "call_result": 70, "no_call": 70}
 SERVING_NOTE = (
-    "This small model calls functions, when asked in these words: \"Please lamp with 'Rome', "
-    'days 3." for a function lamp whose first argument is any, and whose second one is days. It '
+    "This small model calls functions, when asked in these words: \"Please lamp city 'Rome', age "
+    '3." for a function lamp with the arguments city and age, in the order of the alphabet. It '
     "knows the tasks of diffusiongemma-tiny, too. Anything else gets nonsense."
 )
 
