@@ -32,6 +32,7 @@ PARSER = ("--enable-auto-tool-choice", "--tool-call-parser", "gemma4_strict")
 AT_ONCE = 8
 MOST_TRIES = 4  # one, and three more
 STEPS = "vllm_dllm:denoise_steps_total"
+WAYS = ("auto", "streamed", "required", "named")
 LOOK_UPS = ("lookup_short", "lookup")
 
 Call = tuple[str, dict[str, Any]]
@@ -247,8 +248,9 @@ def main() -> None:
         measures: dict[str, Callable[[], dict[str, Any]]] = {
             **{
                 f"calls, {way}": lambda way=way: measure_calls(asked, of("call"), way)
-                for way in ("auto", "streamed", "required", "named")
+                for way in WAYS
             },
+            "unnamed calls, auto": lambda: measure_calls(asked, of("call_unnamed"), "auto"),
             "answers to results": lambda: measure_words(asked, of("call_result")),
             "the loop": lambda: measure_loop(asked, of("call_result")),
             "no call": lambda: measure_words(asked, of("no_call")),

@@ -2,10 +2,10 @@
 
     python -m vllm_dllm.tools.pretrain.calls.tasks > checkpoints/held_out_tools.jsonl
 
-A request names a function, and names and values of its arguments: "Please lamp city 'Rome', age 3."
+A request names a function, and names and values of its arguments: "Please lamp age 3, city 'Rome'."
 Token by token it is as long as its call, and no longer than what a sliding layer sees of it, so a
 call's tokens come from places that are all as far away. Some requests do not name the first
-argument, "Please lamp with 'Rome', age 3.", which then stands in the function's declaration alone.
+argument, "Please lamp with 3, city 'Rome'.", which then stands in the function's declaration alone.
 """
 
 import hashlib
@@ -189,9 +189,9 @@ CALL_TASKS: dict[str, Callable[[random.Random], CallExample]] = {
 }
 HELD_OUT_ROWS = {"call": 200, "call_unnamed": 70, "call_result": 70, "no_call": 70}
 SERVING_NOTE = (
-    "This small model calls functions, when asked in these words: \"Please lamp city 'Rome', age "
-    '3." for a function lamp with the arguments city and age, in the order of the alphabet. It '
-    "knows the tasks of diffusiongemma-tiny, too. Anything else gets nonsense."
+    "This small model calls functions, when asked in these words: \"Please lamp age 3, city 'Rome'.\""
+    " for a function lamp with the arguments age and city, in the order of the alphabet. It knows "
+    "the tasks of diffusiongemma-tiny, too. Anything else gets nonsense."
 )
 
 
