@@ -189,9 +189,9 @@ CALL_TASKS: dict[str, Callable[[random.Random], CallExample]] = {
 }
 HELD_OUT_ROWS = {"call": 200, "call_unnamed": 70, "call_result": 70, "no_call": 70}
 SERVING_NOTE = (
-    "This small model calls functions, when asked in these words: \"Please lamp age 3, city 'Rome'.\""
-    " for a function lamp with the arguments age and city, in the order of the alphabet. It knows "
-    "the tasks of diffusiongemma-tiny, too. Anything else gets nonsense."
+    'This small model calls functions, when asked in these words: "Please lamp age 3, city '
+    "'Rome'.\" for a function lamp with the arguments age and city, in the order of the alphabet. "
+    "It knows the tasks of diffusiongemma-tiny, too. Anything else gets nonsense."
 )
 
 
