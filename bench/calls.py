@@ -1,6 +1,6 @@
 """How often a served model calls functions rightly, and what a form adds to an answer.
 
-    python -m bench.calls
+    python -m bench.calls DIR/2
 
 Three things, over HTTP with the client of OpenAI: held-out requests for calls, each as `auto`,
 streamed, `required` and named; the loop of a call, its result and the answer in words; and look-ups
@@ -231,7 +231,7 @@ def in_json(row: Row) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     folder = Path("checkpoints")
-    parser.add_argument("--checkpoint", type=Path, default=folder / "diffusiongemma-tiny-tools")
+    parser.add_argument("checkpoint", type=Path, help="what checkpoints/train_tools.sh makes")
     parser.add_argument("--every", type=int, default=1, help="take one row in this many")
     parser.add_argument("--out", type=Path, default=harness.results_folder())
     args = parser.parse_args()

@@ -1,5 +1,6 @@
 #!/bin/sh
-# The recipe of diffusiongemma-tiny-tools, from diffusiongemma-tiny: checkpoints/train_tools.sh DIR
+# The recipe of a small model that calls functions, from diffusiongemma-tiny:
+#     checkpoints/train_tools.sh DIR
 # 40 minutes on one CPU core; DIR/2 is the result.
 set -eu
 out=$1

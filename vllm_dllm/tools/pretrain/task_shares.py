@@ -12,7 +12,14 @@ TASK_SHARES = {
 }
 # Two stages of the model that calls functions: it learns that first.
 CALL_SHARES = {
-    "first": TASK_SHARES | {"call_unnamed": 13.0, "call_result": 1.5, "no_call": 0.7},
+    "first": TASK_SHARES
+    | {
+        "call": 8.0,
+        "call_unnamed": 3.0,
+        "first_arguments": 3.0,
+        "call_result": 1.5,
+        "no_call": 0.5,
+    },
     "later": TASK_SHARES
     | {
         "call": 4.0,
