@@ -1,7 +1,7 @@
 """Turns task examples into padded training batches of similar prefix length."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,10 @@ class Batch:
 
     def to(self, device: str) -> "Batch":
         return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+
+def draw_training(rng: random.Random, task: str) -> Example:
+    return generate(rng, task, held_out=False)
 
 
 def encode_canvases(
@@ -72,8 +76,12 @@ def training_batches(
     canvas_length: int,
     canvases_per_prefix: int,
     tokens_per_batch: int,
+    draw: Callable[[random.Random, str], Example] = draw_training,
 ) -> Iterator[Batch]:
-    """Endless batches of about `tokens_per_batch` tokens, counting prefix and canvases."""
+    """Endless batches of about `tokens_per_batch` tokens, counting prefix and canvases.
+
+    draw: an example of a task.
+    """
     rng = random.Random(seed)
     tasks, shares = list(task_shares), list(task_shares.values())
 
@@ -83,7 +91,7 @@ def training_batches(
     while True:
         pool: list[CanvasRow] = []
         for task in rng.choices(tasks, shares, k=POOL_SIZE):
-            example = generate(rng, task, held_out=False)
+            example = draw(rng, task)
             pool.append(rng.choice(encode_canvases(tokenizer, example, canvas_length)))
         batches = pack(pool, length, tokens_per_batch, rng)
         # The unfinished last batch is dropped if it is a sliver of the pool.

@@ -22,7 +22,7 @@ from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID, PAD_ID
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Rows {"messages", "answer", "task"} of a held-out file."""
+    """Rows {"messages", "answer", "task"} of a held-out file, some with "tools"."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -55,7 +55,8 @@ def answer_rows(
     """
     images = [read_images(row["messages"]) for row in rows]
     prompts = [
-        prompt_ids(tokenizer, row["messages"], seen) for row, seen in zip(rows, images, strict=True)
+        prompt_ids(tokenizer, row["messages"], seen, row.get("tools"))
+        for row, seen in zip(rows, images, strict=True)
     ]
     order = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
     canvas_length = model.config.canvas_length
@@ -72,7 +73,10 @@ def answer_rows(
         num_tokens = (new_tokens != tokenizer.pad_token_id).sum(-1)
         # generate reports tokens per forward for each row, without pads
         steps = (num_tokens / result.tokens_per_forward).round().int().tolist()
-        texts = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
+        # The tokens of calls are special ones, too.
+        texts = [
+            text.partition(tokenizer.eos_token)[0] for text in tokenizer.batch_decode(new_tokens)
+        ]
         for i, text, tokens, row_steps in zip(
             chosen, texts, num_tokens.tolist(), steps, strict=True
         ):

@@ -20,7 +20,7 @@ def encode_example(
 ) -> tuple[list[int], list[int]]:
     """(prompt, answer) as token ids; the answer ends with EOS."""
     text = tokenizer.apply_chat_template(
-        example.messages(), tokenize=False, add_generation_prompt=True
+        example.messages(), tools=example.tools(), tokenize=False, add_generation_prompt=True
     )
     prompt = tokenizer.encode(text, add_special_tokens=False)
     return prompt, [*tokenizer.encode(example.answer, add_special_tokens=False), EOS_ID]

@@ -10,6 +10,25 @@ TASK_SHARES = {
     "write_json": 0.7,
     "chat": 0.7,
 }
+# Two stages of the model that calls functions: it learns that first.
+CALL_SHARES = {
+    "first": TASK_SHARES
+    | {
+        "call": 8.0,
+        "call_unnamed": 3.0,
+        "first_arguments": 3.0,
+        "call_result": 1.5,
+        "no_call": 0.5,
+    },
+    "later": TASK_SHARES
+    | {
+        "call": 4.0,
+        "call_unnamed": 1.2,
+        "first_arguments": 1.2,
+        "call_result": 0.7,
+        "no_call": 0.3,
+    },
+}
 # A stage of its own, after match_heads.py and before the tasks come back.
 LOOKUP_SHARES = {
     "lookup_dense": 8.0,

@@ -14,6 +14,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_dllm.tools.pretrain.words import CAPITALS, NAMES, NOUNS
 
@@ -32,8 +33,12 @@ class Example:
         digest = hashlib.sha256(self.prompt.encode()).digest()
         return digest[0] % HELD_OUT_SHARE == 0
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         return [{"role": "user", "content": self.prompt}]
+
+    def tools(self) -> list[dict[str, Any]] | None:
+        """As a client of OpenAI's API sends them."""
+        return None
 
 
 def add(rng: random.Random) -> tuple[str, str]:

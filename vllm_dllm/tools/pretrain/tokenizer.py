@@ -6,6 +6,7 @@ Turn markers follow Gemma 4; `<turn|>` ends a turn and is the EOS token.
 """
 
 import math
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -40,18 +41,30 @@ def _to_byte_alphabet(text: str) -> str:
     return pre_tokenizer.pre_tokenize_str(text)[0][0]
 
 
-def build_tokenizer(vocab_multiple: int = 64) -> PreTrainedTokenizerFast:
-    """The tokenizer, its vocabulary padded with `<unused…>` to a multiple of `vocab_multiple`."""
+def build_tokenizer(
+    vocab_multiple: int = 64,
+    *,
+    more_tokens: Sequence[str] = (),  # special ones
+    more_pieces: Sequence[str] = (),
+) -> PreTrainedTokenizerFast:
+    """The tokenizer, its vocabulary padded with `<unused…>` to a multiple of `vocab_multiple`.
+
+    More tokens and pieces take the places of the first unused ones.
+    """
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces += [piece for piece in map(_to_byte_alphabet, PIECES) if piece not in set(pieces)]
     vocab = SPECIAL_TOKENS + pieces
     assert len(set(vocab)) == len(vocab), "a piece is listed twice"
+    vocab += [*more_tokens, *map(_to_byte_alphabet, more_pieces)]
     padded_size = math.ceil(len(vocab) / vocab_multiple) * vocab_multiple
     unused = [f"<unused{i}>" for i in range(padded_size - len(vocab))]
     tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in vocab + unused], unk_id=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS + unused])
+    special = [
+        AddedToken(token, special=True) for token in [*SPECIAL_TOKENS, *more_tokens, *unused]
+    ]
+    tokenizer.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

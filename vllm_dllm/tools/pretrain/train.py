@@ -22,13 +22,17 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 from vllm_dllm.denoise.acceptance import accept_by_entropy_bound
 from vllm_dllm.tools.pretrain.architecture import build_config, build_generation_config
 from vllm_dllm.tools.pretrain.batches import Batch, training_batches
+from vllm_dllm.tools.pretrain.calls.start import draw_call_or_text, start_rows
+from vllm_dllm.tools.pretrain.calls.tasks import SERVING_NOTE as CALL_NOTE
+from vllm_dllm.tools.pretrain.calls.tokenizer import build_calling_tokenizer
 from vllm_dllm.tools.pretrain.checkpoint import save_bf16_copy
 from vllm_dllm.tools.pretrain.forward import TrainingForward
 from vllm_dllm.tools.pretrain.learning_rate import learning_rate_scale
 from vllm_dllm.tools.pretrain.look_back import look_back_weights
 from vllm_dllm.tools.pretrain.muon import MuonAdamW
 from vllm_dllm.tools.pretrain.run_log import Entry, Means, RunLog, earlier_log
-from vllm_dllm.tools.pretrain.task_shares import LOOKUP_SHARES, TASK_SHARES
+from vllm_dllm.tools.pretrain.task_shares import CALL_SHARES, LOOKUP_SHARES, TASK_SHARES
+from vllm_dllm.tools.pretrain.tasks import SERVING_NOTE
 from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -169,6 +173,12 @@ def start_model(
     return model
 
 
+def task_shares(args: argparse.Namespace) -> dict[str, float]:
+    if args.calls:
+        return CALL_SHARES[args.calls]
+    return LOOKUP_SHARES if args.lookups else TASK_SHARES
+
+
 def log_step(run: RunLog, stage: int, means: Means, balance: float, samples: int) -> None:
     values = {**means.take(), "balance": balance, "samples_per_s": samples / run.seconds}
     line = "loss {loss:.4f} right {right:.4f} balance {balance:.2f} {samples_per_s:.0f} samples/s"
@@ -183,9 +193,12 @@ def train(rank: int, args: argparse.Namespace) -> None:
             "gloo", init_method=args.rendezvous, rank=rank, world_size=args.processes
         )
     torch.manual_seed(args.seed)  # the same weights everywhere, then different noise
-    tokenizer = build_tokenizer()
+    tokenizer = build_calling_tokenizer() if args.calls else build_tokenizer()
     config = build_config(vocab_size=len(tokenizer), **ARCHITECTURE)
-    model = start_model(config, args.init_from).to(args.device)
+    model = start_model(config, args.init_from)
+    if args.calls == "first":
+        start_rows(model, tokenizer)
+    model.to(args.device)
     parameters = list(model.parameters())
     kept = [(view, view.detach().clone()) for view in look_back_weights(model)]
     forward = TrainingForward(model, compiled=not args.no_compile)
@@ -195,12 +208,14 @@ def train(rank: int, args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed + rank)
     batches = training_batches(
         tokenizer,
-        LOOKUP_SHARES if args.lookups else TASK_SHARES,
+        task_shares(args),
         seed=args.seed + rank,
         canvas_length=config.canvas_length,
         canvases_per_prefix=args.copies,
         tokens_per_batch=args.tokens_per_batch,
+        draw=draw_call_or_text,
     )
+    note = CALL_NOTE if args.calls else SERVING_NOTE
     if rank == 0:
         print(f"{sum(p.numel() for p in parameters) / 1e6:.2f} M parameters", flush=True)
     earlier = earlier_log(args.init_from)
@@ -210,7 +225,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
         minutes=args.minutes,
         log_every=args.log_every,
         save_minutes=args.save_minutes,
-        save=lambda: save_bf16_copy(model, tokenizer, args.out),
+        save=lambda: save_bf16_copy(model, tokenizer, args.out, note),
     )
     means, samples, progress = Means(), 0, 0.0
     while progress < 1:
@@ -241,6 +256,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init-from", type=Path, help="checkpoint to continue from")
     parser.add_argument("--lookups", action="store_true", help="the stage of dense look-ups")
+    text = "the first or a later stage of the model that calls functions"
+    parser.add_argument("--calls", choices=CALL_SHARES, help=text)
     parser.add_argument(
         "--keep-heads", action="store_true", help="leave the heads of match_heads.py as they are"
     )

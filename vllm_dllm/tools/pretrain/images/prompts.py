@@ -1,7 +1,8 @@
-"""Chats with pictures as token ids and patches: what transformers' Gemma 4 processor makes of them,
-which needs torchvision."""
+"""Chats with pictures, or with tools, as token ids and patches: of pictures what transformers'
+Gemma 4 processor makes, which needs torchvision."""
 
 import base64
+import json
 from io import BytesIO
 from typing import Any
 
@@ -13,11 +14,15 @@ from vllm_dllm.tools.pretrain.tokenizer import BOI_ID, EOI_ID, IMAGE_ID
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], images: list[Image.Image]
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, Any]],
+    images: list[Image.Image],
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
     """The prompt of a chat, with all the tokens of each of its images between two marks."""
     text = tokenizer.apply_chat_template(
-        [{**message, "content": _parts(message["content"])} for message in messages],
+        [_for_template(message) for message in messages],
+        tools=tools,
         tokenize=False,
         add_generation_prompt=True,
     )
@@ -42,6 +47,18 @@ def read_images(messages: list[dict[str, Any]]) -> list[Image.Image]:
                 encoded = part["image_url"]["url"].partition(";base64,")[2]
                 images.append(Image.open(BytesIO(base64.b64decode(encoded))).convert("RGB"))
     return images
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of OpenAI's API as servers give it to the chat template."""
+    made = {**message, "content": _parts(message["content"])}
+    if "tool_calls" in message:
+        made["tool_calls"] = [
+            {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+            for call in message["tool_calls"]
+            for function in [call["function"]]
+        ]
+    return made
 
 
 def _parts(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
