@@ -90,6 +90,7 @@ ELSEWHERE = {
     ".venv/bin/vllm-dllm demo": _DEMO,
     '.venv/bin/vllm-dllm demo --ask "Sort: q d x"': _DEMO,
     ".venv/bin/vllm-dllm demo checkpoints/sdar-tiny": _DEMO,
+    ".venv/bin/vllm-dllm demo checkpoints/diffusiongemma-tiny-vision": _DEMO,
     ".venv/bin/vllm-dllm demo --save-picture canvas.svg": _DEMO,
     f".venv/bin/vllm-dllm eval {TINY} {TINY}-FP8-dynamic {TINY}-NVFP4": (
         "tests/server/test_eval.py::test_quantised_checkpoints"

@@ -1,0 +1,54 @@
+"""The shipped checkpoint that sees: whole generations about held-out pictures equal transformers',
+and are right."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests import tolerances
+from tests.engine import reference
+from tests.engine.conftest import Engine
+from tests.engine.test_trajectories import parted, served_trajectories
+from tests.paths import CHECKPOINTS
+from vllm_dllm.tools.pretrain.images.prompts import read_images
+
+pytestmark = pytest.mark.numerics
+
+SEEING = CHECKPOINTS / "diffusiongemma-tiny-vision"
+
+
+@pytest.mark.parametrize("stride", [20, pytest.param(2, marks=pytest.mark.thorough)])
+def test_trajectories_and_answers(engine: Callable[..., Engine], stride: int) -> None:
+    """All prompts at once in the engine, one by one in transformers, with the same noise."""
+    served, model = engine(SEEING, enforce_eager=False), reference.load(SEEING)
+    tokenizer = served.llm.get_tokenizer()
+    lines = (CHECKPOINTS / "held_out_images.jsonl").read_text().splitlines()[::stride]
+    rows = [json.loads(line) for line in lines]
+    prompts = [
+        reference.Seen.prepare(
+            SEEING,
+            tokenizer.apply_chat_template(
+                [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image"}, row["messages"][0]["content"][1]],
+                    }
+                ],
+                add_generation_prompt=True,
+                return_dict=False,
+            ),
+            read_images(row["messages"]),
+        )
+        for row in rows
+    ]
+    canvas_length = model.config.canvas_length
+    ours = served_trajectories(served, prompts, [canvas_length] * len(rows))
+    num_parted = num_right = 0
+    for seed, (row, prompt, trajectory) in enumerate(zip(rows, prompts, ours, strict=True)):
+        expected = reference.generate_with_noise(model, prompt, seed, canvas_length)
+        num_parted += parted(model, trajectory, expected)
+        end = trajectory.tokens.index(tokenizer.eos_token_id)
+        num_right += tokenizer.decode(trajectory.tokens[:end]) == row["answer"]
+    assert num_parted <= tolerances.PARTED * len(rows)
+    assert num_right >= 0.9 * len(rows)
