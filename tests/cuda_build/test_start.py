@@ -27,6 +27,7 @@ def test_it_starts_and_answers(
         capability, chores.serve, folder=folder, scheme=scheme, requests=PLAIN, options=options
     )
     require_no_waits(report)
+    assert report.compiled_late == [], "requests wait for a compiler"
     assert report.graphs > 0 and report.replays > 0
     assert report.tokens == {"short": 20, "two canvases": 400, "a prompt in parts": 20}
 

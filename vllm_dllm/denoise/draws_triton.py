@@ -76,7 +76,13 @@ def _draw(origin, position, choices):
     return ((bits >> 11) & ((1 << 53) - 1)).to(tl.float64) * (choices * 2.0**-53)
 
 
-@triton.jit(do_not_specialize=["pitch", "own_pitch"])
+# The columns of a table begin wherever they do: numbers, of which a program reads one each.
+@triton.jit(
+    do_not_specialize=["pitch", "own_pitch"],
+    do_not_specialize_on_alignment=[
+        *("keys", "steps_done", "num_steps", "starts", "lengths", "t_min", "t_span")
+    ],
+)
 def _temperature_and_noise_kernel(
     keys,  # [n] int64, `pitch` apart
     steps_done,

@@ -94,7 +94,8 @@ def add_needed_(
     )
 
 
-@triton.jit(do_not_specialize=["num_blocks", "pitch"])
+# `blocks` begins wherever its tile does.
+@triton.jit(do_not_specialize=["num_blocks", "pitch"], do_not_specialize_on_alignment=["blocks"])
 def _weigh_kernel(
     logits,  # [rows, Vt]
     blocks,  # [rows, num_blocks] fp32, largest logits; rows are `pitch` apart

@@ -90,7 +90,10 @@ def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
 
 # Not of `width`: as a multiple of 16, which it nearly always is, it lets logits be read eight at a
 # time.
-@triton.jit(do_not_specialize=["num_blocks", "first_block", "first_token"])
+@triton.jit(
+    do_not_specialize=["num_blocks", "first_block", "first_token"],
+    do_not_specialize_on_alignment=["temperature", "within"],
+)
 def _read_blocks_kernel(
     output,  # [rows, Vt]
     temperature,  # [rows] fp32
@@ -148,7 +151,7 @@ def _read_blocks_kernel(
     tl.store(candidate + entry, (first + drawn).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["uniform"])
 def _join_blocks_kernel(
     maximum,  # [rows, num_blocks] fp32
     best,  # [rows, num_blocks] int64

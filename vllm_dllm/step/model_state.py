@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.attention import WindowRules, takes_window_rules
+from vllm_dllm.compat.sleeping import kept_asleep
 from vllm_dllm.step.attn_metadata import LatestMetadata
 from vllm_dllm.step.attn_requests import AttnRequests
 from vllm_dllm.step.canvas_step import CanvasStep
@@ -50,14 +51,17 @@ class DiffusionModelState(ModelState):
         hidden_size = self.model_config.hf_text_config.hidden_size
         # Elsewhere, comparing what it is made of would wait for the device.
         self._latest_metadata = LatestMetadata() if device.type == "cpu" else None
-        # Persistent: a captured CUDA graph reads these addresses at every replay.
-        # A request may count as two (`AttnRequests`).
-        self._causal = torch.zeros(2 * self.max_num_reqs, dtype=torch.int32, device=device)
-        self._symmetric = torch.zeros_like(self._causal)
         num_embeds = self.max_num_tokens if self.step_cls.self_conditions else 0
-        self._inputs_embeds = torch.zeros(num_embeds, hidden_size, dtype=self.dtype, device=device)
-        if self.supports_mm_inputs:
-            self._image_rows = ImageRows(self.max_num_reqs, self.max_num_tokens, device)
+        # Persistent: a captured CUDA graph reads these addresses at every replay.
+        with kept_asleep(self.model_config):
+            # A request may count as two (`AttnRequests`).
+            self._causal = torch.zeros(2 * self.max_num_reqs, dtype=torch.int32, device=device)
+            self._symmetric = torch.zeros_like(self._causal)
+            self._inputs_embeds = torch.zeros(
+                num_embeds, hidden_size, dtype=self.dtype, device=device
+            )
+            if self.supports_mm_inputs:
+                self._image_rows = ImageRows(self.max_num_reqs, self.max_num_tokens, device)
         # Whether an image's tokens see each other both ways; else they are causal like text.
         self._images_are_whole = (
             getattr(self.model_config.hf_text_config, "use_bidirectional_attention", None)
@@ -68,7 +72,9 @@ class DiffusionModelState(ModelState):
         return ("generate",)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        self.step = step = self.step_cls(self.vllm_config, self.model, sampler, self.device)
+        with kept_asleep(self.model_config):
+            step = self.step_cls(self.vllm_config, self.model, sampler, self.device)
+        self.step = step
         self.model.hands_on_hidden_states = lambda: step.reads_hidden_states
         max_rows = min(self.max_num_tokens, self.max_num_reqs * step.canvas_length)
         return DiffusionSampler(step, max_rows), None

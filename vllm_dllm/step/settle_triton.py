@@ -131,7 +131,11 @@ def _accepted(
     return (tl.sum(up_to, 1).to(tl.float32) - own <= bound) & (place < length)
 
 
-@triton.jit(do_not_specialize=["num_canvases", "stage"])
+@triton.jit(
+    do_not_specialize=["num_canvases", "stage"],
+    # Of which a program reads one number each, wherever the batch's begin.
+    do_not_specialize_on_alignment=["slots", "lengths", "first_rows", "block_ends"],
+)
 def _settle_kernel(
     best_guess,  # [rows] int64
     candidate,

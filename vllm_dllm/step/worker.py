@@ -2,12 +2,22 @@
 
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.runner import prefill_emitted_tokens, send_numbers
+from vllm_dllm.compat.warm_up import warm_up
 from vllm_dllm.processes.parents import end_with_parent
+
+WARMED_UP = (
+    SamplingParams(),
+    SamplingParams(top_k=50),
+    SamplingParams(top_p=0.9),
+    SamplingParams(logprobs=5),
+)
+"""Requests whose steps run kernels that others' do not."""
 
 
 class CanvasWorker(Worker):
@@ -16,6 +26,9 @@ class CanvasWorker(Worker):
         super().__init__(*args, **kwargs)
 
     def compile_or_warm_up_model(self) -> Any:
+        # Before graphs are captured: what they read must not be allocated anew.
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            warm_up(self.model_runner, self.execute_model, self.sample_tokens, WARMED_UP)
         done = super().compile_or_warm_up_model()
         leave_signals_to_engine()
         return done

@@ -179,6 +179,21 @@ SEAMS = [
         "model_executor.model_loader.reload.layerwise:finalize_layerwise_processing",
         "_place_kernel_tensors(layer, info)",
     ),
+    Seam(
+        "memory that every sleep keeps, and what is allocated with the weights, which one does not",
+        "device_allocator.sleep_mode_backend:CuMemBackend.suspend",
+        'offload_tags: tuple[str, ...] = ("runtime", "cudagraph")',
+    ),
+    Seam(
+        "the state of requests is allocated where the weights are",
+        "v1.worker.gpu_worker:Worker.load_model",
+        'self._maybe_get_memory_pool_context(tag="weights"),',
+    ),
+    Seam(
+        "the requests of a warm-up",
+        "v1.worker.gpu.warmup:_warmup_kernels",
+        "sampling_params = SamplingParams.for_sampler_warmup()",
+    ),
     # --- drafters ---------------------------------------------------------------------------------
     Seam(
         "the runner makes its speculator",
