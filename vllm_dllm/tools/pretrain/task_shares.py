@@ -10,7 +10,7 @@ TASK_SHARES = {
     "write_json": 0.7,
     "chat": 0.7,
 }
-# Two stages of the model that calls functions: it learns that first.
+# Stages of the model that calls functions: it learns that first.
 CALL_SHARES = {
     "first": TASK_SHARES
     | {
@@ -26,6 +26,17 @@ CALL_SHARES = {
         "call_unnamed": 1.2,
         "first_arguments": 1.2,
         "call_result": 0.7,
+        "no_call": 0.3,
+    },
+    # Sorting suffers most from the calls.
+    "last": TASK_SHARES
+    | {
+        "sort": 5.0,
+        "write_json": 1.5,
+        "call": 2.5,
+        "call_unnamed": 0.8,
+        "first_arguments": 0.5,
+        "call_result": 0.5,
         "no_call": 0.3,
     },
 }
