@@ -39,7 +39,7 @@ class MaskedModel:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Raises ValueError if a tensor is missing among those that vLLM joins."""
-        joined = JoinedWeights(self, self.packed_modules_mapping, self.names)  # type: ignore[arg-type]
+        joined = JoinedWeights(self, self.packed_modules_mapping, self.names)
         loaded = self.load_named_weights(joined.read(weights))
         joined.check_complete()
         return loaded

@@ -387,7 +387,7 @@ def test_whole_demo_of_a_checkpoint_that_sees(
     (checkpoint / "processor_config.json").write_text("{}")
     assert cli.main(["demo", str(checkpoint), "--save-picture", f"{checkpoint}/c.svg"]) == 0
     asked = (checkpoint / "steps.json.asked").read_text().splitlines()
-    expected = [question.content for question in questions_for(checkpoint)]
+    expected = [question.message["content"] for question in questions_for(checkpoint)]
     assert [json.loads(body)["messages"][0]["content"] for body in asked] == expected
     assert pixels.shades(PICTURE_QUESTIONS[0].image) in capsys.readouterr().out
     assert "<image" in (checkpoint / "c.svg").read_text()
@@ -451,7 +451,7 @@ def test_the_questions_are_held_out() -> None:
     assert all(Example("", question.text, "").held_out for question in TEXT_QUESTIONS)
     rows = (CHECKPOINTS / "held_out_images.jsonl").read_text().splitlines()
     held_out = [json.loads(row)["messages"][0]["content"] for row in rows]
-    assert all(question.content in held_out for question in PICTURE_QUESTIONS)
+    assert all(question.message["content"] in held_out for question in PICTURE_QUESTIONS)
 
 
 def test_pictures_are_for_checkpoints_that_see(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ class Answer:
                 start = time.monotonic()
                 stream = client.chat.completions.create(
                     model=model,
-                    messages=[{"role": "user", "content": self.question.content}],
+                    messages=[self.question.message],
                     stream=True,
                     stream_options={"include_usage": True},
                     max_tokens=MOST_TOKENS,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from openai.types.chat import ChatCompletionUserMessageParam
 from PIL import Image
 
 _PICTURES = Path(__file__).parent / "pictures"
@@ -27,14 +27,17 @@ class Question:
             return image.convert("RGB")
 
     @property
-    def content(self) -> str | list[dict[str, Any]]:
-        """Of the message that asks it."""
+    def message(self) -> ChatCompletionUserMessageParam:
+        """That asks it."""
         if self.picture is None:
-            return self.text
-        return [
-            {"type": "image_url", "image_url": {"url": self.data_url}},
-            {"type": "text", "text": self.text},
-        ]
+            return {"role": "user", "content": self.text}
+        return {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": self.data_url}},
+                {"type": "text", "text": self.text},
+            ],
+        }
 
     @property
     def data_url(self) -> str:

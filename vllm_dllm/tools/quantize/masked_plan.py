@@ -33,7 +33,8 @@ def make_masked_plan(scheme: str, tensors: Mapping[str, TensorInfo], num_layers:
             f"{scheme} is for DiffusionGemma: what scales the inputs is measured in its denoising "
             f"alone; a masked model takes --scheme fp8-dynamic"
         )
-    quantized, kept = {}, {}
+    quantized: dict[str, tuple[Linear, ...]] = {}
+    kept: dict[str, str] = {}
     for name, info in tensors.items():
         if _LINEAR.fullmatch(name):
             quantized[name] = (_linear(name, info),)

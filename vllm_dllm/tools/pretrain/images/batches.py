@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 
 from transformers import PreTrainedTokenizerFast
@@ -53,8 +54,11 @@ class TextBatches:
         copies: int,
         tokens_per_batch: int,
     ) -> None:
-        self._tokenizer, self._seed = tokenizer, seed
-        self._options = dict(
+        self._seed = seed
+        self._pool = partial(
+            training_batches,
+            tokenizer,
+            TASK_SHARES,
             canvas_length=canvas_length,
             canvases_per_prefix=copies,
             tokens_per_batch=tokens_per_batch,
@@ -66,9 +70,6 @@ class TextBatches:
         """The batch of `step`; quick for steps one after the other."""
         pool, place = divmod(step, STEPS_A_POOL)
         if step != self._next or place == 0:
-            batches = training_batches(
-                self._tokenizer, TASK_SHARES, seed=self._seed * 100_003 + pool, **self._options
-            )
-            self._batches = islice(batches, place, None)
+            self._batches = islice(self._pool(seed=self._seed * 100_003 + pool), place, None)
         self._next = step + 1
         return next(self._batches)
