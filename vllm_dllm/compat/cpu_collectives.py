@@ -1,10 +1,15 @@
-"""What ranks of data parallelism exchange where their steps differ in size.
+"""What ranks exchange on CPUs, and vLLM's communicator there cannot.
 
-Experts are spread over the ranks, so a layer of experts gathers the rows of all ranks and hands
-each its own sums back. vLLM's communicator on CPUs has neither: the first request ended the server.
+In data parallelism steps differ in size. Experts are spread over the ranks, so a layer of experts
+gathers the rows of all ranks and hands each its own sums back. vLLM's communicator on CPUs has
+neither: the first request ended the server.
+
+In tensor parallelism a step may have no row to sample, only a part of a prompt: then there are no
+logits to gather, and vLLM's gathering through shared memory divides by their number.
 """
 
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +29,22 @@ def exchange_uneven_steps() -> None:
     for name, operation in (("all_gatherv", all_gatherv), ("reduce_scatterv", reduce_scatterv)):
         if getattr(CpuCommunicator, name) is getattr(DeviceCommunicatorBase, name):
             setattr(CpuCommunicator, name, operation)
+
+
+def gather_nothing() -> None:
+    """Gathering tensors without elements leaves the output as it is. Repeatable."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    gather = _CPUSHMDistributed.all_gather_into_tensor
+    if hasattr(gather, "__wrapped__"):
+        return
+
+    @wraps(gather)
+    def gather_something(self: Any, output: Tensor, input: Tensor, group: Any = None) -> None:
+        if input.numel():
+            gather(self, output, input, group)
+
+    _CPUSHMDistributed.all_gather_into_tensor = gather_something
 
 
 def all_gatherv(

@@ -39,6 +39,7 @@ class TritonFreeCPUWorker(CPUWorker):
         compilation.reuse_compiled_models()
         cpu_cores.keep_threads()
         cpu_collectives.exchange_uneven_steps()
+        cpu_collectives.gather_nothing()
         reloading.keep_packed_weights_current()
         super().init_device()
 

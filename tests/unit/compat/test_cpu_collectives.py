@@ -8,7 +8,10 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
-from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.device_communicators.cpu_communicator import (
+    CpuCommunicator,
+    _CPUSHMDistributed,
+)
 
 from vllm_dllm.compat import cpu_collectives
 
@@ -65,6 +68,25 @@ def test_vllms_own_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuCommunicator, "all_gatherv", theirs, raising=False)
     cpu_collectives.exchange_uneven_steps()
     assert CpuCommunicator.all_gatherv is theirs
+
+
+def test_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own ends the process with SIGFPE."""
+    gathered = []
+
+    def gather(self: object, output: object, input: torch.Tensor, group: object = None) -> None:
+        gathered.append(tuple(input.shape))
+
+    monkeypatch.setattr(_CPUSHMDistributed, "all_gather_into_tensor", gather)
+    for _ in range(2):
+        cpu_collectives.gather_nothing()
+    communicator = SimpleNamespace(
+        world_size=2, device_group=None, dist_module=_CPUSHMDistributed.__new__(_CPUSHMDistributed)
+    )
+    assert CpuCommunicator.all_gather(communicator, torch.zeros(0, 3)).shape == (0, 6)
+    assert gathered == []
+    assert CpuCommunicator.all_gather(communicator, torch.zeros(2, 3)).shape == (2, 6)
+    assert gathered == [(2, 3)]
 
 
 def test_other_dimensions_are_refused() -> None:

@@ -93,6 +93,12 @@ from vllm.transformers_utils.config import (""",
         "if self.use_v2_model_runner and kernel_config.enable_jit_warmup:",
         since="0.33",
     ),
+    Seam(
+        "ranks on a CPU gather through shared memory",
+        "distributed.device_communicators.cpu_communicator:"
+        "_CPUSHMDistributed.all_gather_into_tensor",
+        "torch.ops._C.shm_all_gather(self.handle, input, output)",
+    ),
     Seam("the stand-ins for Triton", "triton_utils", "triton = TritonPlaceholder()"),
     Seam("the stand-in for its language", "triton_utils", "tl = TritonLanguagePlaceholder()"),
     Seam(
