@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 
-def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     with BytesIO() as buffer:
         image.save(buffer, form, **options)
         return buffer.getvalue()
