@@ -1,0 +1,167 @@
+"""The whole command, with a stand-in for the server."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.processes import HANGS_S, is_running, wait_for
+from tests.unit.tools.demo.recorded import RECORDED, TOKENIZER
+from vllm_dllm import cli
+from vllm_dllm.tools import demo
+from vllm_dllm.tools.demo import pixels
+from vllm_dllm.tools.demo.questions import PICTURE_QUESTIONS, questions_for
+from vllm_dllm.tools.server_process import choose_port
+
+# Acts as a vLLM server with one model: /health, /v1/models and an answer in one streamed piece,
+# after the steps of the request have been appended to the trace.
+STUB = r"""
+import http.server, json, os, sys
+port, trace, steps = int(sys.argv[1]), sys.argv[2], json.load(open(sys.argv[3]))
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, *pieces, kind="application/json"):
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        for piece in pieces:
+            self.wfile.write(piece.encode())
+    def do_GET(self):
+        model = {"id": "stub", "object": "model", "created": 0, "owned_by": "stub"}
+        self.reply(json.dumps({"object": "list", "data": [model]}))
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        with open(sys.argv[3] + ".asked", "ab") as file:
+            file.write(body + b"\n")
+        name = f"chatcmpl-{self.headers['X-Request-Id']}-0a1b2c3d"
+        with open(trace, "a") as file:
+            for step in steps:
+                file.write(json.dumps(step | {"request_id": name}) + "\n")
+        if not steps:
+            print("out of memory", flush=True)
+            os._exit(9)
+        chunk = {"id": name, "object": "chat.completion.chunk", "created": 0, "model": "stub"}
+        delta = {"index": 0, "delta": {"content": "cat"}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+        pieces = [chunk | {"choices": [delta]}, chunk | {"choices": [], "usage": usage}]
+        lines = [f"data: {json.dumps(piece)}\n\n" for piece in pieces]
+        self.reply(*lines, "data: [DONE]\n\n", kind="text/event-stream")
+
+print("listening", flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def stub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[list[dict[str, object]]], Path]:
+    """Makes the demo start the stub server, which writes the given steps; returns a checkpoint."""
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # must not be asked
+    monkeypatch.setattr(demo.signal, "signal", lambda *given: None)  # pytest keeps its handlers
+
+    def prepare(lines: list[dict[str, object]]) -> Path:
+        (tmp_path / "steps.json").write_text(json.dumps(lines))
+
+        def command(checkpoint: Path, port: int, *options: str) -> list[str]:
+            config = json.loads(options[options.index("--additional-config") + 1])
+            trace = config["vllm_dllm"]["trace_path"]
+            arguments = [str(port), trace, str(tmp_path / "steps.json")]
+            return [sys.executable, "-c", STUB, *arguments]
+
+        monkeypatch.setattr(demo, "serve_command", command)
+        return tmp_path
+
+    return prepare
+
+
+def test_whole_demo(stub: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = stub(RECORDED)
+    arguments = ["--ask", "first?", "--ask", "second?", "--save-picture", f"{checkpoint}/c.svg"]
+    assert cli.main(["demo", str(checkpoint), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert out.count("canvas 1  step  3  accepted   4/4") == 2
+    assert re.findall(r"^(.*\?|cat|3 steps on 1 canvas, 2 tokens) *", out, re.M) == [
+        *("first?", "cat", "3 steps on 1 canvas, 2 tokens"),
+        *("second?", "cat", "3 steps on 1 canvas, 2 tokens"),
+    ]
+    assert "cat" in (checkpoint / "c.svg").read_text()
+    port = int(re.search(r"on port (\d+)", out).group(1))
+    assert choose_port(port) == port  # nothing listens there any more
+
+
+def test_whole_demo_of_a_checkpoint_that_sees(
+    stub: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = stub(RECORDED)
+    (checkpoint / "config.json").write_text('{"vision_config": {}}')
+    (checkpoint / "processor_config.json").write_text("{}")
+    assert cli.main(["demo", str(checkpoint), "--save-picture", f"{checkpoint}/c.svg"]) == 0
+    asked = (checkpoint / "steps.json.asked").read_text().splitlines()
+    expected = [question.message["content"] for question in questions_for(checkpoint)]
+    assert [json.loads(body)["messages"][0]["content"] for body in asked] == expected
+    assert pixels.shades(PICTURE_QUESTIONS[0].image) in capsys.readouterr().out
+    assert "<image" in (checkpoint / "c.svg").read_text()
+
+
+def test_a_server_that_dies_while_it_answers(
+    stub: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", str(stub([])), "--ask", "well?"]) == 1
+    assert re.search(
+        r"(?s)the server ended \(9\).*server.log.*out of memory", capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_server(tmp_path: Path, number: signal.Signals) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    forever = "import os, time; print(os.getpid(), flush=True); time.sleep(10**6)"
+    script = (
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "import sys; from vllm_dllm import cli; from vllm_dllm.tools import demo; "
+        f"demo.serve_command = lambda *given: [sys.executable, '-c', {forever!r}]; "
+        f"sys.exit(cli.main(['demo', {str(tmp_path)!r}]))"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment) as running:
+        wait_for(lambda: any(log.read_text() for log in tmp_path.glob("*/server.log")))
+        (log,) = tmp_path.glob("*/server.log")
+        wait_for(lambda: log.read_text().endswith("\n"))
+        pid = int(log.read_text())
+        running.send_signal(number)
+        assert running.wait(HANGS_S) == 128 + number
+    assert not is_running(pid)
+
+
+def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "missing"
+
+    def error(*arguments: str) -> str:
+        assert cli.main(["demo", *arguments]) == 1
+        return capsys.readouterr().err
+
+    assert re.search(r"no folder '.*missing'.* `vllm-dllm checkpoint` prints", error(str(missing)))
+    assert "has no config.json" in error(str(tmp_path))
+    assert "name one FILE.svg" in error(str(tmp_path), "--save-picture", "canvas.png")
+    assert "0 to 5 seconds, got -1" in error(str(tmp_path), "--pace", "-1")
+    (tmp_path / "config.json").write_text("{}")
+    assert "has no tokenizer.json" in error(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        message = error(str(tmp_path), "--port", port)
+    assert re.search(rf"cannot listen on port {port} .* leave --port out", message)
+    assert "cannot listen on port 70000" in error(str(tmp_path), "--port", "70000")

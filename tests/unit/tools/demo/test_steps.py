@@ -1,0 +1,69 @@
+"""What of a trace stands where."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.tools.demo.recorded import RECORDED, TEXTS, TOKENIZER, steps, token
+from vllm_dllm.tools.demo import drawing
+from vllm_dllm.tools.demo.steps import StepReader
+from vllm_dllm.tools.pretrain.tokenizer import PAD_ID
+
+
+def test_reads_a_growing_file(tmp_path: Path) -> None:
+    path = tmp_path / "canvases.jsonl"
+    reader = StepReader(path)
+    assert reader.read() == []  # not there yet
+    first, second, third = (json.dumps(line) + "\n" for line in RECORDED)
+    with path.open("a", buffering=1) as file:
+        file.write(first + second[:30])
+        file.flush()
+        assert [step.number for step in reader.read()] == [1]
+        assert reader.read() == []  # the second line is half written
+        file.write(second[30:] + third)
+        assert [step.number for step in reader.read()] == [2, 3]
+        assert reader.read() == []
+
+
+@pytest.mark.parametrize(
+    ("token_id", "text"),
+    [
+        pytest.param(token("house"), "house", id="word"),
+        pytest.param(token(" "), " ", id="space"),
+        pytest.param(token("\n"), "⏎", id="newline"),
+        pytest.param(token("\x07"), "▒", id="control"),
+        pytest.param(TOKENIZER.encode("é", add_special_tokens=False)[0], "▒", id="half-character"),
+        pytest.param(PAD_ID, "·", id="pad"),
+        pytest.param(len(TOKENIZER) - 1, "·", id="unused"),
+    ],
+)
+def test_token_texts(token_id: int, text: str) -> None:
+    assert TEXTS[token_id] == text
+
+
+def test_cells_keep_their_places() -> None:
+    first, second, third = steps(*RECORDED)
+    # Noise is cut or padded to the width of what will probably stand there.
+    assert drawing.cells(first, TEXTS) == [
+        ("cat", drawing.ACCEPTED),
+        ("m", drawing.NOISE),
+        ("sun  ", drawing.NOISE),
+        ("·", drawing.ACCEPTED),
+    ]
+    assert drawing.cells(second, TEXTS)[1:3] == [(" ", drawing.ACCEPTED), ("x  ", drawing.NOISE)]
+    assert {style for _, style in drawing.cells(third, TEXTS)} == {drawing.COMMITTED}
+
+
+def test_flow_breaks_between_cells() -> None:
+    lines = drawing.flow([("cat", ""), (" ", ""), ("house", ""), ("·", ""), ("xy", "")], 6)
+    assert [line.plain for line in lines] == ["cat ", "house·", "xy"]
+    assert [line.plain for line in drawing.flow([("longer", ""), ("b", "")], 3)] == ["longer", "b"]
+
+
+@pytest.mark.parametrize(
+    ("entropy_nats", "filled"), [(0.0, 0), (1e-6, 1), (0.25, 10), (1.0, 20), (7.0, 20)]
+)
+def test_entropy_bar(entropy_nats: float, filled: int) -> None:
+    bar = drawing.entropy_bar(entropy_nats, max_entropy_nats=1.0)
+    assert bar == "█" * filled + "░" * (20 - filled)
