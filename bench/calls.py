@@ -48,6 +48,13 @@ class Tally:
     steps: float = 0.0  # denoise steps: forwards that a canvas took part in
     wrong: list[str] = field(default_factory=list)
 
+    def judge(self, rows: list[Row], texts: list[str | None]) -> None:
+        """By the answers of the rows, to the letter."""
+        for row, text in zip(rows, texts, strict=True):
+            self.right += text == row["answer"]
+            if text != row["answer"]:
+                self.wrong.append(f"{row['messages'][0]['content']} {text}")
+
     def report(self) -> dict[str, Any]:
         found = {name: getattr(self, name) for name in ("answers", "right", "requests", "steps")}
         return found | {"exact_match": self.right / self.answers, "wrong": self.wrong[:10]}
@@ -147,10 +154,7 @@ def measure_words(asked: Asked, rows: list[Row]) -> dict[str, Any]:
 
     with asked.counting(tally):
         found = ask_all(rows, ask)
-    for row, text in zip(rows, found, strict=True):
-        tally.right += text == row["answer"]
-        if text != row["answer"]:
-            tally.wrong.append(f"{row['messages'][0]['content']} {text}")
+    tally.judge(rows, found)
     return tally.report()
 
 
@@ -170,10 +174,7 @@ def measure_loop(asked: Asked, rows: list[Row]) -> dict[str, Any]:
 
     with asked.counting(tally):
         found = ask_all(rows, ask)
-    for row, text in zip(rows, found, strict=True):
-        tally.right += text == row["answer"]
-        if text != row["answer"]:
-            tally.wrong.append(f"{row['messages'][0]['content']} {text}")
+    tally.judge(rows, found)
     return tally.report()
 
 

@@ -83,11 +83,7 @@ class ShiftedReference(SeededReference):
                     )
                 )
             known = known[:start] + block
-        found.tokens = known[len(prompt) :][:max_tokens]
-        for i, token in enumerate(found.tokens):
-            if token in stops:
-                found.tokens = found.tokens[: i + 1]
-                break
+        found.end(known[len(prompt) :][:max_tokens], stops)
         return found
 
     def _draw_rows(

@@ -47,6 +47,11 @@ class SeededTrajectory(Trajectory):
     drawn: list[Drawn] = field(default_factory=list)
     """Of each step; a block's first row is its seed's."""
 
+    def end(self, tokens: list[int], stops: frozenset[int]) -> None:
+        """The answer: the blocks' tokens, up to the first that stops it."""
+        over = [i for i, token in enumerate(tokens) if token in stops]
+        self.tokens = tokens[: over[0] + 1] if over else tokens
+
     def decided_steps(self, ours: Trajectory, temperature: float) -> int:
         """Steps up to which `ours` decides as this does. They may part where a draw falls on the
         boundary between two candidates, so that rounding decides."""
@@ -107,11 +112,7 @@ class SeededReference(Reference):
                 found.steps.append(Step(tokens, revealed, block, finished))
                 found.drawn.append(drawn)
             known += block
-        found.tokens = known[len(prompt) :][:max_tokens]
-        for i, token in enumerate(found.tokens):
-            if token in stops:
-                found.tokens = found.tokens[: i + 1]
-                break
+        found.end(known[len(prompt) :][:max_tokens], stops)
         return found
 
     def _draw_rows(

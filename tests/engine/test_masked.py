@@ -6,35 +6,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from vllm import RequestOutput, SamplingParams
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests import tolerances
-from tests.engine.conftest import Engine, preemptions
-from tests.engine.masked import Reference, Rule, Step, Trajectory, make_checkpoint
+from tests.engine.conftest import Engine
+from tests.engine.masked import Reference, Rule, Trajectory, make_checkpoint
+from tests.engine.masked_requests import (
+    RULES,
+    VOCABULARY,
+    assert_as_alone,
+    count_forwards,
+    each_alone,
+    generate,
+    neighbours,
+    params_of,
+    prompts_of,
+)
 from tests.engine.one_step import random_ids
 from vllm_dllm import plugin
 
 pytestmark = pytest.mark.numerics
 
-VOCABULARY = 512
-RULES = {
-    "dynamic": Rule("dynamic", threshold=0.5),
-    "dynamic in few steps": Rule("dynamic", num_steps=3, threshold=0.5),
-    "static": Rule("static", num_steps=3),
-    "in order": Rule("sequential", num_steps=2),
-    "by entropy": Rule("entropy", bound=2.0),
-    "edited": Rule("dynamic", threshold=0.4, edit=0.3, most_edit_steps=3),
-    "warm": Rule("dynamic", threshold=0.3, temperature=1.0),
-}
-ACCEPTANCE = {
-    "dynamic": "confidence",
-    "static": "top_k",
-    "sequential": "in_order",
-    "entropy": "entropy_bound",
-}
 Checkpoint = Callable[..., Path]
 GetReference = Callable[..., Reference]
 
@@ -63,52 +58,6 @@ def checkpoint(made: Made) -> Checkpoint:
 @pytest.fixture(scope="module")
 def reference(made: Made) -> GetReference:
     return made.reference
-
-
-def prompts_of(block_length: int) -> list[list[int]]:
-    B = block_length
-    lengths = (1, B - 1, B, B + 1, 3 * B + 1)
-    return [random_ids(length, VOCABULARY, seed) for seed, length in enumerate(lengths)]
-
-
-def params_of(rule: Rule, max_tokens: int, seed: int, **options: Any) -> SamplingParams:
-    extra = {
-        "diffusion_acceptance": ACCEPTANCE[rule.name],
-        "diffusion_accept_probability": rule.threshold,
-        "diffusion_entropy_bound": rule.bound,
-    }
-    if rule.edit is not None:
-        extra["diffusion_edit_probability"] = rule.edit
-        extra["diffusion_edit_steps"] = rule.most_edit_steps
-    if rule.num_steps is not None:
-        extra["diffusion_max_steps"] = rule.num_steps
-    return SamplingParams(
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        seed=seed,
-        temperature=rule.temperature,
-        extra_args=extra,
-        **options,
-    )
-
-
-def served(engine: Engine, outputs: list[RequestOutput]) -> list[Trajectory]:
-    found = []
-    for output in outputs:
-        steps = [
-            Step(line["tokens"], line["accepted"], line["canvas"], line["finished"])
-            for line in engine.steps(output.request_id)
-        ]
-        found.append(Trajectory(steps, list(output.outputs[0].token_ids)))
-    return found
-
-
-def generate(
-    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
-) -> list[Trajectory]:
-    engine.trace.write_text("")
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return served(engine, engine.llm.generate(inputs, params, use_tqdm=False))
 
 
 @pytest.mark.parametrize(
@@ -168,69 +117,19 @@ def test_decisions_of_other_families(
         assert ours.tokens == expected.tokens
 
 
-MANY = [
-    random_ids(length, VOCABULARY, length) for length in (1, 3, 4, 5, 13, 40, 41, 130, 200, 258)
-]
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"presence_penalty": 1.0, "repetition_penalty": 1.3},
-    {"bad_words": ["lamp", "a", "ab", "9 1"]},
-    {"top_k": 9, "top_p": 0.9},
-    {"logprobs": 2},
-    {"min_tokens": 40, "stop_token_ids": list(range(0, 512, 9))},
-]
-
-
-def mixed_params() -> list[SamplingParams]:
-    """Every kind of request, each with a length and a rule of its own."""
-    rules = list(RULES.values())
-    return [
-        params_of(
-            rules[seed % len(rules)]._replace(temperature=0.8 * (seed % 2)),
-            50 + 7 * seed,
-            seed,
-            **KINDS[seed % len(KINDS)],
-        )
-        for seed in range(len(MANY))
-    ]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(engine: Callable[..., Engine], checkpoint: Checkpoint) -> list[Trajectory]:
-    """Of `MANY`, each alone and its prompt read at once."""
-    model = engine(checkpoint(4), enable_prefix_caching=False)
-    return [
-        generate(model, [prompt], [params])[0]
-        for prompt, params in zip(MANY, mixed_params(), strict=True)
-    ]
+    return each_alone(engine, checkpoint(4))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="together"),
-        # Chunks that end inside blocks, canvases that find no room.
-        pytest.param({"max_num_batched_tokens": 23}, id="chunked"),
-        pytest.param({"long_prefill_token_threshold": 7}, id="in small chunks"),
-        pytest.param(
-            {"num_gpu_blocks_override": 30, "block_size": 32, "max_model_len": 416}, id="preempted"
-        ),
-    ],
-)
+@neighbours
 def test_neighbours(
     engine: Callable[..., Engine],
     checkpoint: Checkpoint,
     undisturbed: list[Trajectory],
     options: dict[str, Any],
 ) -> None:
-    model = engine(checkpoint(4), disable_log_stats=False, **options)
-    for _ in range(2):  # then from the prefix cache
-        found = generate(model, MANY, mixed_params())
-        assert [ours.tokens for ours in found] == [alone.tokens for alone in undisturbed]
-        if "num_gpu_blocks_override" not in options:
-            assert found == undisturbed
-    if "num_gpu_blocks_override" in options:
-        assert preemptions(model) > 0
+    assert_as_alone(engine, checkpoint(4), undisturbed, options)
 
 
 def test_prefix_cache_holds_whole_blocks(
@@ -269,21 +168,6 @@ def test_log_probabilities_of_one_step(
         for row, scores in zip(expected, output.outputs[0].logprobs, strict=True):
             for token, entry in scores.items():
                 assert abs(row[token] - entry.logprob) <= min(tolerances.LOGPROB, 1e-3)
-
-
-def count_forwards(model: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every forward from now on, by the tokens of each."""
-    core = model.llm.llm_engine.engine_core.engine_core
-    forwards: list[int] = []
-    execute = core.model_executor.execute_model
-
-    def counted(output: Any, *args: Any, **kwargs: Any) -> Any:
-        if output.total_num_scheduled_tokens:
-            forwards.append(output.total_num_scheduled_tokens)
-        return execute(output, *args, **kwargs)
-
-    monkeypatch.setattr(core.model_executor, "execute_model", counted)
-    return forwards
 
 
 def test_forwards(

@@ -13,19 +13,21 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests import tolerances
-from tests.engine.conftest import Engine, preemptions
+from tests.engine.conftest import Engine
 from tests.engine.masked import Rule, Trajectory
-from tests.engine.nemotron import SeededReference, make_nemotron_checkpoint
-from tests.engine.one_step import random_ids
-from tests.engine.test_masked import (
-    MANY,
+from tests.engine.masked_requests import (
     VOCABULARY,
+    assert_as_alone,
+    assert_stops,
     count_forwards,
+    each_alone,
     generate,
-    mixed_params,
+    neighbours,
     params_of,
     prompts_of,
 )
+from tests.engine.nemotron import SeededReference, make_nemotron_checkpoint
+from tests.engine.one_step import random_ids
 from vllm_dllm import plugin
 from vllm_dllm.requests.ends import MAX_STOP_TOKENS
 
@@ -88,49 +90,19 @@ def test_stop_tokens(engine: GetEngine, made: GetMade) -> None:
     prompts = [random_ids(length, VOCABULARY, length) for length in (1, 20, 32, 50)]
     common = Counter(decode.generate(prompts[0], 64, rule).tokens).most_common(MAX_STOP_TOKENS)
     stops = frozenset(token for token, _ in common[1::2])
-    params = params_of(rule, 100, 0)
-    params.stop_token_ids = list(stops)
-    found = generate(engine(checkpoint, block_size=32), prompts, [params] * len(prompts))
-    for prompt, ours in zip(prompts, found, strict=True):
-        expected = decode.generate(prompt, 100, rule, stops=stops)
-        assert expected.decided_steps(ours, 0.0) == len(expected.steps)
-    assert any(0 in ours.steps[-1].revealed for ours in found), "none was finished early"
-    assert any(len(ours.tokens) > 32 for ours in found), "none went on"
+    assert_stops(engine(checkpoint, block_size=32), decode, prompts, rule, stops)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(engine: GetEngine, made: GetMade) -> list[Trajectory]:
-    """Of `MANY`, each alone and its prompt read at once."""
-    model = engine(made(4).checkpoint, enable_prefix_caching=False)
-    return [
-        generate(model, [prompt], [params])[0]
-        for prompt, params in zip(MANY, mixed_params(), strict=True)
-    ]
+    return each_alone(engine, made(4).checkpoint)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="together"),
-        # Chunks that end inside blocks, canvases that find no room.
-        pytest.param({"max_num_batched_tokens": 23}, id="chunked"),
-        pytest.param({"long_prefill_token_threshold": 7}, id="in small chunks"),
-        pytest.param(
-            {"num_gpu_blocks_override": 30, "block_size": 32, "max_model_len": 416}, id="preempted"
-        ),
-    ],
-)
+@neighbours
 def test_neighbours(
     engine: GetEngine, made: GetMade, undisturbed: list[Trajectory], options: dict[str, Any]
 ) -> None:
-    model = engine(made(4).checkpoint, disable_log_stats=False, **options)
-    for _ in range(2):  # then from the prefix cache
-        found = generate(model, MANY, mixed_params())
-        assert [ours.tokens for ours in found] == [alone.tokens for alone in undisturbed]
-        if "num_gpu_blocks_override" not in options:
-            assert found == undisturbed
-    if "num_gpu_blocks_override" in options:
-        assert preemptions(model) > 0
+    assert_as_alone(engine, made(4).checkpoint, undisturbed, options)
 
 
 def test_committed_keys_are_a_prefill_s(engine: GetEngine, made: GetMade) -> None:
