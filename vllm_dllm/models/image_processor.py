@@ -145,8 +145,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
         if not given:
             return BatchFeature()
         processor = self.info.image_processor
-        if processor is None:
-            return {}
+        assert processor is not None
         if not processor.do_resize:
             unit = processor.patch_size * processor.pooling_kernel_size
             for i in range(len(given)):
