@@ -1,6 +1,6 @@
 """How often a served model calls functions rightly, and what a form adds to an answer.
 
-    python -m bench.calls DIR/2
+    python -m bench.calls checkpoints/diffusiongemma-tiny-tools
 
 Three things, over HTTP with the client of OpenAI: held-out requests for calls, each as `auto`,
 streamed, `required` and named; the loop of a call, its result and the answer in words; and look-ups

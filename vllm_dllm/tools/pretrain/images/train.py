@@ -2,8 +2,8 @@
 
 Every step learns from questions about pictures, from captions of other pictures, which cost little,
 and, so that nothing is forgotten, from text tasks: with text in every other step, a tenth of the
-text answers was lost. Answers are short,
-so most canvases of them are too: a server makes such when it is asked for a short answer.
+text answers was lost. Answers are short, so most canvases of them are too: a server makes such when
+it is asked for a short answer.
 """
 
 import argparse
