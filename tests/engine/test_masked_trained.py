@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.engine.conftest import HELD_OUT, Engine
 from tests.engine.masked import Reference, Rule
 from tests.paths import CHECKPOINTS
 from vllm_dllm.models.sdar_config import SDARConfig
+from vllm_dllm.tools.quantize.quantize import quantize
 
 pytestmark = pytest.mark.numerics
 
@@ -58,4 +60,17 @@ def test_trajectories_and_answers(
         ours = list(output.outputs[0].token_ids)
         assert ours == decode.generate(prompt, len(ours), rule).tokens
         right += output.outputs[0].text == row["answer"]
+    assert right >= 0.9 * len(rows)
+
+
+def test_an_fp8_copy(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    """Made by `vllm-dllm quantize`; it answers as the original does."""
+    copy = tmp_path / "sdar-FP8"
+    quantize(SDAR, "fp8-dynamic", copy, None)
+    served = engine(copy)
+    rows = [json.loads(line) for line in HELD_OUT.open()][::25]
+    params = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS)
+    outputs = served.llm.chat([row["messages"] for row in rows], params, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    right = sum(text == row["answer"] for text, row in zip(texts, rows, strict=True))
     assert right >= 0.9 * len(rows)
