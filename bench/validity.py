@@ -7,9 +7,9 @@ Half of the answers come from logits of noise, on the host alone; the others fro
 offline, to prompts that it was trained on and to ones that it cannot know. Each answer has a
 schema, of `tests/unit/grammar/schemas.json` or of a folder, a seed, and `max_tokens` that are the
 least that is known to do, or some more, up to four canvases. Each is checked with `jsonschema`. A
-schema counts that compiles and has a known answer of at most 192 tokens. Shows those that are not
-valid, and ends with an error if there are any. The last line is JSON, which also lands in
-bench/results/<machine>/.
+schema counts that a server takes and that has a known answer of at most 192 tokens. Shows answers
+that are not valid, and ends with an error if there are any. The last line is JSON, which also lands
+in bench/results/<machine>/.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from bench import harness
 from tests.unit.grammar.canvases import SCHEMAS, answer, start, text_of
 from tests.unit.grammar.test_validity import folder_schemas
 from vllm_dllm.grammar.closing import completion
-from vllm_dllm.grammar.compile import GrammarError
+from vllm_dllm.grammar.compile import GrammarError, check_schema, check_size
 from vllm_dllm.tools.pretrain.exact_match import read_rows
 
 CHECKPOINTS = harness.ROOT / "checkpoints"
@@ -55,9 +55,11 @@ def usable(schemas: Iterator[tuple[str, dict[str, Any]]], outcomes: Counter[str]
     found = []
     for name, schema in schemas:
         try:
+            check_size("json", json.dumps(schema))
+            check_schema(schema)
             state = start(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
         except GrammarError:
-            outcomes["schemas that do not compile"] += 1
+            outcomes["schemas that are refused"] += 1
             continue
         needed = completion(state, LONGEST)
         if needed is None:

@@ -148,6 +148,8 @@ NOISE = 16 * U
 rounding it is off by a few U (`product`, without its deviations), so this is several times more."""
 NOISES = 2
 """Runs with noise. An answer whose margin rounding exceeds passes one with a chance of a fifth."""
+NOISES_AT_A_TIE = 8
+"""Runs with noise, of which one goes either way at an exact tie but for a chance of 1 in 256."""
 DECIDED = 0.8
 """Share of the answers of random weights that noise leaves alone, at least."""
 

@@ -30,6 +30,16 @@ def add_noise(model: torch.nn.Module, seed: int) -> list[tuple[torch.Tensor, tor
 
 
 @contextmanager
+def noisy_model(model: torch.nn.Module, seed: int) -> Iterator[None]:
+    before = add_noise(model, seed)
+    try:
+        yield
+    finally:
+        for weight, was in before:
+            weight.copy_(was)
+
+
+@contextmanager
 def noisy_weights(llm: LLM, seed: int) -> Iterator[None]:
     """Of an engine in this process."""
     (before,) = llm.apply_model(lambda model: add_noise(model, seed))
