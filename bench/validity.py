@@ -55,9 +55,10 @@ def usable(schemas: Iterator[tuple[str, dict[str, Any]]], outcomes: Counter[str]
     found = []
     for name, schema in schemas:
         try:
-            check_size("json", json.dumps(schema))
+            text = json.dumps(schema)
+            check_size("json", text)
             check_schema(schema)
-            state = start(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+            state = start(LLMatcher.grammar_from_json_schema(text))
         except GrammarError:
             outcomes["schemas that are refused"] += 1
             continue

@@ -149,7 +149,7 @@ rounding it is off by a few U (`product`, without its deviations), so this is se
 NOISES = 2
 """Runs with noise. An answer whose margin rounding exceeds passes one with a chance of a fifth."""
 NOISES_AT_A_TIE = 8
-"""Runs with noise, of which one goes either way at an exact tie but for a chance of 1 in 256."""
+"""Runs with noise. At an exact tie, none of them goes a given way with a chance of 1 in 256."""
 DECIDED = 0.8
 """Share of the answers of random weights that noise leaves alone, at least."""
 

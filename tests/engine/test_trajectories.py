@@ -66,8 +66,9 @@ def parted(
 ) -> bool:
     """Whether rounding parted the two. To there, or to the end, they are the same.
 
-    Rounding also decides which expert a row goes to, if two are equally good but for the last
-    digits, and so what the reference's numbers are: `again` is asked with noise in the weights.
+    Where two experts are equally good but for the last digits, rounding decides which one a row
+    goes to, and the row's logits move by far more than rounding does. `again` tells: with noise in
+    the weights, the reference then goes our way.
     """
     for end in itertools.accumulate(ours.block_lengths):
         best_guess, _, canvas = ours.steps[end - 1]
