@@ -10,7 +10,7 @@ meet this code.
 import os
 from typing import TYPE_CHECKING
 
-from vllm_dllm.compat import cpu_cores, runner, triton
+from vllm_dllm.compat import cpu_cores, engine_waits, runner, triton
 from vllm_dllm.config.workers import CPU_WORKER, cpu_variables
 from vllm_dllm.cpu import cores, forks, norm
 
@@ -32,6 +32,8 @@ def install() -> None:
         runner.allow_v2_runner_without_triton(prepare)
         cpu_cores.choose_cores(cores.choose, CPU_WORKER)
         forks.install()
+        if cpu_cores.available_cpu_count() <= cores.FEW_CORES:
+            engine_waits.fall_asleep_soon()
 
 
 def prepare(config: "VllmConfig") -> None:

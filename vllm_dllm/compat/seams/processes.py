@@ -172,6 +172,12 @@ from vllm.transformers_utils.config import (""",
         "distributed.device_communicators.shm_broadcast",
         "VLLM_RINGBUFFER_WARNING_INTERVAL = envs.VLLM_RINGBUFFER_WARNING_INTERVAL",
     ),
+    Seam(
+        "how long a reader stays awake after a message",
+        "distributed.device_communicators.shm_broadcast:SpinCondition.wait",
+        """if current_time <= self.last_read + self.busy_loop_s:
+            sched_yield()""",
+    ),
     # --- cores and threads of CPU workers ---------------------------------------------------------
     Seam(
         "the cores of CPU workers",
