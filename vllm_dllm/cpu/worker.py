@@ -17,7 +17,7 @@ from vllm_dllm.compat.runner import (
     replace_rejection_sample,
     send_numbers,
 )
-from vllm_dllm.cpu import compilation, forks, threads
+from vllm_dllm.cpu import bf16_experts, compilation, forks, threads
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.rejection_sample import rejection_sample
 from vllm_dllm.processes.parents import end_with_parent
@@ -37,6 +37,7 @@ class TritonFreeCPUWorker(CPUWorker):
         replace_kernels()
         replace_rejection_sample(rejection_sample)
         compilation.reuse_compiled_models()
+        bf16_experts.prefer()
         cpu_cores.keep_threads()
         cpu_collectives.exchange_uneven_steps()
         cpu_collectives.gather_nothing()

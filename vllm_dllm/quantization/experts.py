@@ -1,14 +1,11 @@
-"""Quantised experts on a CPU, unpacked one at a time for the rows they get.
-
-Each format is one PyTorch operation, because the compiler must not trace the loop over experts.
-"""
+"""Quantised experts on a CPU, unpacked one at a time for the rows they get."""
 
 from collections.abc import Callable
 
 import torch
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from vllm_dllm.cpu import experts
 from vllm_dllm.quantization import fp8, nvfp4
 from vllm_dllm.quantization.scaled import Scaled, multiply
 
@@ -24,22 +21,16 @@ def mix(
     gate_up: tuple[Quantize, Weight],  # [2 I, H]
     down: tuple[Quantize, Weight],  # [H, I]
 ) -> torch.Tensor:
-    """Sum over a token's experts of `weight * down(act(gate(x)) * up(x))`, [T, H].
-
-    Between operations, numbers have the model's type, as on GPUs. The sum is in fp32.
-    """
+    """See `cpu.experts.mix`."""
     rows_of_all = gate_up[0](x)
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in topk_ids.unique().tolist():
-        if expert < 0:
-            continue
-        rows, choice = (topk_ids == expert).nonzero(as_tuple=True)
-        projected = multiply(rows_of_all[rows], gate_up[1](expert)).to(x.dtype)
-        hidden = projected.new_empty(len(rows), projected.shape[1] // 2)
-        apply_moe_activation(MoEActivation(activation), hidden, projected)
-        out = multiply(down[0](hidden), down[1](expert)).to(x.dtype)
-        total.index_add_(0, rows, out * topk_weights[rows, choice, None].float())
-    return total.to(x.dtype)
+    return experts.mix(
+        x,
+        topk_weights,
+        topk_ids,
+        activation,
+        lambda rows, e: multiply(rows_of_all[rows], gate_up[1](e)).to(x.dtype),
+        lambda hidden, e: multiply(down[0](hidden), down[1](e)).to(x.dtype),
+    )
 
 
 def fp8_experts(

@@ -20,6 +20,12 @@ SEAMS = [
         "model_executor.kernels.linear",
         "_POSSIBLE_FP8_KERNELS",
     ),
+    Seam(
+        "experts take the first class of a list that supports them",
+        "model_executor.layers.fused_moe.oracle.unquantized:select_unquantized_moe_backend",
+        """for k_cls in backend_to_kernel_cls(backend):
+            supported, reason = k_cls.is_supported_config(""",
+    ),
     Seam("the C++ RMS norm", "_custom_ops:rms_norm", "torch.ops._C.rms_norm(out, input,"),
     Seam(
         "the cached choice of attention backend",

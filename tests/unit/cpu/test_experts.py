@@ -1,0 +1,152 @@
+"""Experts one after the other, against each token by itself."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+from tests import tolerances
+from vllm_dllm.compat import expert_kernels
+from vllm_dllm.cpu import bf16_experts, experts
+
+pytestmark = pytest.mark.numerics
+
+H, INTERMEDIATE, EXPERTS, CHOICES = 32, 16, 5, 2
+
+
+def drawn(rows: int) -> tuple[torch.Tensor, ...]:
+    """x, weights and ids of choices, w13, w2; the second token's experts are of other ranks, and
+    nobody chooses the last expert."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, H, generator=generator)
+    weights = torch.rand(rows, CHOICES, generator=generator)
+    ids = torch.rand(rows, EXPERTS - 1, generator=generator).topk(CHOICES).indices
+    if rows > 1:
+        ids[1] = -1
+    w13 = torch.randn(EXPERTS, 2 * INTERMEDIATE, H, generator=generator) / H**0.5
+    w2 = torch.randn(EXPERTS, H, INTERMEDIATE, generator=generator) / INTERMEDIATE**0.5
+    return x, weights, ids, w13, w2
+
+
+def each_by_itself(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    activation: str,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+) -> torch.Tensor:
+    formula = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+    }[activation]
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for weight, expert in zip(weights[token], ids[token], strict=True):
+            if expert >= 0:
+                gate, up = (w13[expert] @ x[token]).chunk(2)
+                out[token] += weight * (w2[expert] @ (formula(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("activation", experts.ACTIVATIONS)
+def test_equals_each_token_by_itself(activation: str, rows: int) -> None:
+    x, weights, ids, w13, w2 = drawn(rows)
+    found = bf16_experts.bf16_experts(x, weights, ids.int(), activation, w13, w2)
+    doubles = x.double(), weights.double(), ids, activation, w13.double(), w2.double()
+    allowed = 2 * tolerances.product(H) + tolerances.product(INTERMEDIATE) + tolerances.SHORT
+    size = CHOICES * w2.abs().sum(-1).max().item()  # of the terms that may cancel
+    torch.testing.assert_close(
+        found.double(), each_by_itself(*doubles), **tolerances.within(allowed, size)
+    )
+    assert rows == 1 or not found[1].any()
+
+
+def test_16_bits_where_nothing_is_rounded() -> None:
+    """Gates of 8, whose tanh is 1 in 16 bits, and small whole numbers."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-1, 2, (40, H), generator=generator).bfloat16()
+    x[:, 0] = 1
+    w13 = torch.randint(-1, 2, (EXPERTS, 2 * INTERMEDIATE, H), generator=generator).bfloat16()
+    w13[:, :INTERMEDIATE] = 0
+    w13[:, :INTERMEDIATE, 0] = 8
+    w13[:, INTERMEDIATE:, 4:] = 0  # ups of at most 4
+    w2 = torch.zeros(EXPERTS, H, INTERMEDIATE).bfloat16()
+    w2[:, :, :2] = torch.randint(-1, 2, (EXPERTS, H, 2), generator=generator)
+    ids = torch.rand(40, EXPERTS, generator=generator).topk(CHOICES).indices
+    weights = torch.tensor([[1.0, 0.5]]).expand(40, 2)
+    found = bf16_experts.bf16_experts(x, weights, ids, "gelu_tanh", w13, w2)
+    assert found.dtype == torch.bfloat16
+    exact = each_by_itself(x.float(), weights, ids, "gelu_tanh", w13.float(), w2.float())
+    assert torch.equal(found.float(), exact.round(decimals=2)) and exact.any()
+
+
+class Experts:
+    """vLLM's FusedMoEConfig, as far as it is read: 267 million weights in bench/cores.py."""
+
+    in_dtype = torch.bfloat16
+    has_bias = False
+    experts_per_token, num_experts = 4, 8
+    hidden_dim, intermediate_size_per_partition = 1024, 512
+
+
+@pytest.fixture
+def zen(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
+    """A processor of AMD with bf16, and canvases of 256."""
+    monkeypatch.setattr(bf16_experts, "cpu_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    config = VllmConfig()
+    monkeypatch.setattr(config, "diffusion_config", type("Canvases", (), {"canvas_length": 256}))
+    return config
+
+
+def is_faster(config: VllmConfig, **differences: object) -> bool:
+    with set_current_vllm_config(config):
+        return bf16_experts.is_faster(type("Other", (Experts,), differences))
+
+
+def test_large_experts_in_bf16(zen: VllmConfig) -> None:
+    assert is_faster(zen)
+    assert not is_faster(zen, in_dtype=torch.float32)
+    assert not is_faster(zen, in_dtype=torch.float16)
+    assert not is_faster(zen, has_bias=True)
+    assert not is_faster(zen, num_experts=64), "16 rows of a canvas an expert"
+    assert not is_faster(zen, hidden_dim=128, intermediate_size_per_partition=64)
+
+
+def test_not_for_other_processors(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16_experts, "cpu_vendor", lambda: "GenuineIntel")
+    assert not is_faster(zen)
+
+
+def test_not_with_amx(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert not is_faster(zen)
+
+
+def test_not_without_bf16(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert not is_faster(zen)
+
+
+def test_not_for_models_without_canvases(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zen, "diffusion_config", None)
+    assert not is_faster(zen)
+
+
+def test_vllm_asks_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        unquantized, "backend_to_kernel_cls", unquantized.backend_to_kernel_cls
+    )  # restored after the test
+    bf16_experts.prefer()
+    bf16_experts.prefer()
+    backends = unquantized.UnquantizedMoeBackend
+    asked = unquantized.backend_to_kernel_cls(backends.CPU)
+    assert asked[0] is bf16_experts.Bf16Experts
+    assert asked.count(bf16_experts.Bf16Experts) == 1
+    assert expert_kernels.StockExperts in asked
+    assert bf16_experts.Bf16Experts not in unquantized.backend_to_kernel_cls(backends.TRITON)
