@@ -4,12 +4,14 @@ cost grows.
     python -m bench.cpu_sizes
 
 Random weights of 4, 60 and 267 million parameters (1 billion on request) take a fixed number of
-steps with canvases of 256 after prompts of 64 tokens. Systems of one group take turns: fp32, bf16
-and transformers in both, then bf16 again and the quantised formats. Then one thing grows at a time:
+steps with canvases of 256 after prompts of 63 tokens. Systems of one group take turns: fp32, bf16
+and transformers in both, then bf16 again and the quantised formats, uncompiled, because compiling
+each for the first time takes a minute or two. Then one thing grows at a time:
 canvas, context, vocabulary, requests. The shipped model answers held-out prompts in each format
 first, and nothing is reported when one answers worse than transformers by more than it may. The
 last line is JSON, which also lands in bench/results/<machine>/ beside a picture. About 25 minutes
-on two quiet cores; parts with `--shapes`, `--formats`, `--batches`, `--growth`.
+on two quiet cores, and some more the first time; parts with `--shapes`, `--formats`, `--batches`,
+`--growth`.
 """
 
 import argparse
@@ -26,15 +28,15 @@ from bench.dummy_checkpoint import CANVAS
 from bench.system import Call, taking_turns
 
 SHAPES, MORE_SHAPES = ["4M", "60M", "267M"], ["1B"]
-PROMPT = 64  # tokens
+PROMPT = 63  # tokens; no multiple of a canvas
 STEPS = {1: 6, 8: 3, 32: 2}  # by requests at once; the first of them is not timed
 CELL_S = 20.0  # what one system may take for all rounds of a cell, unless one round takes longer
 CHECKED = 64  # held-out prompts
 MAX_POINTS_BELOW = {"nvfp4": 5.0, "w4a16": 5.0}
 MOST_POINTS_BELOW = 3.0  # of the others
 
-Cells = dict[str, dict[str, dict[str, Any]]]
-"""[system][requests at once] -> medians and spreads."""
+Cells = dict[str, dict[str, Any]]
+"""[system][requests at once] -> medians and spreads; [system]["resident_bytes"]."""
 
 
 def check(formats: list[str]) -> dict[str, float]:
@@ -50,7 +52,8 @@ def check(formats: list[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = shipped(Path(folder), formats)
         commands = {TRANSFORMERS: _command(SHIPPED, "fp32", canvas, TRANSFORMERS)}
-        commands |= {name: _command(path, name, canvas) for name, path in checkpoints.items()}
+        for name, path in checkpoints.items():
+            commands[name] = _command(path, name, canvas, is_eager=True)
         for name, command in commands.items():
             with taking_turns({name: command}) as (_, call):
                 found = call(
@@ -68,11 +71,10 @@ def check(formats: list[str]) -> dict[str, float]:
 
 
 def _command(
-    checkpoint: Path, name: str, canvas: int, system: str = "", **options: int
+    checkpoint: Path, name: str, canvas: int, system: str = "", is_eager: bool = False
 ) -> tuple[str, list[str]]:
     """What `taking_turns` starts: a checkpoint in a format."""
-    own = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    own += ["--system", system] if system else []
+    own = [*(["--system", system] if system else []), *(["--eager"] if is_eager else [])]
     common = [str(checkpoint), "--canvas-length", str(canvas), "--dtype", FORMATS[name].dtype]
     return "bench.cpu_sizes_systems", [*common, *own]
 
@@ -96,16 +98,23 @@ def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
             for name in group:
                 of = name.removeprefix(f"{TRANSFORMERS}, ")
                 system = TRANSFORMERS if name != of else ""
-                commands[name] = _command(checkpoints[of], of, CANVAS, system)
+                is_eager = any(FORMATS[other].scheme for other in group if other in FORMATS)
+                commands[name] = _command(checkpoints[of], of, CANVAS, system, is_eager)
             with taking_turns(commands) as (_, call):
                 found.append(_measure_group(call, shape, group, args))
-        return {"groups": found}
+        sizes = {name: _size(path) for name, path in checkpoints.items()}
+        return {"groups": found, "disk_bytes": sizes}
+
+
+def _size(checkpoint: Path) -> int:
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
 
 
 def _measure_group(call: Call, shape: str, group: list[str], args: argparse.Namespace) -> Cells:
     cells: Cells = {name: {} for name in group}
+    warm_up = dict(count=1, prompt=PROMPT, canvas=CANVAS, steps=2, seed=0)
     for name in group:
-        call(name, "steps", count=1, prompt=PROMPT, canvas=CANVAS, steps=2, seed=0)  # warms up
+        cells[name]["resident_bytes"] = call(name, "steps", **warm_up)["resident_bytes"]
     step_s: dict[str, float] = dict.fromkeys(group, 0.0)  # of one request
     for count in args.batches:
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in group}
@@ -146,7 +155,6 @@ def _cell(turns: list[dict[str, Any]], count: int) -> dict[str, Any]:
     return {
         "ms_per_step": harness.spread(ms),
         "canvas_tokens_per_second": harness.spread([1000 * count * CANVAS / one for one in ms]),
-        "weight_bytes": turns[-1]["weight_bytes"],
         "peak_bytes": max(turn["peak_bytes"] for turn in turns),
     }
 

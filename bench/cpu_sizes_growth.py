@@ -12,7 +12,7 @@ from bench import harness
 from bench.cpu_sizes_checkpoints import FORMATS, make
 from bench.system import Call, taking_turns
 
-PROMPT, STEPS = 64, 5
+PROMPT, STEPS = 63, 5
 FORMAT = "bf16"
 CANVASES = (32, 64, 128, 256, 512)
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -107,6 +107,6 @@ def _engine(
         checkpoint = make(Path(folder), AXES[axis], [FORMAT], **changed)[FORMAT]
         arguments = [str(checkpoint), "--canvas-length", str(canvas)]
         arguments += ["--dtype", FORMATS[FORMAT].dtype, "--max-num-seqs", str(max_num_seqs)]
-        arguments += ["--max-model-len", str(max_model_len)]
+        arguments += ["--max-model-len", str(max_model_len), "--eager"]
         with taking_turns({FORMAT: ("bench.cpu_sizes_systems", arguments)}) as (_, call):
             yield call

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from bench.cpu_sizes_systems import TRANSFORMERS
 
-OF_BF16 = {  # of the speed at least, of the weights at most
+SMALLEST = "4M"
+OF_BF16 = {  # of the speed at least, of the memory at most
     "fp8": (0.95, 0.6),
     "int8": (0.95, 0.6),
     "nvfp4": (0.8, 0.4),
@@ -33,22 +34,29 @@ def bars(shapes: dict[str, Any]) -> list[dict[str, Any]]:
         found.append({"of": of, "ratio": ratio, "bar": bar, "met": met})
 
     for shape, measured in shapes.items():
-        for group in measured["groups"]:
-            base = group.get("bf16")
+        for number, group in enumerate(measured["groups"]):
+            smallest = shapes.get(SMALLEST, measured)["groups"][number]
             for name, cells in group.items():
-                for count in cells:
-                    theirs = group.get(f"{TRANSFORMERS}, {name}")
-                    if theirs and (ratio := _faster(cells, theirs, count)) is not None:
-                        of = f"{shape}, {name}, {count} at once, over transformers"
-                        ask(of, ratio, OVER_TRANSFORMERS[count])
-                    quantised = base if name in OF_BF16 else None
-                    if quantised and (ratio := _faster(cells, quantised, count)) is not None:
-                        of = f"{shape}, {name}, {count} at once, over bf16"
-                        ask(of, ratio, OF_BF16[name][0])
-                if base and name in OF_BF16:
-                    ratio = _weights(cells) / _weights(base)
-                    ask(f"{shape}, {name}, weights in memory", ratio, OF_BF16[name][1], False)
+                theirs = group.get(f"{TRANSFORMERS}, {name}", {})
+                for count, bar in OVER_TRANSFORMERS.items():
+                    if (ratio := _faster(cells, theirs, count)) is not None:
+                        ask(f"{shape}, {name}, {count} at once, over transformers", ratio, bar)
+                if name not in OF_BF16 or "bf16" not in group:
+                    continue
+                speed, memory = OF_BF16[name]
+                for count in OVER_TRANSFORMERS:
+                    if (ratio := _faster(cells, group["bf16"], count)) is not None:
+                        ask(f"{shape}, {name}, {count} at once, over bf16", ratio, speed)
+                sizes = [_above(group, smallest, of) for of in (name, "bf16")]
+                if sizes[1] > 0:
+                    ask(f"{shape}, {name}, memory", sizes[0] / sizes[1], memory, is_least=False)
     return found
+
+
+def _above(group: dict[str, Any], smallest: dict[str, Any], name: str) -> int:
+    """Resident bytes of a system above those of the smallest shape's, which has hardly any
+    weights."""
+    return group[name]["resident_bytes"] - smallest[name]["resident_bytes"]
 
 
 def _faster(cells: dict[str, Any], than: dict[str, Any], count: str) -> float | None:
@@ -57,27 +65,26 @@ def _faster(cells: dict[str, Any], than: dict[str, Any], count: str) -> float | 
     return pair[1]["median"] / pair[0]["median"] if all(pair) else None
 
 
-def _weights(cells: dict[str, Any]) -> int:
-    return next(cell["weight_bytes"] for cell in cells.values() if "weight_bytes" in cell)
-
-
 def print_tables(report: dict[str, Any]) -> None:
     """In Markdown, as LOG.md has it."""
     console = Console(width=160)
     for shape, measured in report["shapes"].items():
         for group in measured["groups"]:
-            counts = list(next(iter(group.values())))
+            first = next(iter(group.values()))
+            counts = [key for key in first if key != "resident_bytes"]
             table = Table(box=box.MARKDOWN)
             table.add_column(f"{shape}, ms a step (extremes)")
             for count in counts:
                 table.add_column(f"{count} at once", justify="right")
-            table.add_column("weights, MB", justify="right")
+            table.add_column("resident, MB", justify="right")
             table.add_column("peak, MB", justify="right")
             for name, cells in group.items():
-                peak = max(cell.get("peak_bytes", 0) for cell in cells.values())
-                sizes = (f"{size / 1e6:.4g}" for size in (_weights(cells), peak))
+                peak = max(cells[count].get("peak_bytes", 0) for count in counts)
+                sizes = (f"{size / 1e6:.4g}" for size in (cells["resident_bytes"], peak))
                 table.add_row(name, *(_show(cells[count]) for count in counts), *sizes)
             console.print(table)
+        sizes = (f"{name} {size / 1e6:.4g}" for name, size in measured["disk_bytes"].items())
+        print(f"{shape}, MB on disk: {', '.join(sizes)}")
     for axis, found in report["growth"].items():
         exponent, fit = found["fit"]["exponent"], found["fit"]
         of = f"{axis} ** {exponent:.2f} from {fit['from']} to {fit['to']}"

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from bench import system
@@ -13,6 +14,7 @@ from bench.engine import CanvasEngine
 from bench.full_shape_engine import WorkerProbe
 
 OURS, TRANSFORMERS = "vllm-dllm", "transformers"
+KV_CACHE_BYTES = 1 << 29  # 32 requests with 10,240 tokens in fp32 take 450 MB of the 267M model
 FIRST_ID, LAST_ID = 10, 2000  # of the drawn prompts; every vocabulary has them
 
 
@@ -21,29 +23,54 @@ def draw_prompts(count: int, length: int, seed: int) -> list[list[int]]:
     return [[draw.randrange(FIRST_ID, LAST_ID) for _ in range(length)] for _ in range(count)]
 
 
+def resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
+
+
 class SizesProbe(WorkerProbe):
-    """Knows when a step ended, too: with two steps to a run, there is one to be timed."""
+    """Knows how many rows a step had, and when it ended."""
 
     sample_tokens: Callable[..., Any]  # the worker's
-    _ended_ms: float | None = None
+    _steps: list[list[float]] | None = None
+    """Rows, start and end in ms."""
 
     def num_forwards(self) -> int:
-        if self._ended_ms is None:
-            self._ended_ms = 0.0
-            inner = self.sample_tokens
+        if self._steps is None:
+            self._steps = steps = []
+            execute, sample = self.execute_model, self.sample_tokens
 
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                found = inner(*args, **kwargs)
-                self._ended_ms = 1000 * time.perf_counter()
+            def timed(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+                if rows := scheduled.total_num_scheduled_tokens:
+                    now = 1000 * time.perf_counter()
+                    if steps:
+                        steps[-1][2] = now
+                    steps.append([rows, now, now])
+                return execute(scheduled, *args, **kwargs)
+
+            def sampled(*args: Any, **kwargs: Any) -> Any:
+                found = sample(*args, **kwargs)
+                steps[-1][2] = 1000 * time.perf_counter()
                 return found
 
-            self.sample_tokens = timed
-        return super().num_forwards()
+            self.execute_model, self.sample_tokens = timed, sampled
+        return len(self._steps)
 
-    def last_steps_ms(self, count: int) -> list[float]:
-        """Each from its start to that of the next, the last one to its own end."""
-        assert self._started_ms is not None and self._ended_ms is not None
-        return [b - a for a, b in pairwise([*self._started_ms[-count:], self._ended_ms])]
+    def canvas_steps_ms(self, first: int, canvas: int, count: int) -> list[float]:
+        """Of the steps from number `first` on that held canvases alone, those with the most. Each
+        lasts until the next one starts, the last one until its own end. Requests reach the engine
+        one by one, so the first may be a step ahead: where a step lacks it, the time is scaled up.
+        """
+        assert self._steps is not None
+        alone = [step for step in self._steps[first:] if step[0] % canvas == 0]
+        alone = [step for step in alone if step[0] <= count * canvas]
+        most = max(rows for rows, *_ in alone)
+        scale = count * canvas / most
+        return [scale * (end - start) for rows, start, end in alone if rows == most]
+
+    def resident_bytes(self) -> int:
+        """Of this process, now. Kernels keep weights where no parameter shows them."""
+        return resident_bytes()
 
 
 class SizesEngine(CanvasEngine):
@@ -51,10 +78,10 @@ class SizesEngine(CanvasEngine):
         return {"run": self.run, "steps": self.steps}
 
     def steps(self, count: int, prompt: int, canvas: int, steps: int, seed: int) -> dict[str, Any]:
-        """`count` requests at once, each of one canvas that takes `steps` steps. Times all but the
-        first, which also holds prompts."""
+        """`count` requests at once, each of one canvas that takes `steps` steps. The first also
+        holds prompts, whose length must be no multiple of the canvas', and is not timed."""
         ask = self.llm.collective_rpc
-        ask("num_forwards")
+        first = ask("num_forwards")[0]
         ask("start_peak_memory")
         found = self.run(
             draw_prompts(count, prompt, seed),
@@ -66,9 +93,9 @@ class SizesEngine(CanvasEngine):
         )
         assert [len(output) for output in found["outputs"]] == [canvas] * count
         return {
-            "steps_ms": ask("last_steps_ms", args=(steps - 1,))[0],
+            "steps_ms": ask("canvas_steps_ms", args=(first, canvas, count))[0],
             "seconds": found["seconds"],
-            "weight_bytes": ask("weight_bytes")[0],
+            "resident_bytes": ask("resident_bytes")[0],
             "peak_bytes": ask("peak_memory")[0],
         }
 
@@ -78,6 +105,8 @@ def start_engine(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         args.checkpoint,
         args.canvas_length,
         dtype=args.dtype,
+        enforce_eager=args.eager,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
         max_num_batched_tokens=args.max_num_seqs * args.canvas_length + 2048,
@@ -103,7 +132,7 @@ def start_transformers(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
             return {
                 "steps_ms": [b - a for a, b in pairwise([*begun[1:], ended])],
                 "seconds": found["seconds"],
-                "weight_bytes": sum(p.nbytes for p in self.model.parameters()),
+                "resident_bytes": resident_bytes(),
                 "peak_bytes": probe.peak_memory(),
             }
 
@@ -121,6 +150,7 @@ def main() -> None:
     parser.add_argument("--canvas-length", type=int, required=True)
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--system", choices=[OURS, TRANSFORMERS], default=OURS)
+    parser.add_argument("--eager", action="store_true", help="no compiler, for our engine")
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--max-model-len", type=int, default=1024)
     args = parser.parse_args()
