@@ -75,7 +75,59 @@ SHAPE_267M: dict[str, Any] = {
     "top_k_experts": 4,
     "moe_intermediate_size": 512,
 }
-SHAPES = {"26B": SHAPE_26B, "small": SHAPE_SMALL, "267M": SHAPE_267M}
+SHAPE_4M: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 128,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 128,
+}
+SHAPE_60M: dict[str, Any] = {
+    "vocab_size": 32_768,
+    "hidden_size": 512,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 256,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 256,
+}
+SHAPE_1B: dict[str, Any] = {
+    "vocab_size": 32_768,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 512,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 768,
+}
+SHAPES = {
+    "26B": SHAPE_26B,
+    "small": SHAPE_SMALL,
+    "4M": SHAPE_4M,
+    "60M": SHAPE_60M,
+    "267M": SHAPE_267M,
+    "1B": SHAPE_1B,
+}
 
 # As RedHatAI publishes them: NVFP4 leaves the attention in bf16.
 KEPT = ["lm_head", "re:.*(embed|vision|self_conditioning|router).*"]
@@ -86,12 +138,13 @@ SCHEMES: dict[str, list[str] | None] = {  # what a scheme leaves as it is
 }
 
 
-def write(folder: Path, shape: str, scheme: str, num_steps: int) -> None:
-    """config.json and generation_config.json: a key of SHAPES, a key of SCHEMES, and how many
-    denoising steps a canvas takes at most. Canvases of random weights take all of them."""
+def write(folder: Path, shape: str, scheme: str, num_steps: int, **changed: Any) -> None:
+    """config.json and generation_config.json: a key of SHAPES, a key of SCHEMES, how many denoising
+    steps a canvas takes at most, and what differs from the shape. Canvases of random weights take
+    all steps."""
     tokens = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": BOS_ID}
     config = DiffusionGemmaConfig(
-        text_config=DiffusionGemmaTextConfig(**SHAPES[shape], **tokens, dtype="bfloat16"),
+        text_config=DiffusionGemmaTextConfig(**SHAPES[shape] | changed, **tokens, dtype="bfloat16"),
         vision_config=dict(VISION_CONFIG),
         canvas_length=CANVAS,
         boi_token_id=BOI_ID,

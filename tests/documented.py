@@ -15,6 +15,8 @@ TINY = "checkpoints/diffusiongemma-tiny"
 TOOLS = {
     f".venv/bin/vllm-dllm plan {TINY} --gpu h200 --context 1024": None,
     f".venv/bin/vllm-dllm quantize {TINY} --scheme fp8-dynamic -o /tmp/tiny-FP8": "tiny-FP8",
+    f".venv/bin/vllm-dllm quantize {TINY} --scheme int8 -o /tmp/tiny-int8": "tiny-int8",
+    f".venv/bin/vllm-dllm quantize {TINY} --scheme w4a16 -o /tmp/tiny-W4A16": "tiny-W4A16",
     f".venv/bin/vllm-dllm quantize {TINY} --scheme nvfp4 --dry-run": None,
     ".venv/bin/vllm-dllm quantize checkpoints/sdar-tiny --scheme fp8-dynamic"
     " -o /tmp/sdar-FP8": "sdar-FP8",

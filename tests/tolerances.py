@@ -130,6 +130,13 @@ def one_step(dtype: torch.dtype, size: float = 0.0) -> Tolerance:
     return tolerance
 
 
+def quantised_experts(step: float, dtype: torch.dtype) -> float:
+    """Share of the largest sums of magnitudes. The inputs of gate, up and down are rounded by
+    `step` of the largest of a row, and GELU's slope is 1.13 at most; in the model's type, the two
+    products, the activation, their product, down's sum, the weighted one and the total."""
+    return 1.13 * (3 * step + FEW * unit_roundoff(dtype))
+
+
 LOGPROB_OF_LAST_STEP = 10 * LOGPROB
 """After some denoising steps, each of which conditions on the logits before. The least stable of
 random weights amplify an error tenfold on their way to the last."""

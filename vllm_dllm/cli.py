@@ -128,15 +128,15 @@ def _checkpoint(options: argparse.Namespace) -> int:
 
 
 def _add_quantize(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    text = "Write an FP8 or NVFP4 copy of a checkpoint that `vllm serve` loads."
+    text = "Write a quantised copy of a checkpoint that `vllm serve` loads."
     parser = commands.add_parser("quantize", help=text, description=text)
     parser.add_argument("checkpoint", type=Path, help="folder of the unquantised checkpoint")
     parser.add_argument(
         "--scheme",
         required=True,
-        choices=("fp8-dynamic", "nvfp4"),
-        help="fp8-dynamic: half the size; nvfp4: less than a third, DiffusionGemma only, needs "
-        "--calibration",
+        choices=("fp8-dynamic", "int8", "nvfp4", "w4a16"),
+        help="fp8-dynamic, int8: half the size; nvfp4, w4a16: less than a third. nvfp4 needs "
+        "--calibration; all but fp8-dynamic are for DiffusionGemma only",
     )
     parser.add_argument(
         "-o", "--out", type=Path, metavar="OUT", help="folder to write; must not exist"

@@ -89,8 +89,9 @@ def _register_models() -> None:
 
 def _check_requests() -> None:
     """What a request may ask for, on its way through vLLM's processes."""
-    from vllm_dllm.compat import admission, grammar, http, limits, tool_parsers
+    from vllm_dllm.compat import admission, grammar, http, limits, tool_parsers, usage
     from vllm_dllm.config.masked import FAMILIES
+    from vllm_dllm.requests.accepted_tokens import accepted_tokens
     from vllm_dllm.requests.grammar import check_structured_outputs
     from vllm_dllm.requests.http import check_http_request, refuse_beam_search, wrong_type
     from vllm_dllm.requests.limits import check_parameters, check_size, check_tokens
@@ -123,6 +124,7 @@ def _check_requests() -> None:
     http.set_http_check(check_http_request, check_size)
     http.answer_bad_bodies(wrong_type)
     http.set_beam_search_check(refuse_beam_search)
+    usage.count_in_usage(accepted_tokens)
     limits.set_limit_checks(check_parameters, check_tokens)
 
 

@@ -1,6 +1,7 @@
-"""FP8 and NVFP4 checkpoints of any DiffusionGemma, and transformers computing them.
+"""Quantised checkpoints of any DiffusionGemma, and transformers computing them.
 
 All arithmetic of quantisation here is compressed-tensors': its scales, its roundings, its packing.
+But vLLM scales int8 inputs so that the largest becomes 127, where compressed-tensors has 127.5.
 """
 
 import json
@@ -13,7 +14,8 @@ from pathlib import Path
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import (
@@ -28,7 +30,14 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from tests.engine import reference
 
-FORMATS = {"FP8_DYNAMIC": "float-quantized", "NVFP4": "nvfp4-pack-quantized"}
+FORMATS = {
+    "FP8_DYNAMIC": "float-quantized",
+    "NVFP4": "nvfp4-pack-quantized",
+    "W8A8": "int-quantized",
+    "W4A16": "pack-quantized",
+}
+PUBLISHED = ("FP8_DYNAMIC", "NVFP4")
+INT4_GROUP = 32
 LEFT_OUT = ["lm_head", "re:.*router", "re:.*vision_tower", "re:.*embed", "re:.*self_conditioning"]
 # Linears that vLLM runs as one, which share NVFP4's global scales, and the largest input that
 # these make room for; another one for each, so that no two can be mixed up.
@@ -69,13 +78,20 @@ def describe(path: Path, scheme: str, ignore: list[str]) -> None:
     """Completes config.json in `path`."""
     config = json.loads((path / "config.json").read_text())
     quantization = QuantizationConfig(
-        config_groups={"group_0": preset_name_to_scheme(scheme, ["Linear"])},
+        config_groups={"group_0": preset(scheme)},
         format=FORMATS[scheme],
         quantization_status="compressed",
         ignore=ignore,
     )
     config["quantization_config"] = json.loads(quantization.model_dump_json())
     (path / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def preset(scheme: str) -> QuantizationScheme:
+    found = preset_name_to_scheme(scheme, ["Linear"])
+    if scheme == "W4A16":
+        found.weights.group_size = INT4_GROUP
+    return found
 
 
 def add_kv_cache_scales(path: Path) -> None:
@@ -110,11 +126,13 @@ def compress(
     weight: torch.Tensor, scheme: str, largest: torch.Tensor, largest_input: float
 ) -> dict[str, torch.Tensor]:
     """The tensors of one linear."""
-    quantization = preset_name_to_scheme(scheme, ["Linear"])
+    quantization = preset(scheme)
     weight = weight.float()
-    tensors = {"weight": weight}
-    if scheme == "FP8_DYNAMIC":
-        blocks, global_scale = weight[:, None], None
+    tensors, global_scale = {"weight": weight}, None
+    if scheme in ("FP8_DYNAMIC", "W8A8"):
+        blocks = weight[:, None]
+    elif scheme == "W4A16":
+        blocks = weight.unflatten(1, (-1, INT4_GROUP))
     else:
         blocks, global_scale = weight.unflatten(1, (-1, 16)), generate_gparam(-largest, largest)
         tensors["weight_global_scale"] = global_scale
@@ -164,11 +182,14 @@ def load(path: Path, original: Path) -> DiffusionGemmaForBlockDiffusion:
 
 def decompress(stored: dict[str, torch.Tensor], name: str, scheme: str):
     """The weight of a linear, and how its input is rounded."""
-    quantization = preset_name_to_scheme(scheme, ["Linear"])
+    quantization = preset(scheme)
     tensors = {k.removeprefix(f"{name}."): v for k, v in stored.items() if k.startswith(f"{name}.")}
     if scheme == "NVFP4":  # compressed-tensors' decompress would round to bf16
         packed = tensors["weight_packed"]
         values = unpack_fp4_from_uint8(packed, len(packed), 2 * packed.shape[1], torch.float32)
+    elif scheme == "W4A16":
+        shape = torch.Size(tensors["weight_shape"].tolist())
+        values = unpack_from_int32(tensors["weight_packed"], 4, shape).float()
     else:
         values = tensors["weight"].float()
     weight = dequantize(
@@ -178,6 +199,11 @@ def decompress(stored: dict[str, torch.Tensor], name: str, scheme: str):
 
     def round_input(x: torch.Tensor) -> torch.Tensor:  # [B, T, K]
         x = x * (1 + _noise["relative"] * torch.randn_like(x))
+        if arguments is None:
+            return x
+        if scheme == "W8A8":
+            step = x.abs().amax(-1, keepdim=True) / 127
+            return torch.where(step > 0, (x / step).round() * step, x)
         scale, zero_point = compute_dynamic_scales_and_zp(x, arguments, None, global_scale)
         return fake_quantize(x, scale, zero_point, arguments, global_scale=global_scale)
 

@@ -1,7 +1,43 @@
 """vLLM's C++ operations for CPUs."""
 
+import torch
 from vllm import _custom_ops
 
 write_cpu_kv_cache = _custom_ops.cpu_attn_reshape_and_cache
 
 cpp_rms_norm = _custom_ops.rms_norm
+
+
+class Int8Weights:
+    """Matrices as oneDNN multiplies them, which copies the weights but not the scales. `handles`
+    [n] int64 name them to operations; they end with this object."""
+
+    def __init__(
+        self,
+        weights: torch.Tensor,  # [n, N, K] int8
+        scales: torch.Tensor,  # [n, N, 1] fp32
+        dtype: torch.dtype,  # of the products
+    ) -> None:
+        self._scales = scales
+        self._matrices = [
+            _custom_ops.create_onednn_scaled_mm(weight.t(), scale, dtype, True, False)
+            for weight, scale in zip(weights, scales, strict=True)
+        ]
+        self.handles = torch.stack([matrix.handler_tensor for matrix in self._matrices])
+
+
+def quantize_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, K] -> int8 [n, K] and a scale for each row, fp32 [n, 1]."""
+    values, scale, _ = _custom_ops.onednn_scaled_int8_quant(x.contiguous())
+    return values, scale
+
+
+def int8_product(
+    values: torch.Tensor,  # [n, K] int8
+    scale: torch.Tensor,  # [n, 1] fp32
+    handle: torch.Tensor,  # [] int64, one of `Int8Weights.handles`
+    out: torch.Tensor,  # [n, N], of the type that the weights were prepared for
+) -> torch.Tensor:
+    """The scaled product, in `out`."""
+    torch.ops._C.onednn_scaled_mm(out, values, scale, None, None, None, handle)
+    return out

@@ -1,16 +1,33 @@
 """Which of vLLM's kernels multiplies a linear layer's inputs and weights."""
 
 from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
+    MPLinearKernel,
+    MPLinearLayerConfig,
+)
 from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
     ChannelWiseTorchFP8ScaledMMLinearKernel as StockFp8LinearKernel,
 )
 from vllm.platforms import PlatformEnum
 
-__all__ = ["StockFp8LinearKernel", "prefer_on_cpus"]
+__all__ = [
+    "MPLinearKernel",
+    "MPLinearLayerConfig",
+    "StockFp8LinearKernel",
+    "prefer_fp8_on_cpus",
+    "prefer_int4_on_cpus",
+]
 
 
-def prefer_on_cpus(kernel: type[StockFp8LinearKernel]) -> None:
-    """Of FP8 kernels. `register_linear_kernel` would put it behind vLLM's. Repeatable."""
+def prefer_fp8_on_cpus(kernel: type[StockFp8LinearKernel]) -> None:
+    """`register_linear_kernel` would put it behind vLLM's. Repeatable."""
     kernels = linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
+    if kernel not in kernels:
+        kernels.insert(0, kernel)
+
+
+def prefer_int4_on_cpus(kernel: type[MPLinearKernel]) -> None:
+    """The same for weights of 4-bit integers."""
+    kernels = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
     if kernel not in kernels:
         kernels.insert(0, kernel)

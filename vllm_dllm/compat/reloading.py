@@ -15,6 +15,9 @@ from vllm._custom_ops import CPUDNNLGEMMHandler
 from vllm.config import ModelConfig
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW8A8Int8 as Int8,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
@@ -85,9 +88,14 @@ def reload(
     """Where it fails, the model has the weights again that it had last from disk.
 
     Raises:
-        ValueError: the weights cannot be loaded; the old ones are.
+        ValueError: the weights cannot be loaded; the old ones are. Those in int8 never can.
         WeightsLost: nor can the old ones. The model computes nothing that makes sense.
     """
+    if any(isinstance(getattr(layer, "scheme", None), Int8) for layer in model.modules()):
+        raise ValueError(
+            "Cannot reload weights: int8 weights are packed by oneDNN once, and nothing else is "
+            "kept of them. Start the server anew."
+        )
     names = ("model", "model_weights", "revision")
     source = {name: getattr(model_config, name) for name in names}
     try:

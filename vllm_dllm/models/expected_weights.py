@@ -24,10 +24,12 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from vllm_dllm.quantization import scales
+from vllm_dllm.quantization.int4 import GROUP_SIZE as INT4_GROUP_SIZE
 from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 
 _MOST_NAMED = 8
 FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted when loaded
+_BY_CHANNEL = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
 
 
 class Tensor(NamedTuple):
@@ -52,7 +54,7 @@ class Tensor(NamedTuple):
 class ExpectedWeights:
     """Checks each tensor on its way into `model` and knows which are still missing.
 
-    Layers of formats other than FP8 and NVFP4 are left to vLLM, unchecked.
+    Layers of formats other than those of `vllm-dllm quantize` are left to vLLM, unchecked.
     """
 
     def __init__(
@@ -155,11 +157,16 @@ def _scheme(parameters: Mapping[str, torch.Tensor]) -> str | None:
         return "unquantised"
     if (
         names == {"weight", "weight_scale"}
-        and parameters["weight"].dtype == torch.float8_e4m3fn
+        and parameters["weight"].dtype in _BY_CHANNEL
         and parameters["weight_scale"].shape[-1] == 1
         and parameters["weight_scale"].shape[-2:-1] == parameters["weight"].shape[-2:-1]
     ):
-        return "fp8"
+        return _BY_CHANNEL[parameters["weight"].dtype]
+    if names == {"weight_packed", "weight_scale", "weight_shape"} and (
+        8 * parameters["weight_packed"].shape[-1]
+        == INT4_GROUP_SIZE * parameters["weight_scale"].shape[-1]
+    ):
+        return "w4a16"
     if names == {"weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"} and (
         parameters["weight_scale"].dtype == torch.float8_e4m3fn
     ):
@@ -175,6 +182,14 @@ def _of_linear(name: str, fused: str, scheme: str, n: int, k: int) -> Iterator[t
             kinds = {"weight": Tensor((n, k), FLOATS)}
         case "fp8":
             kinds = {"weight": Tensor((n, k), e4m3), "weight_scale": Tensor((n, 1), FLOATS)}
+        case "int8":
+            kinds = {"weight": Tensor((n, k), {torch.int8}), "weight_scale": Tensor((n, 1), FLOATS)}
+        case "w4a16":
+            kinds = {
+                "weight_packed": Tensor((n, k // 8), {torch.int32}),
+                "weight_scale": Tensor((n, k // INT4_GROUP_SIZE), FLOATS),
+                "weight_shape": Tensor((2,), {torch.int64, torch.int32}),
+            }
         case "nvfp4":
             kinds = {
                 "weight_packed": Tensor((n, k // 2), {torch.uint8}),

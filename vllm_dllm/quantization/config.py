@@ -67,7 +67,7 @@ def adapt(
 
 def _leave_to_vllm(scheme: str, layers: str) -> None:
     logger.warning_once(
-        "Quantisation by %s is neither compressed-tensors' FP8_DYNAMIC nor its NVFP4. vLLM loads "
+        "Quantisation by %s is none of compressed-tensors' that are known here. vLLM loads "
         "and computes %s: missing tensors are not detected, and answers have not been compared "
         "with a reference.",
         scheme,
@@ -95,7 +95,7 @@ class ServedCompressedTensors(CompressedTensorsConfig):
             if kind is Scheme.OTHER:
                 layers = f"{IN_CHECKPOINT}{first} and others of this scheme"
                 _leave_to_vllm(describe(scheme), layers)
-            elif on_cpu and (kind is Scheme.NVFP4 or has_experts):
+            elif on_cpu and (kind is Scheme.NVFP4 or (kind is not Scheme.INT8 and has_experts)):
                 logger.info_once(
                     "vLLM has no CPU kernel for %s: %s run in an emulation of the GPU's "
                     "arithmetic that unpacks the weights at every use. It is exact but slow.",
@@ -122,6 +122,8 @@ class ServedCompressedTensors(CompressedTensorsConfig):
     def _experts_on_cpu(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
         from vllm_dllm.quantization.methods import (
             CompressedTensorsFp8MoEMethodOnCpu,
+            CompressedTensorsInt4MoEMethodOnCpu,
+            CompressedTensorsInt8MoEMethodOnCpu,
             CompressedTensorsNvfp4MoEMethodOnCpu,
         )
 
@@ -129,9 +131,12 @@ class ServedCompressedTensors(CompressedTensorsConfig):
         scheme = self.get_scheme_dict(_LINEAR, first)
         if scheme is None:
             return UnquantizedFusedMoEMethod(layer.moe_config)
-        kind = recognize(first, scheme, on_cpu=True)
-        if kind is Scheme.NVFP4:
-            return CompressedTensorsNvfp4MoEMethodOnCpu(layer.moe_config)
-        return CompressedTensorsFp8MoEMethodOnCpu(
-            scheme["weights"], scheme["input_activations"], layer.moe_config
-        )
+        weights, inputs = scheme["weights"], scheme["input_activations"]
+        match recognize(first, scheme, on_cpu=True):
+            case Scheme.NVFP4:
+                return CompressedTensorsNvfp4MoEMethodOnCpu(layer.moe_config)
+            case Scheme.INT8:
+                return CompressedTensorsInt8MoEMethodOnCpu(weights, inputs, layer.moe_config)
+            case Scheme.W4A16:
+                return CompressedTensorsInt4MoEMethodOnCpu(weights, layer.moe_config)
+        return CompressedTensorsFp8MoEMethodOnCpu(weights, inputs, layer.moe_config)

@@ -1,16 +1,25 @@
-"""Quantised experts on a CPU, unpacked one at a time for the rows they get."""
+"""Quantised experts on a CPU, unpacked one at a time for the rows they get. Each format is one
+PyTorch operation, see `cpu.experts`."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from vllm_dllm.compat.cpu_ops import int8_product, quantize_to_int8
 from vllm_dllm.cpu import experts
-from vllm_dllm.quantization import fp8, nvfp4
+from vllm_dllm.quantization import fp8, int4, nvfp4
 from vllm_dllm.quantization.scaled import Scaled, multiply
 
-Quantize = Callable[[torch.Tensor], Scaled]
-Weight = Callable[[int], Scaled]  # by expert
+
+class Projection(NamedTuple):
+    """One of an expert's linears."""
+
+    quantize: Callable[[torch.Tensor], Any]
+    """Inputs [n, K] -> what `product` takes; its rows can be chosen."""
+    product: Callable[[Any, int], torch.Tensor]
+    """(Rows, expert) -> [n, N]."""
 
 
 def mix(
@@ -18,18 +27,29 @@ def mix(
     topk_weights: torch.Tensor,  # [T, k]
     topk_ids: torch.Tensor,  # [T, k] int, -1 for an expert of another rank
     activation: str,
-    gate_up: tuple[Quantize, Weight],  # [2 I, H]
-    down: tuple[Quantize, Weight],  # [H, I]
+    gate_up: Projection,  # [2 I, H]
+    down: Projection,  # [H, I]
 ) -> torch.Tensor:
-    """See `cpu.experts.mix`."""
-    rows_of_all = gate_up[0](x)
+    """[T, H], see `cpu.experts.mix`."""
+    rows_of_all = gate_up.quantize(x)
     return experts.mix(
         x,
         topk_weights,
         topk_ids,
         activation,
-        lambda rows, e: multiply(rows_of_all[rows], gate_up[1](e)).to(x.dtype),
-        lambda hidden, e: multiply(down[0](hidden), down[1](e)).to(x.dtype),
+        lambda rows, expert: gate_up.product(rows_of_all[rows], expert).to(x.dtype),
+        lambda hidden, expert: down.product(down.quantize(hidden), expert).to(x.dtype),
+    )
+
+
+def _scaled(
+    quantize: Callable[[torch.Tensor], Scaled],
+    weight: Callable[[int], Scaled],
+    dtype: torch.dtype,  # of the model
+) -> Projection:
+    return Projection(
+        lambda x: quantize(x).for_model(dtype),
+        lambda rows, expert: multiply(rows, weight(expert).for_model(dtype)),
     )
 
 
@@ -48,8 +68,8 @@ def fp8_experts(
         topk_weights,
         topk_ids,
         activation,
-        (fp8.quantize, lambda e: fp8.decode(w13[e], w13_scale[e])),
-        (fp8.quantize, lambda e: fp8.decode(w2[e], w2_scale[e])),
+        _scaled(fp8.quantize, lambda e: fp8.decode(w13[e], w13_scale[e]), x.dtype),
+        _scaled(fp8.quantize, lambda e: fp8.decode(w2[e], w2_scale[e]), x.dtype),
     )
 
 
@@ -72,15 +92,56 @@ def nvfp4_experts(
         topk_weights,
         topk_ids,
         activation,
-        (
+        _scaled(
             lambda rows: nvfp4.quantize(rows, x_global_scale),
             lambda e: nvfp4.decode(w13[e], w13_block_scale[e], w13_scale[e]),
+            x.dtype,
         ),
-        (
+        _scaled(
             lambda rows: nvfp4.quantize(rows, hidden_global_scale),
             lambda e: nvfp4.decode(w2[e], w2_block_scale[e], w2_scale[e]),
+            x.dtype,
         ),
     )
+
+
+def int8_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    w13: torch.Tensor,  # [E] int64, handles of [2 I, H]
+    w2: torch.Tensor,  # [E] int64, handles of [H, I]
+    num_inner: int,  # I
+) -> torch.Tensor:
+    def projection(handles: torch.Tensor, num_out: int) -> Projection:
+        def product(rows: Scaled, expert: int) -> torch.Tensor:
+            out = x.new_empty(len(rows.values), num_out)
+            return int8_product(rows.values, rows.scale, handles[expert], out)
+
+        return Projection(lambda rows: Scaled(*quantize_to_int8(rows)), product)
+
+    gate_up, down = projection(w13, 2 * num_inner), projection(w2, x.shape[1])
+    return mix(x, topk_weights, topk_ids, activation, gate_up, down)
+
+
+def int4_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    w13: torch.Tensor,  # [E, 2 I, H / 8] int32
+    w13_scale: torch.Tensor,  # [E, 2 I, H / group]
+    w2: torch.Tensor,  # [E, H, I / 8] int32
+    w2_scale: torch.Tensor,  # [E, H, I / group]
+) -> torch.Tensor:
+    def projection(packed: torch.Tensor, scale: torch.Tensor) -> Projection:
+        return Projection(
+            lambda rows: rows, lambda rows, e: rows @ int4.decode(packed[e], scale[e]).t()
+        )
+
+    gate_up, down = projection(w13, w13_scale), projection(w2, w2_scale)
+    return mix(x, topk_weights, topk_ids, activation, gate_up, down)
 
 
 def _like_x(x: torch.Tensor, *args: object) -> torch.Tensor:
@@ -88,5 +149,10 @@ def _like_x(x: torch.Tensor, *args: object) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-direct_register_custom_op("vllm_dllm_fp8_experts", fp8_experts, fake_impl=_like_x)
-direct_register_custom_op("vllm_dllm_nvfp4_experts", nvfp4_experts, fake_impl=_like_x)
+for name, run in (
+    ("fp8", fp8_experts),
+    ("nvfp4", nvfp4_experts),
+    ("int8", int8_experts),
+    ("int4", int4_experts),
+):
+    direct_register_custom_op(f"vllm_dllm_{name}_experts", run, fake_impl=_like_x)

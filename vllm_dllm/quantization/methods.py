@@ -1,9 +1,11 @@
-"""vLLM's methods for FP8 and NVFP4 experts, with its parameters, computed on a CPU."""
+"""vLLM's methods for quantised experts, with its parameters, computed on a CPU."""
 
 from abc import abstractmethod
+from fractions import Fraction
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts, SharedExperts
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -15,7 +17,14 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
     CompressedTensorsW8A8Fp8MoEMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_int8 import (  # noqa: E501
+    CompressedTensorsW8A8Int8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (  # noqa: E501
+    CompressedTensorsWNA16MoEMethod,
+)
 
+from vllm_dllm.compat.cpu_ops import Int8Weights
 from vllm_dllm.quantization import experts as experts  # registers the operations
 from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 
@@ -100,4 +109,54 @@ class CompressedTensorsNvfp4MoEMethodOnCpu(_OnCpu, CompressedTensorsW4A4Nvfp4MoE
             layer.w2_weight_scale_2,
             layer.w13_input_scale,
             layer.w2_input_scale,
+        )
+
+
+class CompressedTensorsInt8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Int8MoEMethod):
+    """One scale per channel for weights, one per row for activations. oneDNN multiplies."""
+
+    def __init__(
+        self, weights: QuantizationArgs, inputs: QuantizationArgs, moe: FusedMoEConfig
+    ) -> None:
+        # Not vLLM's own __init__, which looks for a kernel, finds none on CPUs and fails.
+        CompressedTensorsMoEMethod.__init__(self, moe)
+        self.weight_quant, self.input_quant = weights, inputs
+        self.static_input_scales = False
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """oneDNN copies the weights; what was loaded is given back."""
+        dtype, w13, w2 = self.moe.in_dtype, layer.w13_weight, layer.w2_weight
+        layer.num_inner = w2.shape[2]
+        layer.w13_int8 = Int8Weights(w13, layer.w13_weight_scale, dtype)
+        layer.w2_int8 = Int8Weights(w2, layer.w2_weight_scale, dtype)
+        for weight in (w13, w2):
+            weight.data = weight.new_empty(0)
+
+    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
+        return torch.ops.vllm.vllm_dllm_int8_experts(
+            *inputs, layer.w13_int8.handles, layer.w2_int8.handles, layer.num_inner
+        )
+
+
+class CompressedTensorsInt4MoEMethodOnCpu(_OnCpu, CompressedTensorsWNA16MoEMethod):
+    """Weights of 4 bits with a scale per group; activations as they are."""
+
+    def __init__(self, weights: QuantizationArgs, moe: FusedMoEConfig) -> None:
+        # Not vLLM's own __init__, which looks for a kernel and finds none on most CPUs.
+        CompressedTensorsMoEMethod.__init__(self, moe)
+        self.weight_quant, self.input_quant = weights, None
+        self.symmetric, self.num_bits = True, weights.num_bits
+        self.packed_factor = Fraction(32, weights.num_bits)
+        self.strategy, self.group_size = weights.strategy, weights.group_size
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Weights stay as stored."""
+
+    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
+        return torch.ops.vllm.vllm_dllm_int4_experts(
+            *inputs,
+            layer.w13_weight_packed,
+            layer.w13_weight_scale,
+            layer.w2_weight_packed,
+            layer.w2_weight_scale,
         )

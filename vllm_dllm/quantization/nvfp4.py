@@ -2,12 +2,13 @@
 
 vLLM has an emulation of its own, which rounds the operands to the model's type. This one multiplies
 values and block scales, a product of six bits, before it applies the global scales, as GPUs do. It
-is also faster: unpacking weights of 1408 x 2816 takes 20 ms instead of 177, rounding inputs of 256
-x 2816 takes 99 ms instead of 248 (medians of ten, two cores).
+is also faster (docs/quantised.md).
 """
 
 import torch
+from torch.nn import functional as F
 
+from vllm_dllm.quantization import fp8
 from vllm_dllm.quantization.nvfp4_format import E2M1, E2M1_MAX, E4M3_MAX, GROUP_SIZE
 from vllm_dllm.quantization.scaled import Scaled
 
@@ -21,6 +22,7 @@ def _pairs() -> torch.Tensor:
 
 
 _PAIRS = _pairs()
+_EXPONENT = 0x7F800000  # of fp32: what is left is the power of two below
 
 
 def decode(
@@ -29,7 +31,7 @@ def decode(
     scale: torch.Tensor,  # [] fp32, multiplies
 ) -> Scaled:
     pairs = _PAIRS.index_select(0, packed.flatten().int()).view(torch.float32)
-    blocks = pairs.view(*block_scale.shape, GROUP_SIZE).mul_(block_scale.float()[..., None])
+    blocks = pairs.view(*block_scale.shape, GROUP_SIZE).mul_(fp8.values(block_scale)[..., None])
     return Scaled(blocks.flatten(-2), scale)
 
 
@@ -39,11 +41,21 @@ def quantize(
 ) -> Scaled:
     """Scales each 16 values of a row so that their largest magnitude becomes e2m1's largest, and
     rounds to the nearest value, ties to the even code."""
-    blocks = x.float().unflatten(-1, (-1, GROUP_SIZE))
-    scale = global_scale * (blocks.abs().amax(dim=-1, keepdim=True) / E2M1_MAX)
-    scale = scale.clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+    x = x.float()
+    amax = F.max_pool1d(x.abs(), GROUP_SIZE)[..., None]  # faster than a reduction of 16
+    blocks = x.unflatten(-1, (-1, GROUP_SIZE))
+    scale = fp8.values((global_scale * (amax / E2M1_MAX)).clamp_(max=E4M3_MAX).to(fp8.FP8))
     values = blocks * torch.where(scale == 0, 0, global_scale / scale)
-    magnitude = values.clamp_(-E2M1_MAX, E2M1_MAX).abs()
-    spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    values.div_(spacing).round_().mul_(spacing)
+    values = round_to_e2m1(values.clamp_(-E2M1_MAX, E2M1_MAX))
     return Scaled(values.mul_(scale).flatten(-2), 1 / global_scale)
+
+
+def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Magnitudes up to 6, fp32. Between powers of two, e2m1 has one value; below 1, steps of 0.5.
+
+    fp32 has steps of `size / 2` next to `1.5 * 2**22 * size`, and rounds to them when it adds, ties
+    to the even one, which has the even code.
+    """
+    size = (values.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=1)
+    size.mul_(1.5 * 2**22)
+    return (values + size).sub_(size)

@@ -6,17 +6,24 @@ import torch
 
 
 class Scaled(NamedTuple):
-    """The matrix `values * scale`. The values have few bits, so products of two are exact in fp32
-    and only their sum is rounded."""
+    """The matrix `values * scale`. The values have few bits: fp32 holds products of two of them
+    exactly, bf16 the values themselves."""
 
-    values: torch.Tensor  # [n, K] fp32
+    values: torch.Tensor  # [n, K] fp32 or bf16
     scale: torch.Tensor  # fp32, [n, 1], or [] for all rows
 
     def __getitem__(self, rows: torch.Tensor) -> "Scaled":
         return Scaled(self.values[rows], self.scale[rows] if self.scale.dim() else self.scale)
 
+    def for_model(self, dtype: torch.dtype) -> "Scaled":
+        """For `multiply` in a model of this type. bf16 is what processors that know it multiply
+        fastest: sums are fp32 in both, and a model in bf16 rounds the result to it anyway."""
+        is_bf16 = dtype == torch.bfloat16
+        return self._replace(values=self.values.to(dtype)) if is_bf16 else self
+
 
 def multiply(x: Scaled, weight: Scaled) -> torch.Tensor:
-    """x @ weight.T, [rows of x, rows of weight] fp32."""
+    """x @ weight.T, [rows of x, rows of weight] fp32. In bf16 the sums are rounded to it before
+    they are scaled."""
     scale = weight.scale.T if weight.scale.dim() else weight.scale
-    return (x.values @ weight.values.T).mul_(x.scale * scale)
+    return (x.values @ weight.values.T).float().mul_(x.scale * scale)

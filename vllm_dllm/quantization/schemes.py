@@ -6,6 +6,7 @@ from typing import Any
 from compressed_tensors import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 
+from vllm_dllm.quantization.int4 import GROUP_SIZE as INT4_GROUP_SIZE
 from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 
 
@@ -14,6 +15,10 @@ class Scheme(Enum):
     """e4m3 weights with a scale per channel, activations quantised token by token."""
     NVFP4 = "nvfp4-pack-quantized"
     """e2m1 weights and activations in groups of 16, with e4m3 scales and global ones."""
+    INT8 = "int-quantized"
+    """int8 weights with a scale per channel, activations quantised token by token."""
+    W4A16 = "pack-quantized"
+    """4-bit integer weights in groups of 32, activations as they are."""
     OTHER = None
     """Any other: vLLM may have a GPU kernel for it."""
 
@@ -41,6 +46,19 @@ def recognize(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
         return Scheme.FP8_DYNAMIC
     if layout == Scheme.NVFP4.value and _is_nvfp4(weights) and _is_nvfp4(inputs):
         return Scheme.NVFP4
+    if layout == Scheme.INT8.value and (
+        _is_int(weights, 8, QuantizationStrategy.CHANNEL, dynamic=False)
+        and _is_int(inputs, 8, QuantizationStrategy.TOKEN, dynamic=True)
+    ):
+        return Scheme.INT8
+    if (
+        layout == Scheme.W4A16.value
+        and inputs is None
+        and _is_int(weights, 4, QuantizationStrategy.GROUP, dynamic=False)
+        and weights.group_size == INT4_GROUP_SIZE
+        and weights.actorder is None
+    ):
+        return Scheme.W4A16
     if on_cpu:
         raise _refusal(layer, f"CPUs cannot run {describe(scheme)}")
     return Scheme.OTHER
@@ -78,6 +96,18 @@ def _is_fp8(args: QuantizationArgs | None, strategy: QuantizationStrategy, dynam
     ) == (QuantizationType.FLOAT, 8, strategy, dynamic, True)
 
 
+def _is_int(
+    args: QuantizationArgs | None, num_bits: int, strategy: QuantizationStrategy, dynamic: bool
+) -> bool:
+    return args is not None and (
+        args.type,
+        args.num_bits,
+        args.strategy,
+        bool(args.dynamic),
+        args.symmetric,
+    ) == (QuantizationType.INT, num_bits, strategy, dynamic, True)
+
+
 def _is_nvfp4(args: QuantizationArgs | None) -> bool:
     return args is not None and (
         args.type,
@@ -90,6 +120,7 @@ def _is_nvfp4(args: QuantizationArgs | None) -> bool:
 
 def _refusal(layer: str, complaint: str) -> ValueError:
     return ValueError(
-        f"quantization_config of {layer}: {complaint}. FP8_DYNAMIC and NVFP4 can be served: "
-        f"quantise the bf16 checkpoint with `vllm-dllm quantize --scheme fp8-dynamic` or nvfp4."
+        f"quantization_config of {layer}: {complaint}. FP8_DYNAMIC, NVFP4, int8 (W8A8) "
+        f"and W4A16 in groups of {INT4_GROUP_SIZE} can be served: quantise the bf16 checkpoint "
+        f"with `vllm-dllm quantize`, --scheme fp8-dynamic, nvfp4, int8 or w4a16."
     )

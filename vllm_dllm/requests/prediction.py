@@ -46,8 +46,14 @@ def encode(params: SamplingParams, tokenizer: Any) -> None:
             f"with --skip-tokenizer-init.",
             parameter=PREDICTION,
         )
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    params.extra_args = {**(params.extra_args or {}), PREDICTION: ids}
+    params.extra_args = {**(params.extra_args or {}), PREDICTION: ids_of(text, tokenizer)}
+
+
+def ids_of(prediction: str | list[int], tokenizer: Any) -> list[int]:
+    """A prediction as the engine reads it."""
+    if isinstance(prediction, list):
+        return prediction
+    return tokenizer.encode(prediction, add_special_tokens=False)
 
 
 def take_openai_prediction(request: Any) -> None:

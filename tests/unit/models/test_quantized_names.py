@@ -28,7 +28,7 @@ ALSO_LEFT_OUT = {"FP8_DYNAMIC": "(?!)", "NVFP4": ".*self_attn"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", quantized.FORMATS)
+@pytest.mark.parametrize("scheme", quantized.PUBLISHED)
 def test_every_name_of_the_published_checkpoints(tmp_path: Path, scheme: str) -> None:
     """Experts are one linear each, `ignore` lists transformers' modules in full, scales of FP8 are
     bf16."""

@@ -21,7 +21,6 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from bench.dummy_checkpoint import SHAPE_26B
-from tests.engine import quantized
 from tests.unit.models.building import build
 from vllm_dllm.quantization import config as quantization_config
 
@@ -51,13 +50,14 @@ FOREIGN: dict[str, tuple[str, Callable[[dict], None], str]] = {
             or c["config_groups"]["group_0"].update(input_activations=None, format=None)
         ),
         r"layers\.0\.self_attn\.q_proj: weights must not have zero points, got "
-        r"model\.decoder\.layers\.0\.self_attn\.q_proj\.weight_zero_point\. FP8_DYNAMIC and NVFP4 ",
+        r"model\.decoder\.layers\.0\.self_attn\.q_proj\.weight_zero_point\. FP8_DYNAMIC, NVFP4",
     ),
     "no-kernel-on-a-cpu": (
         "FP8_DYNAMIC",
         lambda c: set_group(c, strategy="tensor"),
         r"q_proj: CPUs cannot run float-quantized \(8-bit float weights, a scale per tensor; 8-bit "
-        r"float inputs, a scale per token\)\. FP8_DYNAMIC and NVFP4 can be served",
+        r"float inputs, a scale per token\)\. FP8_DYNAMIC, NVFP4, int8 \(W8A8\) and W4A16 in "
+        r"groups of 32 can be served",
     ),
     "embeddings": (
         "FP8_DYNAMIC",
@@ -107,10 +107,11 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 EMULATED = {
     "FP8_DYNAMIC": "vLLM has no CPU kernel for experts in FP8_DYNAMIC: they run in an emulation",
     "NVFP4": "vLLM has no CPU kernel for NVFP4: these layers run in an emulation",
+    "W4A16": "vLLM has no CPU kernel for experts in W4A16: they run in an emulation",
 }
 
 
-@pytest.mark.parametrize("scheme", quantized.FORMATS)
+@pytest.mark.parametrize("scheme", EMULATED)
 def test_an_emulation_is_logged_once(
     checkpoints: dict[str, Path], logged: list[str], scheme: str
 ) -> None:
@@ -120,7 +121,12 @@ def test_an_emulation_is_logged_once(
     assert message.startswith(EMULATED[scheme]) and message.endswith("It is exact but slow.")
 
 
-@pytest.mark.parametrize(("scheme", "count"), [("FP8_DYNAMIC", 0), ("NVFP4", 1)])
+def test_int8_is_not_emulated(checkpoints: dict[str, Path], logged: list[str]) -> None:
+    build(checkpoints["W8A8"], "meta")
+    assert not logged
+
+
+@pytest.mark.parametrize(("scheme", "count"), [("FP8_DYNAMIC", 0), ("NVFP4", 1), ("W4A16", 0)])
 def test_an_emulation_without_experts_is_logged(
     checkpoints: dict[str, Path], tmp_path: Path, logged: list[str], scheme: str, count: int
 ) -> None:
@@ -150,7 +156,7 @@ def test_schemes_that_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch, logged: 
         r"q_proj and others of this scheme: missing tensors are not detected",
         first,
     )
-    assert second.startswith("Quantisation by fp8 is neither")
+    assert second.startswith("Quantisation by fp8 is none of")
     with pytest.raises(ValueError, match=r"zero points, got .*q_proj\.qzeros"):
         quantization_config.adapt(AutoAWQConfig.from_config(AWQ), text_config)
 

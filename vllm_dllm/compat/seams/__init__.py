@@ -24,6 +24,23 @@ SIGNATURES = {
     "utils.ompmultiprocessing:OMPProcessManager._get_autobind_cpu_ids": "self cpu_selector",
     "v1.core.sched.diffusion_scheduler:diffusion_canvas_width": "request canvas_length",
     "entrypoints.launchers.launcher:NoSignalServer.shutdown": "self sockets",
+    "entrypoints.openai.chat_completion.serving:"
+    "OpenAIServingChat.chat_completion_stream_generator": (
+        "self request result_generator request_id model_name conversation tokenizer "
+        "request_metadata chat_template_kwargs mm_token_counts"
+    ),
+    "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": (
+        "self request result_generator request_id model_name conversation tokenizer "
+        "request_metadata parser mm_token_counts"
+    ),
+    "entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator": (
+        "self request engine_inputs result_generator request_id created_time model_name "
+        "num_prompts tokenizer request_metadata"
+    ),
+    "entrypoints.openai.completion.serving:"
+    "OpenAIServingCompletion.request_output_to_completion_response": (
+        "self final_res_batch request request_id created_time model_name tokenizer request_metadata"
+    ),
     "v1.engine.async_llm:AsyncLLM.abort": "self request_id internal",
     "v1.engine.async_llm:AsyncLLM.check_admission": "self n request_id",
     "v1.engine.async_llm:AsyncLLM.shutdown": "self timeout",

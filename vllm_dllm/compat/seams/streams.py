@@ -1,4 +1,4 @@
-"""Seams in how an API server streams, and how a plugin's routes come into it."""
+"""Seams in how an API server answers and streams, and how a plugin's routes come into it."""
 
 from vllm_dllm.compat.seams.seam import Seam
 
@@ -27,6 +27,24 @@ SEAMS = [
         "a chat's, too",
         "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
         r'yield "data: [DONE]\n\n"',
+    ),
+    Seam(
+        "a chat's tokens come from the results, by choice",
+        "entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_completion",
+        """return await self.chat_completion_full_generator(
+            request,
+            result_generator,""",
+    ),
+    Seam(
+        "a whole chat is the last result",
+        "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
+        """async for res in result_generator:
+                final_res = res""",
+    ),
+    Seam(
+        "those of a completion by prompt, too",
+        "entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
+        "async for prompt_idx, res in result_generator:",
     ),
     Seam(
         "a plugin's layers lie inside of those that ask for the key",

@@ -30,8 +30,7 @@ def make_masked_plan(scheme: str, tensors: Mapping[str, TensorInfo], num_layers:
     """Decides about every tensor. InputError if one is unknown, missing or has a wrong shape."""
     if scheme != "fp8-dynamic":
         raise InputError(
-            f"{scheme} is for DiffusionGemma: what scales the inputs is measured in its denoising "
-            f"alone; a masked model takes --scheme fp8-dynamic"
+            f"{scheme} is for DiffusionGemma alone; a masked model takes --scheme fp8-dynamic"
         )
     quantized: dict[str, tuple[Linear, ...]] = {}
     kept: dict[str, str] = {}

@@ -21,10 +21,17 @@ from compressed_tensors.quantization import (
 )
 
 from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.int4 import GROUP_SIZE as INT4_GROUP_SIZE
 from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 from vllm_dllm.quantization.weight_files import TensorInfo
 
-PRESETS = {"fp8-dynamic": "FP8_DYNAMIC", "nvfp4": "NVFP4"}  # of compressed-tensors
+PRESETS = {  # of compressed-tensors
+    "fp8-dynamic": "FP8_DYNAMIC",
+    "int8": "W8A8",
+    "nvfp4": "NVFP4",
+    "w4a16": "W4A16",
+}
+_WIDTHS = {"nvfp4": GROUP_SIZE, "w4a16": INT4_GROUP_SIZE}  # must divide a row's
 
 _LAYER = r"model\.decoder\.layers\.(\d+)\."
 _DENSE = re.compile(_LAYER + r"(self_attn\.(?:q|k|v|o)_proj|mlp\.(?:gate|up|down)_proj)\.weight")
@@ -135,10 +142,11 @@ def _expect_axes(name: str, info: TensorInfo, count: int) -> tuple[int, ...]:
 def _check(name: str, info: TensorInfo, linears: tuple[Linear, ...], scheme: str) -> None:
     if info.dtype not in ("BF16", "F16", "F32"):
         raise InputError(f"{name}: expected BF16, F16 or F32 weights, got {info.dtype}")
-    if scheme == "nvfp4" and linears[0].shape[1] % GROUP_SIZE:
+    group, width = _WIDTHS.get(scheme, 1), linears[0].shape[1]
+    if width % group:
         raise InputError(
-            f"{name}: nvfp4 needs an input width that is a multiple of {GROUP_SIZE}, got "
-            f"{linears[0].shape[1]}; use --scheme fp8-dynamic"
+            f"{name}: {scheme} needs an input width that is a multiple of {group}, got {width}; "
+            f"use --scheme fp8-dynamic or int8"
         )
 
 
@@ -179,6 +187,9 @@ def _ignored_modules(kept: dict[str, str], tensors: Mapping[str, TensorInfo]) ->
 def quantization_scheme(scheme: str) -> QuantizationScheme:
     """compressed-tensors' preset for all linears, with the format it is stored in."""
     preset = preset_name_to_scheme(PRESETS[scheme], ["Linear"])
+    if scheme == "w4a16":
+        assert preset.weights is not None
+        preset.weights.group_size = INT4_GROUP_SIZE
     preset.format = infer_module_format(torch.nn.Linear, preset)
     return preset
 

@@ -1,4 +1,4 @@
-"""Makes an FP8 or NVFP4 checkpoint in compressed-tensors' format out of a DiffusionGemma one, or an
+"""Makes a quantised checkpoint in compressed-tensors' format out of a DiffusionGemma one, or an
 FP8 one out of a masked model's.
 
 Weights are read one tensor at a time and written one shard at a time; only calibration loads the
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from rich.progress import Progress
 from safetensors import SafetensorError
@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 from transformers import DiffusionGemmaConfig
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 from vllm_dllm.quantization.weight_files import INDEX_FILE, open_shard
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.progress import progress_bars
@@ -213,21 +212,24 @@ def compress(
 ) -> dict[str, torch.Tensor]:
     """A linear's tensors in the quantised checkpoint, made by compressed-tensors.
 
-    Scales are computed in fp32 whatever the weight's type. `weight_amax` is the largest magnitude
-    of the linears that share a global scale, `input_amax` that of their inputs; only nvfp4 has
-    global scales.
+    Scales are computed in fp32 whatever the weight's type; w4a16 rounds them to bf16 before it
+    rounds weights. `weight_amax` is the largest magnitude of the linears that share a global scale,
+    `input_amax` that of their inputs; only nvfp4 has global scales.
     """
     args, weight = scheme.weights, weight.float()
     parts = {"weight": weight}
     if args.group_size is None:
         low, high = weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True)
     else:
-        groups = weight.unflatten(-1, (-1, GROUP_SIZE))
+        groups = weight.unflatten(-1, (-1, args.group_size))
         low, high = groups.amin(-1), groups.amax(-1)
-        parts["weight_global_scale"] = _global_scale(weight_amax)
+        if args.strategy == QuantizationStrategy.TENSOR_GROUP:
+            parts["weight_global_scale"] = _global_scale(weight_amax)
     parts["weight_scale"], _ = calculate_qparams(
         low, high, args, global_scale=parts.get("weight_global_scale")
     )
+    if args.strategy == QuantizationStrategy.GROUP:  # two bytes for 32 weights
+        parts["weight_scale"] = parts["weight_scale"].to(torch.bfloat16)
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
     # compressed-tensors compiles a helper, which takes longer than it saves and needs a compiler.
     with torch.compiler.set_stance("force_eager"):

@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from vllm_dllm.quantization.int4 import GROUP_SIZE as INT4_GROUP_SIZE
 from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
 from vllm_dllm.quantization.weight_files import TensorInfo
 from vllm_dllm.tools.quantize.plan import Linear, Plan
@@ -12,8 +13,10 @@ from vllm_dllm.tools.quantize.plan import Linear, Plan
 def quantized_bytes(linear: Linear, scheme: str) -> int:
     """Bytes of a linear's tensors in the quantised checkpoint."""
     out, width = linear.shape
-    if scheme == "fp8-dynamic":
+    if scheme in ("fp8-dynamic", "int8"):
         return out * width + 4 * out  # weight, fp32 scale for each row
+    if scheme == "w4a16":
+        return out * width // 2 + 2 * out * (width // INT4_GROUP_SIZE) + 16  # bf16 scales, shape
     return out * width // 2 + out * width // GROUP_SIZE + 4 + 4  # and the two global scales
 
 

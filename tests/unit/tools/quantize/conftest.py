@@ -56,3 +56,17 @@ def fp4(checkpoint, prompts, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("nvfp4") / "out"
     quantize(checkpoint, "nvfp4", out, prompts)
     return out
+
+
+@pytest.fixture(scope="session")
+def int8(checkpoint, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("int8") / "out"
+    quantize(checkpoint, "int8", out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def int4(checkpoint, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("w4a16") / "out"
+    quantize(checkpoint, "w4a16", out)
+    return out

@@ -13,6 +13,7 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 from tests import tolerances
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, read
 from vllm_dllm import cli
+from vllm_dllm.quantization import int4 as int4_format
 from vllm_dllm.quantization import nvfp4_format
 from vllm_dllm.quantization.weight_files import TensorInfo
 from vllm_dllm.tools.quantize import calibrate as calibrate_module
@@ -76,6 +77,25 @@ def test_nvfp4_weights_bit_for_bit(checkpoint, fp4):
         error = (nvfp4_format.dequantize(packed, groups, scale) - weight).abs()
         bound = nvfp4_format.error_bound(weight, groups, scale) + tolerances.SHORT * weight.abs()
         assert (error <= bound).all(), module
+
+
+def test_integer_weights_within_their_rounding(checkpoint, int8, int4):
+    by_row, by_group = read(int8), read(int4)
+    for module, weight in linears(read(checkpoint)).items():
+        values, scale = by_row[f"{module}.weight"], by_row[f"{module}.weight_scale"]
+        assert values.dtype == torch.int8 and scale.shape == (len(weight), 1)
+        assert scale.dtype == torch.float32
+        # Half a step; 127.5 of them reach the largest, and the top code is 127.
+        slack = tolerances.SHORT * weight.abs().amax()
+        assert ((values.float() * scale - weight).abs() <= 0.5 * scale + slack).all(), module
+
+        packed, scale = by_group[f"{module}.weight_packed"], by_group[f"{module}.weight_scale"]
+        assert packed.dtype == torch.int32 and scale.dtype == torch.bfloat16
+        assert by_group[f"{module}.weight_shape"].tolist() == list(weight.shape)
+        steps = scale.float().repeat_interleave(int4_format.GROUP_SIZE, 1)
+        # 7.5 steps, rounded to 8 bits, reach the largest, and the top code is 7.
+        most = (0.5 + 7.5 / 256) * steps + slack
+        assert ((int4_format.decode(packed, scale.float()) - weight).abs() <= most).all(), module
 
 
 @pytest.mark.parametrize("part", ["weight_global_scale", "input_global_scale"])
@@ -145,7 +165,10 @@ def test_input_scales_are_of_the_denoising_loop(checkpoint, fp4, prompts):
             assert torch.equal(scale, expected), part
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "fp4"])
+SCHEMES = {"fp8": "fp8-dynamic", "fp4": "nvfp4", "int8": "int8", "int4": "w4a16"}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_everything_else_is_kept(checkpoint, scheme, request):
     out = request.getfixturevalue(scheme)
     source, written = read(checkpoint), read(out)
@@ -168,7 +191,7 @@ def test_everything_else_is_kept(checkpoint, scheme, request):
                 shard.keys()
             )
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in read(out).values())
-    planned = plan_of(checkpoint, "fp8-dynamic" if scheme == "fp8" else "nvfp4")
+    planned = plan_of(checkpoint, SCHEMES[scheme])
     assert sum(w.nbytes for w in written.values()) == sum(
         quantized_bytes(linear, planned.scheme)
         for parts in planned.quantized.values()
@@ -183,7 +206,11 @@ def plan_of(checkpoint: Path, scheme: str):
 
 @pytest.mark.parametrize(
     ("scheme", "preset", "format"),
-    [("fp8", "FP8_DYNAMIC", "float-quantized"), ("fp4", "NVFP4", "nvfp4-pack-quantized")],
+    [
+        ("fp8", "FP8_DYNAMIC", "float-quantized"),
+        ("fp4", "NVFP4", "nvfp4-pack-quantized"),
+        ("int8", "W8A8", "int-quantized"),
+    ],
 )
 def test_config_is_compressed_tensors_own(checkpoint, scheme, preset, format, request):
     config = json.loads((request.getfixturevalue(scheme) / "config.json").read_text())
@@ -260,7 +287,10 @@ def test_layout_of_the_published_checkpoint():
     assert size == pytest.approx(27.1977e9, abs=tolerances.PUBLISHED_BYTES)
 
 
-@pytest.mark.parametrize(("scheme", "share"), [("fp8-dynamic", "0.5"), ("nvfp4", "0.2")])
+@pytest.mark.parametrize(
+    ("scheme", "share"),
+    [("fp8-dynamic", "0.5"), ("int8", "0.5"), ("nvfp4", "0.2"), ("w4a16", "0.2")],
+)
 def test_dry_run(checkpoint, tmp_path, scheme, share, capsys):
     assert cli.main(["quantize", str(checkpoint), "--scheme", scheme, "--dry-run"]) == 0
     text = capsys.readouterr().out

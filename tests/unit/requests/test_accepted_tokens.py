@@ -1,0 +1,54 @@
+"""How much of a prediction the answers took."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from vllm_dllm.requests.accepted_tokens import AcceptedTokens, accepted_tokens
+
+TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [ord(c) for c in text])
+
+
+def common(first: list[int], second: list[int]) -> int:
+    """The length of a longest common subsequence, by the textbook's table."""
+    table = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i, a in enumerate(first):
+        for j, b in enumerate(second):
+            longer = max(table[i][j + 1], table[i + 1][j])
+            table[i + 1][j + 1] = table[i][j] + 1 if a == b else longer
+    return table[-1][-1]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_as_the_textbook_counts(seed: int) -> None:
+    draw = random.Random(seed)
+    predicted, answer = ([draw.randrange(6) for _ in range(draw.randrange(90))] for _ in range(2))
+    counter = AcceptedTokens(predicted)
+    while_growing = []
+    for begin in range(0, max(len(answer), 1), 7):
+        counter.add("first", answer[begin : begin + 7])
+        while_growing.append(counter.counts()["accepted_prediction_tokens"])
+        assert while_growing[-1] == common(predicted, answer[: begin + 7])
+    assert counter.counts() == {
+        "accepted_prediction_tokens": while_growing[-1],
+        "rejected_prediction_tokens": len(predicted) - while_growing[-1],
+    }
+
+
+def test_all_answers_count() -> None:
+    counter = AcceptedTokens([1, 2, 3])
+    counter.add((0, 0), [1, 9, 3])
+    counter.add((0, 1), [])
+    assert counter.counts() == {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}
+
+
+def test_of_a_request() -> None:
+    for prediction in ("AB", [65, 66]):
+        request = CompletionRequest(prompt="Hi", vllm_xargs={"diffusion_prediction": prediction})
+        counter = accepted_tokens(request, TOKENIZER)
+        assert counter is not None
+        counter.add(0, [66])
+        assert counter.counts()["accepted_prediction_tokens"] == 1
+    assert accepted_tokens(CompletionRequest(prompt="Hi"), TOKENIZER) is None
