@@ -34,7 +34,8 @@ the functions here. Kernels cannot. They restate the rules, and tests check that
   Requests that are causal by blocks are cut into bidirectional ones (`attention/cpu_blocks.py`),
   and so are images (`attention/cpu_images.py`).
 
-FlashAttention-4 does not know blocks of more than one token.
+FlashAttention-4 does not know blocks of more than one token, but a request that is causal by blocks
+is a causal one whose blocks are images (`block_spans`).
 """
 
 import torch
@@ -86,6 +87,16 @@ def block_end(
     """Position after the last token of the block that holds `position`."""
     block = block.clamp(min=1)
     return (position // block + 1) * block
+
+
+def block_spans(
+    position: torch.Tensor,  # [T] int, of queries
+    block: int,  # tokens of a block
+) -> torch.Tensor:
+    """[T, 2] int32: `spans` that make a causal request, without a window, causal by blocks. They
+    may end behind the request."""
+    first = position // block * block
+    return torch.stack((first, first + block), dim=-1).int()
 
 
 def visible_range(

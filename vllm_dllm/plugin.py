@@ -99,7 +99,6 @@ def _check_requests() -> None:
         check_causal_request,
         check_masked_request,
         check_unmasked_request,
-        refuse_structured_outputs,
     )
     from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
     from vllm_dllm.requests.options import check_choices, check_request
@@ -115,8 +114,7 @@ def _check_requests() -> None:
         }
     )
     grammar.set_structured_outputs_checks(
-        {DIFFUSION_GEMMA: check_structured_outputs}
-        | dict.fromkeys(MASKED_MODELS, refuse_structured_outputs)
+        dict.fromkeys((DIFFUSION_GEMMA, *MASKED_MODELS), check_structured_outputs)
     )
     tool_parsers.register_tool_parser(
         "gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"

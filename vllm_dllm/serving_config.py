@@ -107,12 +107,9 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
             config.check_cache(cache_config.block_size, "--block-size")
         elif not config.family.is_causal:
             cache_config.block_size = math.lcm(cache_config.block_size, config.block_length)
-        if scheduler_config.async_scheduling:
-            raise ValueError(
-                "A masked model is scheduled step by step, got --async-scheduling: where its next "
-                "block begins depends on the step before. Leave it out."
-            )
-        scheduler_config.async_scheduling = False
+        if scheduler_config.async_scheduling is None:
+            # Small blocks lose more to commits of their own than the host's time hides.
+            scheduler_config.async_scheduling = False
         if vllm_config.kv_transfer_config is not None:
             raise ValueError(
                 "A masked model cannot be served with --kv-transfer-config yet: what its steps "
@@ -154,19 +151,13 @@ def finish(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
 
 
 def use_our_attention(vllm_config: VllmConfig) -> None:
-    """Raises ValueError unless this GPU runs our Triton kernels, the only ones that are causal by
-    blocks."""
+    """Raises ValueError unless this GPU runs our kernels, which alone are causal by blocks."""
     attention_config, ours = vllm_config.attention_config, gpu_backend(vllm_config)
     if ours is None or attention_config.backend not in (None, ours):
         raise ValueError(
-            "A masked model needs --attention-backend CUSTOM, our Triton kernels, which want a GPU "
-            f"of compute capability 8.0 and up; got {attention_config.backend} on "
+            "A masked model needs --attention-backend CUSTOM, our kernels, which want a GPU of "
+            f"compute capability 8.0 and up; got {attention_config.backend} on "
             f"{current_platform.get_device_name()}. Leave the option out, or use another GPU."
-        )
-    if attention_config.flash_attn_version == 4:
-        raise ValueError(
-            "A masked model cannot run --attention-config.flash_attn_version 4 yet, which does not "
-            "know attention that is causal by blocks. Leave it out."
         )
     attention_config.backend = ours
 

@@ -19,6 +19,7 @@ from tests.engine.masked_requests import (
     VOCABULARY,
     assert_as_alone,
     assert_stops,
+    asynchronously,
     count_forwards,
     each_alone,
     generate,
@@ -128,6 +129,18 @@ def test_neighbours(
     assert_as_alone(engine, made(4).checkpoint, undisturbed, options)
 
 
+@asynchronously
+def test_asynchronous_scheduling(
+    engine: GetEngine,
+    made: GetMade,
+    undisturbed: list[Trajectory],
+    options: dict[str, Any],
+    asynchronous: None,
+) -> None:
+    options = {"async_scheduling": True, **options}
+    assert_as_alone(engine, made(4).checkpoint, undisturbed, options)
+
+
 def test_committed_keys_are_a_prefill_s(engine: GetEngine, made: GetMade) -> None:
     """The next turn of a chat finds all blocks but the last, which is not committed."""
     checkpoint, decode = made(32)
@@ -200,7 +213,6 @@ def test_refused_requests(engine: GetEngine, made: GetMade) -> None:
     [
         ({"hf_overrides": {"mask_token_id": -1}}, "mask_token_id in .*config.json must be"),
         ({"block_size": 48}, r"the model's block of 32 tokens \(bd_size in config.json\), got 48"),
-        ({"async_scheduling": True}, "scheduled step by step"),
     ],
 )
 def test_refused_servers(made: GetMade, options: dict[str, Any], error: str) -> None:

@@ -18,6 +18,7 @@ from tests.engine.masked_requests import (
     RULES,
     VOCABULARY,
     assert_as_alone,
+    asynchronously,
     count_forwards,
     each_alone,
     generate,
@@ -26,6 +27,7 @@ from tests.engine.masked_requests import (
     prompts_of,
 )
 from tests.engine.one_step import random_ids
+from tests.engine.rounding import assert_same, decided
 from vllm_dllm import plugin
 
 pytestmark = pytest.mark.numerics
@@ -132,6 +134,53 @@ def test_neighbours(
     assert_as_alone(engine, checkpoint(4), undisturbed, options)
 
 
+@asynchronously
+def test_asynchronous_scheduling(
+    engine: Callable[..., Engine],
+    checkpoint: Checkpoint,
+    undisturbed: list[Trajectory],
+    options: dict[str, Any],
+    asynchronous: None,
+) -> None:
+    options = {"async_scheduling": True, **options}
+    assert_as_alone(engine, checkpoint(4), undisturbed, options)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "parallel"),
+    [
+        ("SDARForCausalLM", {}),
+        ("NemotronLabsDiffusionModel", {}),
+        ("Fast_dLLM_QwenForCausalLM", {}),
+        ("SDARMoeForCausalLM", {"enable_expert_parallel": True}),
+        ("LLaDA2MoeModelLM", {"enable_expert_parallel": True}),
+    ],
+)
+def test_two_processes_answer_as_one(
+    engine: Callable[..., Engine],
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    parallel: dict[str, Any],
+) -> None:
+    """Seeded and not, with a grammar and without."""
+    path, prompts = checkpoint(4, architecture), prompts_of(4) * 2
+    rules = (RULES["warm"], RULES["dynamic"])
+    params = [params_of(rules[i % 2], 30 + i, i) for i in range(len(prompts))]
+    for some in params[1::3]:
+        some.ignore_eos = False
+        some.structured_outputs = StructuredOutputsParams(regex="[a-z]{3}( [a-z]{2})*")
+
+    def answers(served: Engine) -> list[list[int]]:
+        return [found.tokens for found in generate(served, prompts, params)]
+
+    one = engine(path, block_size=32)
+    alone = decided(one.llm, lambda: answers(one))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    two = engine(path, block_size=32, tensor_parallel_size=2, **parallel)
+    assert_same(answers(two), alone)
+
+
 def test_prefix_cache_holds_whole_blocks(
     engine: Callable[..., Engine], checkpoint: Checkpoint, reference: GetReference
 ) -> None:
@@ -208,10 +257,6 @@ def test_the_context_cuts_the_last_canvas(
         ({"extra_args": {"diffusion_t_min": 0.4, "diffusion_t_max": 0.8}}, "diffusion_t_min"),
         ({"extra_args": {"diffusion_read_only": 1}}, "diffusion_read_only is not for masked"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
-        (
-            {"structured_outputs": StructuredOutputsParams(json_object=True)},
-            "structured outputs .* are not possible with a masked model",
-        ),
     ],
 )
 def test_refused_requests(
@@ -227,7 +272,6 @@ def test_refused_requests(
     [
         ({"hf_overrides": {"mask_token_id": 9999}}, "mask_token_id in .*config.json must be"),
         ({"block_size": 48}, "--block-size must be a multiple of the model's block of 32"),
-        ({"async_scheduling": True}, "scheduled step by step"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
         ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, "must be at least the canvas length"),
         (
@@ -241,8 +285,28 @@ def test_refused_requests(
     ],
 )
 def test_refused_servers(checkpoint: Checkpoint, options: dict[str, Any], error: str) -> None:
+    assert_refused(checkpoint(32), options, error)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("SDARForCausalLM", "use_sliding_window", True),
+        ("LLaDA2MoeModelLM", "score_function", "softmax"),
+        ("LLaDA2MoeModelLM", "norm_head", True),
+        ("LLaDA2MoeModelLM", "delete_token_id", 500),
+        ("LLaDA2MoeModelLM", "split_token_id", 501),
+    ],
+)
+def test_refused_variants(checkpoint: Checkpoint, architecture: str, key: str, value: Any) -> None:
+    """Other layers, and LLaDA2.2's tokens that change how long a block is."""
+    error = rf"{key} in .*config.json must be .*, got {value!r}: checkpoints of other variants"
+    assert_refused(checkpoint(4, architecture), {"hf_overrides": {key: value}}, error)
+
+
+def assert_refused(path: Path, options: dict[str, Any], error: str) -> None:
     plugin.register()
     with pytest.raises(ValueError, match=error):
         EngineArgs(
-            str(checkpoint(32)), **{"dtype": "float32", "max_model_len": 512, **options}
+            str(path), **{"dtype": "float32", "max_model_len": 512, **options}
         ).create_engine_config()

@@ -10,7 +10,6 @@ import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
 
 from tests import tolerances
 from tests.engine.conftest import Engine
@@ -19,6 +18,7 @@ from tests.engine.masked_requests import (
     VOCABULARY,
     assert_as_alone,
     assert_stops,
+    asynchronously,
     count_forwards,
     each_alone,
     generate,
@@ -105,6 +105,18 @@ def test_neighbours(
     assert_as_alone(engine, made(4).checkpoint, undisturbed, options)
 
 
+@asynchronously
+def test_asynchronous_scheduling(
+    engine: GetEngine,
+    made: GetMade,
+    undisturbed: list[Trajectory],
+    options: dict[str, Any],
+    asynchronous: None,
+) -> None:
+    options = {"async_scheduling": True, **options}
+    assert_as_alone(engine, made(4).checkpoint, undisturbed, options)
+
+
 def test_committed_keys_are_a_prefill_s(engine: GetEngine, made: GetMade) -> None:
     """The next turn of a chat finds all blocks but the last, which is not committed."""
     checkpoint, decode = made(32)
@@ -176,10 +188,6 @@ def test_the_context_cuts_the_last_canvas(engine: GetEngine, made: GetMade) -> N
     ("options", "error"),
     [
         ({"extra_args": {"diffusion_t_min": 0.4, "diffusion_t_max": 0.8}}, "diffusion_t_min"),
-        (
-            {"structured_outputs": StructuredOutputsParams(json_object=True)},
-            "structured outputs .* are not possible with a masked model",
-        ),
     ],
 )
 def test_refused_requests(
@@ -198,7 +206,6 @@ def test_refused_requests(
             {"hf_overrides": {"dlm_paradigm": "block_diff"}},
             "dlm_paradigm in .*config.json must be 'bidirectional', got 'block_diff'",
         ),
-        ({"async_scheduling": True}, "scheduled step by step"),
         ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, "must be at least the canvas length"),
     ],
 )

@@ -21,6 +21,17 @@ OPTIONS = shlex.join((*UNCOMPILED, "--max-model-len", "1024", "--kv-cache-memory
 NUM_PROMPTS = 4
 
 
+def test_a_masked_checkpoint(tmp_path: Path) -> None:
+    """Greedy, as the tasks ask for; in blocks of 4."""
+    task = ["--task", str(CHECKPOINTS / "held_out.yaml"), "-o", str(tmp_path)]
+    limits = ["--limit", "24", "--concurrency", "8", f"--serve-options={OPTIONS}"]
+    assert cli.main(["eval", str(CHECKPOINTS / "sdar-tiny"), *task, *limits]) == 0
+    (row,) = json.loads((tmp_path / "eval.json").read_text())["rows"]
+    assert row["prompts"] == 24
+    assert row["accuracy"] >= 0.9
+    assert 1 <= row["steps_per_block"] <= 4
+
+
 def test_quantised_checkpoints(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """What a masked model's checkpoint says of its blocks, read and checked once at start-up."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -27,6 +28,8 @@ class Family:
     """Tokens of a part of the block that is revealed before those behind it. None: no parts."""
     block_key: str = "block_size"
     """Of the block's length in config.json."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """What config.json may not say otherwise: variants whose layers or steps are other ones."""
 
     @property
     def is_seeded(self) -> bool:
@@ -35,13 +38,30 @@ class Family:
         return self.is_causal or self.is_shifted
 
 
+_NO_WINDOWS = {"use_sliding_window": False}
 FAMILIES = {
-    "SDARForCausalLM": Family(threshold=0.85),
-    "SDARMoeForCausalLM": Family(threshold=0.85),
-    "LLaDA2MoeModelLM": Family(threshold=0.95),
-    "NemotronLabsDiffusionModel": Family(threshold=0.9, is_causal=True),
+    "SDARForCausalLM": Family(threshold=0.85, fixed=_NO_WINDOWS),
+    "SDARMoeForCausalLM": Family(threshold=0.85, fixed=_NO_WINDOWS),
+    "LLaDA2MoeModelLM": Family(
+        threshold=0.95,
+        fixed={
+            "score_function": "sigmoid",
+            "use_rmsnorm": True,
+            "norm_head": False,
+            # LLaDA2.2's, which change how many tokens a block has.
+            "delete_token_id": None,
+            "split_token_id": None,
+        },
+    ),
+    "NemotronLabsDiffusionModel": Family(
+        threshold=0.9, is_causal=True, fixed={"dlm_paradigm": "bidirectional"}
+    ),
     "Fast_dLLM_QwenForCausalLM": Family(
-        threshold=1.0, is_shifted=True, sub_block_length=8, block_key="bd_size"
+        threshold=1.0,
+        is_shifted=True,
+        sub_block_length=8,
+        block_key="bd_size",
+        fixed=_NO_WINDOWS,
     ),
 }
 """Of masked models, by architecture."""
@@ -81,12 +101,15 @@ class MaskedConfig:
                 f"{vocab_size - 1} (vocab_size), got {mask_id!r}. Correct it, or pass "
                 f"--hf-overrides '{{\"mask_token_id\": ...}}'."
             )
-        if (paradigm := getattr(hf_config, "dlm_paradigm", "bidirectional")) != "bidirectional":
-            raise ValueError(
-                f"dlm_paradigm in {model_config.model}/config.json must be 'bidirectional', got "
-                f"{paradigm!r}: checkpoints of other ones are not served. Use another checkpoint."
-            )
-        return cls(diffusion_config.canvas_length, mask_id, FAMILIES[model_config.architecture])
+        family = FAMILIES[model_config.architecture]
+        for key, wanted in family.fixed.items():
+            if (found := getattr(hf_config, key, wanted)) != wanted:
+                served = "left out" if wanted is None else repr(wanted)
+                raise ValueError(
+                    f"{key} in {model_config.model}/config.json must be {served}, got {found!r}: "
+                    f"checkpoints of other variants are not served. Use another checkpoint."
+                )
+        return cls(diffusion_config.canvas_length, mask_id, family)
 
     def check_cache(self, page: int, option: str) -> None:
         """Raises ValueError unless cached pages of so many tokens hold whole blocks: keys and

@@ -46,6 +46,15 @@ class Edits(NamedTuple):
     steps_done: torch.Tensor  # int64, of those
 
 
+class Held(NamedTuple):
+    """Canvases of which a grammar says what is revealed."""
+
+    is_ruled: torch.Tensor  # [n] bool, nothing that they have revealed changes
+    is_chosen: torch.Tensor  # [n] bool, those of them whose answer has not ended
+    revealed: torch.Tensor  # [n, C] bool, by this step
+    tokens: torch.Tensor  # [n, C] int64, those of it that the grammar has chosen; < 0: none
+
+
 class MaskedOutcome(NamedTuple):
     canvas: torch.Tensor  # [n, C] int64, the next step's input
     tokens: torch.Tensor  # [n, C] int64, revealed ones, and candidates where nothing is
@@ -85,12 +94,17 @@ def masked_step(
     stops: torch.Tensor | None = None,  # [n, K] int64, tokens behind which nothing counts; None: so
     # does all of a canvas, whatever it holds
     parts: torch.Tensor | None = None,  # [n, C] int64, rising: one is revealed after the other
+    held: Held | None = None,  # None: no canvas has a grammar
 ) -> MaskedOutcome:
     """A canvas is finished when nothing that counts is hidden; with edits, after a step that found
     nothing hidden and nothing to change, or after `most_steps` that found nothing hidden."""
     hidden = ~revealed if valid is None else ~revealed & valid
     eligible = hidden if parts is None else first_hidden(hidden, parts, rules.least)
     found = reveal_candidates(candidates, eligible, rules)
+    if held is not None:
+        found = torch.where(held.is_chosen[:, None], hidden & held.revealed, found)
+        chosen = torch.where(held.tokens >= 0, held.tokens, candidates.tokens)
+        candidates = candidates._replace(tokens=chosen)
     changed = revealed & (candidates.tokens != canvas)
     changed &= (edits.is_chosen[:, None]) & (candidates.probability > edits.threshold[:, None])
     tokens = torch.where(revealed & ~changed, canvas, candidates.tokens)

@@ -66,16 +66,6 @@ def check_masked_request(params: SamplingParams) -> None:
         )
 
 
-def refuse_structured_outputs(*_: object) -> None:
-    """Raises VLLMValidationError, which becomes HTTP 400."""
-    raise VLLMValidationError(
-        "structured outputs (response_format, structured_outputs, a tool call that must come) are "
-        "not possible with a masked model: it cannot take back a token that it has revealed. Leave "
-        "them out.",
-        parameter="structured_outputs",
-    )
-
-
 def check_unmasked(given: Mapping[str, Any]) -> None:
     """Raises ValueError for a value that only masked models know."""
     if given.get("diffusion_acceptance") == "in_order":

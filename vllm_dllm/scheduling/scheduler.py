@@ -43,7 +43,12 @@ from vllm_dllm.requests.options import (
 from vllm_dllm.scheduling.block_spans import BlockSpans
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
 from vllm_dllm.scheduling.fair_share import FairShare
-from vllm_dllm.scheduling.spared_forwards import joins_canvases, joins_commits, spares_last_commit
+from vllm_dllm.scheduling.spared_forwards import (
+    has_own_steps,
+    joins_canvases,
+    joins_commits,
+    spares_last_commit,
+)
 from vllm_dllm.scheduling.whole_images import before_image
 
 logger = init_logger(__name__)
@@ -94,7 +99,7 @@ class CanvasScheduling(SchedulerHooks):
         config.check_cache(self.block_size, "--block-size")
         if (unit := self.cache_config.prefix_match_unit) is not None:
             config.check_cache(unit, "--prefix-match-unit")
-        if not self.joins_commits:
+        if not has_own_steps(self.vllm_config):
             raise ValueError(
                 "A masked model needs our worker and steps that are not one CUDA graph, got "
                 f"--worker-cls {self.vllm_config.parallel_config.worker_cls} and cudagraph_mode "
@@ -114,6 +119,11 @@ class CanvasScheduling(SchedulerHooks):
         if self.by_blocks:
             return self.num_spec_tokens - request.num_tokens % self.num_spec_tokens
         return canvas_width(request, self.num_spec_tokens)
+
+    def num_recomputed(self, num_known: int) -> int:
+        """Of so many known tokens, those that every step computes anew until their block is
+        finished: they see what may change."""
+        return num_known % self.num_spec_tokens if self.by_blocks else 0
 
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
@@ -200,6 +210,13 @@ class CanvasScheduling(SchedulerHooks):
         output.total_num_scheduled_tokens -= num_drafts
         return num_drafts
 
+    def take_back_recomputed(self, output: SchedulerOutput, request: Request) -> None:
+        """Known tokens of a step whose block is not known to its end, or not all in the step, see
+        what may change: the next step computes them again."""
+        num_drafts = len(output.scheduled_spec_decode_tokens.get(request.request_id, ()))
+        known = request.num_computed_tokens - num_drafts
+        request.num_computed_tokens -= self.num_recomputed(known)
+
     # --- a prompt's log-probabilities -------------------------------------------------------
 
     def output_arrived(self, output: ModelRunnerOutput) -> None:
@@ -228,8 +245,10 @@ class CanvasScheduling(SchedulerHooks):
             # vLLM counted the canvas as accepted drafts, but the next step computes its tokens.
             request.num_computed_tokens -= block_length
             self._spared_commits.append(block_length)
+        elif request.num_computed_tokens > 0:  # else preempted while this step ran
+            request.num_computed_tokens += self.num_recomputed(request.num_tokens - block_length)
         # These are still the last block's drafts.
-        width = 0 if self.is_seeded else self.canvas_width(request)
+        width = 0 if self.is_seeded and self.joins_commits else self.canvas_width(request)
         if self.by_blocks:
             request.spec_token_ids = [-1] * width  # the first canvas may have been narrower
         request.spec_token_ids = request.spec_token_ids[:width]
@@ -296,12 +315,7 @@ class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
             if not request.is_prefill_chunk:
                 width = self.canvas_width(request)
                 request.spec_token_ids = [-1] * width
-            if self.by_blocks:
-                # Tokens whose block is not known to its end, or not all in this step, see what may
-                # change: the next step computes them again.
-                num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-                known = request.num_computed_tokens - num_drafts
-                request.num_computed_tokens -= known % self.num_spec_tokens
+            self.take_back_recomputed(output, request)
 
 
 class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
@@ -310,11 +324,30 @@ class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Narrows the drafts of running requests, one placeholder per token of the served canvas,
         to what may still come. vLLM itself narrows them to what the request asks for."""
-        for request in self.running if self.fits_canvas else ():
-            if request.max_tokens - request.num_output_tokens < len(request.spec_token_ids):
+        for request in self.running if self.fits_canvas or self.by_blocks else ():
+            if self.by_blocks or (
+                request.max_tokens - request.num_output_tokens < len(request.spec_token_ids)
+            ):
                 width = self.canvas_width(request)
                 request.spec_token_ids = request.spec_token_ids[:width]
         return super().schedule(*args, **kwargs)
+
+    def sitting_out(self) -> list[Request]:
+        """Also those whose canvas shares its block with the prompt, while a step of it runs: if
+        that finishes the block, the next canvas is a wider one. All later ones are whole blocks."""
+        waiting_for_block = [
+            request
+            for request in self.running
+            if request.num_output_placeholders > 0 and self.num_recomputed(request.num_tokens)
+        ]
+        return [*super().sitting_out(), *waiting_for_block]
+
+    def output_counted(self, output: SchedulerOutput) -> None:
+        for request_id in output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            # Of others no known token is in this step, and their earlier ones may not be counted.
+            if request.is_prefill_chunk or self.num_recomputed(request.num_tokens):
+                self.take_back_recomputed(output, request)
 
 
 def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> CanvasScheduling:

@@ -25,13 +25,16 @@ def joins_commits(vllm_config: VllmConfig) -> bool:
     """Whether a finished block is emitted at once and committed in its successor's first forward.
 
     Not with asynchronous scheduling: a step that is scheduled before the tokens of the one before
-    are known has no rows for both. And only with our workers: others do not know how.
+    are known has no rows for both.
     """
-    return (
-        joins_canvases(vllm_config)
-        and not vllm_config.scheduler_config.async_scheduling
-        and vllm_config.parallel_config.worker_cls in PREFILL_EMITTED_TOKENS
-    )
+    return has_own_steps(vllm_config) and not vllm_config.scheduler_config.async_scheduling
+
+
+def has_own_steps(vllm_config: VllmConfig) -> bool:
+    """Whether known tokens and a canvas may share a forward, in one of our workers: others do not
+    know how to read emitted tokens again."""
+    worker_cls = vllm_config.parallel_config.worker_cls
+    return joins_canvases(vllm_config) and worker_cls in PREFILL_EMITTED_TOKENS
 
 
 def spares_last_commit(vllm_config: VllmConfig) -> bool:

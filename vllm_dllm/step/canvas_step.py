@@ -169,6 +169,7 @@ class CanvasStep:
             self.slots.take_back(batch.slot_index, found.cut, found.earlier)
             self.requests.grammars.start(within_s=0)
         self.requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
+        self._committed(found, settled)
         if self.requests.observers.look_at(batch):
             outcome = denoised.outcome
             shown = StepCanvases(
@@ -187,6 +188,9 @@ class CanvasStep:
             entropy = denoised.stats.entropy_nats
             self._numbers = canvas_numbers(batch, denoised.outcome, entropy, settled.denoises)
         return Advanced(settled.best_guess, settled.emitted, logprobs)
+
+    def _committed(self, found: Found, settled: Settled) -> None:
+        """The step's blocks are written and counted, where it emits them."""
 
     def _is_plain(self, found: Found) -> bool:
         """Whether nothing stands between the canvases' statistics and their next states but numbers

@@ -143,6 +143,23 @@ class LogitFilters:
                 block = blocks[i, : batch.lengths_np[i]].long()
                 rules.penalties.count_(block, emitted[i] > 0)
 
+    def show_emitted(
+        self,
+        batch: CanvasBatch,
+        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        blocks: torch.Tensor,  # [n, C] int64
+        emitted: torch.Tensor,  # [n] int64, tokens
+    ) -> None:
+        """For rules that look back, before the runner itself writes the blocks down."""
+        for i in self.ruled(batch):
+            slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
+            if self._rules[slot].bad_words:
+                tokens = self.req_states.all_token_ids.gpu[slot]
+                positions = starts[i] + torch.arange(length, device=self.device)
+                positions = positions.clamp(max=len(tokens) - 1)  # of a canvas that is cut
+                block = blocks[i, :length].to(tokens.dtype)
+                tokens[positions] = torch.where(emitted[i] > 0, block, tokens[positions])
+
     def _tokens_before(self, slot: int, start: torch.Tensor, count: int) -> torch.Tensor:
         """The `count` tokens before `start`; NO_TOKEN in place of the prompt's."""
         positions = start - count + torch.arange(count, device=self.device)

@@ -48,13 +48,14 @@ _REVEALED_NATS = 20.0
 
 
 @dataclass
-class _Answer:
+class Answer:
     """One request's, as far as it has been emitted."""
 
     grammar: Future[GrammarState]
     position: int  # absolute, of the next token
     end: int  # absolute, behind the last token that it may get
     wanted_stop: int | None  # ends an answer that is cut, if nothing excludes it
+    goes_on: bool  # behind its end, with what the model likes
     next_forced: list[int] = field(default_factory=list)  # of the canvas behind the present one
 
     @property
@@ -99,7 +100,7 @@ class CanvasGrammars:
     ) -> None:
         self._config, self._req_states, self._slots = vllm_config, req_states, slots
         self._device = slots.canvas.device
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, Answer] = {}
         self._added: dict[int, int] = {}  # slot -> where its first canvas begins
         # Workers that share a model must denoise the same canvases: they wait for the slowest.
         self._waits = vllm_config.parallel_config.tensor_parallel_size > 1
@@ -114,11 +115,12 @@ class CanvasGrammars:
         if self._compiler is None:
             self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         stops = frozenset(stop for stop in params.all_stop_token_ids if not params.ignore_eos)
-        self._answers[request.slot] = _Answer(
+        self._answers[request.slot] = Answer(
             self._compiler.submit(self._compile, params, stops, request.options.reasoning),
             position=request.prompt_len,
             end=int(self._slots.host("end", np.array([request.slot]))[0]),
             wanted_stop=params.eos_token_id,
+            goes_on=params.ignore_eos,
         )
         self._added[request.slot] = request.prefill_len
 
@@ -143,14 +145,18 @@ class CanvasGrammars:
                 continue
             del self._added[slot]
             if (answer := self._ready(slot, begin)) is not None:
-                forced = answer.state.forced_tokens()[: self._slots.canvas.shape[1]]
-                self._slots.canvas[slot, : len(forced)] = self._to_device(forced)
+                self._begin(slot, answer)
+
+    def _begin(self, slot: int, answer: Answer) -> None:
+        """The slot's first canvas holds what is forced at its start."""
+        forced = answer.state.forced_tokens()[: self._slots.canvas.shape[1]]
+        self._slots.canvas[slot, : len(forced)] = self._to_device(forced)
 
     def drop(self, slot: int) -> None:
         self._answers.pop(slot, None)
         self._added.pop(slot, None)
 
-    def _ready(self, slot: int, begin: int) -> _Answer | None:
+    def _ready(self, slot: int, begin: int) -> Answer | None:
         """The slot's answer with what has been emitted up to `begin` consumed; None if the grammar
         has nothing to say any more."""
         answer = self._answers[slot]

@@ -151,6 +151,29 @@ class MaskedLogits(WholeLogits):
             parts.append(draw_candidates(scaled, uniform[rows], is_greedy[rows], judged))
         return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
+    def draw_legal(
+        self,
+        row: int,  # of all canvases' rows
+        words: np.ndarray | None,  # [W] uint32, the tokens to choose from; None: all
+        row_temperature: torch.Tensor,  # [rows, 1] fp32
+        uniform: torch.Tensor,  # [rows] float64
+        is_greedy: torch.Tensor,  # [rows] bool
+        *,
+        judges_unscaled: bool,
+    ) -> Candidates:
+        """Like `draw`, of one row [1]. A candidate is as probable as it was among all tokens."""
+        rows = slice(row, row + 1)
+
+        def scaled(logits: torch.Tensor) -> torch.Tensor:
+            return self.filters.truncate(logits / row_temperature[rows], self.batch, rows)
+
+        free = self._processed[rows]
+        judged = free if judges_unscaled else scaled(free)
+        if words is not None:
+            masks = RowMasks(np.zeros(1, dtype=np.int64), words[None])
+            masks.exclude_(free := free.clone(), 0)
+        return draw_candidates(scaled(free), uniform[rows], is_greedy[rows], judged)
+
 
 class StreamedLogits:
     """Made of hidden states [rows, H], with the arguments of `WholeLogits`."""

@@ -67,21 +67,28 @@ class StepLogprobs:
         self,
         slots: list[int],
         logits: torch.Tensor,  # [n, V] fp32
+        is_new: torch.Tensor | None,  # [n] bool, the others keep what they have; None: all are
     ) -> None:
         """For canvases whose first token is known, and no later forward says how probable it is."""
         for i, slot in enumerate(slots):
             if slot in self._requests:
-                self._seeds[slot] = logits[i].clone()
+                before = self._seeds.get(slot)
+                if is_new is None or before is None:
+                    self._seeds[slot] = logits[i].clone()
+                else:
+                    self._seeds[slot] = torch.where(is_new[i], logits[i], before)
 
     def put_seeds(
         self,
         batch: CanvasBatch,
         logits: torch.Tensor,  # [rows, V] fp32, changed in place
+        are_seeded: torch.Tensor,  # [n] bool, the others' first rows have logits of their own
     ) -> None:
         """Gives first rows the logits that were kept of them."""
         for i, slot in enumerate(batch.slots_np.tolist()):
             if (seed := self._seeds.get(slot)) is not None:
-                logits[batch.rows_of(i).start] = seed
+                first = batch.rows_of(i).start
+                logits[first] = torch.where(are_seeded[i], seed, logits[first])
 
     def report(
         self,

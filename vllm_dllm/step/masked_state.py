@@ -4,9 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
+from attention_kernels.masks import block_spans
+from vllm_dllm.compat.sleeping import kept_asleep
 from vllm_dllm.step.attn_requests import AttnRequests
 from vllm_dllm.step.masked_step import MaskedStep
 from vllm_dllm.step.model_state import DiffusionModelState
@@ -33,13 +38,34 @@ class MaskedModelState(CausalModelState):
 
     step_cls = MaskedStep
 
+    def __init__(
+        self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self._block_spans: torch.Tensor | None = None
+        if vllm_config.attention_config.flash_attn_version == 4:
+            with kept_asleep(self.model_config):  # an address that stays
+                size = (self.max_num_tokens, 2)
+                self._block_spans = torch.zeros(size, dtype=torch.int32, device=device)
+
     def attn_requests(
         self, input_batch: InputBatch, block_tables: Sequence[torch.Tensor]
     ) -> AttnRequests:
         return AttnRequests.whole(input_batch, block_tables)
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> int:
-        return self.step.canvas_length
+        return self.step.canvas_length if self._block_spans is None else 1
+
+    def image_spans(
+        self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
+    ) -> torch.Tensor | None:
+        """FlashAttention-4 knows causal requests with images: these are the blocks."""
+        spans, num_tokens = self._block_spans, input_batch.num_tokens
+        if spans is None:
+            return None
+        positions = input_batch.positions[:num_tokens]
+        spans[:num_tokens] = block_spans(positions, self.step.canvas_length)
+        return spans
 
 
 class ShiftedModelState(MaskedModelState):

@@ -15,13 +15,14 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.masked import Candidates, masked_step
+from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, masked_step
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.requests.masked import with_defaults
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Denoised, Found
 from vllm_dllm.step.canvas_step import CanvasStep
+from vllm_dllm.step.grammar_runs import GrammarRuns, LegalDraws
 from vllm_dllm.step.logits import MaskedLogits
 from vllm_dllm.step.masked_settings import MaskedSlotSettings, MaskedStepSettings
 from vllm_dllm.step.requests import StepRequests
@@ -64,21 +65,32 @@ class MaskedStep(CanvasStep):
     ) -> torch.Tensor | None:
         """[n] bool: canvases of which the scheduler ran only a part. A canvas ends where its block
         or the context does."""
+        if not self.requests.prefills_emitted_tokens:  # the host may not know where canvases begin
+            if (batch.lengths_np == self.canvas_length).all():
+                return None
+            ends = starts + batch.lengths
+            return (ends % self.canvas_length != 0) & (ends != self.max_model_len)
         ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]  # exact, here
         is_cut = (ends % self.canvas_length != 0) & (ends != self.max_model_len)
         return async_tensor_h2d(is_cut, device=self.device) if is_cut.any() else None
 
-    def _parts(
-        self,
-        positions: torch.Tensor,  # [n, C] int64, in the requests
-    ) -> torch.Tensor | None:
+    def _parts(self, found: Found) -> torch.Tensor | None:
         """[n, C] int64: the part of its block that each position belongs to, which are revealed one
         after the other."""
         if self.family.sub_block_length is None:
             return None
-        return positions % self.canvas_length // self.family.sub_block_length
+        return self._positions(found) % self.canvas_length // self.family.sub_block_length
 
-    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+    def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
+        grammars = self.requests.grammars
+        assert isinstance(grammars, GrammarRuns)
+        skipped = found.numbers.is_committing == 1
+        if found.cut is not None:
+            skipped |= found.cut
+        part_length = self.family.sub_block_length
+        return grammars.runs(found.batch, found.starts, skipped, rules, draws, part_length)
+
+    def _draws(self, found: Found, source: torch.Tensor) -> LegalDraws:
         batch, numbers, settings = found.batch, found.numbers, found.settings
         of_slots = self.requests.settings
         assert isinstance(settings, MaskedStepSettings) and isinstance(of_slots, MaskedSlotSettings)
@@ -93,34 +105,51 @@ class MaskedStep(CanvasStep):
             self.budget_bytes,
             torch.where(slots.revealed[idx], slots.canvas[idx], NO_TOKEN),
         )
-        row_temperature = batch.by_row(settings.temperature)[:, None]
-        positions = found.starts[:, None] + torch.arange(self.canvas_length, device=self.device)
+        positions = self._positions(found)
         draw = noise.uniform(numbers.noise_key, positions, numbers.steps_done, noise.CANDIDATE)
-        by_row = logits.draw(
-            row_temperature,
+        return LegalDraws(
+            logits,
+            batch.by_row(settings.temperature)[:, None],
             batch.flatten(draw),
             batch.by_row(settings.is_greedy),
             judges_unscaled=self.family.is_causal and of_slots.are_scaled(batch),
         )
+
+    def _positions(self, found: Found) -> torch.Tensor:
+        """[n, C] int64, in the requests."""
+        return found.starts[:, None] + torch.arange(self.canvas_length, device=self.device)
+
+    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+        batch, numbers, settings = found.batch, found.numbers, found.settings
+        assert isinstance(settings, MaskedStepSettings)
+        slots, idx = self.slots, batch.slot_index
+        draws = self._draws(found, source)
+        by_row = draws.of_all()
         candidates = Candidates(*(batch.unflatten(column) for column in by_row))
+        rules = settings.rules(numbers.steps_done, numbers.num_steps, self.canvas_length)
+        edits = settings.edits(numbers.times_repeated)
+        if (held := self._held(found, rules, draws)) is not None:
+            edits = edits._replace(is_chosen=edits.is_chosen & ~held.is_ruled)
         canvas, tokens, revealed, edit_steps_done, finished = masked_step(
             candidates,
             slots.canvas[idx],
             slots.revealed[idx],
             batch.valid,
-            settings.rules(numbers.steps_done, numbers.num_steps, self.canvas_length),
-            settings.edits(numbers.times_repeated),
+            rules,
+            edits,
             self.mask_id,
             found.stops if self.family.is_seeded else None,
-            self._parts(positions),
+            self._parts(found),
+            held,
         )
         # Steps that found nothing hidden are counted where other models count repeated guesses.
-        edit_steps_done = edit_steps_done.masked_fill(finished, 0)
+        is_over = finished | (numbers.is_committing == 1)
+        edit_steps_done = edit_steps_done.masked_fill(is_over, 0)
         state = CanvasState(tokens, edit_steps_done, numbers.steps_done + 1, numbers.num_steps)
         return Denoised(
-            logits,
+            draws.logits,
             settings.temperature,
-            row_temperature,
+            draws.row_temperature,
             RowStats(tokens, tokens, candidates.entropy_nats, candidates.probability.log()),
             source.new_empty(len(source), 0),
             torch.full_like(tokens, self.mask_id),

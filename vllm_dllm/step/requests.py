@@ -15,6 +15,7 @@ from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.filters import LogitFilters
 from vllm_dllm.step.first_canvases import FirstCanvases
+from vllm_dllm.step.grammar_runs import GrammarRuns
 from vllm_dllm.step.grammars import CanvasGrammars
 from vllm_dllm.step.logprobs import StepLogprobs
 from vllm_dllm.step.masked_settings import MaskedSlotSettings
@@ -50,7 +51,8 @@ class StepRequests:
         self._offsets = torch.arange(self._canvas_length, device=self._device)
         self.filters = LogitFilters(self.req_states, self.sampling_states)
         self.logprobs = StepLogprobs(sampler.logprobs_mode, self.vocab_size, self._device)
-        self.grammars = CanvasGrammars(vllm_config, self.req_states, slots)
+        grammars_cls = CanvasGrammars if mask_id is None else GrammarRuns
+        self.grammars = grammars_cls(vllm_config, self.req_states, slots)
         self.first_canvases = FirstCanvases(slots)
         self.predictions = Predictions(slots, self.req_states)
         parallel = vllm_config.parallel_config

@@ -74,9 +74,12 @@ class DiffusionSampler:
             return everyone.index_copy_(0, batch.requests, column)
 
         rejected = spread(rejected)
+        emitted = spread(emitted)
         if recomputed is not None:
+            if not self.prefills_emitted_tokens:  # a commit computes its whole block for good
+                recomputed = recomputed.masked_fill(emitted > 0, 0)
             rejected = rejected + recomputed
-        return _output(spread(best_guess), spread(emitted), rejected, logprobs)
+        return _output(spread(best_guess), emitted, rejected, logprobs)
 
 
 def _output(

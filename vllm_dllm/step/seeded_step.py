@@ -13,7 +13,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_stages import Found, Settled
 from vllm_dllm.step.canvas_step import CanvasStep
+from vllm_dllm.step.grammar_runs import GrammarRuns, LegalDraws
 from vllm_dllm.step.logits import MaskedLogits
 from vllm_dllm.step.masked_settings import MaskedStepSettings
 from vllm_dllm.step.masked_step import MaskedStep
@@ -21,54 +23,104 @@ from vllm_dllm.step.masked_step import MaskedStep
 
 class SeededStep(MaskedStep):
     _ended: CanvasBatch | None = None  # the last rows of prefills that end in this step
+    # With asynchronous scheduling: of canvases, any of which may be a commit of its own.
+    _last: CanvasBatch | None = None
+    _foretelling: torch.Tensor | None = None  # [canvases, V] fp32, their logits
 
     def begin(self, input_batch: InputBatch) -> None:
         """Has the runner make logits of the rows that foretell a canvas' first token, too; they
         come behind those of the canvases."""
         super().begin(input_batch)
-        ends = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]  # exact, here
+        ends = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]  # exact in a
+        # prefill
         has_ended = input_batch.is_prefilling_np & (ends == input_batch.prefill_len_np)
         if not self.family.is_causal:  # else the canvas' first tokens are the prompt's last
             has_ended &= ends % self.canvas_length == 0
-        self._ended = None
-        if has_ended.any():
-            self._ended = ended = CanvasBatch.of_last_rows(
-                input_batch, has_ended.astype(np.int64), self.canvas_length, self.device
-            )
-            rows = ended.first_rows if ended.tokens is None else ended.tokens
-            input_batch.logits_indices = torch.cat((input_batch.logits_indices, rows))
+        self._ended = self._last_rows(input_batch, has_ended)
+        self._last = None
+        if self.batch is not None and not self.requests.prefills_emitted_tokens:
+            has_canvas = np.zeros_like(has_ended)
+            has_canvas[self.batch.requests_np] = True
+            self._last = self._last_rows(input_batch, has_canvas)
+
+    def _last_rows(
+        self,
+        input_batch: InputBatch,
+        chosen: np.ndarray,  # [num_reqs] bool
+    ) -> CanvasBatch | None:
+        """One of each of these requests."""
+        if not chosen.any():
+            return None
+        last = CanvasBatch.of_last_rows(
+            input_batch, chosen.astype(np.int64), self.canvas_length, self.device
+        )
+        rows = last.first_rows if last.tokens is None else last.tokens
+        input_batch.logits_indices = torch.cat((input_batch.logits_indices, rows))
+        return last
 
     def start_canvases(self, source: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
-        ended, self._ended = self._ended, None
-        if ended is None:
-            return source
-        slots, idx, settings = self.slots, ended.slot_index, self.requests.settings.of(ended)
-        assert isinstance(settings, MaskedStepSettings)
-        num_others = len(source) - ended.num_canvases
-        starts = input_batch.seq_lens[ended.request_index]
-        logits = MaskedLogits(
-            source[num_others:],
-            ended,
+        ended, last = self._ended, self._last
+        counts = [0 if rows is None else rows.num_canvases for rows in (ended, last)]
+        canvases, of_ended, of_last = source.split([len(source) - sum(counts), *counts])
+        self._ended, self._foretelling = None, of_last
+        if ended is not None:
+            starts = input_batch.seq_lens[ended.request_index]
+            self.slots.canvas[ended.slot_index, 0] = self._seeds(ended, of_ended, starts, None)
+            self.slots.revealed[ended.slot_index, 0] = True
+            self._seeded(ended, of_ended, None)
+        return canvases
+
+    def _committed(self, found: Found, settled: Settled) -> None:
+        """A block's own commit is a prefill of it, too."""
+        last, logits, self._last = self._last, self._foretelling, None
+        if last is None:
+            return
+        assert logits is not None, "start_canvases comes first"
+        is_new, idx, slots = settled.emitted > 0, last.slot_index, self.slots
+        self.requests.filters.show_emitted(
+            found.batch, found.starts, settled.best_guess, settled.emitted
+        )
+        seeds = self._seeds(last, logits, found.block_ends, is_new)
+        slots.canvas[idx, 0] = torch.where(is_new, seeds, slots.canvas[idx, 0])
+        slots.revealed[idx, 0] = slots.revealed[idx, 0] | is_new
+        self._seeded(last, logits, is_new)
+
+    def _seeds(
+        self,
+        rows: CanvasBatch,
+        logits: torch.Tensor,  # [n, V] fp32
+        starts: torch.Tensor,  # [n] int64, where their canvases begin
+        is_new: torch.Tensor | None,  # [n] bool, canvases that do begin; None: all
+    ) -> torch.Tensor:
+        """[n] int64: the tokens that these rows foretell."""
+        slots, idx, of_slots = self.slots, rows.slot_index, self.requests.settings
+        settings, grammars = of_slots.of(rows), self.requests.grammars
+        assert isinstance(settings, MaskedStepSettings) and isinstance(grammars, GrammarRuns)
+        ruled = MaskedLogits(
+            logits,
+            rows,
             starts,
-            slots.canvas.new_full((ended.num_canvases, 1), NO_TOKEN),
+            slots.canvas.new_full((rows.num_canvases, 1), NO_TOKEN),
             self.soft_embedding,
             self.requests.filters,
             self.budget_bytes,
         )
-        numbers = slots.read_numbers(idx)
-        draw = noise.uniform(
-            numbers.noise_key, starts[:, None], torch.zeros_like(numbers.noise_key), noise.INITIAL
-        )
-        temperature = settings.temperature[:, None]
+        key = slots.read_numbers(idx).noise_key
+        draw = noise.uniform(key, starts[:, None], torch.zeros_like(key), noise.INITIAL)
         is_greedy = settings.is_greedy | self.family.is_shifted
-        seeds = logits.draw(temperature, draw[:, 0], is_greedy).tokens
-        slots.canvas[idx, 0] = seeds
-        slots.revealed[idx, 0] = True
-        self._seeded(ended, source[num_others:])
-        return source[:num_others]
+        draws = LegalDraws(
+            ruled, settings.temperature[:, None], draw[:, 0], is_greedy, judges_unscaled=False
+        )
+        return grammars.first_tokens(rows, starts, is_new, draws, draws.of_all().tokens)
 
-    def _seeded(self, ended: CanvasBatch, logits: torch.Tensor) -> None:
-        """Of these requests' canvases, the first token is what `logits` [n, V] foretold."""
+    def _seeded(
+        self,
+        rows: CanvasBatch,
+        logits: torch.Tensor,  # [n, V] fp32
+        is_new: torch.Tensor | None,  # [n] bool; None: all are
+    ) -> None:
+        """Of these requests' canvases, the first token is what `logits` foretold, where that
+        `is_new`."""
 
 
 class CausalStep(SeededStep):

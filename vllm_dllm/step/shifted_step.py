@@ -29,9 +29,10 @@ class ShiftedStep(SeededStep):
         back.index_copy_(0, batch.first_rows, is_inside.to(back.dtype))
         input_batch.logits_indices = input_batch.logits_indices - back
 
-    def _seeded(self, ended: CanvasBatch, logits: torch.Tensor) -> None:
-        self.requests.logprobs.keep_seeds(ended.slots_np.tolist(), logits)
+    def _seeded(self, rows: CanvasBatch, logits: torch.Tensor, is_new: torch.Tensor | None) -> None:
+        self.requests.logprobs.keep_seeds(rows.slots_np.tolist(), logits, is_new)
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
-        self.requests.logprobs.put_seeds(found.batch, source)
+        begins_block = found.starts % self.canvas_length == 0
+        self.requests.logprobs.put_seeds(found.batch, source, begins_block)
         return super()._denoise(found, source)

@@ -14,7 +14,7 @@ import torch
 from attention_kernels import chunks as chunks_module
 from attention_kernels.api import attention
 from attention_kernels.chunks import Chunks
-from attention_kernels.masks import visible
+from attention_kernels.masks import block_spans, visible
 from attention_kernels.testing import PagedBatch, Request, with_gaps
 from tests.paths import ROOT
 from tests.unit.attention_kernels.test_chunks import MIXED, WITH_IMAGES
@@ -100,14 +100,55 @@ def test_mask_function(
     assert checked == len(batch.query)
 
 
+@pytest.mark.slow
+@pytest.mark.fa4
+@pytest.mark.usefixtures("triton_version")
+@pytest.mark.parametrize("block", [4, 32])
+def test_mask_function_of_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Masked models' requests: causal ones whose blocks are images."""
+    monkeypatch.setattr(chunks_module, "CHUNK", 16)
+    queries, context = 40, 8
+    requests = [Request(queries, context, causal=True), Request(block, 2 * block, causal=True)]
+    batch = PagedBatch.random(requests, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
+    positions = [torch.arange(r.query_len) + r.context_len for r in requests]
+    chunks = Chunks.cut(
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.causal,
+        batch.symmetric,
+        num_tokens=len(batch.query),
+        block_size=16,
+        window_left=-1,
+        spans=block_spans(torch.cat(positions), block),
+    )
+    table, checked = truth_table(chunks, 16, int(chunks.seq_lens.max())), 0
+    for chunk, row in enumerate(chunks.query_start_loc[:-1].tolist()):
+        num_rows = int(chunks.query_start_loc[chunk + 1]) - row
+        if num_rows == 0:
+            continue
+        of_request = int(row >= queries)
+        position = torch.cat(positions)[row : row + num_rows]
+        num_keys = int(chunks.seq_lens[chunk])  # from position 0 on, without a window
+        end = int(batch.seq_lens[of_request])
+        last = (int(position[-1]) // block + 1) * block
+        assert num_keys == min(last, end)
+        expected = visible(position[:, None], torch.arange(num_keys), 0, block, window_left=-1)
+        assert torch.equal(table[chunk, :num_rows, :num_keys], expected)
+        checked += num_rows
+    assert checked == len(batch.query)
+
+
 @pytest.mark.fa4
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "head_size", "group", "page"),
-    [  # sliding layers of 26B
+    [  # sliding layers of 26B, and layers of Qwen3
         (90, 256, 2, 16),
         (100, 256, 2, 128),
         pytest.param(100, 256, 2, 16, marks=pytest.mark.thorough),
+        pytest.param(90, 128, 4, 32, marks=pytest.mark.thorough, id="masked, 90"),
+        pytest.param(100, 128, 4, 128, marks=pytest.mark.thorough, id="masked, 100"),
     ],
 )
 def test_compiles(capability: int, head_size: int, group: int, page: int) -> None:

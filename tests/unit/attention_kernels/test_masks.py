@@ -1,8 +1,9 @@
 """Visibility: the rules written out by hand."""
 
+import pytest
 import torch
 
-from attention_kernels.masks import visible
+from attention_kernels.masks import block_spans, visible
 
 
 def rows(mask: torch.Tensor) -> list[str]:
@@ -31,6 +32,15 @@ def test_rules_by_hand() -> None:
     assert drawn(causal=False, window_left=1, symmetric=True) == ["...xxx.", "....xxx", ".....xx"]
     assert drawn(causal=False, window_left=0) == ["....xxx"] * 3
     assert drawn(causal=True, window_left=0) == ["....x..", ".....x.", "......x"]
+
+
+@pytest.mark.parametrize("block", [1, 4, 7, 32])
+def test_blocks_are_images_of_causal_requests(block: int) -> None:
+    """How FlashAttention-4 is told of blocks."""
+    query_pos, key_pos = grid(context=5, queries=60)
+    spans = block_spans(query_pos[:, 0], block)[:, None]
+    by_blocks = visible(query_pos, key_pos, 5, block, window_left=-1)
+    assert torch.equal(visible(query_pos, key_pos, 5, 1, window_left=-1, spans=spans), by_blocks)
 
 
 def test_images_by_hand() -> None:

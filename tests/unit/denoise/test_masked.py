@@ -11,6 +11,7 @@ from vllm_dllm.denoise.masked import (
     NO_BOUND,
     Candidates,
     Edits,
+    Held,
     MaskedRules,
     draw_candidates,
     even_share,
@@ -138,6 +139,37 @@ def test_edits_until_nothing_changes() -> None:
     assert outcome.revealed.all()
     assert outcome.edit_steps_done.tolist() == [1, 0, 1, 3, 1]
     assert outcome.finished.tolist() == [True, False, False, True, True]
+
+
+def test_a_grammar_says_what_is_revealed() -> None:
+    """Canvases: one that none concerns, one with a run of two, whose second token is the row's own,
+    one whose answer has ended before."""
+    n, C, mask_id = 3, 4, 99
+    canvas = torch.tensor([[mask_id] * C, [7, *[mask_id] * 3], [mask_id] * C])
+    candidates = Candidates(
+        torch.tensor([[1, 2, 3, 4]]).expand(n, C),
+        torch.tensor([[0.1, 0.2, 0.3, 0.9]]).expand(n, C),
+        torch.ones(n, C),
+    )
+    held = Held(
+        is_ruled=torch.tensor([False, True, True]),
+        is_chosen=torch.tensor([False, True, False]),
+        revealed=torch.tensor([[False] * 4, [False, True, True, False], [False] * 4]),
+        tokens=torch.tensor([[-1] * 4, [-1, 42, -1, -1], [-1] * 4]),
+    )
+    never = torch.zeros(n, dtype=torch.bool)
+    edits = Edits(never, torch.ones(n), torch.ones(n).long(), torch.zeros(n).long())
+    rules = MaskedRules(*(column.expand(n) for column in rules_of("dynamic", 1, 0.8, 0.0)))
+    outcome = masked_step(
+        candidates, canvas, canvas != mask_id, None, rules, edits, mask_id, held=held
+    )
+    hidden = mask_id
+    assert outcome.canvas.tolist() == [
+        [hidden, hidden, hidden, 4],
+        [7, 42, 3, hidden],
+        [hidden, hidden, hidden, 4],
+    ]
+    assert not outcome.finished.any()
 
 
 def test_nothing_counts_behind_a_stop_token() -> None:

@@ -17,7 +17,6 @@ from tests.unit.grammar.canvases import SCHEMAS
 from tests.unit.grammar.special_tokens import THOUGHT_ENDS, add_tokens
 from vllm_dllm.compat import grammar as compat
 from vllm_dllm.requests.grammar import check_structured_outputs
-from vllm_dllm.requests.masked import refuse_structured_outputs
 
 MAX_MODEL_LEN = 512
 
@@ -164,15 +163,19 @@ def test_models_without_a_check_keep_vllms_own(monkeypatch: pytest.MonkeyPatch) 
     validate = SamplingParams._validate_structured_outputs
     monkeypatch.setattr(SamplingParams, "_validate_structured_outputs", validate)
     monkeypatch.setattr(compat, "_stock_validate", lambda self, model, *_: asked.append(model))
-    compat.set_structured_outputs_checks({"Masked": refuse_structured_outputs})
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("none of it")
+
+    compat.set_structured_outputs_checks({"Ours": refuse})
     params = SamplingParams(structured_outputs=of(json_object=True))
     model = SimpleNamespace(
         architecture="LlamaForCausalLM", get_vocab_size=lambda: 512, max_model_len=512
     )
     params._validate_structured_outputs(model, StructuredOutputsConfig(), None)
     assert asked == [model]
-    model.architecture = "Masked"
-    with pytest.raises(VLLMValidationError, match="not possible with a masked model"):
+    model.architecture = "Ours"
+    with pytest.raises(ValueError, match="none of it"):
         params._validate_structured_outputs(model, StructuredOutputsConfig(), None)
     SamplingParams()._validate_structured_outputs(model, StructuredOutputsConfig(), None)
     assert asked == [model]

@@ -10,6 +10,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_dllm.attention import takes_window_rules
 from vllm_dllm.step import model_state
+from vllm_dllm.step.masked_state import MaskedModelState
 from vllm_dllm.step.model_state import DiffusionModelState
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 
@@ -54,6 +55,7 @@ def prepare(state: DiffusionModelState, mode: CUDAGraphMode, **options: Any) -> 
         query_start_loc_np=query_start_loc,
         query_start_loc=torch.from_numpy(query_start_loc),
         seq_lens=torch.tensor([20, 30, 0], dtype=torch.int32),
+        positions=torch.tensor([*range(16, 20), *range(26, 30), *[0] * C]),
         idx_mapping=torch.tensor([3, 1]),
         idx_mapping_np=np.array([3, 1], dtype=np.int32),
     )
@@ -93,6 +95,24 @@ def test_images_go_to_the_builders(state: DiffusionModelState, mode: CUDAGraphMo
     metadata = prepare(state, mode)
     spans = metadata["window_rules"].spans
     assert spans.data_ptr() == buffer.data_ptr() and len(spans) == metadata["num_tokens"]
+
+
+@pytest.mark.parametrize("runs_fa4", [False, True])
+def test_blocks_of_masked_models(state: DiffusionModelState, runs_fa4: bool) -> None:
+    """FlashAttention-4 is told of them as of images, in a buffer that stays."""
+    masked = MaskedModelState.__new__(MaskedModelState)
+    vars(masked).update(vars(state))
+    masked.step.canvas_length = C
+    buffer = torch.zeros(100, 2, dtype=torch.int32) if runs_fa4 else None
+    masked._block_spans = buffer
+    metadata = prepare(masked, CUDAGraphMode.NONE)
+    spans = metadata["window_rules"].spans
+    assert metadata["causal"].tolist() == [1 if runs_fa4 else C] * 2
+    if buffer is None:
+        assert spans is None
+    else:
+        assert spans.data_ptr() == buffer.data_ptr()
+        assert spans.tolist() == [[16, 20]] * C + [[24, 28]] * 2 + [[28, 32]] * 2
 
 
 def test_stock_builders_are_not_given_what_they_do_not_take() -> None:

@@ -1,6 +1,7 @@
 """One task against one server, through lm-evaluation-harness, timed."""
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
+from vllm_dllm.config.architectures import MASKED_MODELS
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate.tasks import task_manager
 from vllm_dllm.tools.server_process import HOST
 
 APIS = {"chat": "chat/completions", "completions": "completions"}
-# Denoise at the checkpoint's own temperatures. Tasks that ask for 0 mean other kinds of model.
-SAMPLING = {"temperature": 1.0}
 ANSWER_SECONDS = 3600
 
 
@@ -51,6 +51,15 @@ class _Client(LocalCompletionsAPI):
 
 class _ChatClient(_Client, LocalChatCompletion):
     """`local-chat-completions`."""
+
+
+def sampling_of(checkpoint: Path) -> dict[str, object]:
+    """What takes the place of the tasks' own sampling parameters. Canvases of noise denoise at the
+    checkpoint's own temperatures: tasks that ask for 0 mean other kinds of model. Masked models
+    are among those."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    is_masked = not MASKED_MODELS.keys().isdisjoint(config.get("architectures") or ())
+    return {} if is_masked else {"temperature": 1.0}
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,8 @@ def evaluate(
                 tasks=[task],
                 limit=limit,
                 samples=None if prompts is None else {task.task_name: list(prompts)},
-                gen_kwargs=SAMPLING | ({"vllm_xargs": dict(options)} if options else {}),
+                gen_kwargs=sampling_of(Path(model))
+                | ({"vllm_xargs": dict(options)} if options else {}),
                 apply_chat_template=api == "chat",
                 task_manager=task_manager(False),
             )

@@ -1,0 +1,154 @@
+"""The grammars of a masked model's requests: each step reveals a legal run of their canvases.
+
+A revealed token stays, so a grammar's state moves on with what is revealed, not with what is
+emitted. The run is found on the host, so a step with such a canvas waits for the device.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_dllm.denoise.masked import NO_BOUND, Candidates, Held, MaskedRules
+from vllm_dllm.grammar.run import Judge, Judged, RunRule, reveal_run
+from vllm_dllm.grammar.walk import StuckError
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.grammars import Answer, CanvasGrammars
+from vllm_dllm.step.logits import MaskedLogits
+
+_NONE = -1
+_ONE = RunRule(least=1, threshold=1.0, entropy_bound=NO_BOUND)
+
+
+class LegalDraws(NamedTuple):
+    """How tokens are drawn from the rows of a step."""
+
+    logits: MaskedLogits
+    row_temperature: torch.Tensor  # [rows, 1] fp32
+    uniform: torch.Tensor  # [rows] float64
+    is_greedy: torch.Tensor  # [rows] bool
+    judges_unscaled: bool
+
+    def of_all(self) -> Candidates:
+        """[rows]: of every row, without grammars."""
+        return self.logits.draw(
+            self.row_temperature,
+            self.uniform,
+            self.is_greedy,
+            judges_unscaled=self.judges_unscaled,
+        )
+
+    def judge(self, i: int) -> Judge:
+        """Of canvas i."""
+        return partial(self._draw, self.logits.batch.rows_of(i).start)
+
+    def _draw(self, first: int, row: int, words: np.ndarray | None) -> Judged:
+        drawn = self.logits.draw_legal(
+            first + row,
+            words,
+            self.row_temperature,
+            self.uniform,
+            self.is_greedy,
+            judges_unscaled=self.judges_unscaled,
+        )
+        # Tokens are below 2 ** 53.
+        token, probability, entropy = torch.stack([column[0].double() for column in drawn]).tolist()
+        return Judged(int(token), probability, entropy)
+
+
+class GrammarRuns(CanvasGrammars):
+    def _begin(self, slot: int, answer: Answer) -> None:
+        """Its first canvas is hidden like any other."""
+
+    def runs(
+        self,
+        batch: CanvasBatch,
+        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        skipped: torch.Tensor,  # [n] bool, canvases that this step commits, or is taken back for
+        rules: MaskedRules,  # [n]
+        draws: LegalDraws,
+        part_length: int | None,  # see `RunRule`
+    ) -> Held | None:
+        """What this step reveals. None: no canvas has a grammar."""
+        if not self.concern(batch):
+            return None
+        n, C = batch.num_canvases, batch.canvas_length
+        tokens = np.full((n, C), _NONE, dtype=np.int64)
+        revealed, is_held = np.zeros((n, C), dtype=bool), np.zeros(n, dtype=bool)
+        is_ruled = np.array([slot in self._answers for slot in batch.slots_np.tolist()])
+        numbers = (starts, skipped, rules.least, rules.threshold, rules.entropy_bound)
+        on_host = torch.stack([column.double() for column in numbers], dim=1).tolist()
+        for i, slot in enumerate(batch.slots_np.tolist()):
+            begin, is_skipped, least, threshold, entropy_bound = on_host[i]
+            if slot not in self._answers or is_skipped:
+                continue
+            rule = RunRule(int(least), threshold, entropy_bound, part_length, int(begin) % C)
+            length = int(batch.lengths_np[i])
+            run = self._run(slot, int(begin), length, draws.judge(i), rule)
+            if run is not None:
+                first, end = run.first, run.first + len(run.tokens)
+                is_held[i], tokens[i, first:end] = True, run.tokens
+                revealed[i, first : length if run.is_last else end] = True
+        return Held(*map(self._to_device, (is_ruled, is_held, revealed, tokens)))
+
+    def _run(
+        self, slot: int, begin: int, length: int, judge: Judge, rule: RunRule
+    ) -> "_Run | None":
+        """None: the canvas is as free as others."""
+        answer = self._ready(slot, begin)
+        if answer is None or answer.position >= answer.end:
+            return None
+        first = answer.position - begin
+        tokens = self._reveal(slot, answer, judge, first, length, rule)
+        if tokens is None:
+            return None
+        # Nobody reads what is behind the end; a request that wants it gets what the model likes.
+        ended = answer.state.has_ended and not answer.goes_on
+        return _Run(first, tokens, ended or answer.position == answer.end)
+
+    def _reveal(
+        self, slot: int, answer: Answer, judge: Judge, first: int, length: int, rule: RunRule
+    ) -> list[int] | None:
+        """None: the grammar is given up."""
+        num_tokens = answer.end - answer.position
+        try:
+            tokens = reveal_run(answer.state, judge, first, length, num_tokens, rule, answer.stop)
+        except StuckError as error:
+            self._give_up(slot, str(error))
+            return None
+        answer.position += len(tokens)
+        return tokens
+
+    def first_tokens(
+        self,
+        rows: CanvasBatch,  # one of each request
+        starts: torch.Tensor,  # [n] int64, where their canvases begin
+        is_new: torch.Tensor | None,  # [n] bool, canvases that do begin; None: all
+        draws: LegalDraws,
+        tokens: torch.Tensor,  # [n] int64, without grammars
+    ) -> torch.Tensor:
+        """[n] int64: `tokens`, legal ones where there is a grammar. Waits for one that is still
+        being compiled."""
+        if not self.concern(rows):
+            return tokens
+        begin = torch.ones_like(starts) if is_new is None else is_new.long()
+        chosen = np.full(rows.num_canvases, _NONE, dtype=np.int64)
+        for i, (start, begins) in enumerate(torch.stack((starts, begin), dim=1).tolist()):
+            slot = int(rows.slots_np[i])
+            if slot not in self._answers or not begins:
+                continue
+            self._added.pop(slot, None)
+            answer = self._ready(slot, start)
+            if answer is None or answer.position >= answer.end:
+                continue
+            if (run := self._reveal(slot, answer, draws.judge(i), 0, 1, _ONE)) is not None:
+                (chosen[i],) = run
+        legal = self._to_device(chosen)
+        return torch.where(legal == _NONE, tokens, legal)
+
+
+class _Run(NamedTuple):
+    first: int  # row of the canvas
+    tokens: list[int]  # from there on
+    is_last: bool  # no row behind it matters
