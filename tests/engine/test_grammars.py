@@ -14,6 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine, preemptions
+from tests.engine.grammar_paths import WATCHED_GRAMMARS
 from tests.engine.one_step import random_ids
 from tests.engine.rounding import assert_same, decided
 from tests.processes import HANGS_S
@@ -142,12 +143,12 @@ def test_beside_other_parameters(served: Engine, name: str) -> None:
 
 def test_an_answer_fits_its_tokens(served: Engine) -> None:
     """From as few as there can be."""
-    for max_tokens in (9, 10, 12, 16, 23):
+    for max_tokens in (8, 9, 10, 12, 16, 23):
         output = ask(served, "json", max_tokens=max_tokens).outputs[0]
         assert len(output.token_ids) <= max_tokens
         is_person(output.text)
-    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 9 .* got 8"):
-        ask(served, "json", max_tokens=8)
+    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 8 .* got 7"):
+        ask(served, "json", max_tokens=7)
 
 
 def test_long_answers_of_several_canvases(served: Engine) -> None:
@@ -298,6 +299,41 @@ def test_asynchronous(
 ) -> None:
     served = engine(checkpoint, async_scheduling=True, **SIZE)
     assert_same(decode(served, ALL), alone)
+
+
+@pytest.mark.numerics
+def test_two_processes(
+    checkpoint: Path,
+    engine: Callable[..., Engine],
+    alone: list[list[int] | None],
+    asynchronous: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With all that may come between: both walk the same paths, asynchronously, and preempted."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    served = engine(
+        checkpoint,
+        tensor_parallel_size=2,
+        async_scheduling=True,
+        gpu_memory_utilization=0.3,
+        **WATCHED_GRAMMARS,
+        **SIZE,
+        **FEW_BLOCKS,
+    )
+    served.llm.collective_rpc("watch_grammars")
+    assert_same(decode(served, ALL), alone)
+    assert preemptions(served) > 0
+    first, second = served.llm.collective_rpc("grammar_paths")
+    assert len(first) > len(MIX) and first == second
+
+
+def test_a_block_that_breaks_the_form_ends_the_answer(
+    served: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler has a grammar of its own, which a worker without one does not get past."""
+    monkeypatch.setattr(CanvasGrammars, "concern", lambda self, batch: False)
+    output = ask(served, "json", max_tokens=64).outputs[0]
+    assert output.finish_reason == "error"
 
 
 def test_random_weights_answer_in_every_form(

@@ -7,6 +7,11 @@ from vllm_dllm.denoise.sums import sum_type
 NO_TOKEN = -1
 """The best guess before the first step: equal to no token id, so that step repeats nothing."""
 
+AT_REST = 4
+"""Steps for which the best guess of a canvas with a grammar has stood still when it is finished,
+however unsure the model is: where it would rather have said something else, it is not sure of the
+form's tokens in any step."""
+
 
 def times_repeated(
     best_guess: torch.Tensor,  # [n, C] int64

@@ -10,7 +10,12 @@ from vllm_dllm.denoise.acceptance import (
     follow_last_choice,
     reveal,
 )
-from vllm_dllm.denoise.convergence import is_confident, times_repeated, up_to_first_stop
+from vllm_dllm.denoise.convergence import (
+    AT_REST,
+    is_confident,
+    times_repeated,
+    up_to_first_stop,
+)
 from vllm_dllm.denoise.row_stats import RowStats
 
 
@@ -52,7 +57,7 @@ class StepOutcome(NamedTuple):
     state: CanvasState
     finished: torch.Tensor  # [n] bool, for one of the two reasons below, or at the step cap
     converged: torch.Tensor | None  # [n] bool, the best guess stands still and the model is sure
-    # of it; None: no canvas is judged by that
+    # of it, or has a grammar and has stood still for long; None: no canvas is judged by that
     revealed: torch.Tensor | None  # [n] bool, nothing is hidden any more; None: nothing ever was
 
 
@@ -105,6 +110,8 @@ def denoise_step(
     converged = (repeated >= rules.stability_threshold) & is_confident(
         entropy, judged, rules.confidence_threshold
     )
+    if constrained is not None:
+        converged |= _is_at_rest(repeated, rules, revealing) & constrained.is_chosen
     done = converged if all_revealed is None else converged | all_revealed
     steps_done = state.steps_done + 1
     return StepOutcome(
@@ -115,3 +122,14 @@ def denoise_step(
         converged=converged,
         revealed=all_revealed,
     )
+
+
+def _is_at_rest(
+    repeated: torch.Tensor,  # [n] int64
+    rules: StepRules,
+    revealing: Reveal | None,
+) -> torch.Tensor:
+    """[n] bool: canvases whose best guess has stood still for so long that it stays. Not of those
+    that are revealed permanently: what is shown next changes what the model says."""
+    at_rest = (repeated >= AT_REST) & (repeated >= rules.stability_threshold)
+    return at_rest if revealing is None else at_rest & ~revealing.is_chosen

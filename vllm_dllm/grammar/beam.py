@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_dllm.grammar.cheapest import cheapest
 from vllm_dllm.grammar.rows import CanvasRows, Path
 from vllm_dllm.grammar.state import GrammarState, legal_among
 from vllm_dllm.grammar.walk import legal_words, masks_along, unsure_rows, walk
@@ -42,7 +43,8 @@ def search(start: GrammarState, rows: CanvasRows, num_rows: int) -> tuple[Path, 
         return path, end
     wrong = len(path.tokens) if path.first_repair is None else path.first_repair
     num_known = max(path.num_reasoning, wrong - _ROWS_BEFORE)
-    found = beam(start, rows, num_rows, path.tokens[:num_known])
+    known = path.tokens[:num_known]
+    found = cheapest(start, rows, num_rows, known) or beam(start, rows, num_rows, known)
     if found is None or (found[1] >= path.cost_nats and not path.is_stuck):
         return path, end
     end = start.copy()

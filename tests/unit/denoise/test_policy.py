@@ -17,6 +17,7 @@ from vllm_dllm.denoise.acceptance import (
     reveal,
 )
 from vllm_dllm.denoise.convergence import (
+    AT_REST,
     NO_TOKEN,
     is_confident,
     times_repeated,
@@ -316,6 +317,27 @@ def test_what_follows_the_end_is_as_good_as_decided() -> None:
     outcome = denoise_step(stats, None, state, best, rules, constrained=constrained)
     assert outcome.finished.tolist() == [True, False]
     assert outcome.state.times_repeated.tolist() == [1, 0]
+
+
+def test_a_canvas_with_a_grammar_comes_to_rest() -> None:
+    """Whether the model is sure or not; one without a grammar does not, nor one that is revealed
+    permanently, nor one that is to stand still for longer."""
+    best = torch.tensor([[5, 9, 3, 3]] * 4)
+    stats = RowStats(best, best, torch.full((4, 4), 0.9), torch.zeros(4, 4))
+    nowhere = torch.zeros(4, 4).bool()
+    constrained = Constrained(torch.tensor([True, False, True, True]), nowhere, nowhere)
+    rules = StepRules(0.1, 0.005, torch.tensor([1, 1, 1, AT_REST + 2]))
+    rule = reveal_rule(2.0, 1, nowhere, n=4)
+    rule = rule._replace(is_chosen=torch.tensor([False, False, True, False]))
+    state = not_repeated(torch.full((4, 4), NO_TOKEN))
+    finished = []
+    for _ in range(AT_REST + 3):
+        outcome = denoise_step(stats, None, state, best, rules, rule, constrained=constrained)
+        state = outcome.state
+        finished.append(outcome.finished.tolist())
+    assert finished[AT_REST - 1] == [False] * 4
+    assert finished[AT_REST] == finished[AT_REST + 1] == [True, False, False, False]
+    assert finished[AT_REST + 2] == [True, False, False, True]
 
 
 def test_a_revealed_token_that_a_grammar_rejects_is_hidden_again() -> None:

@@ -1,4 +1,6 @@
-"""The beam against the cheapest path of all."""
+"""The searches against the cheapest path of all."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,12 +11,14 @@ from tests.unit.grammar.canvases import (
     QUOTE,
     RegexAutomaton,
     drafted,
+    noise,
     rows_of,
     start,
     text_of,
     tokenizer,
 )
 from vllm_dllm.grammar.beam import WORTH_NATS, beam, search
+from vllm_dllm.grammar.cheapest import cheapest
 from vllm_dllm.grammar.reference import best_path
 from vllm_dllm.grammar.walk import walk
 
@@ -49,6 +53,27 @@ def test_the_beam_finds_the_cheapest_path() -> None:
     assert np.mean(np.array(walked) < tolerances.BEAM_NATS) < 0.9, "faults that a walk repairs"
 
 
+def test_the_cheapest_first_is_right_or_gives_up() -> None:
+    """Where it finds a path at all, no path is cheaper, which the beam does not promise."""
+    rng, num_found = np.random.default_rng(3), 0
+    for regex, texts in LANGUAGES.values():
+        automaton = RegexAutomaton(regex)
+        for text in texts:
+            for faults in (0, 1, 3):
+                logprobs = drafted(rng, text, L, faults)
+                state, rows = start(grammar_from("regex", regex)), rows_of(logprobs)
+                found = cheapest(state, rows, L, [])
+                if found is None:
+                    continue
+                num_found += 1
+                assert found[1] == pytest.approx(
+                    best_path(automaton, logprobs)[1], rel=0, abs=tolerances.BEAM_NATS
+                )
+    assert num_found > 12
+    flat = rows_of(noise(rng, L, 0.1))
+    assert cheapest(start(grammar_from("regex", LANGUAGES["words"][0])), flat, L, []) is None
+
+
 def test_a_quotation_mark_too_early_is_taken_back() -> None:
     regex, texts = LANGUAGES["object"]
     logprobs = drafted(np.random.default_rng(0), texts[1], L, faults=0)
@@ -64,10 +89,11 @@ def test_a_quotation_mark_too_early_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize("known", [0, 5])
-def test_a_beam_leaves_its_start_alone(known: int) -> None:
+@pytest.mark.parametrize("find", [beam, cheapest], ids=["beam", "cheapest"])
+def test_a_search_leaves_its_start_alone(find: Callable[..., object], known: int) -> None:
     regex, texts = LANGUAGES["object"]
     rows = rows_of(drafted(np.random.default_rng(1), texts[0], L, faults=0))
     state = start(grammar_from("regex", regex))
     before = state.mask()
-    beam(state, rows, L, walk(state.copy(), rows, L).tokens[:known])
+    find(state, rows, L, walk(state.copy(), rows, L).tokens[:known])
     np.testing.assert_array_equal(state.mask(), before)

@@ -115,9 +115,9 @@ def test_refused(tokenizer: Any, name: str) -> None:
 
 
 def test_too_few_tokens(tokenizer: Any) -> None:
-    check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=9)
-    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 9 .* got 8"):
-        check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=8)
+    check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=8)
+    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 8 .* got 7"):
+        check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=7)
     check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=None)
 
 
@@ -125,9 +125,9 @@ def test_min_tokens(tokenizer: Any) -> None:
     """An answer that can be longer must be; one that cannot needs no more tokens than it has."""
     check(tokenizer, of(regex="[a-z]+"), min_tokens=20, max_tokens=20)
     check(tokenizer, of(choice=["a", "b"]), min_tokens=2, max_tokens=2)
-    check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=9, max_tokens=9)
-    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 9 .* got 8"):
-        check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=8, max_tokens=8)
+    check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=8, max_tokens=8)
+    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 8 .* got 7"):
+        check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=7, max_tokens=7)
 
 
 def test_what_is_excluded(tokenizer: Any) -> None:
