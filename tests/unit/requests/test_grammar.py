@@ -148,11 +148,11 @@ def test_reasoning_takes_a_token_at_least(tmp_path: Path) -> None:
     person = of(json=SCHEMAS["person"])
     for parser in ("gemma4", "deepseek_r1"):
         config = StructuredOutputsConfig(reasoning_parser=parser)
-        check(tokenizer, person, config, max_tokens=10)
+        check(tokenizer, person, config, max_tokens=9)
         with pytest.raises(
-            VLLMValidationError, match=r"at least 10 .* and the end of reasoning, got 9"
+            VLLMValidationError, match=r"at least 9 .* and the end of reasoning, got 8"
         ):
-            check(tokenizer, person, config, max_tokens=9)
+            check(tokenizer, person, config, max_tokens=8)
     with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
         check(tokenizer, person, config, allowed_token_ids=list(range(1, THOUGHT_ENDS)))
 
