@@ -4,6 +4,7 @@ Each format is one PyTorch operation, because the compiler must not trace the lo
 """
 
 from collections.abc import Callable
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -36,18 +37,29 @@ def mix(
 
     Between operations, numbers have the model's type, as on GPUs. The sum is in fp32.
     """
-    rows_of_all = gate_up.quantize(x)
+    experts = topk_ids.flatten()
+    order = experts.argsort(stable=True)
+    tokens = order // topk_ids.shape[1]
+    ends = torch.bincount(experts + 1).cumsum(0).tolist()
+    first = ends[0]  # those before it are of other ranks
+    own = [
+        (e, rows) for e, rows in enumerate(starmap(slice, pairwise(ends))) if rows.stop > rows.start
+    ]
+    if not own:
+        return torch.zeros_like(x)
+    inputs = gate_up.quantize(x)
+    products = [gate_up.product(inputs[tokens[rows]], expert).to(x.dtype) for expert, rows in own]
+    projected = torch.cat(products)
+    hidden = projected.new_empty(len(projected), projected.shape[1] // 2)
+    apply_moe_activation(MoEActivation(activation), hidden, projected)
+    inner = down.quantize(hidden)
+    products = [
+        down.product(inner[rows.start - first : rows.stop - first], expert).to(x.dtype)
+        for expert, rows in own
+    ]
+    weights = topk_weights.flatten()[order[first:], None].float()
     total = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in topk_ids.unique().tolist():
-        if expert < 0:
-            continue
-        rows, choice = (topk_ids == expert).nonzero(as_tuple=True)
-        projected = gate_up.product(rows_of_all[rows], expert).to(x.dtype)
-        hidden = projected.new_empty(len(rows), projected.shape[1] // 2)
-        apply_moe_activation(MoEActivation(activation), hidden, projected)
-        out = down.product(down.quantize(hidden), expert).to(x.dtype)
-        total.index_add_(0, rows, out * topk_weights[rows, choice, None].float())
-    return total.to(x.dtype)
+    return total.index_add_(0, tokens[first:], torch.cat(products) * weights).to(x.dtype)
 
 
 def _scaled(
