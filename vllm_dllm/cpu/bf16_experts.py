@@ -32,14 +32,12 @@ def bf16_experts(
     w2: torch.Tensor,  # [E, H, I] bf16
 ) -> torch.Tensor:
     """[T, H], see `experts.mix`."""
-    return experts.mix(
-        x,
-        topk_weights,
-        topk_ids,
-        activation,
-        lambda rows, e: F.linear(x[rows], w13[e]),
-        lambda hidden, e: F.linear(hidden, w2[e]),
-    )
+
+    def projection(weights: torch.Tensor) -> experts.Projection:
+        return experts.Projection(lambda x: x, lambda rows, e: F.linear(rows, weights[e]))
+
+    gate_up, down = projection(w13), projection(w2)
+    return experts.mix(x, topk_weights, topk_ids, activation, gate_up, down)
 
 
 direct_register_custom_op(

@@ -2,44 +2,14 @@
 PyTorch operation, see `cpu.experts`."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_dllm.compat.cpu_ops import int8_product, quantize_to_int8
-from vllm_dllm.cpu import experts
+from vllm_dllm.cpu.experts import Projection, mix
 from vllm_dllm.quantization import fp8, int4, nvfp4
 from vllm_dllm.quantization.scaled import Scaled, multiply
-
-
-class Projection(NamedTuple):
-    """One of an expert's linears."""
-
-    quantize: Callable[[torch.Tensor], Any]
-    """Inputs [n, K] -> what `product` takes; its rows can be chosen."""
-    product: Callable[[Any, int], torch.Tensor]
-    """(Rows, expert) -> [n, N]."""
-
-
-def mix(
-    x: torch.Tensor,  # [T, H]
-    topk_weights: torch.Tensor,  # [T, k]
-    topk_ids: torch.Tensor,  # [T, k] int, -1 for an expert of another rank
-    activation: str,
-    gate_up: Projection,  # [2 I, H]
-    down: Projection,  # [H, I]
-) -> torch.Tensor:
-    """[T, H], see `cpu.experts.mix`."""
-    rows_of_all = gate_up.quantize(x)
-    return experts.mix(
-        x,
-        topk_weights,
-        topk_ids,
-        activation,
-        lambda rows, expert: gate_up.product(rows_of_all[rows], expert).to(x.dtype),
-        lambda hidden, expert: down.product(down.quantize(hidden), expert).to(x.dtype),
-    )
 
 
 def _scaled(

@@ -144,8 +144,8 @@ class CpuInt4LinearKernel(MPLinearKernel):
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         if not current_platform.is_cpu():
             return False, "it is for CPUs"
-        if c.weight_type != scalar_types.uint4b8 or c.zero_points or c.has_g_idx:
-            return False, "it unpacks 4-bit integers with scales alone, in their own order"
+        if c.weight_type != scalar_types.uint4b8 or c.zero_points:
+            return False, "it unpacks 4-bit integers without zero points"
         if torch.cpu._is_amx_tile_supported() and c.act_type == torch.bfloat16:
             return False, "vLLM's own kernel uses AMX"
         return True, None

@@ -127,14 +127,16 @@ class CompressedTensorsInt8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Int8MoEMe
         """oneDNN copies the weights; what was loaded is given back."""
         dtype, w13, w2 = self.moe.in_dtype, layer.w13_weight, layer.w2_weight
         layer.num_inner = w2.shape[2]
-        layer.w13_int8 = Int8Weights(w13, layer.w13_weight_scale, dtype)
-        layer.w2_int8 = Int8Weights(w2, layer.w2_weight_scale, dtype)
-        for weight in (w13, w2):
+        layer.int8_weights = []  # they end with the layer
+        for name, weight in (("w13", w13), ("w2", w2)):
+            scale = getattr(layer, f"{name}_weight_scale")
+            layer.int8_weights.append(packed := Int8Weights(weight, scale, dtype))
+            layer.register_buffer(f"{name}_handles", packed.handles, persistent=False)
             weight.data = weight.new_empty(0)
 
     def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
         return torch.ops.vllm.vllm_dllm_int8_experts(
-            *inputs, layer.w13_int8.handles, layer.w2_int8.handles, layer.num_inner
+            *inputs, layer.w13_handles, layer.w2_handles, layer.num_inner
         )
 
 

@@ -120,3 +120,10 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
     tolerances.assert_within(found, expected, share * largest)
     off = (found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
     assert 0 < off < share
+
+
+def test_no_expert_is_of_this_rank() -> None:
+    run, _ = of_fp8(torch.float32)
+    ids = torch.full((ROWS, CHOSEN), -1, dtype=torch.int32)
+    out = run(drawn(ROWS, HIDDEN, seed=5), torch.ones(ROWS, CHOSEN), ids, "gelu_tanh")
+    assert torch.equal(out, torch.zeros(ROWS, HIDDEN))
