@@ -20,6 +20,11 @@ SEAMS = [
         "model_executor.kernels.linear",
         "_POSSIBLE_FP8_KERNELS",
     ),
+    Seam(
+        "CPUs' experts that are not quantised do not know whose they are",
+        "model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.apply",
+        "            topk_weights,\n            topk_ids,\n            activation.value,",
+    ),
     Seam("the C++ RMS norm", "_custom_ops:rms_norm", "torch.ops._C.rms_norm(out, input,"),
     Seam(
         "the cached choice of attention backend",
