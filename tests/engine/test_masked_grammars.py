@@ -175,11 +175,10 @@ def test_in_any_company(
 
 
 def test_the_trained_model_writes_what_it_writes_anyway(engine: GetEngine) -> None:
-    """JSON that it knows, in as many steps."""
+    """JSON that it knows."""
     model = engine(CHECKPOINTS / "sdar-tiny")
     lines = (CHECKPOINTS / "held_out.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["task"] == "write_json"][:12]
-    texts, steps = [], []
     for wanted in (None, of(json_object=True)):
         params = SamplingParams(
             max_tokens=64,
@@ -188,9 +187,8 @@ def test_the_trained_model_writes_what_it_writes_anyway(engine: GetEngine) -> No
             **xargs(accept_probability=0.9),
         )
         outputs = model.llm.chat([row["messages"] for row in rows], params, use_tqdm=False)
-        texts.append([output.outputs[0].text for output in outputs])
-        steps.append(sum(len(model.steps(output.request_id)) for output in outputs))
-    right = [text == row["answer"] for text, row in zip(texts[0], rows, strict=True)]
-    assert sum(right) >= len(rows) - 1
-    assert texts[1] == texts[0]
-    print(steps)
+        steps = [len(model.steps(output.request_id)) for output in outputs]
+        print(f"{wanted is not None}: {sum(steps)} steps")
+        texts = [output.outputs[0].text for output in outputs]
+        right = [text == row["answer"] for text, row in zip(texts, rows, strict=True)]
+        assert sum(right) >= len(rows) - 1

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_dllm.compat import cpu_collectives, cpu_cores, reloading
+from vllm_dllm.compat import cpu_collectives, cpu_cores, cpu_experts, reloading
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.runner import (
     allow_v2_worker_without_triton,
@@ -41,6 +41,8 @@ class TritonFreeCPUWorker(CPUWorker):
         cpu_cores.keep_threads()
         cpu_collectives.exchange_uneven_steps()
         cpu_collectives.gather_nothing()
+        if self.parallel_config.enable_expert_parallel:
+            cpu_experts.leave_other_ranks_experts_out()
         reloading.keep_packed_weights_current()
         super().init_device()
 
