@@ -16,15 +16,23 @@ Samples = Counter[tuple[str, frozenset[tuple[str, str]]]]
 
 
 def ours(text: str) -> Samples:
+    """Of a scraped text, of a server with one engine."""
+    found = by_engine(text)
+    assert found.keys() == {"0"}
+    return found["0"]
+
+
+def by_engine(text: str) -> dict[str, Samples]:
     """Of a scraped text."""
-    found: Samples = Counter()
+    found: dict[str, Samples] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith(PREFIX) and not sample.name.endswith("_created"):
                 labels = dict(sample.labels)
-                assert labels.pop("engine") == "0" and labels.pop("model_name")
+                engine = labels.pop("engine")
+                assert labels.pop("model_name")
                 name = sample.name.removeprefix(PREFIX)
-                found[name, frozenset(labels.items())] += sample.value
+                found.setdefault(engine, Counter())[name, frozenset(labels.items())] += sample.value
     return found
 
 

@@ -65,9 +65,7 @@ def start(
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Starts a server on a free port of 127.0.0.1; returns its process (group leader) and port.
     `env`: beside this process' own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         *(str(Path(sys.executable).parent / "vllm"), "serve", str(checkpoint)),
         *("--host", "127.0.0.1", "--port", str(port), *OPTIONS, *options),
@@ -81,6 +79,12 @@ def start(
             env={**os.environ, **(env or {})},
         )
     return process, port
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -101,24 +105,40 @@ def start_serving(
     env: Mapping[str, str] | None = None,
 ) -> tuple[subprocess.Popen[bytes], Server]:
     """A server that answers, and its process. `settings`: the extension's."""
+    process, server = start_tracing(checkpoint, folder, *options, settings=settings, env=env)
+    try:
+        wait_until_ready(process, server)
+    except BaseException:
+        stop(process)
+        raise
+    return process, server
+
+
+def start_tracing(
+    checkpoint: Path,
+    folder: Path,
+    *options: str,
+    settings: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> tuple[subprocess.Popen[bytes], Server]:
+    """A server that does not answer yet, and its process."""
     log, trace = folder / "vllm.log", folder / "trace.jsonl"
     section = {"trace_path": str(trace), **(settings or {})}
     extension = ("--additional-config", json.dumps({"vllm_dllm": section}))
     process, port = start(checkpoint, log, *extension, *options, env=env)
-    try:
-        deadline = time.monotonic() + HANGS_S
-        while True:
-            assert process.poll() is None, log.read_text()[-5000:]
-            assert time.monotonic() < deadline, log.read_text()[-5000:]
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                    break
-            except OSError:
-                time.sleep(0.5)
-    except BaseException:
-        stop(process)
-        raise
     return process, Server(port, log, trace)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], server: Server) -> None:
+    deadline = time.monotonic() + HANGS_S
+    while True:
+        assert process.poll() is None, server.log.read_text()[-5000:]
+        assert time.monotonic() < deadline, server.log.read_text()[-5000:]
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
 
 
 @contextmanager

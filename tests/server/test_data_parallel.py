@@ -1,16 +1,36 @@
 """Two engines behind one address: experts spread over both, requests over either."""
 
+import json
 import os
+import re
+import subprocess
+import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.openmetrics.exposition import generate_latest as strict_text
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.metrics import by_engine, check_against, since
 from tests.processes import HANGS_S
-from tests.server.conftest import CHECKPOINT, UNCOMPILED, Server, serving
+from tests.server.conftest import (
+    CHECKPOINT,
+    UNCOMPILED,
+    WATCHED,
+    Server,
+    free_port,
+    serving,
+    start_tracing,
+    stop,
+    wait_until_ready,
+)
+from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, HISTOGRAMS, PREFIX
 
 NUM_REQUESTS = 12
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -19,24 +39,40 @@ PROMPTS = ("Sort: q d x a", "Add 23 and 41.", "Reverse: rose chair lamp", "Count
 
 @pytest.fixture(scope="module")
 def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    # A process that tests beside others has one core (tests/conftest.py); vLLM wants one for each.
-    core = os.environ.get(CORES)
-    env = {} if core is None else {CORES: f"{core}|{core}"}
-    folder = tmp_path_factory.mktemp("two-engines")
-    with serving(CHECKPOINT, folder, *UNCOMPILED, "--data-parallel-size", "2", env=env) as it:
+    folder, options = (
+        tmp_path_factory.mktemp("two-engines"),
+        (*UNCOMPILED, "--data-parallel-size", "2"),
+    )
+    with serving(CHECKPOINT, folder, *options, env=cores() | WATCHED) as it:
         yield it
 
 
-def answer(server: Server, number: int) -> str:
+def cores() -> dict[str, str]:
+    """A process that tests beside others has one core (tests/conftest.py); vLLM wants one for each
+    engine."""
+    core = os.environ.get(CORES)
+    return {} if core is None else {CORES: f"{core}|{core}"}
+
+
+def answer(server: Server, number: int, rank: int | None = None) -> str:
+    """`rank`: of the engine that answers. None: whichever vLLM chooses."""
     completion = server.client.chat.completions.create(
         model=server.model,
         messages=[{"role": "user", "content": PROMPTS[number % len(PROMPTS)]}],
         seed=number,
         max_tokens=128,
+        extra_headers={} if rank is None else {"X-data-parallel-rank": str(rank)},
     )
     text = completion.choices[0].message.content
     assert text
     return text
+
+
+def scrape(server: Server) -> str:
+    """What every API process has counted; whichever of them answers."""
+    url = f"http://127.0.0.1:{server.port}/metrics"
+    with urllib.request.urlopen(url, timeout=HANGS_S) as page:
+        return page.read().decode()
 
 
 def test_answers_are_those_of_one_engine(server: Server, two_engines: Server) -> None:
@@ -58,12 +94,125 @@ def test_both_engines_answer(two_engines: Server) -> None:
     assert since.total() == NUM_REQUESTS
 
 
+def test_canvases_of_each_engine(two_engines: Server) -> None:
+    """Whichever API process has the connection."""
+
+    def watch(number: int) -> tuple[str, str]:
+        """The answer, and what its last canvas says."""
+        chunks = list(
+            two_engines.client.chat.completions.create(
+                model=two_engines.model,
+                messages=[{"role": "user", "content": PROMPTS[number % 3]}],
+                stream=True,
+                extra_body={"vllm_xargs": {"diffusion_stream_canvases": True}},
+                extra_headers={"X-data-parallel-rank": str(number % 2)},
+            )
+        )
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        canvases = [chunk.canvas for chunk in chunks if chunk.object == "vllm_dllm.canvas"]
+        assert canvases[-1]["finished"]
+        return text.strip(), "".join(canvases[-1]["texts"]).strip()
+
+    with ThreadPoolExecutor(NUM_REQUESTS) as clients:
+        for text, shown in clients.map(watch, range(NUM_REQUESTS)):
+            assert text and shown == text
+
+
+def test_metrics_of_each_engine(two_engines: Server) -> None:
+    """Both at once; the trace of both engines is one file."""
+    seen = len(two_engines.trace.read_text())
+    before = by_engine(scrape(two_engines))
+    with ThreadPoolExecutor(NUM_REQUESTS) as clients:
+        list(clients.map(lambda n: answer(two_engines, n, rank=n % 3 // 2), range(NUM_REQUESTS)))
+    lines = [json.loads(line) for line in two_engines.trace.read_text()[seen:].splitlines()]
+    now = by_engine(scrape(two_engines))
+    assert now.keys() == {"0", "1"}
+    changed = {engine: since(before[engine], now[engine]) for engine in now}
+    assert [changed[engine]["requests_total entropy_bound"] for engine in "01"] == [8, 4]
+    check_against(lines, Counter(changed["0"]) + Counter(changed["1"]))
+    for counted in changed.values():
+        assert 0 < counted["forwards_total"] <= counted["denoise_steps_total"] < len(lines)
+
+
+def test_a_server_for_each_engine(server: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """For a balancer in front of them: two addresses, and each has its engine's metrics."""
+    group = (
+        *("--data-parallel-size", "2", "--data-parallel-address", "127.0.0.1"),
+        *("--data-parallel-rpc-port", str(free_port())),
+    )
+    started = []
+    with ExitStack() as ending:
+        for rank in "01":
+            options = (
+                *UNCOMPILED,
+                *group,
+                "--data-parallel-size",
+                "2",
+                "--data-parallel-rank",
+                rank,
+            )
+            folder = tmp_path_factory.mktemp(f"engine-{rank}")
+            started.append(start_tracing(CHECKPOINT, folder, *options, env=cores()))
+            ending.callback(stop, started[-1][0])
+        for process, one in started:
+            wait_until_ready(process, one)
+        servers = [one for _, one in started]
+        expected = [answer(server, number) for number in range(4)]
+        assert [answer(one, number) for number in range(2) for one in servers] == [
+            expected[number] for number in range(2) for _ in servers
+        ]
+        with ThreadPoolExecutor() as clients:
+            found = clients.map(lambda n: answer(servers[n % 2], n), range(4))
+        assert list(found) == expected
+        for rank, one in zip("01", servers, strict=True):
+            lines = [json.loads(line) for line in one.trace.read_text().splitlines()]
+            counted = by_engine(scrape(one))
+            assert counted.keys() == {rank}
+            check_against(lines, since(Counter(), counted[rank]))
+
+
+class Said:
+    """A collector of what has been read."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self.families = families
+
+    def collect(self) -> list[Metric]:
+        return self.families
+
+
 def finished_by_engine(server: Server) -> Counter[str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=HANGS_S) as page:
-        families = text_string_to_metric_families(page.read().decode())
-        finished = [f for f in families if f.name == "vllm:request_success"]
+    families = text_string_to_metric_families(scrape(server))
+    finished = [f for f in families if f.name == "vllm:request_success"]
     found: Counter[str] = Counter()
     for sample in finished[0].samples:
         if sample.name.endswith("_total"):
             found[sample.labels["engine"]] += int(sample.value)
     return found
+
+
+def test_the_text_is_valid(two_engines: Server) -> None:
+    """vLLM serves Prometheus' text only. What it says can also be said in OpenMetrics, whose
+    parser allows no series twice, and no histogram whose buckets do not add up."""
+    families = list(text_string_to_metric_families(scrape(two_engines)))
+    names = [family.name for family in families if family.name.startswith(PREFIX)]
+    assert sorted(names) == sorted(PREFIX + name for name in (*COUNTERS, *BY_LABEL, *HISTOGRAMS))
+    registry = CollectorRegistry()
+    registry.register(Said(families))
+    text = strict_text(registry, escaping="allow-utf-8").decode()  # a colon is kept as it is
+    assert {family.name for family in openmetrics(text)} == {family.name for family in families}
+
+
+def test_top(two_engines: Server) -> None:
+    """Totals of both, and a line for each."""
+    command = [sys.executable, "-m", "vllm_dllm", "top", "--once"]
+    url = f"http://127.0.0.1:{two_engines.port}"
+    done = subprocess.run([*command, "--url", url], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert re.search(r"Denoise steps per block +– +\d+\.\d\d\n", done.stdout)
+    lines = re.findall(r"^(\d) +0 +0 +(\d+) *$", done.stdout, re.M)
+    forwards = {
+        engine: samples["forwards_total", frozenset()]
+        for engine, samples in by_engine(scrape(two_engines)).items()
+    }
+    assert {engine: int(number) for engine, number in lines} == forwards

@@ -1,10 +1,10 @@
 """`vllm-dllm demo`: a server, a few questions, and the canvases while they denoise.
 
-The server appends every step's canvases to a trace file; the demo streams answers over HTTP like
-any client, and meanwhile draws what it reads from that file.
+The demo streams answers over HTTP with the canvases in them (docs/canvases.md), like any client.
 """
 
-import json
+import os
+import queue
 import signal
 import sys
 import tempfile
@@ -23,10 +23,11 @@ from rich.text import Text
 
 from vllm_dllm.checkpoints import serving_note
 from vllm_dllm.errors import InputError
+from vllm_dllm.requests.keys import STREAM_CANVASES, WATCHING_PLUGINS
 from vllm_dllm.tools.demo import drawing, pixels
 from vllm_dllm.tools.demo.picture import save as save_picture
 from vllm_dllm.tools.demo.questions import Question, questions_for
-from vllm_dllm.tools.demo.steps import Step, StepReader, committed_blocks
+from vllm_dllm.tools.demo.steps import Step, finished_blocks
 from vllm_dllm.tools.server_process import (
     HOST,
     Server,
@@ -40,16 +41,12 @@ from vllm_dllm.tools.server_process import (
 __all__ = ["run"]
 
 MOST_TOKENS = 256  # an answer that does not end would otherwise fill the whole context
-POLL_SECONDS = 0.02
 
-
-def demo_options(trace: Path) -> list[str]:
-    """The options of `make serve`, and one that writes every step's canvases to `trace`."""
-    return [
-        *("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "1G"),
-        "--enforce-eager",  # compiling takes longer than the whole demo
-        *("--additional-config", json.dumps({"vllm_dllm": {"trace_path": str(trace)}})),
-    ]
+OPTIONS = (
+    *("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "1G"),
+    "--enforce-eager",  # compiling takes longer than the whole demo
+)
+"""Those of `make serve`, but for the last."""
 
 
 def run(
@@ -73,27 +70,32 @@ def run(
     questions = [Question(text) for text in asked] or questions_for(checkpoint)
     port = choose_port(port)
     texts = drawing.TokenTexts.from_checkpoint(checkpoint)
-    folder = Path(tempfile.mkdtemp(prefix="vllm-dllm-demo-"))
-    trace, log = folder / "canvases.jsonl", folder / "server.log"
+    log = Path(tempfile.mkdtemp(prefix="vllm-dllm-demo-")) / "server.log"
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # an encoding without box characters
     view = View(Console(highlight=False), texts, pace_s)
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGHUP, _exit)
 
-    command = serve_command(checkpoint, port, *demo_options(trace))
-    with Server(command, port, log) as server:
+    command = serve_command(checkpoint, port, *OPTIONS)
+    with Server(command, port, log, _environment()) as server:
         try:
             view.wait_for(server, checkpoint)
-            reader = StepReader(trace)
-            for number, question in enumerate(questions, start=1):
-                answer = Answer(question, f"demo-{number}", port)
-                view.show(answer, _steps_of(answer, reader, server))
-                if number == 1 and picture is not None:
+            for question in questions:
+                answer = Answer(question, port)
+                view.show(answer, _steps_of(answer, server))
+                if question is questions[0] and picture is not None:
                     save_picture(picture, question, answer.first_canvas(), texts)
                     view.say(f"Picture: {picture}")
         finally:
-            view.say(f"\nStopping the server. Its log and the canvases stay in {folder}")
+            view.say(f"\nStopping the server. Its log stays: {log}")
+
+
+def _environment() -> dict[str, str]:
+    """The user's plugins, and those that show canvases."""
+    variable, _, needed = WATCHING_PLUGINS.partition("=")
+    names = (*os.environ.get(variable, "").split(","), *needed.split(","))
+    return {variable: ",".join(dict.fromkeys(name for name in names if name))}
 
 
 def _exit(number: int, stack: FrameType | None) -> None:
@@ -106,7 +108,6 @@ class Answer:
     """One question, which a thread asks as soon as the object is made."""
 
     question: Question
-    name: str
     port: int
     text: str = ""
     num_tokens: int = 0
@@ -115,21 +116,12 @@ class Answer:
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._ask, daemon=True)
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def is_mine(self, step: Step) -> bool:
-        # The server prefixes the name we send; the engine adds a random suffix.
-        return step.request_id.startswith(f"chatcmpl-{self.name}-")
+        self.coming: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        """Its steps, as they come; None: that was all."""
+        threading.Thread(target=self._ask, daemon=True).start()
 
     def first_canvas(self) -> list[Step]:
-        """The steps until the first commit."""
-        last = next(i for i, step in enumerate(self.steps) if step.finished)
-        return self.steps[: last + 1]
+        return [step for step in self.steps if step.block == 0]
 
     def _ask(self) -> None:
         try:
@@ -149,9 +141,11 @@ class Answer:
                     stream_options={"include_usage": True},
                     max_tokens=MOST_TOKENS,
                     seed=0,  # the same canvases in every demo
-                    extra_headers={"X-Request-Id": self.name},
+                    extra_body={"vllm_xargs": {STREAM_CANVASES: True}},
                 )
                 for chunk in stream:
+                    if (canvas := getattr(chunk, "canvas", None)) is not None:
+                        self.coming.put(Step.from_event(canvas))
                     for choice in chunk.choices:
                         self.text += choice.delta.content or ""
                     if chunk.usage is not None:
@@ -159,22 +153,18 @@ class Answer:
                 self.seconds = time.monotonic() - start
         except Exception as error:  # nobody sees a thread's exceptions: the reader raises it
             self.error = error
+        finally:
+            self.coming.put(None)
 
 
-def _steps_of(answer: Answer, reader: StepReader, server: Server) -> Iterator[Step]:
-    """The steps of `answer` as they are written, up to its last one. It keeps them as well.
+def _steps_of(answer: Answer, server: Server) -> Iterator[Step]:
+    """The steps of `answer` as they come, up to its last one. It keeps them as well.
 
     Raises ServerError when the request fails or the server ends.
     """
-    done = False
-    while not done:
-        done = answer.done  # before reading: all steps are written before the answer ends
-        for step in reader.read():
-            if answer.is_mine(step):
-                answer.steps.append(step)
-                yield step
-        if not done:
-            time.sleep(POLL_SECONDS)
+    while (step := answer.coming.get()) is not None:
+        answer.steps.append(step)
+        yield step
     if answer.error is not None:
         server.check_alive()
         asked = answer.question.text
@@ -211,12 +201,10 @@ class View:
         if self._live:
             self._redraw(steps)
         else:
-            block = 1
             for step in steps:
-                self._console.print(Text(drawing.line(step, block, self._texts)), soft_wrap=True)
-                block += step.finished
+                self._console.print(Text(drawing.line(step, self._texts)), soft_wrap=True)
         self._console.print(Text(answer.text, "bold"), soft_wrap=not self._live)
-        num_canvases = len(committed_blocks(answer.steps))
+        num_canvases = len(finished_blocks(answer.steps))
         num_steps = len(answer.steps)
         self.say(
             f"{num_steps} steps on {num_canvases} canvas{'es' * (num_canvases > 1)}, "
@@ -232,11 +220,11 @@ class View:
 
     def _redraw(self, steps: Iterator[Step]) -> None:
         """One frame per step, in the same place; every frame stays for at least `pace_s`."""
-        committed: list[list[int]] = []
+        finished: list[list[int]] = []
         with Live(console=self._console, auto_refresh=False) as live:
             for step in steps:
-                drawn = drawing.frame(step, committed, self._texts, self._console.width)
+                drawn = drawing.frame(step, finished, self._texts, self._console.width)
                 live.update(drawn, refresh=True)
                 time.sleep(self._pace_s)
                 if step.finished:
-                    committed.append(step.best_guess)
+                    finished.append(step.best_guess)

@@ -1,15 +1,11 @@
-"""Draws a canvas: a frame for a terminal, a line for a pipe.
-
-A canvas position is a cell as wide as the text that will probably stand in it, so that the text
-does not jump about while its noise changes.
-"""
+"""Draws a canvas: a frame for a terminal, a line for a pipe."""
 
 import math
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
@@ -17,10 +13,10 @@ from tokenizers import Tokenizer
 
 from vllm_dllm.tools.demo.steps import Step
 
-ACCEPTED, NOISE, COMMITTED = "bold green", "dim", "bold"
+ACCEPTED, OPEN, FINISHED = "bold green", "dim", "bold"
 END = "·"  # a special token: past the end of the answer there is little else
 UNREADABLE = "▒"  # part of a character, or a control character
-HIDDEN = "░"  # a noisy position, where text cannot be dim
+HIDDEN = "░"  # a position that is not accepted, where text cannot be dim
 BAR_CELLS = 20
 WIDEST_FRAME = 100  # cells
 
@@ -65,16 +61,13 @@ def _is_unreadable(char: str) -> bool:
 
 
 def cells(step: Step, texts: TokenTexts) -> list[tuple[str, str]]:
-    """(text, style) of every canvas position."""
+    """(text, style) of every canvas position: the best guess, and whether it is accepted."""
     if step.finished:
-        return [(texts[token], COMMITTED) for token in step.best_guess]
-    drawn = []
-    for guess, accepted, token in zip(step.best_guess, step.accepted, step.canvas, strict=True):
-        if accepted:
-            drawn.append((texts[token], ACCEPTED))
-        else:
-            drawn.append((set_cell_size(texts[token], cell_len(texts[guess])), NOISE))
-    return drawn
+        return [(texts[token], FINISHED) for token in step.best_guess]
+    return [
+        (texts[token], ACCEPTED if accepted else OPEN)
+        for token, accepted in zip(step.best_guess, step.accepted, strict=True)
+    ]
 
 
 def flow(drawn: Sequence[tuple[str, str]], width: int) -> list[Text]:
@@ -98,25 +91,26 @@ def entropy_bar(entropy_nats: float, max_entropy_nats: float) -> str:
     return "█" * filled + "░" * (BAR_CELLS - filled)
 
 
-def frame(step: Step, committed: Sequence[list[int]], texts: TokenTexts, width: int) -> Group:
-    """What a terminal shows of one step: the canvases before it, counters, and the canvas."""
+def frame(step: Step, finished: Sequence[list[int]], texts: TokenTexts, width: int) -> Group:
+    """What a terminal shows of one step: the blocks before it, counters, and the canvas."""
     width = min(width, WIDEST_FRAME)
     status = Text(no_wrap=True, overflow="ellipsis")
-    status.append(f"canvas {len(committed) + 1}  step {step.number:2d}  ")
-    status.append(f"accepted {sum(step.accepted):3d}/{len(step.canvas)}  ")
+    status.append(f"canvas {step.block + 1}  step {step.number:2d}  ")
+    status.append(f"accepted {sum(step.accepted):3d}/{len(step.accepted)}  ")
     status.append(f"entropy {step.entropy_nats:6.3f} ")
     status.append(entropy_bar(step.entropy_nats, texts.max_entropy_nats), "cyan")
-    status.append("  committed" if step.finished else "", COMMITTED)
-    before = [Text(texts.decode(block), COMMITTED) for block in committed]
+    status.append("  finished" if step.finished else "", FINISHED)
+    before = [Text(texts.decode(block), FINISHED) for block in finished]
     inside = max(width - 4, 1)  # the panel's border and padding
     canvas = Panel(Group(*flow(cells(step, texts), inside)), width=width)
     return Group(*before, status, canvas)
 
 
-def line(step: Step, block: int, texts: TokenTexts) -> str:
-    """One step as one line of plain text; a noisy position is shown as a mark."""
-    drawn = [HIDDEN if style == NOISE else text for text, style in cells(step, texts)]
+def line(step: Step, texts: TokenTexts) -> str:
+    """One step as one line of plain text; a position that is not accepted is shown as a mark."""
+    drawn = [HIDDEN if style == OPEN else text for text, style in cells(step, texts)]
     return (
-        f"canvas {block}  step {step.number:2d}  accepted {sum(step.accepted):3d}/{len(drawn)}  "
+        f"canvas {step.block + 1}  step {step.number:2d}  "
+        f"accepted {sum(step.accepted):3d}/{len(drawn)}  "
         f"entropy {step.entropy_nats:6.3f}  {''.join(drawn).rstrip(END)}"
     )

@@ -1,4 +1,4 @@
-"""A canvas from noise to text as one SVG: one row per step, one column per position."""
+"""A canvas while it denoises, as one SVG: one row per step, one column per position."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -15,9 +15,9 @@ MOST_ROWS = 28
 BAR_WIDTH = 90  # pixels, for the largest entropy in the picture
 CELL_WIDTH, LINE_HEIGHT, FONT_SIZE, MARGIN = 8.4, 19, 14, 18  # pixels
 PIXEL = 4  # of a question's picture: drawn this many times larger
-COLORS = {drawing.ACCEPTED: "#7ee787", drawing.NOISE: "#6e7681", drawing.COMMITTED: "#ffffff"}
+COLORS = {drawing.ACCEPTED: "#7ee787", drawing.OPEN: "#6e7681", drawing.FINISHED: "#ffffff"}
 QUESTION, LABEL, BAR, BACKGROUND = "#79c0ff", "#8b949e", "#d29922", "#0d1117"
-LEGEND = "green: accepted   grey: noise   white: committed   bar: mean entropy, nats"
+LEGEND = "green: accepted   grey: best guess   white: finished   bar: mean entropy, nats"
 
 
 def save(path: Path, question: Question, steps: Sequence[Step], texts: drawing.TokenTexts) -> None:
@@ -77,7 +77,7 @@ def _row(left: float, y: float, cells: list[tuple[str, str]], widths: list[int])
     ]
     for style, run in groupby(fitted, key=lambda cell: cell[1]):
         text = "".join(text for text, _ in run)
-        parts.append(_text(x, y, text, COLORS[style], "" if style == drawing.NOISE else "bold"))
+        parts.append(_text(x, y, text, COLORS[style], "" if style == drawing.OPEN else "bold"))
         x += cell_len(text) * CELL_WIDTH
     return parts
 

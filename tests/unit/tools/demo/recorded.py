@@ -1,7 +1,5 @@
 """Steps and pictures that the tests of the demo draw."""
 
-import json
-
 from PIL import Image
 
 from vllm_dllm.tools.demo import drawing
@@ -21,27 +19,24 @@ def token(text: str) -> int:
     return token_id
 
 
-def step_fields(
-    number: int, guess: list[str], accepted: list[int], canvas: list[str], entropy: float
-) -> dict[str, object]:
-    """One line of the trace; an empty text stands for the end of the turn."""
+def event(number: int, guess: list[str], accepted: list[int], entropy: float) -> dict[str, object]:
+    """What a stream says of one step; an empty text stands for the end of the turn."""
     return {
-        "request_id": "chatcmpl-demo-1-0a1b2c3d",
+        "block": 0,
         "step": number,
         "tokens": [token(text) if text else EOS_ID for text in guess],
         "accepted": accepted,
-        "canvas": [token(text) if text else EOS_ID for text in canvas],
-        "entropy": entropy,
+        "mean_entropy": entropy,
         "finished": all(accepted),
     }
 
 
 RECORDED = [
-    step_fields(1, ["cat", " ", "house", ""], [1, 0, 0, 1], ["cat", "moon", "sun", ""], 1.25),
-    step_fields(2, ["cat", " ", "dog", ""], [1, 1, 0, 1], ["cat", " ", "x", ""], 0.5),
-    step_fields(3, ["cat", " ", "dog", ""], [1, 1, 1, 1], ["cat", " ", "dog", ""], 0.001),
+    event(1, ["cat", "moon", "house", ""], [1, 0, 0, 1], 1.25),
+    event(2, ["cat", " ", "sun", ""], [1, 1, 0, 1], 0.5),
+    event(3, ["cat", " ", "dog", ""], [1, 1, 1, 1], 0.001),
 ]
 
 
-def steps(*lines: dict[str, object]) -> list[Step]:
-    return [Step.from_line(json.dumps(line).encode()) for line in lines]
+def steps(*events: dict[str, object]) -> list[Step]:
+    return [Step.from_event(canvas) for canvas in events]

@@ -21,10 +21,11 @@ from vllm_dllm.tools.demo.questions import PICTURE_QUESTIONS, questions_for
 from vllm_dllm.tools.server_process import choose_port
 
 # Acts as a vLLM server with one model: /health, /v1/models and an answer in one streamed piece,
-# after the steps of the request have been appended to the trace.
+# after the canvases of its steps.
 STUB = r"""
 import http.server, json, os, sys
-port, trace, steps = int(sys.argv[1]), sys.argv[2], json.load(open(sys.argv[3]))
+port, steps = int(sys.argv[1]), json.load(open(sys.argv[2]))
+assert os.environ["VLLM_PLUGINS"] == "another,vllm_dllm,vllm_dllm_canvas"
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def reply(self, *pieces, kind="application/json"):
@@ -38,19 +39,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply(json.dumps({"object": "list", "data": [model]}))
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        with open(sys.argv[3] + ".asked", "ab") as file:
+        with open(sys.argv[2] + ".asked", "ab") as file:
             file.write(body + b"\n")
-        name = f"chatcmpl-{self.headers['X-Request-Id']}-0a1b2c3d"
-        with open(trace, "a") as file:
-            for step in steps:
-                file.write(json.dumps(step | {"request_id": name}) + "\n")
+        assert json.loads(body)["vllm_xargs"] == {"diffusion_stream_canvases": True}
         if not steps:
             print("out of memory", flush=True)
             os._exit(9)
-        chunk = {"id": name, "object": "chat.completion.chunk", "created": 0, "model": "stub"}
+        chunk = {"id": "a", "object": "chat.completion.chunk", "created": 0, "model": "stub"}
+        event = chunk | {"object": "vllm_dllm.canvas", "choices": []}
         delta = {"index": 0, "delta": {"content": "cat"}, "finish_reason": "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-        pieces = [chunk | {"choices": [delta]}, chunk | {"choices": [], "usage": usage}]
+        pieces = [event | {"canvas": step} for step in steps]
+        pieces += [chunk | {"choices": [delta]}, chunk | {"choices": [], "usage": usage}]
         lines = [f"data: {json.dumps(piece)}\n\n" for piece in pieces]
         self.reply(*lines, "data: [DONE]\n\n", kind="text/event-stream")
 
@@ -63,20 +63,19 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 def stub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[list[dict[str, object]]], Path]:
-    """Makes the demo start the stub server, which writes the given steps; returns a checkpoint."""
+    """Makes the demo start the stub server, which streams these canvases; returns a checkpoint."""
     TOKENIZER.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # must not be asked
+    monkeypatch.setenv("VLLM_PLUGINS", "another,vllm_dllm")
     monkeypatch.setattr(demo.signal, "signal", lambda *given: None)  # pytest keeps its handlers
 
     def prepare(lines: list[dict[str, object]]) -> Path:
         (tmp_path / "steps.json").write_text(json.dumps(lines))
 
         def command(checkpoint: Path, port: int, *options: str) -> list[str]:
-            config = json.loads(options[options.index("--additional-config") + 1])
-            trace = config["vllm_dllm"]["trace_path"]
-            arguments = [str(port), trace, str(tmp_path / "steps.json")]
+            arguments = [str(port), str(tmp_path / "steps.json")]
             return [sys.executable, "-c", STUB, *arguments]
 
         monkeypatch.setattr(demo, "serve_command", command)

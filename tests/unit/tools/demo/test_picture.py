@@ -19,8 +19,8 @@ def test_picture(tmp_path: Path) -> None:
     words = [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts]
     assert "Sort: <dog> & cat" in words
     assert [word for word in words if word.startswith("step")] == ["step  1", "step  2", "step  3"]
-    # The noise of the first step, in the widths of the finished text: "house" has become "dog".
-    assert words[words.index("step  1") + 1 :][:3] == ["cat", "msun", "·"]
+    # The guesses of the first step, in the widths of the finished text: "house" became "dog".
+    assert words[words.index("step  1") + 1 :][:3] == ["cat", "mhou", "·"]
     assert "cat dog·" in words
 
 

@@ -1,29 +1,10 @@
-"""What of a trace stands where."""
-
-import json
-from pathlib import Path
+"""What of a canvas stands where."""
 
 import pytest
 
 from tests.unit.tools.demo.recorded import RECORDED, TEXTS, TOKENIZER, steps, token
 from vllm_dllm.tools.demo import drawing
-from vllm_dllm.tools.demo.steps import StepReader
 from vllm_dllm.tools.pretrain.tokenizer import PAD_ID
-
-
-def test_reads_a_growing_file(tmp_path: Path) -> None:
-    path = tmp_path / "canvases.jsonl"
-    reader = StepReader(path)
-    assert reader.read() == []  # not there yet
-    first, second, third = (json.dumps(line) + "\n" for line in RECORDED)
-    with path.open("a", buffering=1) as file:
-        file.write(first + second[:30])
-        file.flush()
-        assert [step.number for step in reader.read()] == [1]
-        assert reader.read() == []  # the second line is half written
-        file.write(second[30:] + third)
-        assert [step.number for step in reader.read()] == [2, 3]
-        assert reader.read() == []
 
 
 @pytest.mark.parametrize(
@@ -42,17 +23,16 @@ def test_token_texts(token_id: int, text: str) -> None:
     assert TEXTS[token_id] == text
 
 
-def test_cells_keep_their_places() -> None:
+def test_cells() -> None:
     first, second, third = steps(*RECORDED)
-    # Noise is cut or padded to the width of what will probably stand there.
     assert drawing.cells(first, TEXTS) == [
         ("cat", drawing.ACCEPTED),
-        ("m", drawing.NOISE),
-        ("sun  ", drawing.NOISE),
+        ("moon", drawing.OPEN),
+        ("house", drawing.OPEN),
         ("·", drawing.ACCEPTED),
     ]
-    assert drawing.cells(second, TEXTS)[1:3] == [(" ", drawing.ACCEPTED), ("x  ", drawing.NOISE)]
-    assert {style for _, style in drawing.cells(third, TEXTS)} == {drawing.COMMITTED}
+    assert drawing.cells(second, TEXTS)[1:3] == [(" ", drawing.ACCEPTED), ("sun", drawing.OPEN)]
+    assert {style for _, style in drawing.cells(third, TEXTS)} == {drawing.FINISHED}
 
 
 def test_flow_breaks_between_cells() -> None:

@@ -58,10 +58,10 @@ def test_redrawn_in_place_on_a_terminal() -> None:
     out = io.StringIO()
     draw(Console(file=out, highlight=False, width=72, force_terminal=True, _environ={}))
     screen = on_screen(out.getvalue())
-    assert "sun" in out.getvalue()  # the noise of the first step was drawn,
+    assert "sun" in out.getvalue()  # the guess of the second step was drawn,
     assert "sun" not in "".join(screen)  # and overwritten
     assert [line for line in screen if "step" in line] == [
-        "canvas 1  step  3  accepted   4/4  entropy  0.001 █░░░░░░░░░░░░░░░░░░░  committed"[:71]
+        "canvas 1  step  3  accepted   4/4  entropy  0.001 █░░░░░░░░░░░░░░░░░░░  finished"[:71]
         + "…",
         "3 steps on 1 canvas, 4 tokens in 0.50 s: 8 tokens/s",
     ]
