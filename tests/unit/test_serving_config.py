@@ -224,6 +224,19 @@ def test_the_gpu_worker_prefills_what_was_emitted(monkeypatch: pytest.MonkeyPatc
     assert calls == ["prefill", "execute"]
 
 
+def test_the_gpu_worker_takes_no_masks_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's warm-up has some for each request, and as many rows as it expects: a server of
+    Nemotron-Labs-Diffusion did not start."""
+    given: list[Any] = []
+    module = "vllm_dllm.step.worker"
+    monkeypatch.setattr(f"{module}.send_numbers", lambda runner, output: output)
+    monkeypatch.setattr(f"{module}.Worker.sample_tokens", lambda _, masks: given.append(masks))
+    worker = CanvasWorker.__new__(CanvasWorker)
+    worker.model_runner = SimpleNamespace()
+    worker.sample_tokens(SimpleNamespace())
+    assert given == [None]
+
+
 def test_requests_in_flight_get_some_time_unless_the_user_says_how_much(
     configure: Configure,
 ) -> None:
