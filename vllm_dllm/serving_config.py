@@ -36,6 +36,8 @@ logger = init_logger(__name__)
 SLOT_MEMORY_BYTES = 512 << 20
 """Bounds what requests keep from step to step when the default number of requests is picked."""
 LOGITS_MEMORY_BYTES = 4 << 30
+CPU_PAGE = 128
+"""Tokens of a page of the KV cache that vLLM chooses on CPUs, after models had their say."""
 SCHEDULER = "vllm_dllm.scheduling.scheduler.make_scheduler"
 _CANVASES_OF_PROMPT = 4
 """Tokens of a prompt in a step that others share, in canvases."""
@@ -106,7 +108,9 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         if cache_config.user_specified_block_size:
             config.check_cache(cache_config.block_size, "--block-size")
         elif not config.family.is_causal:
-            cache_config.block_size = math.lcm(cache_config.block_size, config.block_length)
+            page = CPU_PAGE if current_platform.is_cpu() else cache_config.block_size
+            cache_config.block_size = math.lcm(page, config.block_length)
+            cache_config.user_specified_block_size = True  # or vLLM chooses once more, later
         if scheduler_config.async_scheduling is None:
             # Small blocks lose more to commits of their own than the host's time hides.
             scheduler_config.async_scheduling = False

@@ -1,7 +1,9 @@
 """Folders of models that engines here start from: shapes without weights, or the shipped ones."""
 
 import fcntl
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 LAYERS = 6  # five sliding and one full, as the 26B model repeats
 
@@ -12,10 +14,21 @@ def dummy(folder: Path, scheme: str) -> Path:
 
     shape = f"26B in {LAYERS} layers"
     SHAPES[shape] = SHAPE_26B | {"num_hidden_layers": LAYERS}
-    made = folder / scheme
+    return _once(folder, scheme, lambda made: write(made, shape, scheme, num_steps=16))
+
+
+def masked(folder: Path, architecture: str) -> Path:
+    """A random masked model in the published layout."""
+    from tests.engine.masked import make_checkpoint
+
+    return _once(folder, architecture, lambda made: make_checkpoint(made, 32, architecture))
+
+
+def _once(folder: Path, name: str, write: Callable[[Path], Any]) -> Path:
+    made = folder / name
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             made.mkdir()
-            write(made, shape, scheme, num_steps=16)
+            write(made)
     return made

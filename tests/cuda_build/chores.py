@@ -1,11 +1,12 @@
 """What engines do in the processes of `process.py`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tests.cuda_build import checkpoints
-from tests.cuda_build.device import GpuDevice
+from tests.cuda_build import checkpoints, sleeping
+from tests.cuda_build.device import GpuDevice, storage_of
 from tests.cuda_build.engine import Engine, Report
 from tests.paths import CHECKPOINTS
 
@@ -21,8 +22,51 @@ def serve(
     options: Mapping[str, Any],
 ) -> Report:
     """The 26B model's shape answers `requests`, which come one after the other, a step apart."""
-    engine = Engine(device, checkpoints.dummy(folder, scheme), **options)
-    return answer(engine, requests)
+    return serve_checkpoint(device, checkpoints.dummy(folder, scheme), requests, options)
+
+
+def serve_checkpoint(
+    device: GpuDevice, checkpoint: Path, requests: Requests, options: Mapping[str, Any]
+) -> Report:
+    return answer(Engine(device, checkpoint, **options), requests)
+
+
+def serve_masked(
+    device: GpuDevice,
+    folder: Path,
+    architecture: str,
+    requests: Requests,
+    options: Mapping[str, Any],
+) -> Report:
+    """A random model of few small layers."""
+    made = checkpoints.masked(folder, architecture)
+    return serve_checkpoint(device, made, requests, options)
+
+
+def serve_around_sleep(
+    device: GpuDevice,
+    checkpoint: Path,
+    level: int,
+    requests: Requests,
+    options: Mapping[str, Any],
+) -> dict[str, Report]:
+    """`requests` before and after a sleep. After one of level 2 the model's parameters count as
+    written: that is what vLLM's `reload_weights` loads, for which parameters without memory lack
+    what loads them."""
+    sleeping.install(device)
+    engine = Engine(device, checkpoint, enable_sleep_mode=True, **options)
+    found = {"before": answer(engine, requests)}
+    with device:
+        engine.llm.sleep(level)
+        engine.llm.wake_up(["weights"])
+        reloaded = engine.runner.model.parameters() if level == 2 else ()
+        engine.llm.wake_up(["kv_cache"])
+    for memory in (*reloaded, *engine.runner.kv_caches):  # nobody expects caches to be kept
+        device.lost.pop(storage_of(memory), None)
+    for log in (device.waits, device.forbidden):
+        log.clear()
+    found["after"] = answer(engine, requests)
+    return found
 
 
 def answer(engine: Engine, requests: Requests) -> Report:
@@ -46,17 +90,20 @@ def describe(engine: Engine) -> dict[str, Any]:
         "async": config.scheduler_config.async_scheduling,
         "attention": sorted({group.backend.get_name() for row in groups for group in row}),
         "cache": str(next(iter(engine.runner.kv_caches)).dtype),
-        "kernels": sorted({type(m).__name__ for m in _quant_methods(engine.runner.model)}),
+        "kernels": sorted(set(_kernels(engine.runner.model))),
         "waits at start": len(engine.at_start),
     }
 
 
-def _quant_methods(model: Any) -> list[Any]:
-    return [
-        method
-        for module in model.modules()
-        if (method := getattr(module, "quant_method", None)) is not None
-    ]
+def _kernels(model: Any) -> Iterator[str]:
+    """That vLLM chose for products with weights, where it has a choice."""
+    for module in model.modules():
+        for owner in (getattr(module, "quant_method", None), getattr(module, "scheme", None)):
+            for name, value in getattr(owner, "__dict__", {}).items():
+                if name.endswith("_backend") and isinstance(value, Enum):
+                    yield str(value.value)
+                elif name in ("fp8_linear", "kernel"):
+                    yield type(value).__name__
 
 
 def serve_kinds(

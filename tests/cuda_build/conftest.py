@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.cuda_build import summary
-from tests.cuda_build.machine import Capability
-from tests.cuda_build.process import Chip
+from tests.cuda_build.machine import Host
+from tests.cuda_build.process import Importer
 
 LINES: list[summary.Line] = []
 
@@ -17,26 +17,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def chips() -> Iterator[dict[Capability, Chip]]:
-    started: dict[Capability, Chip] = {}
-    yield started
-    for chip in started.values():
-        chip.close()
+def importers() -> Iterator[list[Importer]]:
+    """The one that is running: a second would take another 3 GiB."""
+    running: list[Importer] = []
+    yield running
+    for importer in running:
+        importer.close()
 
 
 @pytest.fixture
-def on_chip(
-    chips: dict[Capability, Chip], folder: Path, request: pytest.FixtureRequest
+def on_host(
+    importers: list[Importer], folder: Path, request: pytest.FixtureRequest
 ) -> Callable[..., Any]:
-    """Runs a function in a process that seems to have such a GPU."""
+    """Runs a function in a process of a machine that is not there."""
 
-    def run(capability: Capability, chore: Callable[..., Any], **arguments: Any) -> Any:
-        if capability not in chips:
-            chips[capability] = Chip(capability, folder)
-        result = chips[capability].run(chore, **arguments)
+    def run(host: Host, chore: Callable[..., Any], **arguments: Any) -> Any:
+        if not importers or importers[0].host != host:
+            for importer in importers:
+                importer.close()
+            importers[:] = [Importer(host, folder)]
+        result = importers[0].run(chore, **arguments)
         if reports := summary.reports_of(result):
-            name = "sm_{}{}".format(*capability)
-            LINES.append(summary.Line(request.node.name, name, reports))
+            LINES.append(summary.Line(request.node.name, str(host), reports))
         return result
 
     return run

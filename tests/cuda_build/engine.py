@@ -19,15 +19,16 @@ MODULES = (
     "vllm.model_executor.layers.fused_moe.router.gate_linear",
     "transformers",
 )
+GRAMMARS = "vllm_dllm/step/grammars.py"
 PAUSE = 3
 """Each canvas is finished at the step with this number."""
 
 
-def import_everything() -> None:
+def import_everything(device: GpuDevice) -> None:
     for module in MODULES:
         __import__(module)
     loading.make_up_nothing()
-    foreign.replace()
+    foreign.replace(device)
 
 
 @dataclass
@@ -110,6 +111,10 @@ class Engine:
             "num_gpu_blocks_override": 4096,
             **options,
         }
+        if chosen.get("tensor_parallel_size", 1) > 1:
+            from tests.cuda_build.ranks import FirstOfSeveral
+
+            chosen["distributed_executor_backend"] = FirstOfSeveral
         with device:
             self.llm = LLMEngine.from_engine_args(
                 EngineArgs(**chosen), usage_context=UsageContext.OPENAI_API_SERVER
@@ -120,6 +125,7 @@ class Engine:
         self.runner = self.worker.model_runner
         replays.compare(device, self.runner)
         self.script = Script()
+        device.answers[GRAMMARS] = self.script.token
         self.script.install(self.runner)
         self.at_start = list(device.waits)
         for log in (device.waits, device.copies, device.launches, device.compiled):
@@ -128,7 +134,10 @@ class Engine:
 
     def ask(self, name: str, prompt: Any, **params: Any) -> None:
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
+        if regex := params.pop("regex", None):
+            params["structured_outputs"] = StructuredOutputsParams(regex=regex)
         extra = {key: params.pop(key) for key in list(params) if key.startswith("diffusion_")}
         given = SamplingParams(**{"max_tokens": 40, **params}, extra_args=extra or None)
         with self.device:

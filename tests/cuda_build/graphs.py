@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.cuda_build.device import GpuDevice, Memory
+from tests.cuda_build.device import GpuDevice, Made, Memory
 from tests.gpu_dry_run import fake_cuda
 
 fake_cuda.STAND_INS.add(__file__)
@@ -69,12 +69,25 @@ class CUDAGraph:
         self.memory: Memory | None = None
         self.num_replays = 0
 
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        _device().is_capturing = True
+        self._watching = _device().watching(_made_by_parts())
+        self.memory = self._watching.__enter__()
+
+    def capture_end(self) -> None:
+        self._watching.__exit__(None, None, None)
+        _device().is_capturing = False
+        CUDAGraph.captured.append(self)
+
     def replay(self) -> None:
         assert self.memory is not None, "replayed before it was captured"
         self.num_replays += 1
         gone = [at for storage, at in self.memory.read.values() if storage.expired()]
         if gone:
             _device().forbidden.append(f"a graph reads memory that was freed: {sorted(set(gone))}")
+        lost = [_device().lost[each] for each in self.memory.read if each in _device().lost]
+        if lost:
+            _device().forbidden.append(f"a graph reads memory that a sleep lost: {sorted(lost)}")
 
     def pool(self) -> tuple[int, int]:
         return (0, 0)
@@ -83,18 +96,23 @@ class CUDAGraph:
         self.memory = None
 
 
+def _made_by_parts() -> Made | None:
+    """A step that is captured in parts: what one makes, the next may read, as their memory stays
+    theirs."""
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
+
+    whole = BreakableCUDAGraphCapture.current()
+    return None if whole is None else whole.__dict__.setdefault("made", {})
+
+
 @contextmanager
 def graph(made: CUDAGraph, *_: Any, **__: Any) -> Any:
     """`torch.cuda.graph`."""
-    device = _device()
-    device.is_capturing = True
+    made.capture_begin()
     try:
-        with device.watching() as memory:
-            yield
+        yield
     finally:
-        device.is_capturing = False
-    made.memory = memory
-    CUDAGraph.captured.append(made)
+        made.capture_end()
 
 
 _DEVICE: list[GpuDevice] = []

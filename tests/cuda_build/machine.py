@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -44,8 +44,24 @@ CHIPS: dict[Capability, Chip] = {
 }
 
 
-def install(capability: Capability, num_gpus: int = 1) -> GpuDevice:
+class Host(NamedTuple):
+    """A machine. `settings`: variables of its environment, which vLLM reads when it is imported."""
+
+    capability: Capability
+    num_gpus: int = 1
+    settings: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        several = "" if self.num_gpus == 1 else f"{self.num_gpus} x "
+        return several + "sm_{}{}".format(*self.capability)
+
+
+A100, H100, B200, RTX = (Host(capability) for capability in CHIPS)
+
+
+def install(host: Host) -> GpuDevice:
     """For good: the process must not have imported vLLM yet."""
+    capability, num_gpus, settings = host
     chip, device = CHIPS[capability], GpuDevice()
     torch._C._ensureCUDADeviceGuardSet()
     _guard_nothing()
@@ -55,6 +71,7 @@ def install(capability: Capability, num_gpus: int = 1) -> GpuDevice:
         "HF_HUB_OFFLINE": "1",
         "FLASHINFER_DISABLE_VERSION_CHECK": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would compile CUDA
+        **dict(settings),
     }
     _answer_torch(capability, chip, num_gpus)
     graphs.install(device)
@@ -70,6 +87,7 @@ def install(capability: Capability, num_gpus: int = 1) -> GpuDevice:
         return made
 
     torch.tensor = pinned_tensor
+    torch.utils.swap_tensors = _swap
     _install_in_vllm(device)
     return device
 
@@ -181,7 +199,13 @@ def _install_in_vllm(device: GpuDevice) -> None:
     for name in ("is_uva_available", "is_pin_memory_available"):
         if hasattr(torch_utils, name):
             setattr(torch_utils, name, getattr(platform_utils, name))
-    torch_utils.get_accelerator_view_from_cpu_tensor = _view_of_host
+
+    def view_of_host(tensor: torch.Tensor) -> torch.Tensor:
+        """Pinned memory as the device sees it, which no sleep takes away."""
+        with device.tagging(None):
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
+
+    torch_utils.get_accelerator_view_from_cpu_tensor = view_of_host
     register = torch_utils.direct_register_custom_op
 
     def register_and_keep(
@@ -196,6 +220,6 @@ def _install_in_vllm(device: GpuDevice) -> None:
     type(current_platform).dist_backend = "gloo"  # one rank talks to nobody
 
 
-def _view_of_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Pinned memory as the device sees it."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
+def _swap(parameter: torch.Tensor, converted: torch.Tensor) -> None:
+    """`Module.to`, where it changes nothing: nobody could tell what is swapped apart."""
+    assert (parameter.dtype, parameter.shape) == (converted.dtype, converted.shape)

@@ -1,5 +1,5 @@
-"""Processes in which a GPU seems to be there: one for each chip imports vLLM, half a minute's work,
-and each engine runs in a fork of it, because an engine leaves much behind in its process."""
+"""Processes in which a GPU seems to be there: one for each machine imports vLLM, half a minute's
+work, and each engine runs in a fork of it, because an engine leaves much behind in its process."""
 
 import os
 import sys
@@ -10,20 +10,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.cuda_build.machine import Capability
+from tests.cuda_build.machine import Host
 
 _CONTEXT = get_context("fork")
 Chore = Callable[..., Any]
 """A function of a module, given the device and what else it asks for. What it returns travels."""
 
 
-class Chip:
+class Importer:
     """`folder`: for the logs, and for what its engines share."""
 
-    def __init__(self, capability: Capability, folder: Path) -> None:
+    def __init__(self, host: Host, folder: Path) -> None:
+        self.host = host
         self._mine, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(
-            target=_import_and_serve, args=(theirs, self._mine, capability, folder)
+            target=_import_and_serve, args=(theirs, self._mine, host, folder)
         )
         self._process.start()
         theirs.close()
@@ -41,13 +42,9 @@ class Chip:
         self._process.join()
 
 
-def _import_and_serve(
-    pipe: Connection, other_end: Connection, capability: Capability, folder: Path
-) -> None:
+def _import_and_serve(pipe: Connection, other_end: Connection, host: Host, folder: Path) -> None:
     other_end.close()
-    log = os.open(
-        folder / f"sm_{capability[0]}{capability[1]}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY
-    )
+    log = os.open(folder / f"{host}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(log, 1)
@@ -56,7 +53,7 @@ def _import_and_serve(
     device: Any = None
     failed: str | None = None
     try:
-        device = _import(capability, folder)
+        device = _import(host, folder)
     except BaseException:
         failed = traceback.format_exc()
     while True:
@@ -81,14 +78,18 @@ def _import_and_serve(
         child.join()
 
 
-def _import(capability: Capability, folder: Path) -> Any:
+def _import(host: Host, folder: Path) -> Any:
     from tests.cuda_build import driver, machine
 
     driver.load(folder)
-    device = machine.install(capability)
+    device = machine.install(host)
     from tests.cuda_build import engine
 
-    engine.import_everything()
+    engine.import_everything(device)
+    if host.num_gpus > 1:
+        from tests.cuda_build import ranks
+
+        ranks.install()
     return device
 
 

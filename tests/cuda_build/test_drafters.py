@@ -7,9 +7,19 @@ import pytest
 
 from tests.cuda_build import chores
 from tests.cuda_build.engine import Report
+from tests.cuda_build.machine import H100
 from tests.cuda_build.test_start import require_no_waits
 
-POLICIES: dict[str, dict[str, Any]] = {"fixed": {}}
+POLICIES: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "narrow": {"width": 7, "narrow_draft": True},
+    "acceptance": {"width_policy": "acceptance"},
+    "load": {"width_policy": "load", "load_rows": 16},
+    "blockpilot": {"width_policy": "blockpilot"},
+    "a window": {"draft_window": 64},
+    "several passes": {"draft_steps": 3},
+    "short contexts alone": {"max_context": 64},
+}
 PROMPTS = {
     "one": {"prompt": 9, "max_tokens": 30, "temperature": 0.0},
     "another": {"prompt": 300, "max_tokens": 30, "temperature": 0.0},
@@ -19,9 +29,9 @@ PROMPTS = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_context_goes_to_the_caches_that_are_there(
-    on_chip: Callable[..., Report], policy: str
+    on_host: Callable[..., Report], policy: str
 ) -> None:
-    report = on_chip((9, 0), chores.draft, drafter=POLICIES[policy], requests=PROMPTS, options={})
+    report = on_host(H100, chores.draft, drafter=POLICIES[policy], requests=PROMPTS, options={})
     require_no_waits(report)
     assert report.tokens == {"one": 30, "another": 30, "a third": 30}
     assert report.facts["caches written"] == report.facts["caches of layers"]

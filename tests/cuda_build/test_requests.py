@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cuda_build import chores
+from tests.cuda_build.machine import H100
 
 CANVAS = list(range(300, 556))
 KINDS: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("ahead", [True], ids=["ahead"])
-def test_nobody_waits(on_chip: Callable[..., Any], folder: Path, ahead: bool) -> None:
-    found = on_chip((9, 0), chores.serve_kinds, folder=folder, kinds=KINDS, ahead=ahead)
+def test_nobody_waits(on_host: Callable[..., Any], folder: Path, ahead: bool) -> None:
+    found = on_host(H100, chores.serve_kinds, folder=folder, kinds=KINDS, ahead=ahead)
     assert {kind: report.waits for kind, report in found.items() if report.waits} == {}
     assert {kind: report.forbidden for kind, report in found.items() if report.forbidden} == {}

@@ -1,34 +1,87 @@
-"""Engines of the 26B model's shape start and answer."""
+"""Engines of the 26B model's shape start and answer: on each kind of GPU, with each format of
+weights and of the cache, with and without CUDA graphs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cuda_build import chores
+from tests.cuda_build import chores, foreign
 from tests.cuda_build.engine import Report
+from tests.cuda_build.machine import A100, B200, H100, RTX, Host
 
-NO_COMPILER = {"mode": 0, "cudagraph_mode": "FULL"}
 PLAIN = {
     "short": {"prompt": 5, "max_tokens": 20},
     "two canvases": {"prompt": 40, "max_tokens": 400},
     "a prompt in parts": {"prompt": 3000, "max_tokens": 20},
 }
+OURS = "CUSTOM"
+IN_PARTS = Host((9, 0), settings=(("VLLM_USE_BREAKABLE_CUDAGRAPH", "1"),))
+"""Without a compiler, steps are captured in parts in this way alone."""
+WITH_FA4 = Host((9, 0), settings=foreign.FA4)
 
 
-@pytest.mark.parametrize("scheme", ["bf16"])
-@pytest.mark.parametrize("capability", [(9, 0)], ids="sm_{0[0]}{0[1]}".format)
-def test_it_starts_and_answers(
-    on_chip: Callable[..., Report], folder: Path, capability: tuple[int, int], scheme: str
-) -> None:
-    options: dict[str, Any] = {"compilation_config": NO_COMPILER, "max_num_batched_tokens": 2048}
-    report = on_chip(
-        capability, chores.serve, folder=folder, scheme=scheme, requests=PLAIN, options=options
+@dataclass(frozen=True)
+class Case:
+    """`graphs`: vLLM's name of what is captured. `attention`: the backend that is to be chosen."""
+
+    host: Host = H100
+    scheme: str = "bf16"
+    graphs: str = "FULL"
+    attention: str = OURS
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def with_kernels(name: str) -> dict[str, str]:
+    """For products with weights. vLLM would choose HUMMING's on an H100, whose preparation looks at
+    the weights, and FlashInfer's on a B200, which are compiled from CUDA."""
+    return {"linear_backend": name, "moe_backend": name}
+
+
+CASES = {
+    "an H100, bf16": Case(),
+    "an A100, bf16": Case(host=A100),
+    "a B200, bf16": Case(host=B200, options={"moe_backend": "triton"}),
+    "an RTX PRO 6000, bf16": Case(host=RTX),
+    "an H100, without graphs": Case(graphs="NONE"),
+    "an H100, parts of steps in graphs": Case(host=IN_PARTS, graphs="PIECEWISE"),
+    "two H100s, bf16": Case(host=Host((9, 0), num_gpus=2), options={"tensor_parallel_size": 2}),
+    "an H100, FlashAttention-4": Case(
+        host=WITH_FA4, options={"attention_config": {"flash_attn_version": 4}}
+    ),
+    "an H100, bf16, cache fp8": Case(options={"kv_cache_dtype": "fp8"}),
+    "an H100, FP8": Case(scheme="fp8-dynamic"),
+    "an H100, NVFP4": Case(scheme="nvfp4", options=with_kernels("marlin")),
+    "a B200, NVFP4, cache fp8": Case(
+        host=B200, scheme="nvfp4", options={"kv_cache_dtype": "fp8", **with_kernels("cutlass")}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_starts_and_answers(on_host: Callable[..., Report], folder: Path, name: str) -> None:
+    case = CASES[name]
+    options: dict[str, Any] = {
+        "compilation_config": {"mode": 0, "cudagraph_mode": case.graphs},  # no compiler
+        "max_num_batched_tokens": 2048,
+        **case.options,
+    }
+    report = on_host(
+        case.host,
+        chores.serve,
+        folder=folder,
+        scheme=case.scheme,
+        requests=PLAIN,
+        options=options,
     )
     require_no_waits(report)
-    assert report.compiled_late == [], "requests wait for a compiler"
-    assert report.graphs > 0 and report.replays > 0
+    assert report.facts["graphs"] == case.graphs
+    assert report.facts["attention"] == [case.attention]
+    if case.graphs != "NONE":  # or vLLM warms up few sizes of steps
+        assert report.compiled_late == [], "requests wait for a compiler"
+    assert (report.graphs > 0) == (report.replays > 0) == (case.graphs != "NONE")
     assert report.tokens == {"short": 20, "two canvases": 400, "a prompt in parts": 20}
 
 

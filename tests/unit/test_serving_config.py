@@ -11,7 +11,10 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.config.vllm import OptimizationLevel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import Platform
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
+from tests.paths import CHECKPOINTS
 from vllm_dllm import plugin, serving_config
 from vllm_dllm.config.step_sizes import capture_sizes
 from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
@@ -58,6 +61,33 @@ def test_what_the_user_names_stays(configure: Configure) -> None:
 def test_compiled_graphs_do_not_depend_on_the_scheduler(configure: Configure) -> None:
     stock = "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
     assert configure().compute_hash() == configure(scheduler_cls=stock).compute_hash()
+
+
+@pytest.mark.parametrize(("block_length", "page"), [(4, 128), (32, 128), (24, 384)])
+def test_cached_pages_hold_whole_blocks(block_length: int, page: int) -> None:
+    """Of a masked model, whose user named no --block-size."""
+    plugin.register()
+    options: Any = {"hf_overrides": {"block_size": block_length}, "enforce_eager": True}
+    config = EngineArgs(str(CHECKPOINTS / "sdar-tiny"), **options).create_engine_config()
+    assert config.cache_config.block_size == page
+
+
+@pytest.mark.parametrize(("block_length", "page"), [(4, 16), (32, 32), (24, 48)])
+def test_cached_pages_hold_whole_blocks_on_gpus(
+    block_length: int, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks the attention backends once the model is loaded, unless the user has spoken."""
+    plugin.register()
+    monkeypatch.setattr(serving_config.current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(serving_config, "use_our_attention", lambda config: None)
+    monkeypatch.setattr(
+        serving_config.current_platform, "check_and_update_config", lambda config: None
+    )
+    options: Any = {"hf_overrides": {"block_size": block_length}, "enforce_eager": True}
+    config = EngineArgs(str(CHECKPOINTS / "sdar-tiny"), **options).create_engine_config()
+    monkeypatch.setattr(Platform, "_find_non_ssm_backends", lambda _: [TritonAttentionBackend])
+    Platform.update_block_size_for_backend(config)
+    assert config.cache_config.block_size == page
 
 
 @pytest.fixture
@@ -192,6 +222,19 @@ def test_the_gpu_worker_prefills_what_was_emitted(monkeypatch: pytest.MonkeyPatc
     worker.model_runner = SimpleNamespace()
     worker.execute_model(SimpleNamespace())
     assert calls == ["prefill", "execute"]
+
+
+def test_the_gpu_worker_takes_no_masks_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's warm-up has some for each request, and as many rows as it expects: a server of
+    Nemotron-Labs-Diffusion did not start."""
+    given: list[Any] = []
+    module = "vllm_dllm.step.worker"
+    monkeypatch.setattr(f"{module}.send_numbers", lambda runner, output: output)
+    monkeypatch.setattr(f"{module}.Worker.sample_tokens", lambda _, masks: given.append(masks))
+    worker = CanvasWorker.__new__(CanvasWorker)
+    worker.model_runner = SimpleNamespace()
+    worker.sample_tokens(SimpleNamespace())
+    assert given == [None]
 
 
 def test_requests_in_flight_get_some_time_unless_the_user_says_how_much(

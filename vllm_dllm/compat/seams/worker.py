@@ -25,6 +25,8 @@ SEAMS = [
         "model_executor.layers.fused_moe.oracle.unquantized:select_unquantized_moe_backend",
         """for k_cls in backend_to_kernel_cls(backend):
             supported, reason = k_cls.is_supported_config(""",
+    ),
+    Seam(
         "CPUs' experts that are not quantised do not know whose they are",
         "model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.apply",
         "            topk_weights,\n            topk_ids,\n            activation.value,",
