@@ -3,6 +3,7 @@
 import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
 from vllm_dllm.compat.cpu_experts import leave_other_ranks_experts_out
@@ -42,7 +43,7 @@ def test_the_ranks_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(own: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
         layer = experts.__new__(experts)
         layer._use_zentorch, layer.isa = False, ""
-        layer.w1_bias = layer.w2_bias = None
+        layer.quant_config = FusedMoEQuantConfig.make()
         output = torch.empty(T, INNER)
         layer.apply(
             output=output,
