@@ -108,7 +108,10 @@ def shipped(request: pytest.FixtureRequest) -> Path:
     return SHIPPED[request.param]
 
 
-NUM_PROMPTS, NOISES, NEAR_BOUNDARY = 20, 30, 0.4
+NUM_PROMPTS, NOISES = 20, 30
+NEAR_BOUNDARY, NEAR_BOUNDARY_INT8 = 0.4, 0.75
+"""Share of the answers, at most. e4m3 has a boundary in a 16th of a number, int8 in a 127th of the
+row's largest, so numbers lie near one up to eight times as often."""
 
 
 def assert_equal_near_boundaries(
@@ -118,10 +121,11 @@ def assert_equal_near_boundaries(
     pairs: list[tuple[Prompt, list[int]]],  # with the canvas of each prompt
     *,
     least_shift: float,  # that quantising makes, in nats
+    most_near: float = NEAR_BOUNDARY,
 ) -> None:
-    """One step. Where a number lies on the boundary between two of e4m3's, fp32's last bit decides:
-    the reference itself then moves with inputs that are off by as much. Only such answers may
-    differ, and few do."""
+    """One step. Where a number lies on the boundary between two of the format's, fp32's last bit
+    decides: the reference itself then moves with inputs that are off by as much. Only such answers
+    may differ, and few do."""
     near_boundary, shift = 0, []
     for number, (prompt, canvas) in enumerate(pairs):
         read = read_all(served, prompt, canvas, {"diffusion_canvas_length": 1})
@@ -131,7 +135,7 @@ def assert_equal_near_boundaries(
             assert not is_decided(model, prompt, canvas, expected, NOISES), f"{number=}"
         unquantised = reference.first_step_logprobs(plain, prompt, canvas)
         shift.append((expected - unquantised).abs().max().item())
-    assert near_boundary <= NEAR_BOUNDARY * len(pairs)
+    assert near_boundary <= most_near * len(pairs)
     assert min(shift) > least_shift
 
 
@@ -182,7 +186,8 @@ def test_images(engine: Callable[..., Engine], tmp_path: Path, scheme: str) -> N
         text = [token for token in tokens if token != IMAGE_ID]
         canvas = random_ids(1, VOCAB, seed)
         pairs += [(seen, canvas), (text, canvas)]
-    assert_equal_near_boundaries(served, model, plain, pairs, least_shift=0.01)
+    most_near = NEAR_BOUNDARY_INT8 if scheme == "int8" else NEAR_BOUNDARY
+    assert_equal_near_boundaries(served, model, plain, pairs, least_shift=0.01, most_near=most_near)
 
 
 def answers(served: Engine) -> list[list[int]]:
