@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-thorough test-faults gpu-dry-run gpu-dry-run-cuda test-numerics test-vllm lint docs wheel bench codegen lock clean
+.PHONY: help setup serve demo test test-fast test-thorough test-faults gpu-dry-run gpu-dry-run-cuda test-ray test-numerics test-vllm lint docs wheel bench codegen lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -81,6 +81,20 @@ $(CUDA_ENV)/.ready: pyproject.toml
 	"$(PYTHON)" -m venv $(CUDA_ENV)
 	$(CUDA_ENV)/bin/python -m pip install --no-compile --disable-pip-version-check --quiet \
 	  --editable '.[cuda,fa4]' vllm==0.32.0 torch===2.13.0 pytest
+	@touch $@
+
+# Ray beside what .venv has: 100 MB, a quarter of a minute to install.
+RAY_ENV := build/ray-venv
+SITE_PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+test-ray: $(RAY_ENV)/.ready ## run servers on Ray
+	$(RAY_ENV)/bin/python -m pytest tests/on_ray -m on_ray
+
+$(RAY_ENV)/.ready: $(READY)
+	$(BIN)/python -m venv --without-pip $(RAY_ENV)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE_PACKAGES))')" \
+	  > "$$($(RAY_ENV)/bin/python $(SITE_PACKAGES))/main.pth"
+	$(RAY_ENV)/bin/python -m pip install --no-compile --disable-pip-version-check --quiet \
+	  'ray[serve]==2.60.0'
 	@touch $@
 
 # As older, newer and other processors compute: vector widths, kernels of the libraries, threads.

@@ -27,8 +27,8 @@ if level := os.environ.get("TESTED_CPU_LEVEL"):
 
 SLOW = {"engine", "faults", "server"}  # folders whose tests start engines
 # Run only where they are asked for. The dry run needs a process in which no engine has replaced
-# the GPU's kernels; the CUDA build, an environment of its own.
-APART = {"cuda_build", "faults", "gpu_dry_run"}
+# the GPU's kernels; the CUDA build and Ray, environments of their own.
+APART = {"cuda_build", "faults", "gpu_dry_run", "on_ray"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
