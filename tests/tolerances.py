@@ -141,6 +141,20 @@ LOGPROB_OF_LAST_STEP = 10 * LOGPROB
 """After some denoising steps, each of which conditions on the logits before. The least stable of
 random weights amplify an error tenfold on their way to the last."""
 
+ROW_OF_BF16_LOGITS = (
+    (1 + DEVIATIONS / 40**0.5) * (2 * SUMS_OF_A_LAYER + FEW) ** 0.5 * unit_roundoff(torch.bfloat16)
+)
+"""Share of a row's spread by which its 20 best logits may be off (RMS), where a model of two layers
+computes in bf16: the results of its sums and a few behind the last layer are each rounded by u of
+their size at most. An RMS of 20 deviates by its 40th root."""
+BESIDE_BF16 = 1.5
+"""How many times the error of one model in bf16, a mean over rows, another's may be. Both round as
+often; which results are rounded, and which stay in fp32, is up to each."""
+ROWS_OF_SAME_EXPERTS = 0.5
+"""Share of the rows that three models, one of them exact, send to the same 8 of 128 experts in two
+layers. Of scores 2 apart the eighth and the ninth best lie 0.13 apart on average, and rounding
+moves them by a hundredth of their spread."""
+
 # --- Tokens ---------------------------------------------------------------------------------------
 
 DECISION = model(layers=5, width=256, logits=8.0) / (5 * SUMS_OF_A_LAYER) ** 0.5

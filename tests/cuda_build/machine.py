@@ -87,7 +87,6 @@ def install(host: Host) -> GpuDevice:
         return made
 
     torch.tensor = pinned_tensor
-    torch.utils.swap_tensors = _swap
     _install_in_vllm(device)
     return device
 
@@ -218,8 +217,3 @@ def _install_in_vllm(device: GpuDevice) -> None:
     from vllm.platforms import current_platform
 
     type(current_platform).dist_backend = "gloo"  # one rank talks to nobody
-
-
-def _swap(parameter: torch.Tensor, converted: torch.Tensor) -> None:
-    """`Module.to`, where it changes nothing: nobody could tell what is swapped apart."""
-    assert (parameter.dtype, parameter.shape) == (converted.dtype, converted.shape)

@@ -1,16 +1,14 @@
-"""Other models than the 26B one: masked ones, and one that is shown images."""
+"""Other models than the 26B one: masked ones, and one that keeps to a grammar."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from tests.cuda_build import chores
 from tests.cuda_build.engine import GRAMMARS, Report
 from tests.cuda_build.test_start import IN_PARTS, OURS, require_no_waits
 from tests.paths import CHECKPOINTS
-from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID
 
 REQUESTS = {
     "short": {"prompt": 5, "max_tokens": 20},
@@ -46,31 +44,6 @@ def test_masked(on_host: Callable[..., Report], folder: Path, architecture: str)
     assert report.facts["attention"] == [OURS]
     assert report.graphs > 0 and report.replays > 0
     assert report.tokens == {name: each["max_tokens"] for name, each in REQUESTS.items()}
-
-
-def test_images(on_host: Callable[..., Report]) -> None:
-    """Alone, several, and beside text."""
-
-    def shown(*sizes: tuple[int, int], text: int) -> dict[str, object]:
-        tokens = [20, 21] + [IMAGE_ID] * len(sizes) + list(range(30, 30 + text))
-        images = [Image.new("RGB", size, "teal") for size in sizes]
-        prompt = {"prompt_token_ids": tokens, "multi_modal_data": {"image": images}}
-        return {"prompt": prompt, "max_tokens": 20}
-
-    requests = REQUESTS | {
-        "an image": shown((64, 64), text=5),
-        "three": shown((40, 30), (300, 200), (1, 1), text=200),
-    }
-    report = on_host(
-        IN_PARTS,
-        chores.serve_checkpoint,
-        checkpoint=CHECKPOINTS / "diffusiongemma-tiny-vision",
-        requests=requests,
-        options=OPTIONS,
-    )
-    require_no_waits(report)
-    assert report.graphs > 0 and report.replays > 0
-    assert report.tokens == {name: each["max_tokens"] for name, each in requests.items()}
 
 
 def test_grammars(on_host: Callable[..., Report]) -> None:
