@@ -30,16 +30,16 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import jsonschema
 import numpy as np
-from llguidance import LLMatcher
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from bench import harness
 from bench.progress import Progress
-from tests.unit.grammar.canvases import SCHEMAS, answer, start, text_of
+from tests.unit.grammar.canvases import SCHEMAS, answer, of_schema, text_of
 from tests.unit.grammar.test_validity import folder_schemas
 from vllm_dllm.grammar.closing import completion
 from vllm_dllm.grammar.compile import GrammarError, check_schema, check_size
+from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.tools.pretrain.exact_match import read_rows
 
 CHECKPOINTS = harness.ROOT / "checkpoints"
@@ -77,10 +77,9 @@ def usable(schemas: Iterator[tuple[str, dict[str, Any]]], outcomes: Counter[str]
     found = []
     for name, schema in schemas:
         try:
-            text = json.dumps(schema)
-            check_size("json", text)
+            check_size("json", json.dumps(schema))
             check_schema(schema)
-            state = start(LLMatcher.grammar_from_json_schema(text))
+            state = of_schema(mend_patterns(schema))
         except GrammarError:
             outcomes["schemas that are refused"] += 1
             continue
@@ -120,7 +119,7 @@ def outcome(of: str, task: Task, num_tokens: int, text: str) -> dict[str, Any]:
 
 def answer_noise(progress: Progress, tasks: list[Task]) -> None:
     for task in tasks:
-        state = start(LLMatcher.grammar_from_json_schema(json.dumps(task.used.schema)))
+        state = of_schema(mend_patterns(task.used.schema))
         scale = task.rng.choice([1.0, 4.0, 12.0])
         tokens = answer(state, np.random.default_rng(task.number), CANVAS, task.most, scale)
         progress.add(outcome("noise", task, len(tokens), text_of(tokens)))

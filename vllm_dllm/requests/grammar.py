@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm_dllm.compat.reasoning import NO_ENDS, Ends, ends_of, parser_of
 from vllm_dllm.grammar.closing import shortest_known
 from vllm_dllm.grammar.compile import GrammarError, Grammars, check_schema, check_size
 from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 from vllm_dllm.requests.options import reasoning_of
@@ -36,7 +38,7 @@ def check_structured_outputs(
     max_model_len: int,
 ) -> None:
     """Admission check of a request with structured outputs. May put a grammar in the place of a
-    structural tag.
+    structural tag, and another schema in that of one with patterns.
 
     Raises:
         VLLMValidationError: becomes HTTP 400; names the field, and what is wrong where.
@@ -50,12 +52,14 @@ def check_structured_outputs(
         check_size(kind, spec)
         if kind == "choice" and not json.loads(spec):
             raise GrammarError("it must have a choice, got none")
-        if kind == "json":
-            check_schema(json.loads(spec))
         assert params.structured_outputs is not None
+        if kind == "json":
+            check_schema(schema := json.loads(spec))
+            if (mended := mend_patterns(schema)) != schema:
+                params.structured_outputs = replace(params.structured_outputs, json=mended)
         if kind == "structural_tag":
             check_schema(tag := json.loads(spec))
-            params.structured_outputs = StructuredOutputsParams(grammar=to_lark(tag))
+            params.structured_outputs = StructuredOutputsParams(grammar=to_lark(mend_patterns(tag)))
         text = grammar_text(params.structured_outputs, config)
         grammars = grammars_of(tokenizer, vocab_size)
         exclusions = exclusions_of(with_words, grammars.vocabulary.size)

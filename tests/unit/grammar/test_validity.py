@@ -16,11 +16,11 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
-from llguidance import LLMatcher
 
-from tests.unit.grammar.canvases import SCHEMAS, answer, of_schema, start, text_of
+from tests.unit.grammar.canvases import SCHEMAS, answer, of_schema, text_of
 from vllm_dllm.grammar.closing import completion
 from vllm_dllm.grammar.compile import GrammarError
+from vllm_dllm.grammar.patterns import mend_patterns
 
 FOLDER = os.environ.get("VLLM_DLLM_SCHEMAS")
 LONGEST = 300
@@ -35,7 +35,7 @@ def folder_schemas(folder: str) -> Iterator[tuple[str, dict]]:
 def answer_to(schema: dict, seed: int) -> str | None:
     """What became of an answer to the schema; None: it is valid."""
     try:
-        state = start(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        state = of_schema(mend_patterns(schema))
     except GrammarError:
         return "not compiled"
     needed = completion(state, LONGEST)

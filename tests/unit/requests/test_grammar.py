@@ -16,6 +16,7 @@ from tests.paths import CHECKPOINTS
 from tests.unit.grammar.canvases import SCHEMAS
 from tests.unit.grammar.special_tokens import THOUGHT_ENDS, add_tokens
 from vllm_dllm.compat import grammar as compat
+from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.requests.grammar import check_structured_outputs
 
 MAX_MODEL_LEN = 512
@@ -112,6 +113,17 @@ def test_refused(tokenizer: Any, name: str) -> None:
     with pytest.raises(VLLMValidationError, match=message) as refusal:
         check(tokenizer, wanted)
     assert "\n" not in str(refusal.value)
+
+
+def test_patterns_are_mended(tokenizer: Any) -> None:
+    """And nothing else of a request is changed, nor a schema without any."""
+    schema = {"type": "string", "pattern": r"^[^\\]+$"}
+    wanted = of(json=json.dumps(schema), disable_additional_properties=True)
+    found = check(tokenizer, wanted).structured_outputs
+    assert found is not None and found.json == mend_patterns(schema) != schema
+    assert found.disable_additional_properties
+    plain = of(json=SCHEMAS["person"])
+    assert check(tokenizer, plain).structured_outputs is plain
 
 
 def test_too_few_tokens(tokenizer: Any) -> None:

@@ -1,0 +1,44 @@
+r"""Patterns of JSON schemas, as llguidance takes them.
+
+llguidance 1.7.6 lets `\\` and `\"` stand for a character of any class that has all control
+characters, even if it excludes backslashes and quotation marks: `"a\\b"` fits `^[^\\]*$`. A class
+that lacks one of them means what it says, so none has NUL here.
+"""
+
+import re
+from typing import Any
+
+_VALUES = ("enum", "const", "default", "examples")
+"""What holds no schemas."""
+_NEGATED_CLASS = re.compile(r"\\.|\[\^((?:\\.|[^\]\\])+)\]|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+
+
+def mend_patterns(schema: Any) -> Any:
+    """A copy of the schema whose patterns mean to llguidance what they say."""
+    if isinstance(schema, list):
+        return [mend_patterns(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str):
+            found[key] = mend_pattern(value)
+        elif key == "patternProperties" and isinstance(value, dict):
+            found[key] = {mend_pattern(name): mend_patterns(of) for name, of in value.items()}
+        else:
+            found[key] = value if key in _VALUES else mend_patterns(value)
+    return found
+
+
+def mend_pattern(pattern: str) -> str:
+    """With NUL excluded from each class that excludes anything."""
+    return _NEGATED_CLASS.sub(_without_nul, pattern)
+
+
+def _without_nul(match: re.Match[str]) -> str:
+    excluded = match.group(1)
+    # An escape, or a class that names what it has, or one that was mended before.
+    if excluded is None or excluded.startswith(r"\x00["):
+        return match.group()
+    inner = rf"\{excluded}" if excluded.startswith("^") else excluded
+    return rf"[^\x00[{inner}]]"
