@@ -9,8 +9,8 @@ NO_TOKEN = -1
 
 AT_REST = 4
 """Steps for which the best guess of a canvas with a grammar has stood still when it is finished,
-however unsure the model is: where it would rather have said something else, it is not sure of the
-form's tokens in any step."""
+however unsure the model is, as with a high temperature: the form leaves few tokens that the next
+steps could change to."""
 
 
 def times_repeated(
