@@ -1,0 +1,80 @@
+"""SDAR and LLaDA2.0 at published sizes: every name and shape of the weight map."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.masked import CONFIGS, build, published_weights
+from tests.unit.models.building import build_any
+from vllm_dllm import plugin
+
+QWEN3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "SDAR-4B": (
+        "SDARForCausalLM",
+        {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
+    ),
+    "SDAR-8B": (
+        "SDARForCausalLM",
+        {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+    ),
+    "SDAR-30B-A3B": (
+        "SDARMoeForCausalLM",
+        {
+            **QWEN3,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+    ),
+    "LLaDA2.0-mini": (
+        "LLaDA2MoeModelLM",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 20,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "vocab_size": 157184,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "n_group": 8,
+            "topk_group": 4,
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_every_name_and_shape(tmp_path: Path, size: str) -> None:
+    plugin.register()
+    architecture, sizes = SIZES[size]
+    config = CONFIGS[architecture] | {
+        "architectures": [architecture],
+        "head_dim": 128,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        **sizes,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        weights = published_weights(build(architecture, config), architecture)
+    model, served = build_any(tmp_path, "meta", "bfloat16")
+    # What config.json leaves out.
+    is_llada = architecture == "LLaDA2MoeModelLM"
+    assert served.diffusion_config.canvas_length == (32 if is_llada else 4)
+    assert served.model_config.hf_config.mask_token_id == (156895 if is_llada else 151669)
+    loaded = model.load_weights((n, w.bfloat16()) for n, w in weights.items())
+    parameters = dict(model.named_parameters())
+    assert loaded == set(parameters)
+    # Each tensor has its place: none is left over where several become one.
+    assert sum(p.numel() for p in parameters.values()) == sum(w.numel() for w in weights.values())
