@@ -1,5 +1,5 @@
-"""What compiled operations return that PyTorch knows no shapes of, or wrong ones: those that do
-more than fill what they were given."""
+"""What compiled operations return that PyTorch knows no shapes of: those that do more than fill
+what they were given."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,12 +30,6 @@ def _sums(query: torch.Tensor) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=query.device)
 
 
-def _multiply_by_marlin(*args: Any) -> torch.Tensor:
-    """vLLM says its shapes for fewer arguments than it has."""
-    assert args[1] is not None, "is given where to write"
-    return args[1]
-
-
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -45,5 +39,4 @@ RETURNS: dict[str, Callable[..., Any]] = {
     "_vllm_fa3_C::fwd": _attend_fa3,
     "_vllm_fa2_C::varlen_fwd": _attend_fa2,
     "_C::weak_ref_tensor": _same,
-    "_moe_C::moe_wna16_marlin_gemm": _multiply_by_marlin,
 }

@@ -10,16 +10,7 @@ from tests.cuda_build.engine import Report
 from tests.cuda_build.machine import H100
 from tests.cuda_build.test_start import require_no_waits
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "fixed": {},
-    "narrow": {"width": 7, "narrow_draft": True},
-    "acceptance": {"width_policy": "acceptance"},
-    "load": {"width_policy": "load", "load_rows": 16},
-    "blockpilot": {"width_policy": "blockpilot"},
-    "a window": {"draft_window": 64},
-    "several passes": {"draft_steps": 3},
-    "short contexts alone": {"max_context": 64},
-}
+POLICIES: dict[str, dict[str, Any]] = {"fixed": {}}
 PROMPTS = {
     "one": {"prompt": 9, "max_tokens": 30, "temperature": 0.0},
     "another": {"prompt": 300, "max_tokens": 30, "temperature": 0.0},

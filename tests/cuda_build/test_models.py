@@ -25,7 +25,6 @@ MASKED = [
     "SDARForCausalLM",
     "SDARMoeForCausalLM",
     "LLaDA2MoeModelLM",
-    "NemotronLabsDiffusionModel",
     "Fast_dLLM_QwenForCausalLM",
 ]
 
