@@ -12,7 +12,7 @@ class Scaled(NamedTuple):
     values: torch.Tensor  # [n, K] fp32 or bf16
     scale: torch.Tensor  # fp32, [n, 1], or [] for all rows
 
-    def __getitem__(self, rows: torch.Tensor | slice) -> "Scaled":  # type: ignore[override]
+    def __getitem__(self, rows: torch.Tensor | slice) -> "Scaled":
         return Scaled(self.values[rows], self.scale[rows] if self.scale.dim() else self.scale)
 
     def for_model(self, dtype: torch.dtype) -> "Scaled":
