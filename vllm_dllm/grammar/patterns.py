@@ -19,7 +19,7 @@ def mend_patterns(schema: Any) -> Any:
         return [mend_patterns(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "pattern" and isinstance(value, str):
             found[key] = mend_pattern(value)
