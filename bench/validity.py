@@ -109,7 +109,7 @@ def outcome(of: str, task: Task, num_tokens: int, text: str) -> dict[str, Any]:
     error = complaint(task.used.schema, text)
     if error is None and num_tokens > task.most:
         error = f"{num_tokens} tokens of {task.most}"
-    found = {"number": task.number, "of": of, "tokens": num_tokens}
+    found: dict[str, Any] = {"number": task.number, "of": of, "tokens": num_tokens}
     if error:
         what = f"{of}, {task.used.name}, {task.most} tokens: {text[:300]!r}: {error}"
         print(what, flush=True)
