@@ -22,7 +22,8 @@ NUM_PROMPTS = 4
 
 
 def test_a_masked_checkpoint(tmp_path: Path) -> None:
-    """Greedy, as the tasks ask for; in blocks of 4."""
+    """Greedy, as the tasks ask for; in blocks of 4, and in bf16, in which a step of requests that
+    do not lie side by side once ended the worker."""
     task = ["--task", str(CHECKPOINTS / "held_out.yaml"), "-o", str(tmp_path)]
     limits = ["--limit", "24", "--concurrency", "8", f"--serve-options={OPTIONS}"]
     assert cli.main(["eval", str(CHECKPOINTS / "sdar-tiny"), *task, *limits]) == 0

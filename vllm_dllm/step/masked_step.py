@@ -151,7 +151,7 @@ class MaskedStep(CanvasStep):
             settings.temperature,
             draws.row_temperature,
             RowStats(tokens, tokens, candidates.entropy_nats, candidates.probability.log()),
-            source.new_empty(len(source), 0),
+            slots.soft_embeds.new_empty(len(source), 0),
             torch.full_like(tokens, self.mask_id),
             StepOutcome(canvas, revealed, state, finished, converged=None, revealed=finished),
             revealed,
