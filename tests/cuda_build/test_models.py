@@ -25,6 +25,7 @@ MASKED = [
     "SDARForCausalLM",
     "SDARMoeForCausalLM",
     "LLaDA2MoeModelLM",
+    "NemotronLabsDiffusionModel",
     "Fast_dLLM_QwenForCausalLM",
 ]
 
