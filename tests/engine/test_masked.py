@@ -231,6 +231,16 @@ def test_forwards(
         assert len(forwards) == len(found.steps)
 
 
+def test_published_weights_are_in_bf16(
+    engine: Callable[..., Engine], checkpoint: Checkpoint
+) -> None:
+    """Requests of every other length leave first, so that the others' slots lie apart."""
+    model, prompts = engine(checkpoint(4), dtype="bfloat16"), prompts_of(4)
+    lengths = [40, 8, 40, 8, 40]
+    params = [params_of(RULES["dynamic"], most, seed) for seed, most in enumerate(lengths)]
+    assert [len(found.tokens) for found in generate(model, prompts, params)] == lengths
+
+
 def test_an_answer_stops_at_eos(engine: Callable[..., Engine], checkpoint: Checkpoint) -> None:
     """The block that holds it is the last one, and is cut there."""
     model, prompt, rule = engine(checkpoint(32)), random_ids(21, VOCABULARY, 3), RULES["dynamic"]
