@@ -203,6 +203,15 @@ def json_prompts() -> list[dict[str, Any]]:
 
 
 @pytest.mark.numerics
+def test_a_block_that_breaks_the_form_ends_the_answer(
+    served: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler has a grammar of its own, which a worker without one does not get past."""
+    monkeypatch.setattr(CanvasGrammars, "concern", lambda self, batch: False)
+    output = ask(served, "json", max_tokens=64).outputs[0]
+    assert output.finish_reason == "error"
+
+
 def test_json_that_the_model_writes_anyway_is_not_changed(served: Engine) -> None:
     """Nor does it take more steps."""
     rows = json_prompts()
@@ -325,15 +334,6 @@ def test_two_processes(
     assert preemptions(served) > 0
     first, second = served.llm.collective_rpc("grammar_paths")
     assert len(first) > len(MIX) and first == second
-
-
-def test_a_block_that_breaks_the_form_ends_the_answer(
-    served: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scheduler has a grammar of its own, which a worker without one does not get past."""
-    monkeypatch.setattr(CanvasGrammars, "concern", lambda self, batch: False)
-    output = ask(served, "json", max_tokens=64).outputs[0]
-    assert output.finish_reason == "error"
 
 
 def test_random_weights_answer_in_every_form(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tests import tolerances
 from tests.engine.masked import Reference, make_checkpoint
@@ -49,8 +49,17 @@ def difference(published: Path, path: Path) -> float:
     config = json.loads((checkpoint / "config.json").read_text())
     config["auto_map"] = own["auto_map"]
     (checkpoint / "config.json").write_text(json.dumps(config))
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, trust_remote_code=True, attn_implementation="eager", dtype=torch.float32
+    # Not by transformers' Auto classes, which prefer a class of ours for this type of model, once
+    # another test has registered it.
+    config_cls, model_cls = (
+        get_class_from_dynamic_module(own["auto_map"][name], str(checkpoint))
+        for name in ("AutoConfig", "AutoModelForCausalLM")
+    )
+    model = model_cls.from_pretrained(
+        checkpoint,
+        config=config_cls.from_pretrained(checkpoint),
+        attn_implementation="eager",
+        dtype=torch.float32,
     ).eval()
     tokens = [*random_ids(13, 500, 0), *[reference.mask_id] * 3]
     with torch.inference_mode():
