@@ -1,5 +1,7 @@
 """vLLM's C++ operations for CPUs."""
 
+from functools import cache
+
 import torch
 from vllm import _custom_ops
 
@@ -18,12 +20,32 @@ class Int8Weights:
         scales: torch.Tensor,  # [n, N, 1] fp32
         dtype: torch.dtype,  # of the products
     ) -> None:
+        """Raises ValueError on a processor that cannot add up products of int8."""
+        if not int8_sums_are_exact():
+            raise ValueError(
+                "int8 checkpoints need a processor with VNNI (avx512_vnni or avx_vnni in lscpu): "
+                "without it, sums of two products of int8 overflow. Serve the bf16 checkpoint, or "
+                "quantise it with --scheme fp8-dynamic."
+            )
         self._scales = scales
         self._matrices = [
             _custom_ops.create_onednn_scaled_mm(weight.t(), scale, dtype, True, False)
             for weight, scale in zip(weights, scales, strict=True)
         ]
         self.handles = torch.stack([matrix.handler_tensor for matrix in self._matrices])
+
+
+@cache
+def int8_sums_are_exact() -> bool:
+    """Whether oneDNN adds up products of int8 in 32 bits here. Without VNNI it has instructions
+    that add two of them in 16 bits, and cut off what is more."""
+    largest, one = torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16, 1)
+    matrix = _custom_ops.create_onednn_scaled_mm(
+        largest.t(), one, torch.float32, dynamic_quant=True, use_azp=False
+    )
+    out = torch.empty(16, 16)
+    int8_product(largest, one, matrix.handler_tensor, out)
+    return bool((out == 64 * 127**2).all())
 
 
 def quantize_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

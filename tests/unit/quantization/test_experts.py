@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import tolerances
-from vllm_dllm.compat.cpu_ops import Int8Weights
+from vllm_dllm.compat.cpu_ops import Int8Weights, int8_sums_are_exact
 from vllm_dllm.quantization import experts, fp8, int4
 
 pytestmark = pytest.mark.numerics
@@ -98,6 +98,10 @@ FORMATS: dict[str, tuple[Callable[..., Any], float]] = {
 def test_experts(name: str, dtype: torch.dtype) -> None:
     """Against float64, element by element as if all roundings went the same way, and on average."""
     build, step = FORMATS[name]
+    if name == "int8" and not int8_sums_are_exact():
+        with pytest.raises(ValueError, match="need a processor with VNNI"):
+            build(dtype)
+        return
     run, (gate_up, down) = build(dtype)
     x = drawn(ROWS, HIDDEN, seed=5).to(dtype)
     weights = drawn(ROWS, CHOSEN, seed=6).abs()
