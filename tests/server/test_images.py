@@ -146,6 +146,12 @@ def test_more_images_than_allowed(seeing: Server) -> None:
         ask(seeing, [image] * (MOST_IMAGES + 1))
 
 
+def test_a_prompt_that_is_cut_off_behind_its_image(seeing: Server) -> None:
+    content = [image_part(data_url(SQUARES[0])), text_part("What?")]
+    with pytest.raises(BadRequestError, match="no place for image 1 of 1: truncate_prompt_tokens"):
+        ask(seeing, content, extra_body={"truncate_prompt_tokens": 1})
+
+
 @pytest.mark.parametrize("kind", ["video", "audio"])
 def test_other_media(seeing: Server, kind: str) -> None:
     part = {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind}/mp4;base64,YQ=="}}

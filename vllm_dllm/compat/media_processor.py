@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from transformers import BatchFeature
 from vllm.multimodal.inputs import (
@@ -51,6 +51,17 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
         out_mm_kwargs: MultiModalKwargsItems,
     ) -> Sequence[PromptUpdate]:
         return self.prompt_updates(out_mm_kwargs)
+
+    def _matched_updates_from_result(self, mm_prompt_updates: Any, match_result: Any) -> Any:
+        """Raises ValueError, which becomes HTTP 400, where vLLM has an assertion of its own."""
+        for modality, found in match_result.items():
+            if None in found:
+                raise ValueError(
+                    f"the prompt has no place for {modality} {found.index(None) + 1} of "
+                    f"{len(found)}: truncate_prompt_tokens has cut it off. Raise it, or leave it "
+                    f"out."
+                )
+        return super()._matched_updates_from_result(mm_prompt_updates, match_result)
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> Mapping[str, list[str]]:
         return super()._get_mm_hashes(replace(inputs, mm_uuid_items=None))

@@ -66,6 +66,11 @@ SEAMS = [
         """mm_hashes = self._get_mm_hashes(inputs)""",
     ),
     Seam(
+        "an image without a place in the prompt is an assertion of its own",
+        "multimodal.processing.processor:BaseMultiModalProcessor._matched_updates_from_result",
+        "assert update_idx is not None, (",
+    ),
+    Seam(
         "its tensors are made by",
         "multimodal.processing.processor:BaseMultiModalProcessor._apply_hf_processor",
         "mm_processed_data = self._apply_hf_processor_main(",
