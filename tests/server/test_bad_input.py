@@ -92,6 +92,15 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
         {"extra_body": {"allowed_token_ids": [EOS], "min_tokens": 5}},
         rf"allowed_token_ids must leave .* got \[{EOS}\] with min_tokens = 5",
     ),
+    "more tokens than a canvas that is only read": (
+        {
+            "extra_body": {
+                "min_tokens": CANVAS,
+                "vllm_xargs": {"diffusion_read_only": 1, "diffusion_canvas_length": 8},
+            }
+        },
+        f"min_tokens must be at most 8, the canvas .* got {CANVAS}",
+    ),
     "more answers than served": ({"n": 65}, "at most 64 answers .* got 65.* limits.n"),
     "more bad words than served": (
         {"extra_body": {"bad_words": [f"{i}" + " and so on" * 6 for i in range(60)]}},

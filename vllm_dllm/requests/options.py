@@ -3,6 +3,7 @@
 docs/requests.md says what the keys of `vllm_xargs` (`SamplingParams.extra_args`) mean.
 """
 
+import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -185,12 +186,24 @@ def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_si
             f"the value in vllm_xargs (extra_args offline) or leave it out.",
             parameter="extra_args",
         ) from error
+    _check_one_canvas(params)
     try:
         check_options({k: v for k, v in extra.items() if k.startswith("diffusion_")})
         check_prediction(extra, vocab_size)
         check_stream_canvases(extra.get(STREAM_CANVASES))
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="extra_args") from error
+
+
+def _check_one_canvas(params: SamplingParams) -> None:
+    """vLLM has cut a read-only request's `max_tokens` to its canvas. With more `min_tokens` than
+    that, the engine's thread that reads requests would fail to decode it, and end."""
+    if is_read_only(params) and params.min_tokens > (params.max_tokens or math.inf):
+        raise VLLMValidationError(
+            f"min_tokens must be at most {params.max_tokens}, the canvas of this request with "
+            f"diffusion_read_only, got {params.min_tokens}. Lower it or leave it out.",
+            parameter="min_tokens",
+        )
 
 
 def check_choices(params: SamplingParams) -> None:
