@@ -89,7 +89,7 @@ def _register_models() -> None:
 
 def _check_requests() -> None:
     """What a request may ask for, on its way through vLLM's processes."""
-    from vllm_dllm.compat import admission, grammar, http, limits, tool_parsers, usage
+    from vllm_dllm.compat import admission, grammar, http, limits, media_cache, tool_parsers, usage
     from vllm_dllm.config.masked import FAMILIES
     from vllm_dllm.requests.accepted_tokens import accepted_tokens
     from vllm_dllm.requests.grammar import check_structured_outputs
@@ -123,6 +123,7 @@ def _check_requests() -> None:
     http.answer_bad_bodies(wrong_type)
     http.set_beam_search_check(refuse_beam_search)
     usage.count_in_usage(accepted_tokens)
+    media_cache.send_what_is_cached()
     limits.set_limit_checks(check_parameters, check_tokens)
 
 

@@ -146,6 +146,14 @@ def test_more_images_than_allowed(seeing: Server) -> None:
         ask(seeing, [image] * (MOST_IMAGES + 1))
 
 
+def test_an_image_of_a_refused_request(seeing: Server) -> None:
+    """Another request may show it."""
+    turn = [image_part(data_url(random_image((48, 48), 7)))]
+    with pytest.raises(BadRequestError, match="diffusion_canvas_length must be at least"):
+        ask(seeing, turn, extra_body={"vllm_xargs": {"diffusion_canvas_length": 1}})
+    assert ask(seeing, turn).choices[0].finish_reason == "length"
+
+
 def test_a_prompt_that_is_cut_off_behind_its_image(seeing: Server) -> None:
     content = [image_part(data_url(SQUARES[0])), text_part("What?")]
     with pytest.raises(BadRequestError, match="no place for image 1 of 1: truncate_prompt_tokens"):

@@ -75,6 +75,14 @@ SEAMS = [
         "multimodal.processing.processor:BaseMultiModalProcessor._apply_hf_processor",
         "mm_processed_data = self._apply_hf_processor_main(",
     ),
+    Seam(
+        "where processed images are kept depends on",
+        "multimodal.cache.factories:processor_cache_from_config",
+        """cache_type = _get_cache_type(vllm_config)
+    if cache_type is None:
+        return None
+    elif cache_type == "processor_only":""",
+    ),
     # --- structured outputs -----------------------------------------------------------------------
     Seam(
         "the engine's choice of a grammar's backend",
