@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from vllm_dllm.denoise.vocab_stream_triton import FusedVocabReader
 
 TILE_TOKENS = 16 * BLOCK
+CACHED_TILE = (256, 4 * BLOCK)
+"""Most rows and tokens of a tile on CPUs. A dozen passes go over its 4 MiB of logits, which caches
+hold; over tiles of 16 MiB they take twice as long."""
 # fp32: logit, scaled, below its block's largest, weight, cumulative, rounded, for the product
 _BYTES_PER_STREAMED_LOGIT = 7 * 4
 _FUSED_COPIES = 2  # of a logit: our GPU kernels work in its place; as much again is for products
@@ -42,11 +45,17 @@ def step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
     return budget_bytes + rows * model.config.vocab_size * per_logit
 
 
-def tile_shape(rows: int, budget_bytes: int, fused_bytes: int | None) -> tuple[int, int]:
+def tile_shape(
+    rows: int,
+    budget_bytes: int,
+    fused_bytes: int | None,  # that a logit takes in kernels that do everything; None: without them
+    on_cpu: bool = False,
+) -> tuple[int, int]:
     """Rows and tokens of a streamed tile. On a GPU, a launch costs more than a tile of few rows:
     these have as many tokens as fit."""
     if fused_bytes is None:
-        return max(1, budget_bytes // (TILE_TOKENS * _BYTES_PER_STREAMED_LOGIT)), TILE_TOKENS
+        most_rows, tokens = CACHED_TILE if on_cpu else (rows, TILE_TOKENS)
+        return max(1, min(most_rows, budget_bytes // (tokens * _BYTES_PER_STREAMED_LOGIT))), tokens
     tile_rows = max(1, min(rows, budget_bytes // (TILE_TOKENS * fused_bytes)))
     tokens = budget_bytes // (tile_rows * fused_bytes) // BLOCK * BLOCK
     return tile_rows, max(TILE_TOKENS, tokens)
@@ -268,7 +277,9 @@ class StreamedLogits:
         draw: torch.Tensor,
         guess: torch.Tensor | None,
     ) -> ReadRows:
-        tile_rows, tile_tokens = tile_shape(len(draw), self.budget, self._fused_bytes(hidden))
+        tile_rows, tile_tokens = tile_shape(
+            len(draw), self.budget, self._fused_bytes(hidden), on_cpu=hidden.device.type == "cpu"
+        )
         tiles = _tiles(slice(0, len(draw)), tile_rows)
         return _concat(
             [

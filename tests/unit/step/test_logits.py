@@ -19,6 +19,7 @@ from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from vllm_dllm.step import soft_embedding
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits import (
+    CACHED_TILE,
     TILE_TOKENS,
     StreamedLogits,
     WholeLogits,
@@ -229,8 +230,14 @@ def test_tiles_of_fused_kernels_fill_the_budget(rows: int, tile: tuple[int, int]
     budget = 256 * MIB
     assert tile_shape(rows, budget, fused_bytes=4) == tile
     assert math.prod(tile) * 4 <= budget
-    assert tile_shape(rows, budget, fused_bytes=None) == (585, TILE_TOKENS)
+    assert tile_shape(rows, budget, fused_bytes=None) == (min(rows, 585), TILE_TOKENS)
 
 
 def test_the_smallest_tile_may_take_more_than_the_budget() -> None:
     assert tile_shape(64, 1, fused_bytes=4) == tile_shape(64, 1, None) == (1, TILE_TOKENS)
+    assert tile_shape(64, 1, None, on_cpu=True) == (1, CACHED_TILE[1])
+
+
+def test_tiles_on_cpus_stay_in_caches() -> None:
+    assert tile_shape(8192, 256 * MIB, None, on_cpu=True) == CACHED_TILE
+    assert tile_shape(8192, 14 * MIB, None, on_cpu=True) == (128, CACHED_TILE[1])
