@@ -32,3 +32,28 @@ def test_pins_hold_through_the_first_canvas(
     for step in steps[:3]:
         assert [step["canvas"][p] for p in pins] == pinned
     assert any([step["canvas"][p] for p in pins] != pinned for step in steps[4:7])
+
+
+def test_pins_are_not_emitted_where_tokens_are_revealed_for_good(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path]
+) -> None:
+    """Nor do they bring tokens that the request excludes."""
+    served = engine(tiny(64))
+    allowed, pins = [100, 148, 401], [0, 5, 6, 31]
+    params = SamplingParams(
+        max_tokens=32,
+        ignore_eos=True,
+        seed=3,
+        allowed_token_ids=allowed,
+        extra_args={
+            "diffusion_seed_canvas": [7] * 32,
+            "diffusion_pinned": pins,
+            "diffusion_acceptance": "top_k",
+            "diffusion_accept_tokens": 4,
+        },
+    )
+    output = served.llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)[0]
+    first, *_, last = served.steps(output.request_id)
+    assert [first["canvas"][p] for p in pins] == [7] * 4
+    assert last["step"] == 8
+    assert set(output.outputs[0].token_ids) <= set(allowed)

@@ -46,8 +46,9 @@ def check(request: DrawnRequest, status: int, text: str, model: Model, tokenizer
 
 
 def as_read(value: Any) -> Any:
-    """Of a parameter; servers take numbers in quotation marks for numbers."""
-    return int(value) if value == "5" or isinstance(value, bool) else value
+    """Of a parameter; servers take numbers in quotation marks, and -0.0, for whole numbers."""
+    is_whole = value == "5" or isinstance(value, bool) or (isinstance(value, float) and not value)
+    return int(value) if is_whole else value
 
 
 def _no_number(name: str) -> float:

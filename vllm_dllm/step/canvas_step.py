@@ -281,7 +281,8 @@ class CanvasStep:
         batch, numbers, tokens, settings = found.batch, found.numbers, found.tokens, found.settings
         assert isinstance(settings, StepSettings)
         slots, idx = self.slots, batch.slot_index
-        reveal = revealing(settings, slots.revealed[idx], slots.canvas[idx])
+        # What was shown is what was guessed there, whatever a pin makes the canvas hold.
+        reveal = revealing(settings, slots.revealed[idx], tokens.best_guess)
         logits = self._logits(found, source, reveal)
         step_temperature, drawn = self._draw(found, settings)
         row_temperature = batch.by_row(step_temperature)[:, None]
