@@ -1,35 +1,20 @@
 """`reload_weights` and sleep with masked models. test_reloading.py says what a reload must do."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
 from tests.engine.conftest import Engine
 from tests.engine.masked import CONFIGS, make_checkpoint
 from tests.engine.one_step import random_ids
+from tests.engine.reloads import altered, reload, sleep_and_wake
 
 # The longest takes several blocks of the prefix cache.
 PROMPTS = [random_ids(length, 256, seed=length) for length in (3, 40, 300)]
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "block_size": 32}
-
-
-def altered(checkpoint: Path, target: Path) -> Path:
-    """A copy whose matrices are others, a little."""
-    shutil.copytree(checkpoint, target, dirs_exist_ok=True)
-    weights = load_file(target / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    for name, weight in weights.items():
-        if weight.dim() == 2 and "embed" not in name:
-            drawn = torch.randn(weight.shape, generator=generator)
-            weights[name] = weight + 0.3 * weight.std() * drawn.to(weight.dtype)
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    return target
 
 
 def answers(llm: LLM) -> list[list[int]]:
@@ -38,16 +23,6 @@ def answers(llm: LLM) -> list[list[int]]:
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def reload(llm: LLM, checkpoint: Path) -> None:
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
-
-
-def sleep_and_wake(llm: LLM) -> None:
-    llm.sleep(level=2)
-    assert llm.llm_engine.is_sleeping()
-    llm.wake_up()
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
