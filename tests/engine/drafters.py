@@ -1,6 +1,7 @@
 """Serves a target, alone and with its drafter, by engines in the tests' process."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -40,6 +41,12 @@ def serve(asked: dict[str, Any]) -> dict[str, Any]:
     """Of each request: its tokens; how many tokens each verification emitted, behind which token of
     the answer it began and of how many drafts; how many tokens the prefix cache held. Of each group
     of caches, its sliding window; whether steps were scheduled ahead of the last one's tokens."""
+    with started(asked["engine"]) as llm:
+        return ask(llm, asked)
+
+
+@contextmanager
+def started(engine: dict[str, Any]) -> Iterator[LLM]:
     options = {
         "skip_tokenizer_init": True,
         "max_num_seqs": 16,
@@ -50,11 +57,11 @@ def serve(asked: dict[str, Any]) -> dict[str, Any]:
     }
     with ExitStack() as stack:
         stack.enter_context(in_this_process())
-        if asked["engine"].get("async_scheduling"):
+        if engine.get("async_scheduling"):
             stack.enter_context(asynchronous_scheduling())
-        llm = LLM(**options | asked["engine"])
+        llm = LLM(**options | engine)
         stack.callback(llm.llm_engine.engine_core.shutdown)
-        return ask(llm, asked)
+        yield llm
 
 
 def ask(llm: LLM, asked: dict[str, Any]) -> dict[str, Any]:
