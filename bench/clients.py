@@ -5,7 +5,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +28,15 @@ class Answered:
 
 
 @contextmanager
-def serving(checkpoint: Path, *options: str) -> Iterator[server_process.Server]:
+def serving(
+    checkpoint: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[server_process.Server]:
+    """`environment`: beside this process' own."""
     port = server_process.choose_port(None)
     command = server_process.serve_command(checkpoint, port, *OPTIONS, *options)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with server_process.Server(command, port, log) as server:
+        with server_process.Server(command, port, log, environment) as server:
             server.wait_until_ready(lambda seconds: None)
             yield server
 
