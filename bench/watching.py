@@ -119,10 +119,10 @@ def started(model: Path, environment: Mapping[str, str]) -> Iterator[list[Server
     """Without the plugin and with it, stopped."""
     variable, _, names = WATCHING_PLUGINS.partition("=")
     with ExitStack() as stack:
-        servers = []
-        for plugin in ({}, {variable: names}):
-            serving_it = serving(model, environment={**environment, **plugin})
-            servers.append(stack.enter_context(serving_it))
+        servers = [
+            stack.enter_context(serving(model, environment=settings))
+            for settings in (environment, {**environment, variable: names})
+        ]
         check(servers, model)
         for server in servers:
             os.killpg(server.pid, signal.SIGSTOP)

@@ -19,7 +19,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 1, "max_tokens": 48, "ignore_eos": True},
     {"temperature": 0.8, "seed": 2, "max_tokens": 48, "ignore_eos": True},
 ]
-ASKED = {"prompts": PROMPTS, "sampling": SAMPLING}
+ASKED: dict[str, Any] = {"prompts": PROMPTS, "sampling": SAMPLING}
 
 
 def options(target: Path) -> dict[str, Any]:

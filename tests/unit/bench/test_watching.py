@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench import harness, watching
+from vllm_dllm.requests.keys import STREAM_CANVASES
 
 PLAIN, PLUGIN = (SimpleNamespace(port=port) for port in (1, 2))
 
@@ -41,7 +42,7 @@ def test_refuses(
     is_refused: bool,
 ) -> None:
     def ask(server: Any, model: Path, asked: dict[str, Any]) -> bytes:
-        watches = watching.STREAM_CANVASES in asked["vllm_xargs"]
+        watches = STREAM_CANVASES in asked["vllm_xargs"]
         return stream(*(watched if watches and server is PLUGIN else unwatched))
 
     monkeypatch.setattr(watching, "ask", ask)
