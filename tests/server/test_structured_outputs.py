@@ -158,10 +158,10 @@ def test_bad_grammars(server: Server, name: str) -> None:
 
 
 def test_too_few_tokens(server: Server) -> None:
-    with pytest.raises(BadRequestError, match=r"max_tokens must be at least 9 .* got 5"):
+    with pytest.raises(BadRequestError, match=r"max_tokens must be at least 8 .* got 5"):
         chat(server, response_format=STRICT, max_tokens=5)
     jsonschema.validate(
-        json.loads(text_of(chat(server, response_format=STRICT, max_tokens=9))), SCHEMA
+        json.loads(text_of(chat(server, response_format=STRICT, max_tokens=8))), SCHEMA
     )
 
 

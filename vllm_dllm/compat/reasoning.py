@@ -10,9 +10,10 @@ from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-Ends = tuple[frozenset[int], frozenset[int]]
-"""Tokens that end reasoning, and those of them that are the answer's first token, too."""
-NO_ENDS: Ends = (frozenset(), frozenset())
+Ends = tuple[frozenset[int], frozenset[int], frozenset[int]]
+"""Tokens that end reasoning, those of them that are the answer's first token, too, and those that
+begin reasoning where a parser takes what comes before them for a part of the answer."""
+NO_ENDS: Ends = (frozenset(), frozenset(), frozenset())
 
 
 def parser_of(
@@ -42,13 +43,15 @@ def ends_of(parser: ReasoningParser) -> Ends | None:
     """None: as `parser` sees it, all is answer. `NO_ENDS`: no token alone ends its reasoning."""
     if isinstance(parser, ParserEngineReasoningAdapter):
         ends = parser.reasoning_end_token_ids
-        return ends, frozenset(end for end in ends if parser.find_reasoning_end([end]).implicit)
+        opening = frozenset(end for end in ends if parser.find_reasoning_end([end]).implicit)
+        begins = parser.vocab.get(parser.reasoning_start_str or "")
+        return ends, opening, frozenset() if begins is None else frozenset({begins})
     added, text = _tokens_of(parser.model_tokenizer)
     if parser.is_reasoning_end_streaming([text], [text]):
         return None
     # All that does, since vLLM's own check of a block asks the parser, too.
     ends = frozenset(end for end in added if parser.is_reasoning_end_streaming([end], [end]))
-    return ends, frozenset()
+    return ends, frozenset(), frozenset()
 
 
 def open_reasoning(manager: StructuredOutputManager, request: Request) -> Ends | None:

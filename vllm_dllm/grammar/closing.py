@@ -5,7 +5,7 @@ known is searched: what is forced, then what closes things. A block is let throu
 plan of how the answer can be closed behind it, which the next block falls back on if it finds none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 import numpy as np
@@ -172,33 +172,49 @@ def _is_free_text(
 
 
 def _respelled(start: GrammarState, tokens: list[int]) -> list[int]:
-    """The same bytes in as few tokens as spell them, since a grammar is one of bytes; the tokens
-    as they are, if one of those is excluded or would end the answer, or they are too few."""
-    token_bytes = start.vocabulary.token_bytes
+    """The same bytes in as few tokens as spell them, since a grammar is one of bytes, or in fewer
+    still with whitespace between them, if that is legal: many tokenizers have a token for `": "`
+    and none for `":`. The tokens as they are, if one of those is excluded or would end the answer,
+    or they are too few."""
+    vocabulary = start.vocabulary
+    ways = [_fewest(vocabulary, tokens, vocabulary.by_bytes)]
+    with_blanks = _fewest(vocabulary, tokens, vocabulary.by_bytes_but_blanks)
+    if len(with_blanks) < len(ways[0]):
+        ways.insert(0, with_blanks)
+    for fewest in ways:
+        end = start.copy()
+        is_free = start.stops.isdisjoint(fewest) and end.consume_text(fewest) == len(fewest)
+        if is_free and end.is_complete():
+            return fewest
+    return tokens
+
+
+def _fewest(
+    vocabulary: GrammarVocabulary, tokens: list[int], spelling: Mapping[bytes, int]
+) -> list[int]:
+    """Other tokens with the text of `tokens`, as few as `spelling` has them for."""
+    token_bytes = vocabulary.token_bytes
     fewest: list[int] = []
     for is_text, run in groupby(tokens, lambda token: bool(token_bytes[token])):
         if is_text:
             text = b"".join(token_bytes[token] for token in run)
-            fewest += _fewest(start.vocabulary, text)
+            fewest += _spelt(text, spelling, vocabulary.longest)
         else:
             fewest += run
-    end = start.copy()
-    is_free = start.stops.isdisjoint(fewest) and end.consume_text(fewest) == len(fewest)
-    return fewest if is_free and end.is_complete() else tokens
+    return fewest
 
 
-def _fewest(vocabulary: GrammarVocabulary, text: bytes) -> list[int]:
-    """Tokens that spell `text`."""
+def _spelt(text: bytes, spelling: Mapping[bytes, int], longest: int) -> list[int]:
     spelt: dict[int, list[int]] = {0: []}  # by the end in the text
     for end in range(1, len(text) + 1):
         begins = [
             begin
-            for begin in range(max(0, end - vocabulary.longest), end)
-            if begin in spelt and text[begin:end] in vocabulary.by_bytes
+            for begin in range(max(0, end - longest), end)
+            if begin in spelt and text[begin:end] in spelling
         ]
         if begins:
             begin = min(begins, key=lambda begin: len(spelt[begin]))
-            spelt[end] = [*spelt[begin], vocabulary.by_bytes[text[begin:end]]]
+            spelt[end] = [*spelt[begin], spelling[text[begin:end]]]
     return spelt[len(text)]
 
 

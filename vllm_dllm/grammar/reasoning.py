@@ -9,3 +9,6 @@ class Reasoning:
     """Tokens, each of which ends it wherever it stands."""
     opening: frozenset[int] = frozenset()
     """Those of them that are the answer's first token, too, such as one that begins a tool call."""
+    begins: frozenset[int] = frozenset()
+    """Tokens that begin it, which only the first token of all may be: a parser takes what comes
+    before them for a part of the answer, and that has no form."""

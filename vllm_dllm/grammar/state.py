@@ -39,6 +39,7 @@ class GrammarState:
         self.reasoning = reasoning  # that is still to end before the grammar begins
         self._before: tuple[int, ...] = ()  # the last tokens, as many as exclusions ask for
         self.has_ended = False
+        self._has_begun = False  # some token has come
         self.spaces = 0  # characters of whitespace that were the last tokens
         self.plan: list[int] | None = None  # tokens that complete the answer from here, if known
         # From here, see `closing`: by the most tokens, and behind some tokens.
@@ -56,7 +57,7 @@ class GrammarState:
             self.reasoning,
         )
         other.has_ended, other.spaces = self.has_ended, self.spaces
-        other._before = self._before
+        other._before, other._has_begun = self._before, self._has_begun
         return other
 
     def is_complete(self) -> bool:
@@ -81,7 +82,7 @@ class GrammarState:
         if self._admitted([token]) != [token]:
             return False
         if self.reasoning is not None and token not in self.reasoning.opening:
-            return True
+            return not (self._has_begun and token in self.reasoning.begins)
         return self._matcher.validate_tokens([token]) == 1
 
     def consume(self, token: int) -> bool:
@@ -106,6 +107,7 @@ class GrammarState:
         if count < len(admitted) and self.reasoning is None:
             count += self._matcher.try_consume_tokens(admitted[count:])
         if count:
+            self._has_begun = True
             self._forget()
             self.min_tokens -= count
             if self.plan is not None:
@@ -123,6 +125,8 @@ class GrammarState:
         if self.reasoning is None:
             return 0
         for i, token in enumerate(tokens):
+            if token in self.reasoning.begins and (self._has_begun or i):
+                return i
             if token in self.reasoning.opening:
                 if self._matcher.validate_tokens([token]) == 1:
                     self.reasoning = None
@@ -186,7 +190,7 @@ class GrammarState:
         if self.exclusions is not None:
             self.exclusions.remove_from(words, self._before)
         assert self.reasoning is not None
-        for token in self.reasoning.opening:
+        for token in self.reasoning.opening | self.reasoning.begins:
             if not self.allows(token):
                 words[token >> 5] &= ~np.uint32(1 << (token & 31))
         return words

@@ -69,6 +69,13 @@ class GrammarVocabulary:
         return {text: token for token, text in enumerate(self.token_bytes) if text}
 
     @cached_property
+    def by_bytes_but_blanks(self) -> dict[bytes, int]:
+        """The same, and tokens with whitespace, such as `": "`, by their bytes without it."""
+        found = {text.translate(None, _SPACE): token for text, token in self.by_bytes.items()}
+        found.pop(b"", None)
+        return {**found, **self.by_bytes}
+
+    @cached_property
     def longest(self) -> int:
         """Bytes of the longest token."""
         return max(map(len, self.token_bytes))

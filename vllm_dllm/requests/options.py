@@ -123,8 +123,8 @@ def fit_canvas(params: SamplingParams | None, canvas_length: int) -> bool:
     return True
 
 
-def reasoning_of(ends: tuple[Iterable[int], Iterable[int]]) -> Reasoning:
-    """Of the tokens that end it, and those of them that begin the answer."""
+def reasoning_of(ends: Iterable[Iterable[int]]) -> Reasoning:
+    """Of its fields."""
     return Reasoning(*map(frozenset, ends))
 
 
@@ -134,7 +134,7 @@ def mark(
     joins_commits: bool,
     fits_canvases: bool,
     is_counted: bool,
-    reasoning: tuple[Iterable[int], Iterable[int]] | None = None,  # see `reasoning_of`
+    reasoning: Iterable[Iterable[int]] | None = None,  # see `reasoning_of`
 ) -> None:
     """Tells the worker whether the scheduler commits this request's blocks next to their
     successors, whether it fits canvases to the tokens that may still come, whether the metrics

@@ -368,7 +368,15 @@ class CanvasStep:
         skipped = found.numbers.is_committing == 1
         if found.cut is not None:
             skipped |= found.cut
-        return grammars.legal(found.batch, found.starts, skipped, logits, row_temperature, reveal)
+        return grammars.legal(
+            found.batch,
+            found.starts,
+            skipped,
+            found.numbers.steps_done,
+            logits,
+            row_temperature,
+            reveal,
+        )
 
     def _settle(self, found: Found, outcome: StepOutcome) -> Settled:
         committing = found.numbers.is_committing == 1

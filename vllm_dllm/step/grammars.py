@@ -42,6 +42,10 @@ MOST_PROBABLE = 32
 COMPILED_WITHIN_S = 0.02
 """For which a step waits. Most grammars take a millisecond or two; the canvas of one that takes
 longer sits steps out, and nobody else waits for it."""
+HELD_STEPS = 4
+"""A canvas' first, in which its candidates and the expected embeddings are of legal tokens alone. A
+model that is not sure by then is at odds with the form: held on to legal tokens it does not come to
+rest, and left alone it does. Its path is legal all the same."""
 _NONE = -1
 _REVEALED_NATS = 20.0
 """How much less probable than a revealed token the others of its row count."""
@@ -197,28 +201,36 @@ class CanvasGrammars:
         batch: CanvasBatch,
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
         skipped: torch.Tensor,  # [n] bool, canvases that this step commits, or is taken back for
+        steps_done: torch.Tensor,  # [n] int64, of each canvas before this step
         logits: CanvasLogits,
         row_temperature: torch.Tensor,  # [rows, 1] fp32
         revealing: Reveal | None,
     ) -> Legal:
-        """The legal paths of this step. Excludes what is illegal from `logits`."""
+        """The legal paths of this step. Excludes what is illegal from `logits`, of canvases in
+        their first `HELD_STEPS`, and of those that are revealed for good: in these every step
+        shows something that stays."""
         mine = [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._answers]
         n, C = batch.num_canvases, batch.canvas_length
         guess = np.full((n, C), _NONE, dtype=np.int64)
         following = np.full((n, C), _NONE, dtype=np.int64)
         logprob = np.zeros((n, C), dtype=np.float32)
         forced = np.zeros((n, C), dtype=bool)
-        on_host = torch.stack((starts, skipped.long())).tolist()
+        is_held = steps_done < HELD_STEPS
+        if revealing is not None:
+            is_held |= revealing.is_chosen
+        on_host = torch.stack((starts, skipped.long(), is_held.long())).tolist()
         for i in mine:
             slot = int(batch.slots_np[i])
-            begin, is_skipped = int(on_host[0][i]), bool(on_host[1][i])
+            begin, is_skipped, holds = int(on_host[0][i]), bool(on_host[1][i]), on_host[2][i]
             path = None
             if not is_skipped:
                 path = self._path(i, slot, begin, batch, logits, row_temperature, revealing)
             if path is not None:
                 guess[i, : len(path.tokens)] = path.tokens
                 logprob[i, : len(path.tokens)] = path.logprobs
-                forced[i, list(path.forced)] = True
+                if holds:
+                    forced[i, list(path.forced)] = True
+                    _exclude_illegal(logits, i, path)
             if (answer := self._answers.get(slot)) is not None:
                 next_forced = answer.next_forced[:C]
                 following[i, : len(next_forced)] = next_forced
@@ -239,7 +251,7 @@ class CanvasGrammars:
         row_temperature: torch.Tensor,
         revealing: Reveal | None,
     ) -> Path | None:
-        """Canvas i's, whose illegal tokens are then excluded."""
+        """Canvas i's."""
         answer = self._ready(slot, begin)
         length = int(batch.lengths_np[i])
         if answer is None:
@@ -263,14 +275,17 @@ class CanvasGrammars:
             self._give_up(slot, str(error))
             return None
         answer.next_forced = found.next_forced
-        masks = found.path.masks
-        if masks:
-            words = np.stack([masks[row] for row in sorted(masks)])
-            logits.exclude(i, RowMasks(np.array(sorted(masks)), words))
         return found.path
 
     def _to_device(self, values: np.ndarray | Sequence[int]) -> torch.Tensor:
         return async_tensor_h2d(np.asarray(values), device=self._device)
+
+
+def _exclude_illegal(logits: CanvasLogits, i: int, path: Path) -> None:
+    if path.masks:
+        rows = sorted(path.masks)
+        words = np.stack([path.masks[row] for row in rows])
+        logits.exclude(i, RowMasks(np.array(rows), words))
 
 
 def _top_tokens(

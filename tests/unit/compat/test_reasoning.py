@@ -9,7 +9,13 @@ from transformers import AutoTokenizer
 from vllm.config import StructuredOutputsConfig
 
 from tests.paths import CHECKPOINTS
-from tests.unit.grammar.special_tokens import CALL, CHANNEL_ENDS, THOUGHT_ENDS, add_tokens
+from tests.unit.grammar.special_tokens import (
+    CALL,
+    CHANNEL_BEGINS,
+    CHANNEL_ENDS,
+    THOUGHT_ENDS,
+    add_tokens,
+)
 from vllm_dllm.compat.reasoning import ends_of, parser_of
 
 
@@ -22,8 +28,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 ENDS = {
-    "gemma4": (frozenset({CHANNEL_ENDS, CALL}), frozenset({CALL})),
-    "deepseek_r1": (frozenset({THOUGHT_ENDS}), frozenset()),
+    "gemma4": (frozenset({CHANNEL_ENDS, CALL}), frozenset({CALL}), frozenset({CHANNEL_BEGINS})),
+    "deepseek_r1": (frozenset({THOUGHT_ENDS}), frozenset(), frozenset()),
     "deepseek_v3": None,  # unless the request asks it to think
 }
 

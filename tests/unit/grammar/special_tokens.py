@@ -23,7 +23,8 @@ IDS = {
     "<|tool_response>": 504,
 }
 NAMES = {token: name for name, token in IDS.items()}
-THOUGHT_ENDS, CHANNEL_ENDS, CALL = IDS["</think>"], IDS["<channel|>"], IDS["<|tool_call>"]
+THOUGHT_ENDS, CALL = IDS["</think>"], IDS["<|tool_call>"]
+CHANNEL_BEGINS, CHANNEL_ENDS = IDS["<|channel>"], IDS["<channel|>"]
 
 
 def add_tokens(folder: Path) -> Path:

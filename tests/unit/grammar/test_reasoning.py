@@ -10,6 +10,7 @@ from llguidance import LLMatcher, grammar_from
 from tests.unit.grammar.canvases import EOS, SCHEMAS, normalised, rows_of
 from tests.unit.grammar.special_tokens import (
     CALL,
+    CHANNEL_BEGINS,
     CHANNEL_ENDS,
     THOUGHT_ENDS,
     decode,
@@ -23,7 +24,7 @@ from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.state import GrammarState, is_legal
 
 THINK = Reasoning(frozenset({THOUGHT_ENDS}))
-GEMMA = Reasoning(frozenset({CHANNEL_ENDS, CALL}), frozenset({CALL}))
+GEMMA = Reasoning(frozenset({CHANNEL_ENDS, CALL}), frozenset({CALL}), frozenset({CHANNEL_BEGINS}))
 PERSON = SCHEMAS["person"]
 EMMA = '{"name": "Emma", "age": 71}'
 
@@ -70,6 +71,22 @@ def test_only_what_follows_is_repaired() -> None:
     text = decode(path.tokens)
     assert text.startswith('}}"{ no</think>')
     jsonschema.validate(json.loads(text.partition("</think>")[2]), PERSON)
+
+
+def test_what_begins_reasoning_comes_first() -> None:
+    """Else a parser takes what came before it for the answer, which then has no form."""
+    first = constrain(start(reasoning=GEMMA), rows_of(meant("<|channel>on", 8)), 200, EOS).path
+    assert decode(first.tokens).startswith("<|channel>on")
+    rows = rows_of(meant(f"on<|channel><channel|>{EMMA}", 64))
+    found = constrain(start(reasoning=GEMMA), rows, 200, EOS)
+    assert CHANNEL_BEGINS not in found.path.tokens
+    assert decode(found.path.tokens).endswith(f"<channel|>{EMMA}") and found.ended
+    state = start(reasoning=GEMMA)
+    assert state.allows(CHANNEL_BEGINS) and is_legal(state.mask(), CHANNEL_BEGINS)
+    assert state.consume_text(encode("on")) == len(encode("on"))
+    for later in (state, state.copy()):
+        assert not later.allows(CHANNEL_BEGINS) and not is_legal(later.mask(), CHANNEL_BEGINS)
+        assert not later.consume(CHANNEL_BEGINS)
 
 
 def test_reasoning_goes_over_blocks() -> None:

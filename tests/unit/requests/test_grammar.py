@@ -127,9 +127,9 @@ def test_patterns_are_mended(tokenizer: Any) -> None:
 
 
 def test_too_few_tokens(tokenizer: Any) -> None:
-    check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=9)
-    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 9 .* got 8"):
-        check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=8)
+    check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=8)
+    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 8 .* got 7"):
+        check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=7)
     check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=None)
 
 
@@ -137,9 +137,9 @@ def test_min_tokens(tokenizer: Any) -> None:
     """An answer that can be longer must be; one that cannot needs no more tokens than it has."""
     check(tokenizer, of(regex="[a-z]+"), min_tokens=20, max_tokens=20)
     check(tokenizer, of(choice=["a", "b"]), min_tokens=2, max_tokens=2)
-    check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=9, max_tokens=9)
-    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 9 .* got 8"):
-        check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=8, max_tokens=8)
+    check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=8, max_tokens=8)
+    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 8 .* got 7"):
+        check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=7, max_tokens=7)
 
 
 def test_what_is_excluded(tokenizer: Any) -> None:
@@ -160,11 +160,11 @@ def test_reasoning_takes_a_token_at_least(tmp_path: Path) -> None:
     person = of(json=SCHEMAS["person"])
     for parser in ("gemma4", "deepseek_r1"):
         config = StructuredOutputsConfig(reasoning_parser=parser)
-        check(tokenizer, person, config, max_tokens=10)
+        check(tokenizer, person, config, max_tokens=9)
         with pytest.raises(
-            VLLMValidationError, match=r"at least 10 .* and the end of reasoning, got 9"
+            VLLMValidationError, match=r"at least 9 .* and the end of reasoning, got 8"
         ):
-            check(tokenizer, person, config, max_tokens=9)
+            check(tokenizer, person, config, max_tokens=8)
     with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
         check(tokenizer, person, config, allowed_token_ids=list(range(1, THOUGHT_ENDS)))
 
