@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from vllm import RequestOutput
 
 from tests import tolerances
 from tests.engine import quantized
@@ -30,6 +31,7 @@ FAMILIES: dict[str, tuple[str, type[Reference]]] = {
     "Fast-dLLM v2": ("Fast_dLLM_QwenForCausalLM", ShiftedReference),
 }
 FORMATS = {"fp8-dynamic": "FP8_DYNAMIC", "int8": "W8A8", "w4a16": "W4A16"}
+NOISES = 30
 WITH_EXPERTS = ("MoE", "LLaDA2")
 ONCE = {("SDAR", scheme) for scheme in FORMATS} | {("LLaDA2", "fp8-dynamic"), ("MoE", "int8")}
 PROMPTS = [random_ids((1, 2, 3, 5, 6)[seed % 5], VOCABULARY, seed) for seed in range(25)]
@@ -44,7 +46,8 @@ PROMPTS = [random_ids((1, 2, 3, 5, 6)[seed % 5], VOCABULARY, seed) for seed in r
     ],
 )
 def test_one_step(engine: Callable[..., Engine], tmp_path: Path, family: str, scheme: str) -> None:
-    """Where every rounding is decided, as in `test_quantized.py`."""
+    """A number halfway between two of the format's goes either way, with the last bit of a sum. The
+    reference then moves with inputs that are off by as much, too; only such answers may differ."""
     architecture, kind = FAMILIES[family]
     source, made = make_checkpoint(tmp_path / "plain", BLOCK, architecture)
     quantize(source, scheme, target := tmp_path / scheme)
@@ -61,18 +64,27 @@ def test_one_step(engine: Callable[..., Engine], tmp_path: Path, family: str, sc
     params = [params_of(Rule("static", num_steps=1), BLOCK, 0, logprobs=20)] * len(PROMPTS)
     inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs = engine(target, block_size=32).llm.generate(inputs, params, use_tqdm=False)
-    compared, shift = 0, []
+    equal, shift = 0, []
     for seed, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
         expected = first_block(rounded, prompt)
-        if not is_decided(rounded, prompt, expected):
+        if largest_difference(expected, output) >= tolerances.BETWEEN_TIES:
+            assert not is_decided(rounded, prompt, expected), f"{seed=}"
             continue
-        for row, scores in zip(expected, output.outputs[0].logprobs, strict=False):
-            for token, entry in scores.items():
-                assert abs(row[token] - entry.logprob) < tolerances.BETWEEN_TIES, f"{seed=}"
-        compared += 1
+        equal += 1
         shift.append((expected - first_block(plain, prompt)).abs().max().item())
-    assert compared >= 10
+    assert equal >= 10
     assert min(shift) > 5 * tolerances.BETWEEN_TIES  # quantisation can be seen
+
+
+def largest_difference(
+    expected: torch.Tensor,  # [at most the answer's tokens, V]
+    output: RequestOutput,
+) -> float:
+    return max(
+        abs(float(row[token]) - entry.logprob)
+        for row, scores in zip(expected, output.outputs[0].logprobs, strict=False)
+        for token, entry in scores.items()
+    )
 
 
 @torch.inference_mode()
@@ -94,7 +106,7 @@ def first_block(decode: Reference, prompt: list[int]) -> torch.Tensor:
 
 def is_decided(decode: Reference, prompt: list[int], expected: torch.Tensor) -> bool:
     """Whether noise of the size of fp32's errors leaves the answer alone."""
-    for seed in range(3):
+    for seed in range(NOISES):
         torch.manual_seed(seed)
         with quantized.noisy_inputs(tolerances.NOISE_OF_INPUTS):
             noisy = first_block(decode, prompt)
