@@ -4,9 +4,10 @@
 
 The checkpoint, of SDAR's architecture, answers held-out prompts greedily, in blocks of 4 and of 32:
 in the published loop over transformers; in our engine with a commit of its own for every block, as
-other servers have it; and in our engine as it is. Forwards of a block, one request at a time, stand
-beside the steps that the published loop took for it. Then at several thresholds: exact match, and
-tokens per forward. Refuses to report when answers are worse than the published loop's.
+other servers have it; and in our engine as it is, with the parts of its steps. Forwards of a block,
+one request at a time, stand beside the steps that the published loop took for it. Then at several
+thresholds: exact match, and tokens per forward. Refuses to report when answers are worse than the
+published loop's.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from bench import harness, workload
+from bench.serving_report import summarize_split
 from bench.system import Call, taking_turns
 
 BLOCK_LENGTHS = (4, 32)
@@ -103,6 +105,15 @@ def speed(call: Call, asked: workload.Workload, rounds: int, block_length: int) 
             by_system[OURS][f"times {name}"] = statistics.median(
                 other / own for own, other in zip(seconds[OURS], seconds[name], strict=True)
             )
+        steps = call(
+            OURS,
+            "split",
+            prompts=asked.prompts,
+            batch=concurrency,
+            max_tokens=asked.max_tokens,
+            threshold=THRESHOLD,
+        )
+        by_system[OURS]["step"] = summarize_split(steps)
         print(f"block {block_length}, {concurrency} at once: {by_system}", flush=True)
     return found
 
