@@ -29,7 +29,8 @@ from tests.engine.masked_requests import (
     prompts_of,
 )
 from tests.engine.one_step import random_ids
-from tests.engine.rounding import assert_same, decided
+from tests.engine.parting import first_parting
+from tests.engine.rounding import assert_same, decided, noisy_model
 from vllm_dllm import plugin
 
 pytestmark = pytest.mark.numerics
@@ -90,12 +91,12 @@ def test_decisions(
     block_length: int,
     rule: str,
 ) -> None:
-    """200 blocks, or 40 of 32 tokens where that is tried by every run: canvas, revealed positions,
-    last steps, answers."""
+    """200 blocks or more, or 40 of 32 tokens where that is tried by every run: canvas, revealed
+    positions, last steps, answers."""
     case = (block_length, FAMILIES[family])
     model, decode = engine(checkpoint(*case)), reference(*case)
     max_tokens = 160 if block_length == 4 else 250
-    num_seeds = 1 if block_length == 4 or (family, block_length, rule) in ONCE else 5
+    num_seeds = 1 if block_length == 4 or (family, block_length, rule) in ONCE else 6
     prompts = [
         [(token + 7 * seed) % VOCABULARY for token in prompt]
         for seed in range(num_seeds)
@@ -103,10 +104,32 @@ def test_decisions(
     ]
     params = [params_of(RULES[rule], max_tokens, seed) for seed in range(len(prompts))]
     found = generate(model, prompts, params)
+    same = total = 0
     for seed, (prompt, ours) in enumerate(zip(prompts, found, strict=True)):
-        expected = decode.generate(prompt, max_tokens, RULES[rule], seed)
-        assert ours.steps == expected.steps
-        assert ours.tokens == expected.tokens
+        total += sum(step.finished for step in ours.steps)
+        same += blocks_decided_alike(
+            ours, lambda p=prompt, s=seed: decode.generate(p, max_tokens, RULES[rule], s), decode
+        )
+    print(f"{same} of {total} blocks")
+    assert same >= tolerances.DECIDED * total
+
+
+def blocks_decided_alike(
+    ours: Trajectory, generate_theirs: Callable[[], Trajectory], decode: Reference
+) -> int:
+    """All, or those before a step that rounding decides: there the reference itself decides
+    otherwise when its weights are off by several roundings."""
+    theirs = generate_theirs()
+    parting = first_parting(ours.steps, theirs.steps)
+    if parting is None:
+        assert ours.tokens == theirs.tokens
+        return sum(step.finished for step in theirs.steps)
+    for seed in range(tolerances.NOISES_AT_A_TIE):
+        with noisy_model(decode.model, seed):
+            noisy = generate_theirs()
+        if first_parting(noisy.steps, theirs.steps) == parting:
+            return sum(step.finished for step in theirs.steps[:parting])
+    raise AssertionError(f"another decision in step {parting}")
 
 
 @pytest.fixture(scope="module")
