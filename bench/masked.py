@@ -4,13 +4,16 @@
 
 The checkpoint, of SDAR's architecture, answers held-out prompts greedily, in blocks of 4 and of 32:
 in the published loop over transformers; in our engine with a commit of its own for every block, as
-other servers have it; and in our engine as it is. Then at several thresholds: exact match, and
-tokens per forward. Refuses to report when answers are worse than the published loop's.
+other servers have it; and in our engine as it is, with the parts of its steps. Forwards of a block,
+one request at a time, stand beside the steps that the published loop took for it. Then at several
+thresholds: exact match, and tokens per forward. Refuses to report when answers are worse than the
+published loop's.
 """
 
 import argparse
 import os
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from bench import harness, workload
+from bench.serving_report import summarize_split
 from bench.system import Call, taking_turns
 
 BLOCK_LENGTHS = (4, 32)
@@ -95,10 +99,21 @@ def speed(call: Call, asked: workload.Workload, rounds: int, block_length: int) 
             if concurrency == 1:
                 blocks = num_blocks(asked.prompts, outputs, block_length)
                 by_system[name]["forwards_per_block"] = last[name]["forwards"] / blocks
+                if name == PUBLISHED:
+                    by_system[name]["steps_per_block"] = last[name]["steps"] / blocks
         for name in (PUBLISHED, SEPARATE):
             by_system[OURS][f"times {name}"] = statistics.median(
                 other / own for own, other in zip(seconds[OURS], seconds[name], strict=True)
             )
+        steps = call(
+            OURS,
+            "split",
+            prompts=asked.prompts,
+            batch=concurrency,
+            max_tokens=asked.max_tokens,
+            threshold=THRESHOLD,
+        )
+        by_system[OURS]["step"] = summarize_split(steps)
         print(f"block {block_length}, {concurrency} at once: {by_system}", flush=True)
     return found
 
@@ -128,11 +143,13 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=64, help="that are timed")
+    parser.add_argument("--checked", type=int, help="prompts that are answered; default: all")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
-    all_prompts = workload.every_task(tokenizer, harness.ROOT / "checkpoints/held_out.jsonl")
-    timed = workload.Workload(
-        tokenizer, all_prompts.prompts[: args.prompts], all_prompts.answers, all_prompts.max_tokens
+    held_out = workload.every_task(tokenizer, harness.ROOT / "checkpoints/held_out.jsonl")
+    all_prompts, timed = (
+        replace(held_out, prompts=held_out.prompts[:count])
+        for count in (args.checked, args.prompts)
     )
     report: dict[str, Any] = {"machine": harness.machine(), "threshold": THRESHOLD, "results": {}}
     for length in BLOCK_LENGTHS:

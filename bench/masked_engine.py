@@ -8,6 +8,7 @@ from vllm.v1.request import Request
 
 from bench import system
 from bench.engine import Engine
+from bench.step_split import split_parts
 from vllm_dllm.scheduling.scheduler import CanvasScheduler
 
 
@@ -39,6 +40,14 @@ class MaskedEngine(Engine):
         """`sampling` has `threshold`, what a token's probability must exceed. Greedy."""
         extra_args = {"diffusion_accept_probability": sampling["threshold"]}
         return super().run(prompts, batch, max_tokens, temperature=0.0, extra_args=extra_args)
+
+    def split(
+        self, prompts: list[list[int]], max_tokens: int, batch: int = 1, threshold: float = 0.9
+    ) -> list[dict[str, float]]:
+        """The parts of every step, in ms, `batch` prompts at a time."""
+        self.llm.collective_rpc("start_split")
+        self.run(prompts, batch, max_tokens, threshold=threshold)
+        return [split_parts(step) for step in self.llm.collective_rpc("stop_split")[0]]
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ class Loop:
         weights = load_file(checkpoint / "model.safetensors")
         missing = self.model.load_state_dict(weights, strict=False).missing_keys
         assert missing == ["lm_head.weight"], missing  # tied to the embeddings
-        self.forwards = 0
+        self.forwards, self.steps = 0, 0
 
     def handlers(self) -> dict[str, Any]:
         return {"run": self.run}
@@ -36,12 +36,13 @@ class Loop:
         self, prompts: list[list[int]], batch: int, max_tokens: int, threshold: float
     ) -> dict[str, Any]:
         """`batch` has no part in it."""
-        self.forwards, outputs = 0, []
+        self.forwards, self.steps, outputs = 0, 0, []
         started = time.perf_counter()
         for prompt in prompts:
             outputs.append(self.generate(prompt, max_tokens, threshold))
         seconds = time.perf_counter() - started
-        return {"seconds": seconds, "outputs": outputs, "forwards": self.forwards}
+        counted = {"forwards": self.forwards, "steps": self.steps}
+        return {"seconds": seconds, "outputs": outputs, **counted}
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_tokens: int, threshold: float) -> list[int]:
@@ -55,6 +56,7 @@ class Loop:
             block = torch.tensor(known[start:] + [self.mask_id] * (B - len(known) % B))
             hidden = torch.arange(start, start + B) >= len(known)
             while hidden.any():
+                self.steps += 1
                 probability, token = self._forward(block, start, cache).softmax(-1).max(-1)
                 if start == 0:  # which `crop` takes for no limit
                     cache = DynamicCache()

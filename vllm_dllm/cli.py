@@ -136,7 +136,7 @@ def _add_quantize(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         required=True,
         choices=("fp8-dynamic", "int8", "nvfp4", "w4a16"),
         help="fp8-dynamic, int8: half the size; nvfp4, w4a16: less than a third. nvfp4 needs "
-        "--calibration; all but fp8-dynamic are for DiffusionGemma only",
+        "--calibration, and is for DiffusionGemma only",
     )
     parser.add_argument(
         "-o", "--out", type=Path, metavar="OUT", help="folder to write; must not exist"

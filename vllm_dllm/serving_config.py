@@ -100,10 +100,20 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Raises ValueError when the checkpoint or the command line says something unusable."""
         check_pipeline(vllm_config)
+        own_length = vllm_config.model_config.hf_config.canvas_length
         if vllm_config.diffusion_config is None:
-            length = vllm_config.model_config.hf_config.canvas_length
-            vllm_config.diffusion_config = DiffusionConfig(canvas_length=length)
+            vllm_config.diffusion_config = DiffusionConfig(canvas_length=own_length)
         config = MaskedConfig.read(vllm_config)
+        if config.block_length > own_length:
+            # Not refused: the published loops take any length as an argument.
+            logger.warning(
+                "--diffusion-config asks for blocks of %d tokens, and the checkpoint has blocks of "
+                "%d (%s in config.json). A model answers worse in longer blocks than it was "
+                "trained with.",
+                config.block_length,
+                own_length,
+                config.family.block_key,
+            )
         cache_config, scheduler_config = vllm_config.cache_config, vllm_config.scheduler_config
         if cache_config.user_specified_block_size:
             config.check_cache(cache_config.block_size, "--block-size")

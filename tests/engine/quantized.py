@@ -1,4 +1,4 @@
-"""Quantised checkpoints of any DiffusionGemma, and transformers computing them.
+"""Quantised checkpoints, and transformers computing them.
 
 All arithmetic of quantisation here is compressed-tensors': its scales, its roundings, its packing.
 But vLLM scales int8 inputs so that the largest becomes 127, where compressed-tensors has 127.5.
@@ -167,17 +167,24 @@ def load(path: Path, original: Path) -> DiffusionGemmaForBlockDiffusion:
     stored = load_file(path / "model.safetensors")
     model = reference.load(original)
     for stack in (model.model.decoder, model.model.encoder.language_model):
-        for name, module in stack.named_modules():
-            if not name.startswith("layers."):
-                continue
-            name = f"model.decoder.{name}"
-            if isinstance(module, nn.Linear) and f"{name}.weight_scale" in stored:
-                weight, inputs = decompress(stored, name, scheme)
-                module.weight.copy_(weight)
-                module.register_forward_pre_hook(lambda _, args, q=inputs: q(args[0]))
-            elif name.endswith(".experts") and f"{name}.0.down_proj.weight_scale" in stored:
-                module.forward = Experts(stored, name, scheme, module).forward
+        compute_quantized(stack, stored, scheme, "model.decoder.")
     return model
+
+
+@torch.no_grad()
+def compute_quantized(
+    model: nn.Module, stored: dict[str, torch.Tensor], scheme: str, prefix: str = ""
+) -> None:
+    """Lets the layers of `model` that are quantised in `stored`, whose names begin with `prefix`,
+    compute as `load` says."""
+    for name, module in model.named_modules():
+        name = prefix + name
+        if isinstance(module, nn.Linear) and f"{name}.weight_scale" in stored:
+            weight, inputs = decompress(stored, name, scheme)
+            module.weight.copy_(weight)
+            module.register_forward_pre_hook(lambda _, args, q=inputs: q(args[0]))
+        elif f"{name}.0.down_proj.weight_scale" in stored and hasattr(module, "act_fn"):
+            module.forward = Experts(stored, name, scheme, module).forward
 
 
 def decompress(stored: dict[str, torch.Tensor], name: str, scheme: str):
@@ -197,7 +204,9 @@ def decompress(stored: dict[str, torch.Tensor], name: str, scheme: str):
     )
     arguments, global_scale = quantization.input_activations, tensors.get("input_global_scale")
 
-    def round_input(x: torch.Tensor) -> torch.Tensor:  # [B, T, K]
+    def round_input(x: torch.Tensor) -> torch.Tensor:  # [B, T, K] or [T, K]
+        if x.dim() == 2:
+            return round_input(x[None])[0]
         x = x * (1 + _noise["relative"] * torch.randn_like(x))
         if arguments is None:
             return x
@@ -211,7 +220,7 @@ def decompress(stored: dict[str, torch.Tensor], name: str, scheme: str):
 
 
 class Experts:
-    """transformers' `DiffusionGemmaTextExperts`, one expert and one token at a time."""
+    """transformers' experts of a layer, one expert and one token at a time."""
 
     def __init__(self, stored, name: str, scheme: str, module: nn.Module) -> None:
         self.act_fn = module.act_fn

@@ -1,12 +1,14 @@
 """Masked models decode as their published loop does, step by step, whatever shares the engine."""
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from vllm import SamplingParams
+import torch
+from vllm import RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -27,7 +29,8 @@ from tests.engine.masked_requests import (
     prompts_of,
 )
 from tests.engine.one_step import random_ids
-from tests.engine.rounding import assert_same, decided
+from tests.engine.parting import first_parting
+from tests.engine.rounding import assert_same, decided, noisy_model
 from vllm_dllm import plugin
 
 pytestmark = pytest.mark.numerics
@@ -62,61 +65,71 @@ def reference(made: Made) -> GetReference:
     return made.reference
 
 
+FAMILIES = {"SDAR": "SDARForCausalLM", "MoE": "SDARMoeForCausalLM", "LLaDA2": "LLaDA2MoeModelLM"}
+ONCE = {  # what is tried by every run of the tests; a thorough one tries all
+    *(("SDAR", 4, rule) for rule in RULES),
+    ("SDAR", 32, "dynamic"),
+    ("MoE", 4, "dynamic"),
+    ("MoE", 32, "dynamic"),
+    ("LLaDA2", 4, "dynamic"),
+    ("LLaDA2", 4, "edited"),
+}
+
+
 @pytest.mark.parametrize(
-    ("block_length", "rule"),
+    ("family", "block_length", "rule"),
     [
-        *((4, rule) for rule in RULES),
-        (32, "dynamic"),
-        *(
-            pytest.param(32, rule, marks=pytest.mark.thorough)
-            for rule in RULES
-            if rule != "dynamic"
-        ),
+        pytest.param(*case, marks=() if case in ONCE else pytest.mark.thorough)
+        for case in itertools.product(FAMILIES, (4, 32), RULES)
     ],
 )
 def test_decisions(
     engine: Callable[..., Engine],
     checkpoint: Checkpoint,
     reference: GetReference,
+    family: str,
     block_length: int,
     rule: str,
 ) -> None:
-    """200 blocks of 4 tokens, 40 of 32: canvas, revealed positions, last steps, answers."""
-    model, decode = engine(checkpoint(block_length)), reference(block_length)
-    prompts, max_tokens = prompts_of(block_length), 160 if block_length == 4 else 250
+    """200 blocks or more, or 40 of 32 tokens where that is tried by every run: canvas, revealed
+    positions, last steps, answers."""
+    case = (block_length, FAMILIES[family])
+    model, decode = engine(checkpoint(*case)), reference(*case)
+    max_tokens = 160 if block_length == 4 else 250
+    num_seeds = 1 if block_length == 4 or (family, block_length, rule) in ONCE else 6
+    prompts = [
+        [(token + 7 * seed) % VOCABULARY for token in prompt]
+        for seed in range(num_seeds)
+        for prompt in prompts_of(block_length)
+    ]
     params = [params_of(RULES[rule], max_tokens, seed) for seed in range(len(prompts))]
     found = generate(model, prompts, params)
+    same = total = 0
     for seed, (prompt, ours) in enumerate(zip(prompts, found, strict=True)):
-        expected = decode.generate(prompt, max_tokens, RULES[rule], seed)
-        assert ours.steps == expected.steps
-        assert ours.tokens == expected.tokens
+        total += sum(step.finished for step in ours.steps)
+        same += blocks_decided_alike(
+            ours, lambda p=prompt, s=seed: decode.generate(p, max_tokens, RULES[rule], s), decode
+        )
+    print(f"{same} of {total} blocks")
+    assert same >= tolerances.DECIDED * total
 
 
-@pytest.mark.parametrize(
-    ("block_length", "architecture"),
-    [
-        (4, "SDARMoeForCausalLM"),
-        (32, "SDARMoeForCausalLM"),
-        (4, "LLaDA2MoeModelLM"),
-        pytest.param(32, "LLaDA2MoeModelLM", marks=pytest.mark.thorough),
-    ],
-)
-def test_decisions_of_other_families(
-    engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
-    reference: GetReference,
-    block_length: int,
-    architecture: str,
-) -> None:
-    """Other layers under the same loop."""
-    case, rule = (block_length, architecture), RULES["dynamic"]
-    model, decode = engine(checkpoint(*case)), reference(*case)
-    prompts, max_tokens = prompts_of(block_length), 160 if block_length == 4 else 250
-    found = generate(model, prompts, [params_of(rule, max_tokens, 0)] * len(prompts))
-    for prompt, ours in zip(prompts, found, strict=True):
-        expected = decode.generate(prompt, max_tokens, rule)
-        assert ours.steps == expected.steps
-        assert ours.tokens == expected.tokens
+def blocks_decided_alike(
+    ours: Trajectory, generate_theirs: Callable[[], Trajectory], decode: Reference
+) -> int:
+    """All, or those before a step that rounding decides: there the reference itself decides
+    otherwise when its weights are off by several roundings."""
+    theirs = generate_theirs()
+    parting = first_parting(ours.steps, theirs.steps)
+    if parting is None:
+        assert ours.tokens == theirs.tokens
+        return sum(step.finished for step in theirs.steps)
+    for seed in range(tolerances.NOISES_AT_A_TIE):
+        with noisy_model(decode.model, seed):
+            noisy = generate_theirs()
+        if first_parting(noisy.steps, theirs.steps) == parting:
+            return sum(step.finished for step in theirs.steps[:parting])
+    raise AssertionError(f"another decision in step {parting}")
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +145,16 @@ def test_neighbours(
     options: dict[str, Any],
 ) -> None:
     assert_as_alone(engine, checkpoint(4), undisturbed, options)
+
+
+@pytest.mark.thorough
+@neighbours
+@pytest.mark.parametrize("family", ["MoE", "LLaDA2"])
+def test_neighbours_of_experts(
+    engine: Callable[..., Engine], checkpoint: Checkpoint, family: str, options: dict[str, Any]
+) -> None:
+    path = checkpoint(4, FAMILIES[family])
+    assert_as_alone(engine, path, each_alone(engine, path), options)
 
 
 @asynchronously
@@ -197,14 +220,54 @@ def test_prefix_cache_holds_whole_blocks(
         assert list(engine_found.outputs[0].token_ids) == expected.tokens
 
 
-@pytest.mark.parametrize("block_length", [4, 32])
+@pytest.mark.parametrize(
+    ("family", "rule", "length"),
+    [("SDAR", "dynamic", 3), ("SDAR", "warm", 40), ("LLaDA2", "edited", 40)],
+)
+def test_committed_keys_are_a_prefill_s(
+    engine: Callable[..., Engine],
+    checkpoint: Checkpoint,
+    reference: GetReference,
+    family: str,
+    rule: str,
+    length: int,
+) -> None:
+    """The next turn of a chat finds all blocks but the last, which is not committed."""
+    case = (32, FAMILIES[family])
+    model, decode = engine(checkpoint(*case), block_size=32), reference(*case)
+    prompt = random_ids(length, VOCABULARY, length)
+    (first,) = generate(model, [prompt], [params_of(RULES[rule], 128 - length % 32, 0)])
+    turn = prompt + first.tokens + random_ids(5, VOCABULARY, 9)
+    at_once = params_of(Rule("static", num_steps=1), 27, 0, logprobs=20)
+    masked = turn + [decode.mask_id] * 27
+    expected = decode.logits(masked)[len(turn) :].log_softmax(-1)
+    for cached in (length // 32 * 32 + 96, 0):
+        output = model.llm.generate({"prompt_token_ids": turn}, at_once, use_tqdm=False)[0]
+        assert output.num_cached_tokens == cached
+        assert_log_probabilities(output, expected)
+        assert model.llm.reset_prefix_cache()
+
+
+def assert_log_probabilities(output: RequestOutput, expected: torch.Tensor) -> None:
+    """`expected`: [tokens, V]."""
+    assert len(output.outputs[0].logprobs) == len(expected)
+    for row, scores in zip(expected, output.outputs[0].logprobs, strict=True):
+        for token, entry in scores.items():
+            assert abs(row[token] - entry.logprob) <= min(tolerances.LOGPROB, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "block_length"), [("SDAR", 4), ("SDAR", 32), ("MoE", 4), ("LLaDA2", 32)]
+)
 def test_log_probabilities_of_one_step(
     engine: Callable[..., Engine],
     checkpoint: Checkpoint,
     reference: GetReference,
+    family: str,
     block_length: int,
 ) -> None:
-    model, decode, B = engine(checkpoint(block_length)), reference(block_length), block_length
+    case, B = (block_length, FAMILIES[family]), block_length
+    model, decode = engine(checkpoint(*case)), reference(*case)
     prompts, at_once = prompts_of(B), Rule("static", num_steps=1)
     params = [params_of(at_once, B - len(prompt) % B, 0, logprobs=20) for prompt in prompts]
     outputs = model.llm.generate(
@@ -213,10 +276,7 @@ def test_log_probabilities_of_one_step(
     for prompt, output in zip(prompts, outputs, strict=True):
         width = B - len(prompt) % B
         expected = decode.logits(prompt + [decode.mask_id] * width)[-width:].log_softmax(-1)
-        assert len(output.outputs[0].logprobs) == width
-        for row, scores in zip(expected, output.outputs[0].logprobs, strict=True):
-            for token, entry in scores.items():
-                assert abs(row[token] - entry.logprob) <= min(tolerances.LOGPROB, 1e-3)
+        assert_log_probabilities(output, expected)
 
 
 def test_forwards(
@@ -306,10 +366,11 @@ def test_refused_servers(checkpoint: Checkpoint, options: dict[str, Any], error:
         ("LLaDA2MoeModelLM", "norm_head", True),
         ("LLaDA2MoeModelLM", "delete_token_id", 500),
         ("LLaDA2MoeModelLM", "split_token_id", 501),
+        ("LLaDA2MoeModelLM", "image_token_offset", 512),
     ],
 )
 def test_refused_variants(checkpoint: Checkpoint, architecture: str, key: str, value: Any) -> None:
-    """Other layers, and LLaDA2.2's tokens that change how long a block is."""
+    """Other layers, LLaDA2.2's tokens that change how long a block is, LLaDA2.0-Uni's of images."""
     error = rf"{key} in .*config.json must be .*, got {value!r}: checkpoints of other variants"
     assert_refused(checkpoint(4, architecture), {"hf_overrides": {key: value}}, error)
 

@@ -157,6 +157,7 @@ def mixed_params() -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_any_company(
     engine: GetEngine, checkpoint: GetCheckpoint, family: str, asynchronous: None

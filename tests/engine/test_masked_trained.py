@@ -63,14 +63,16 @@ def test_trajectories_and_answers(
     assert right >= 0.9 * len(rows)
 
 
-def test_an_fp8_copy(engine: Callable[..., Engine], tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "int8", "w4a16"])
+def test_a_quantised_copy(engine: Callable[..., Engine], tmp_path: Path, scheme: str) -> None:
     """Made by `vllm-dllm quantize`; it answers as the original does."""
-    copy = tmp_path / "sdar-FP8"
-    quantize(SDAR, "fp8-dynamic", copy, None)
+    copy = tmp_path / "copy"
+    quantize(SDAR, scheme, copy, None)
     served = engine(copy)
     rows = [json.loads(line) for line in HELD_OUT.open()][::25]
     params = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS)
     outputs = served.llm.chat([row["messages"] for row in rows], params, use_tqdm=False)
     texts = [output.outputs[0].text for output in outputs]
     right = sum(text == row["answer"] for text, row in zip(texts, rows, strict=True))
+    print(f"{scheme}: {right} of {len(rows)}")
     assert right >= 0.9 * len(rows)

@@ -68,7 +68,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> GetMade:
 
 @pytest.mark.parametrize(
     ("block_length", "rule"),
-    [*((4, rule) for rule in RULES), (32, "dynamic"), (32, "warm")],
+    [
+        *((4, rule) for rule in RULES),
+        (32, "dynamic"),
+        (32, "warm"),
+        *(
+            pytest.param(32, rule, marks=pytest.mark.thorough)
+            for rule in RULES
+            if rule not in ("dynamic", "warm")
+        ),
+    ],
 )
 def test_decisions(engine: GetEngine, made: GetMade, block_length: int, rule: str) -> None:
     """200 blocks of 4 tokens, 40 of 32: canvas, revealed positions, last steps, answers."""

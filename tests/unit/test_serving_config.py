@@ -90,6 +90,24 @@ def test_cached_pages_hold_whole_blocks_on_gpus(
     assert config.cache_config.block_size == page
 
 
+@pytest.mark.parametrize(("block_length", "warnings"), [(3, 0), (4, 0), (64, 1)])
+def test_blocks_longer_than_the_checkpoint_s_are_warned_of(
+    block_length: int, warnings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.register()
+    log: list[str] = []
+    monkeypatch.setattr(
+        serving_config.logger, "warning", lambda text, *args: log.append(text % args)
+    )
+    options: Any = {"diffusion_config": {"canvas_length": block_length}, "enforce_eager": True}
+    config = EngineArgs(str(CHECKPOINTS / "sdar-tiny"), **options).create_engine_config()
+    assert config.diffusion_config.canvas_length == block_length
+    assert len(log) == warnings
+    assert all(
+        "blocks of 64 tokens, and the checkpoint has blocks of 4 (block" in line for line in log
+    )
+
+
 @pytest.fixture
 def on_h100(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The 26B model's settings as vLLM leaves them on an H100, adjusted; and the log's lines."""

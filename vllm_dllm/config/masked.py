@@ -51,6 +51,7 @@ FAMILIES = {
             # LLaDA2.2's, which change how many tokens a block has.
             "delete_token_id": None,
             "split_token_id": None,
+            "image_token_offset": None,  # LLaDA2.0-Uni's, which writes images, too
         },
     ),
     "NemotronLabsDiffusionModel": Family(

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import WeightsMapper
-from vllm.platforms import current_platform
 
 from vllm_dllm.attention import use_window_rules
 from vllm_dllm.models.joined_weights import JoinedWeights
+from vllm_dllm.quantization.config import adapt_masked
 
 
 class MaskedModel:
@@ -24,9 +24,7 @@ class MaskedModel:
     streams_vocabulary = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        if current_platform.is_cpu() and vllm_config.quant_config is not None:
-            # Importing it registers the kernels for linears.
-            from vllm_dllm.quantization import linear as linear
+        vllm_config.quant_config = adapt_masked(vllm_config.quant_config)
         with use_window_rules(vllm_config.attention_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
 

@@ -1,5 +1,7 @@
 """vLLM's configuration of a compressed-tensors checkpoint, checked, and completed for CPUs."""
 
+from typing import TypeVar
+
 import torch
 from transformers import PretrainedConfig
 from vllm.logger import init_logger
@@ -43,12 +45,29 @@ def adapt(
         check_method(first, config.get_name(), has_zero_points, current_platform.is_cpu())
         _leave_to_vllm(config.get_name(), "all layers that it quantises")
         return config
+    adapted = _copy(config, ServedCompressedTensors)
+    layer_names.write_out(adapted, text_config)
+    adapted.check(text_config)
+    return adapted
+
+
+def adapt_masked(config: QuantizationConfig | None) -> QuantizationConfig | None:
+    """`config` as a masked model needs it: what is not of compressed-tensors is vLLM's alone."""
+    if not isinstance(config, CompressedTensorsConfig):
+        return config
+    return _copy(config, CpuCompressedTensors)
+
+
+_Kind = TypeVar("_Kind", bound="CpuCompressedTensors")
+
+
+def _copy(config: CompressedTensorsConfig, kind: type[_Kind]) -> _Kind:
     kv_cache_scheme = config.kv_cache_scheme
     if kv_cache_scheme is not None and current_platform.is_cpu():
         # vLLM would use an fp8 cache, which the reference window rule cannot read on CPUs.
         logger.info_once("The KV cache has the model's type: on CPUs it is not quantised.")
         kv_cache_scheme = None
-    adapted = ServedCompressedTensors(
+    copied = kind(
         target_scheme_map=dict(config.target_scheme_map),
         ignore=list(config.ignore),
         quant_format=config.quant_format,
@@ -58,11 +77,9 @@ def adapt(
         total_num_heads=config.total_num_heads,
         total_num_kv_heads=config.total_num_kv_heads,
     )
-    adapted.packed_modules_mapping = config.packed_modules_mapping
-    adapted.online_quantization_config = config.online_quantization_config
-    layer_names.write_out(adapted, text_config)
-    adapted.check(text_config)
-    return adapted
+    copied.packed_modules_mapping = config.packed_modules_mapping
+    copied.online_quantization_config = config.online_quantization_config
+    return copied
 
 
 def _leave_to_vllm(scheme: str, layers: str) -> None:
@@ -75,8 +92,55 @@ def _leave_to_vllm(scheme: str, layers: str) -> None:
     )
 
 
-class ServedCompressedTensors(CompressedTensorsConfig):
-    """vLLM's configuration, plus experts that CPUs can run."""
+def _log_emulation(kind: Scheme, has_experts: bool) -> None:
+    if kind is Scheme.NVFP4 or (kind is not Scheme.INT8 and has_experts):
+        logger.info_once(
+            "vLLM has no CPU kernel for %s: %s run in an emulation of the GPU's "
+            "arithmetic that unpacks the weights at every use. It is exact but slow.",
+            kind.name if kind is Scheme.NVFP4 else f"experts in {kind.name}",
+            "these layers" if kind is Scheme.NVFP4 else "they",
+        )
+
+
+class CpuCompressedTensors(CompressedTensorsConfig):
+    """vLLM's configuration, plus linears and experts that CPUs can run."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if current_platform.is_cpu():
+            # Importing it registers the kernels for linears.
+            from vllm_dllm.quantization import linear as linear
+
+            if isinstance(layer, RoutedExperts):
+                return self._experts_on_cpu(layer, prefix)
+        return super().get_quant_method(layer, prefix)
+
+    def _experts_on_cpu(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+        from vllm_dllm.quantization.methods import (
+            CompressedTensorsFp8MoEMethodOnCpu,
+            CompressedTensorsInt4MoEMethodOnCpu,
+            CompressedTensorsInt8MoEMethodOnCpu,
+            CompressedTensorsNvfp4MoEMethodOnCpu,
+        )
+
+        first = f"{prefix}.0.{layer.ckpt_gate_proj_name}"
+        scheme = self.get_scheme_dict(_LINEAR, first)
+        if scheme is None:
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        weights, inputs = scheme["weights"], scheme["input_activations"]
+        kind = recognize(first, scheme, on_cpu=True)
+        _log_emulation(kind, has_experts=True)
+        match kind:
+            case Scheme.NVFP4:
+                return CompressedTensorsNvfp4MoEMethodOnCpu(layer.moe_config)
+            case Scheme.INT8:
+                return CompressedTensorsInt8MoEMethodOnCpu(weights, inputs, layer.moe_config)
+            case Scheme.W4A16:
+                return CompressedTensorsInt4MoEMethodOnCpu(weights, layer.moe_config)
+        return CompressedTensorsFp8MoEMethodOnCpu(weights, inputs, layer.moe_config)
+
+
+class ServedCompressedTensors(CpuCompressedTensors):
+    """DiffusionGemma's, all of whose layers are known here."""
 
     def check(self, text_config: PretrainedConfig) -> None:
         """Raises ValueError, naming a layer, for a scheme in use that cannot be served. Logs how
@@ -95,21 +159,10 @@ class ServedCompressedTensors(CompressedTensorsConfig):
             if kind is Scheme.OTHER:
                 layers = f"{IN_CHECKPOINT}{first} and others of this scheme"
                 _leave_to_vllm(describe(scheme), layers)
-            elif on_cpu and (kind is Scheme.NVFP4 or (kind is not Scheme.INT8 and has_experts)):
-                logger.info_once(
-                    "vLLM has no CPU kernel for %s: %s run in an emulation of the GPU's "
-                    "arithmetic that unpacks the weights at every use. It is exact but slow.",
-                    kind.name if kind is Scheme.NVFP4 else f"experts in {kind.name}",
-                    "these layers" if kind is Scheme.NVFP4 else "they",
-                )
+            elif on_cpu:
+                _log_emulation(kind, has_experts)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if current_platform.is_cpu():
-            # Importing it registers the kernels for linears.
-            from vllm_dllm.quantization import linear as linear
-
-            if isinstance(layer, RoutedExperts):
-                return self._experts_on_cpu(layer, prefix)
         is_embedding = isinstance(layer, VocabParallelEmbedding)
         is_embedding = is_embedding and not isinstance(layer, ParallelLMHead)
         if is_embedding and self.get_scheme_dict(layer, prefix) is not None:
@@ -118,25 +171,3 @@ class ServedCompressedTensors(CompressedTensorsConfig):
                 f"the embeddings themselves. Exclude them with an entry in `ignore`."
             )
         return super().get_quant_method(layer, prefix)
-
-    def _experts_on_cpu(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
-        from vllm_dllm.quantization.methods import (
-            CompressedTensorsFp8MoEMethodOnCpu,
-            CompressedTensorsInt4MoEMethodOnCpu,
-            CompressedTensorsInt8MoEMethodOnCpu,
-            CompressedTensorsNvfp4MoEMethodOnCpu,
-        )
-
-        first = f"{prefix}.0.{layer.ckpt_gate_proj_name}"
-        scheme = self.get_scheme_dict(_LINEAR, first)
-        if scheme is None:
-            return UnquantizedFusedMoEMethod(layer.moe_config)
-        weights, inputs = scheme["weights"], scheme["input_activations"]
-        match recognize(first, scheme, on_cpu=True):
-            case Scheme.NVFP4:
-                return CompressedTensorsNvfp4MoEMethodOnCpu(layer.moe_config)
-            case Scheme.INT8:
-                return CompressedTensorsInt8MoEMethodOnCpu(weights, inputs, layer.moe_config)
-            case Scheme.W4A16:
-                return CompressedTensorsInt4MoEMethodOnCpu(weights, layer.moe_config)
-        return CompressedTensorsFp8MoEMethodOnCpu(weights, inputs, layer.moe_config)

@@ -1,5 +1,7 @@
 """Builds the served model as a worker does, without a worker."""
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,6 +11,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
+
+FP8 = torch.float8_e4m3fn
 
 
 def build(
@@ -35,3 +39,22 @@ def build_any(
     with set_current_vllm_config(config), torch.device(device):
         model = initialize_model(config)
     return model, config
+
+
+def to_fp8(
+    weights: Mapping[str, torch.Tensor],
+    *ignored: str,  # patterns of modules
+) -> dict[str, torch.Tensor]:
+    """As llm-compressor's FP8_DYNAMIC saves the linears of a masked model's layers."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        in_layers = ".layers." in name and module != name and weight.dim() == 2
+        if not in_layers or any(re.fullmatch(pattern, module) for pattern in ignored):
+            found[name] = weight
+            continue
+        found[name] = weight.to(FP8)
+        found[f"{name}_scale"] = torch.empty(
+            len(weight), 1, dtype=torch.bfloat16, device=weight.device
+        )
+    return found

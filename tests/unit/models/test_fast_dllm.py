@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine import quantized
 from tests.engine.masked import CONFIGS, build
-from tests.unit.models.building import build_any
+from tests.unit.models.building import FP8, build_any, to_fp8
 from vllm_dllm import plugin
 from vllm_dllm.tools.plan.shape import read_shape
 
@@ -48,8 +49,9 @@ def published(size: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("size", SIZES)
-def test_every_name_and_shape(tmp_path: Path, size: str) -> None:
+def test_every_name_and_shape(tmp_path: Path, size: str, is_fp8: bool) -> None:
     plugin.register()
     config = published(size)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -60,14 +62,19 @@ def test_every_name_and_shape(tmp_path: Path, size: str) -> None:
         name: w.bfloat16() for name, w in state.items() if not (is_tied and "lm_head" in name)
     }
     assert len(weights) == 12 * 28 + 3 - is_tied
+    if is_fp8:
+        weights = to_fp8(weights)
+        quantized.describe(tmp_path, "FP8_DYNAMIC", ["lm_head"])
     model, served = build_any(tmp_path, "meta", "bfloat16")
     assert served.diffusion_config.canvas_length == 32
     assert served.model_config.hf_config.mask_token_id == 151665
     loaded = model.load_weights(iter(weights.items()))
-    parameters = dict(model.named_parameters())
+    # Scales of an FP8 cache are not in these files.
+    parameters = {n: p for n, p in model.named_parameters() if ".attn." not in n}
     assert loaded == set(parameters)
     # Each tensor has its place: none is left over where several become one.
     assert sum(p.numel() for p in parameters.values()) == sum(w.numel() for w in weights.values())
+    assert sum(p.dtype == FP8 for p in parameters.values()) == (4 * 28 if is_fp8 else 0)
 
 
 def test_its_memory_is_planned(tmp_path: Path) -> None:

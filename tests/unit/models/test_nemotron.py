@@ -17,10 +17,9 @@ from vllm.model_executor.layers import rotary_embedding
 
 from tests.engine import quantized
 from tests.engine.masked import CONFIGS
-from tests.unit.models.building import build_any
+from tests.unit.models.building import FP8, build_any, to_fp8
 from vllm_dllm import plugin
 
-FP8 = torch.float8_e4m3fn
 YARN = CONFIGS["NemotronLabsDiffusionModel"]["rope_parameters"] | {
     "factor": 16.0,
     "original_max_position_embeddings": 16384,
@@ -85,20 +84,6 @@ def checkpoint_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {f"{names[parts[n][0]]}.{parts[n][2]}": w.bfloat16() for n, w in state_dict.items()}
 
 
-def to_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As llm-compressor's FP8_DYNAMIC saves the linears of the layers."""
-    found: dict[str, torch.Tensor] = {}
-    for name, weight in weights.items():
-        if "_proj." not in name:
-            found[name] = weight
-            continue
-        found[name] = weight.to(FP8)
-        found[f"{name}_scale"] = torch.empty(
-            len(weight), 1, dtype=torch.bfloat16, device=weight.device
-        )
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("size", SIZES)
@@ -109,7 +94,7 @@ def test_every_name_and_shape(tmp_path: Path, size: str, is_fp8: bool) -> None:
     weights = checkpoint_tensors(config)
     assert len(weights) == 9 * config["num_hidden_layers"] + 3
     if is_fp8:
-        weights = to_fp8(weights)
+        weights = to_fp8(weights, "diffusion_head")
         quantized.describe(tmp_path, "FP8_DYNAMIC", ["diffusion_head"])
     model, _ = build_any(tmp_path, "meta", "bfloat16")
     loaded = model.load_weights(iter(weights.items()))

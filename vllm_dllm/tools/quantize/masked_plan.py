@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import TensorInfo
-from vllm_dllm.tools.quantize.plan import Linear, Plan
+from vllm_dllm.tools.quantize.plan import Linear, Plan, check_linear
 
 _LINEAR = re.compile(
     r"((?:model|encoder)\.layers\.\d+\..*\.)(\w+_proj|query_key_value|dense)\.weight"
@@ -28,15 +28,17 @@ KEPT = (
 
 def make_masked_plan(scheme: str, tensors: Mapping[str, TensorInfo], num_layers: int) -> Plan:
     """Decides about every tensor. InputError if one is unknown, missing or has a wrong shape."""
-    if scheme != "fp8-dynamic":
+    if scheme == "nvfp4":
         raise InputError(
-            f"{scheme} is for DiffusionGemma alone; a masked model takes --scheme fp8-dynamic"
+            "nvfp4 is for DiffusionGemma alone, whose inputs it measures while that denoises; a "
+            "masked model takes --scheme fp8-dynamic, int8 or w4a16"
         )
     quantized: dict[str, tuple[Linear, ...]] = {}
     kept: dict[str, str] = {}
     for name, info in tensors.items():
         if _LINEAR.fullmatch(name):
-            quantized[name] = (_linear(name, info),)
+            quantized[name] = (linear := _linear(name, info),)
+            check_linear(name, info, linear.shape[1], scheme)
         else:
             kept[name] = _reason(name)
     for name in _expected(quantized, num_layers):

@@ -91,7 +91,7 @@ def make_plan(
     quantized, kept = {}, {}
     for name, info in tensors.items():
         if linears := _linears(name, info):
-            _check(name, info, linears, scheme)
+            check_linear(name, info, linears[0].shape[1], scheme)
             quantized[name] = linears
         else:
             kept[name] = _reason(name)
@@ -139,10 +139,11 @@ def _expect_axes(name: str, info: TensorInfo, count: int) -> tuple[int, ...]:
     return info.shape
 
 
-def _check(name: str, info: TensorInfo, linears: tuple[Linear, ...], scheme: str) -> None:
+def check_linear(name: str, info: TensorInfo, width: int, scheme: str) -> None:
+    """Raises InputError if the tensor of linears with inputs of that width cannot be quantised."""
     if info.dtype not in ("BF16", "F16", "F32"):
         raise InputError(f"{name}: expected BF16, F16 or F32 weights, got {info.dtype}")
-    group, width = _WIDTHS.get(scheme, 1), linears[0].shape[1]
+    group = _WIDTHS.get(scheme, 1)
     if width % group:
         raise InputError(
             f"{name}: {scheme} needs an input width that is a multiple of {group}, got {width}; "

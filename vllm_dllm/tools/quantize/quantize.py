@@ -1,5 +1,5 @@
-"""Makes a quantised checkpoint in compressed-tensors' format out of a DiffusionGemma one, or an
-FP8 one out of a masked model's.
+"""Makes a quantised checkpoint in compressed-tensors' format out of a DiffusionGemma one or a
+masked model's.
 
 Weights are read one tensor at a time and written one shard at a time; only calibration loads the
 model. A stopped run continues after the last shard it wrote (`resumable.py`).

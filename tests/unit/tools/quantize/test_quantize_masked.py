@@ -1,4 +1,4 @@
-"""`vllm-dllm quantize` of masked models' checkpoints: FP8."""
+"""`vllm-dllm quantize` of masked models' checkpoints."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from tests.engine.masked import make_checkpoint
 from tests.paths import CHECKPOINTS
 from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.weight_files import TensorInfo
+from vllm_dllm.tools.quantize.masked_plan import make_masked_plan
 from vllm_dllm.tools.quantize.quantize import quantize
 
 SDAR = CHECKPOINTS / "sdar-tiny"
@@ -38,6 +40,10 @@ def test_the_trained_checkpoint(tmp_path: Path) -> None:
     assert (out / "chat_template.jinja").exists()
 
 
+STORED = {"fp8-dynamic": torch.float8_e4m3fn, "int8": torch.int8, "w4a16": torch.int32}
+
+
+@pytest.mark.parametrize("scheme", STORED)
 @pytest.mark.parametrize(
     ("architecture", "num_linears", "ignored"),
     [
@@ -47,19 +53,27 @@ def test_the_trained_checkpoint(tmp_path: Path) -> None:
         ("Fast_dLLM_QwenForCausalLM", 3 * 7, "lm_head"),
     ],
 )
-def test_every_family(tmp_path: Path, architecture: str, num_linears: int, ignored: str) -> None:
+def test_every_family(
+    tmp_path: Path, architecture: str, num_linears: int, ignored: str, scheme: str
+) -> None:
     source, _ = make_checkpoint(tmp_path / "source", 4, architecture)
-    quantize(source, "fp8-dynamic", out := tmp_path / "FP8")
+    quantize(source, scheme, out := tmp_path / "quantised")
     weights = load_file(out / "model.safetensors")
-    assert sum(w.dtype == torch.float8_e4m3fn for w in weights.values()) == num_linears
+    assert sum(w.dtype == STORED[scheme] for w in weights.values()) == num_linears
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert ignored in config["ignore"]
 
 
 def test_what_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="a masked model takes --scheme fp8-dynamic"):
+    with pytest.raises(InputError, match="takes --scheme fp8-dynamic, int8 or w4a16"):
         quantize(SDAR, "nvfp4", tmp_path / "NVFP4", CHECKPOINTS / "calibration.jsonl")
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_must_hold_whole_groups() -> None:
+    tensors = {"model.layers.0.self_attn.o_proj.weight": TensorInfo((64, 40), "BF16")}
+    with pytest.raises(InputError, match="width that is a multiple of 32, got 40"):
+        make_masked_plan("w4a16", tensors, 1)
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,115 @@
+"""Quantised masked models are served as their references compute them with the same roundings."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm import RequestOutput
+
+from tests import tolerances
+from tests.engine import quantized
+from tests.engine.conftest import Engine
+from tests.engine.fast_dllm import ShiftedReference
+from tests.engine.masked import Reference, Rule, make_checkpoint
+from tests.engine.masked_requests import VOCABULARY, params_of
+from tests.engine.nemotron import SeededReference
+from tests.engine.one_step import random_ids
+from vllm_dllm.compat.cpu_ops import int8_sums_are_exact
+from vllm_dllm.tools.quantize.quantize import quantize
+
+pytestmark = pytest.mark.numerics
+
+BLOCK = 4
+FAMILIES: dict[str, tuple[str, type[Reference]]] = {
+    "SDAR": ("SDARForCausalLM", Reference),
+    "MoE": ("SDARMoeForCausalLM", Reference),
+    "LLaDA2": ("LLaDA2MoeModelLM", Reference),
+    "Nemotron": ("NemotronLabsDiffusionModel", SeededReference),
+    "Fast-dLLM v2": ("Fast_dLLM_QwenForCausalLM", ShiftedReference),
+}
+FORMATS = {"fp8-dynamic": "FP8_DYNAMIC", "int8": "W8A8", "w4a16": "W4A16"}
+NOISES = 30
+WITH_EXPERTS = ("MoE", "LLaDA2")
+ONCE = {("SDAR", scheme) for scheme in FORMATS} | {("LLaDA2", "fp8-dynamic"), ("MoE", "int8")}
+PROMPTS = [random_ids((1, 2, 3, 5, 6)[seed % 5], VOCABULARY, seed) for seed in range(25)]
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        pytest.param(family, scheme, marks=() if (family, scheme) in ONCE else pytest.mark.thorough)
+        for family in FAMILIES
+        for scheme in FORMATS
+    ],
+)
+def test_one_step(engine: Callable[..., Engine], tmp_path: Path, family: str, scheme: str) -> None:
+    """A number halfway between two of the format's goes either way, with the last bit of a sum. The
+    reference then moves with inputs that are off by as much, too; only such answers may differ."""
+    architecture, kind = FAMILIES[family]
+    source, made = make_checkpoint(tmp_path / "plain", BLOCK, architecture)
+    quantize(source, scheme, target := tmp_path / scheme)
+    if scheme == "int8" and family in WITH_EXPERTS and not int8_sums_are_exact():
+        with pytest.raises(ValueError, match="need a processor with VNNI"):
+            engine(target, block_size=32)
+        return
+    plain = kind(made.model, BLOCK, made.mask_id)
+    rounded = kind(copy.deepcopy(made.model), BLOCK, made.mask_id)
+    prefix = "encoder." if family == "Nemotron" else ""
+    stack = rounded.model.model if prefix else rounded.model
+    stored = load_file(target / "model.safetensors")
+    quantized.compute_quantized(stack, stored, FORMATS[scheme], prefix)
+    params = [params_of(Rule("static", num_steps=1), BLOCK, 0, logprobs=20)] * len(PROMPTS)
+    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = engine(target, block_size=32).llm.generate(inputs, params, use_tqdm=False)
+    equal, shift = 0, []
+    for seed, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
+        expected = first_block(rounded, prompt)
+        if largest_difference(expected, output) >= tolerances.BETWEEN_TIES:
+            assert not is_decided(rounded, prompt, expected), f"{seed=}"
+            continue
+        equal += 1
+        shift.append((expected - first_block(plain, prompt)).abs().max().item())
+    assert equal >= 10
+    assert min(shift) > 5 * tolerances.BETWEEN_TIES  # quantisation can be seen
+
+
+def largest_difference(
+    expected: torch.Tensor,  # [at most the answer's tokens, V]
+    output: RequestOutput,
+) -> float:
+    return max(
+        abs(float(row[token]) - entry.logprob)
+        for row, scores in zip(expected, output.outputs[0].logprobs, strict=False)
+        for token, entry in scores.items()
+    )
+
+
+@torch.inference_mode()
+def first_block(decode: Reference, prompt: list[int]) -> torch.Tensor:
+    """Log-probabilities [tokens of the answer, V] of the first block, in one step."""
+    if type(decode) is SeededReference:
+        seed = int(decode.seeded_logits(prompt, [])[-1].argmax())
+        masks = [decode.mask_id] * (BLOCK - 1)
+        return decode.seeded_logits(prompt, [seed, *masks])[-BLOCK:].log_softmax(-1)
+    start = len(prompt) // BLOCK * BLOCK
+    known, block = prompt[:start], prompt[start:]
+    block = block + [decode.mask_id] * (BLOCK - len(block))
+    if isinstance(decode, ShiftedReference):
+        logits = decode.block_logits(known, block)
+    else:
+        logits = decode.logits(known + block)[start:]
+    return logits[len(prompt) - start :].log_softmax(-1)
+
+
+def is_decided(decode: Reference, prompt: list[int], expected: torch.Tensor) -> bool:
+    """Whether noise of the size of fp32's errors leaves the answer alone."""
+    for seed in range(NOISES):
+        torch.manual_seed(seed)
+        with quantized.noisy_inputs(tolerances.NOISE_OF_INPUTS):
+            noisy = first_block(decode, prompt)
+        if (noisy - expected).abs().max() > tolerances.LOGPROB:
+            return False
+    return True

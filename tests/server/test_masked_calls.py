@@ -1,0 +1,93 @@
+"""Tool calls of a masked model, as OpenAI's clients ask for them. The shipped one was trained on
+none, so only their form is right."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import BadRequestError
+
+from tests.paths import CHECKPOINTS
+from tests.server.conftest import Server, serving
+from tests.server.test_tool_calls import MESSAGES, SCHEMAS, TOOLS
+
+SDAR = CHECKPOINTS / "sdar-tiny"
+REMIND: Any = {"type": "function", "function": {"name": "remind"}}
+CALL = {"name": "weather", "arguments": {"city": "Rome", "days": 3}}
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ("--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with serving(SDAR, tmp_path_factory.mktemp("calling"), *options) as it:
+        yield it
+
+
+def ask(server: Server, tool_choice: Any, **options: Any) -> Any:
+    return server.client.chat.completions.create(
+        model=str(SDAR),
+        messages=MESSAGES,
+        tool_choice=tool_choice,
+        **{"tools": TOOLS, "max_tokens": 120, **options},
+    )
+
+
+def check(name: str, arguments: str) -> None:
+    jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_some_call_must_come(calling: Server, temperature: float) -> None:
+    for seed in range(3):
+        answer = ask(calling, "required", seed=seed, temperature=temperature).choices[0]
+        assert answer.message.tool_calls and not answer.message.content
+        for call in answer.message.tool_calls:
+            check(call.function.name, call.function.arguments)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_named_one_must_come(calling: Server, name: str) -> None:
+    named = {"type": "function", "function": {"name": name}}
+    (call,) = ask(calling, named, seed=1).choices[0].message.tool_calls
+    assert call.function.name == name
+    check(name, call.function.arguments)
+
+
+@pytest.mark.parametrize("tool_choice", ["required", REMIND], ids=["required", "named"])
+def test_streamed_is_the_same(calling: Server, tool_choice: Any) -> None:
+    whole = ask(calling, tool_choice, seed=2).choices[0].message.tool_calls
+    found: dict[int, list[str]] = {}
+    for chunk in ask(calling, tool_choice, seed=2, stream=True):
+        for part in (chunk.choices[0].delta.tool_calls or ()) if chunk.choices else ():
+            call = found.setdefault(part.index, ["", ""])
+            call[0] += part.function.name or ""
+            call[1] += part.function.arguments or ""
+    # vLLM writes the arguments anew where it has all of them.
+    assert [(name, json.loads(arguments)) for name, arguments in found.values()] == [
+        (call.function.name, json.loads(call.function.arguments)) for call in whole
+    ]
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "none"])
+def test_an_answer_without_a_call_is_what_it_was(calling: Server, tool_choice: str) -> None:
+    answer = ask(calling, tool_choice, temperature=0.0).choices[0].message
+    assert answer.content == "a d q x" and not answer.tool_calls
+
+
+def test_a_call_that_happens_to_come_is_found(calling: Server) -> None:
+    """The model has learnt to write none, so a form brings it about."""
+    written = f"<tool_call>{json.dumps(CALL)}</tool_call>"
+    form = {"structured_outputs": {"choice": [written]}}
+    # Beside functions that are not strict, which add no form of their own.
+    tools = [{**it, "function": {**it["function"], "strict": False}} for it in TOOLS]
+    answer = ask(calling, "auto", tools=tools, extra_body=form, max_tokens=250).choices[0]
+    (call,) = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls"
+    assert (call.function.name, json.loads(call.function.arguments)) == tuple(CALL.values())
+
+
+def test_too_few_tokens_for_a_call_are_refused(calling: Server) -> None:
+    with pytest.raises(BadRequestError, match=r"max_tokens must be at least \d+ .*, got 8"):
+        ask(calling, "required", max_tokens=8)
