@@ -36,6 +36,8 @@ class OpenRequest:
 
     def __post_init__(self) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=HANGS_S)
+        with contextlib.suppress(OSError):  # tried again, and told of, by the thread
+            self.connection.connect()  # now, so that there is something to close
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
