@@ -31,6 +31,8 @@ CACHED_TILE = (256, 4 * BLOCK)
 hold; over tiles of 16 MiB they take twice as long."""
 # fp32: logit, scaled, below its block's largest, weight, cumulative, rounded, for the product
 _BYTES_PER_STREAMED_LOGIT = 7 * 4
+# The same, and what the other tiles of a row have left: 28 bytes for 1,024 logits of the vocabulary
+_BYTES_PER_CACHED_LOGIT = 8 * 4
 _FUSED_COPIES = 2  # of a logit: our GPU kernels work in its place; as much again is for products
 # fp32: logit, scaled, log-probability, probability, cumulative; top_k and top_p sort in between
 _BYTES_PER_WHOLE_LOGIT = 8 * 4
@@ -55,7 +57,8 @@ def tile_shape(
     these have as many tokens as fit."""
     if fused_bytes is None:
         most_rows, tokens = CACHED_TILE if on_cpu else (rows, TILE_TOKENS)
-        return max(1, min(most_rows, budget_bytes // (tokens * _BYTES_PER_STREAMED_LOGIT))), tokens
+        num_bytes = _BYTES_PER_CACHED_LOGIT if on_cpu else _BYTES_PER_STREAMED_LOGIT
+        return max(1, min(most_rows, budget_bytes // (tokens * num_bytes))), tokens
     tile_rows = max(1, min(rows, budget_bytes // (TILE_TOKENS * fused_bytes)))
     tokens = budget_bytes // (tile_rows * fused_bytes) // BLOCK * BLOCK
     return tile_rows, max(TILE_TOKENS, tokens)

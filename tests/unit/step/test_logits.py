@@ -240,4 +240,4 @@ def test_the_smallest_tile_may_take_more_than_the_budget() -> None:
 
 def test_tiles_on_cpus_stay_in_caches() -> None:
     assert tile_shape(8192, 256 * MIB, None, on_cpu=True) == CACHED_TILE
-    assert tile_shape(8192, 14 * MIB, None, on_cpu=True) == (128, CACHED_TILE[1])
+    assert tile_shape(8192, 16 * MIB, None, on_cpu=True) == (128, CACHED_TILE[1])
