@@ -92,6 +92,10 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
         {"extra_body": {"allowed_token_ids": [EOS], "min_tokens": 5}},
         rf"allowed_token_ids must leave .* got \[{EOS}\] with min_tokens = 5",
     ),
+    "a seed that leaves no room for the second answer's": (
+        {"seed": 2**63 - 1, "n": 2},
+        "seed must be from .* for n = 2",
+    ),
     "more tokens than a canvas that is only read": (
         {
             "extra_body": {

@@ -21,7 +21,8 @@ def check_http_request(request: Any, *, parses_tool_calls: bool, forces_tool_cal
     if getattr(request, "use_beam_search", False):
         refuse_beam_search()
     take_openai_prediction(request)
-    if getattr(request, "tools", None):
+    # A completion has no tools; what it says under that name is as unknown as any other.
+    if getattr(request, "tools", None) and hasattr(request, "tool_choice"):
         _check_tool_choice(request, parses_tool_calls, forces_tool_calls)
 
 

@@ -10,6 +10,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.compat.sampling import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens
 
+SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**63 - 1
 LARGEST_PENALTY = 1e6
 """In fp32 a logit times or over this is a number, and not 0; vLLM's excluded ones are infinite."""
 
@@ -18,8 +19,16 @@ def check_numbers(params: SamplingParams) -> None:
     """Admission check of any model of ours.
 
     Raises:
-        VLLMValidationError: becomes HTTP 400; a number would make logits infinite, or no number.
+        VLLMValidationError: becomes HTTP 400; a number would make logits infinite, or no number,
+            or is more than the worker has room for.
     """
+    last = params.n - 1  # of several answers, the i-th has the seed + i
+    if params.seed is not None and not SMALLEST_SEED <= params.seed <= LARGEST_SEED - last:
+        raise VLLMValidationError(
+            f"seed must be from {SMALLEST_SEED} to {LARGEST_SEED - last} for n = {params.n}, got "
+            f"{params.seed}. Take a smaller one.",
+            parameter="seed",
+        )
     penalty = params.repetition_penalty
     if not 1 / LARGEST_PENALTY <= penalty <= LARGEST_PENALTY:
         raise VLLMValidationError(

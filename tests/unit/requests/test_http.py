@@ -54,6 +54,7 @@ ADMITTED = {
     "tools that are not to be called": chat(tools=[CHAT_TOOL], tool_choice="none"),
     "response": response(),
     "completion": CompletionRequest(prompt="Hi"),
+    "completion, a key that it has not": CompletionRequest(prompt="Hi", tools=[CHAT_TOOL]),
 }
 
 
