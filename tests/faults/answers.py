@@ -7,6 +7,8 @@ from typing import Any
 
 from tests.faults.drawn_requests import DrawnRequest, Model
 
+TEXTS = {"stop", "prompt", "messages", "model"}
+"""Keys whose values are no numbers, whatever they look like."""
 ROUNDING = 1e-3
 """Above 0, of a log-probability."""
 
@@ -30,7 +32,11 @@ def check(request: DrawnRequest, status: int, text: str, model: Model, tokenizer
         check_stream(text)
         return
     answer = json.loads(text, parse_constant=_no_number)
-    body = {key: as_read(value) for key, value in request.body.items() if value is not None}
+    body = {
+        key: value if key in TEXTS else as_read(value)
+        for key, value in request.body.items()
+        if value is not None
+    }
     choices = answer["choices"]
     prompts = body.get("prompt")
     several = isinstance(prompts, list) and isinstance(prompts[0], (list, str))

@@ -15,7 +15,10 @@ from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
     [
         ({"repetition_penalty": 1e-320}, "from 1e-06 to 1e.06, got 1e-320"),
         ({"repetition_penalty": 1e300}, "repetition_penalty must be from .* got 1e.300"),
-        ({"seed": 2**63}, "seed must be from -9223372036854775808 to 9223372036854775807 for n = 1"),
+        (
+            {"seed": 2**63},
+            "seed must be from -9223372036854775808 to 9223372036854775807 for n = 1",
+        ),
         ({"seed": 2**63 - 1, "n": 2}, "to 9223372036854775806 for n = 2, got 9223372036854775807"),
         ({"seed": -(2**63) - 1}, "got -9223372036854775809"),
         ({"logit_bias": {3: float("inf")}}, "got inf for token 3. Use allowed_token_ids"),
