@@ -50,12 +50,17 @@ def num_blocks(prompts: list[list[int]], outputs: list[list[int]], length: int) 
 
 
 def ask(
-    call: Call, system: str, asked: workload.Workload, batch: int, threshold: float = THRESHOLD
+    call: Call,
+    system: str,
+    asked: workload.Workload,
+    batch: int,
+    threshold: float = THRESHOLD,
+    method: str = "run",
 ) -> dict[str, Any]:
     """What a system's `run` returns: seconds, outputs and forwards."""
     return call(
         system,
-        "run",
+        method,
         prompts=asked.prompts,
         batch=batch,
         max_tokens=asked.max_tokens,
@@ -105,14 +110,7 @@ def speed(call: Call, asked: workload.Workload, rounds: int, block_length: int) 
             by_system[OURS][f"times {name}"] = statistics.median(
                 other / own for own, other in zip(seconds[OURS], seconds[name], strict=True)
             )
-        steps = call(
-            OURS,
-            "split",
-            prompts=asked.prompts,
-            batch=concurrency,
-            max_tokens=asked.max_tokens,
-            threshold=THRESHOLD,
-        )
+        steps = ask(call, OURS, asked, concurrency, method="split")
         by_system[OURS]["step"] = summarize_split(steps)
         print(f"block {block_length}, {concurrency} at once: {by_system}", flush=True)
     return found

@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 from openai import BadRequestError
 
+from tests.server.calls import MESSAGES
 from tests.server.conftest import UNCOMPILED, Server, serving
-from tests.server.test_tool_calls import MESSAGES
 from tests.unit.grammar.special_tokens import add_tokens
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 

@@ -5,16 +5,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
 import pytest
 from openai import BadRequestError
 
 from tests.paths import CHECKPOINTS
+from tests.server import calls
+from tests.server.calls import SCHEMAS, TOOLS, check, named
 from tests.server.conftest import Server, serving
-from tests.server.test_tool_calls import MESSAGES, SCHEMAS, TOOLS
 
 SDAR = CHECKPOINTS / "sdar-tiny"
-REMIND: Any = {"type": "function", "function": {"name": "remind"}}
+REMIND = named("remind")
 CALL = {"name": "weather", "arguments": {"city": "Rome", "days": 3}}
 
 
@@ -26,16 +26,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def ask(server: Server, tool_choice: Any, **options: Any) -> Any:
-    return server.client.chat.completions.create(
-        model=str(SDAR),
-        messages=MESSAGES,
-        tool_choice=tool_choice,
-        **{"tools": TOOLS, "max_tokens": 120, **options},
-    )
-
-
-def check(name: str, arguments: str) -> None:
-    jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    return calls.ask(server, tool_choice, model=str(SDAR), **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -49,25 +40,14 @@ def test_some_call_must_come(calling: Server, temperature: float) -> None:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_named_one_must_come(calling: Server, name: str) -> None:
-    named = {"type": "function", "function": {"name": name}}
-    (call,) = ask(calling, named, seed=1).choices[0].message.tool_calls
+    (call,) = ask(calling, named(name), seed=1).choices[0].message.tool_calls
     assert call.function.name == name
     check(name, call.function.arguments)
 
 
 @pytest.mark.parametrize("tool_choice", ["required", REMIND], ids=["required", "named"])
 def test_streamed_is_the_same(calling: Server, tool_choice: Any) -> None:
-    whole = ask(calling, tool_choice, seed=2).choices[0].message.tool_calls
-    found: dict[int, list[str]] = {}
-    for chunk in ask(calling, tool_choice, seed=2, stream=True):
-        for part in (chunk.choices[0].delta.tool_calls or ()) if chunk.choices else ():
-            call = found.setdefault(part.index, ["", ""])
-            call[0] += part.function.name or ""
-            call[1] += part.function.arguments or ""
-    # vLLM writes the arguments anew where it has all of them.
-    assert [(name, json.loads(arguments)) for name, arguments in found.values()] == [
-        (call.function.name, json.loads(call.function.arguments)) for call in whole
-    ]
+    calls.require_streamed_is_whole(calling, tool_choice, model=str(SDAR), seed=2)
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "none"])
