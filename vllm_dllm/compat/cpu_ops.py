@@ -20,19 +20,22 @@ class Int8Weights:
         scales: torch.Tensor,  # [n, N, 1] fp32
         dtype: torch.dtype,  # of the products
     ) -> None:
-        """Raises ValueError on a processor that cannot add up products of int8."""
-        if not int8_sums_are_exact():
-            raise ValueError(
-                "int8 checkpoints need a processor with VNNI (avx512_vnni or avx_vnni in lscpu): "
-                "without it, sums of two products of int8 overflow. Serve the bf16 checkpoint, or "
-                "quantise it with --scheme fp8-dynamic."
-            )
         self._scales = scales
         self._matrices = [
             _custom_ops.create_onednn_scaled_mm(weight.t(), scale, dtype, True, False)
             for weight, scale in zip(weights, scales, strict=True)
         ]
         self.handles = torch.stack([matrix.handler_tensor for matrix in self._matrices])
+
+
+def check_int8() -> None:
+    """Raises ValueError on a processor that cannot add up products of int8."""
+    if not int8_sums_are_exact():
+        raise ValueError(
+            "int8 checkpoints need a processor with VNNI (avx512_vnni or avx_vnni in lscpu): "
+            "without it, sums of two products of int8 overflow. Serve the bf16 checkpoint, or "
+            "quantise it with --scheme fp8-dynamic."
+        )
 
 
 @cache

@@ -1,11 +1,13 @@
 """vLLM's configuration of a compressed-tensors checkpoint, checked, and completed for CPUs."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from transformers import PretrainedConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
@@ -102,6 +104,15 @@ def _log_emulation(kind: Scheme, has_experts: bool) -> None:
         )
 
 
+def _check_inputs(scheme: dict[str, Any] | None) -> None:
+    """Raises ValueError for int8 inputs on a CPU that cannot multiply them."""
+    inputs: QuantizationArgs | None = scheme and scheme.get("input_activations")
+    if inputs is not None and inputs.type == QuantizationType.INT:
+        from vllm_dllm.compat.cpu_ops import check_int8
+
+        check_int8()
+
+
 class CpuCompressedTensors(CompressedTensorsConfig):
     """vLLM's configuration, plus linears and experts that CPUs can run."""
 
@@ -112,6 +123,8 @@ class CpuCompressedTensors(CompressedTensorsConfig):
 
             if isinstance(layer, RoutedExperts):
                 return self._experts_on_cpu(layer, prefix)
+            if isinstance(layer, LinearBase):
+                _check_inputs(self.get_scheme_dict(layer, prefix))
         return super().get_quant_method(layer, prefix)
 
     def _experts_on_cpu(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
@@ -127,6 +140,7 @@ class CpuCompressedTensors(CompressedTensorsConfig):
         if scheme is None:
             return UnquantizedFusedMoEMethod(layer.moe_config)
         weights, inputs = scheme["weights"], scheme["input_activations"]
+        _check_inputs(scheme)
         kind = recognize(first, scheme, on_cpu=True)
         _log_emulation(kind, has_experts=True)
         match kind:
