@@ -22,6 +22,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from bench.dummy_checkpoint import SHAPE_26B
 from tests.unit.models.building import build
+from vllm_dllm.compat import cpu_ops
 from vllm_dllm.quantization import config as quantization_config
 
 
@@ -121,9 +122,18 @@ def test_an_emulation_is_logged_once(
     assert message.startswith(EMULATED[scheme]) and message.endswith("It is exact but slow.")
 
 
-def test_int8_is_not_emulated(checkpoints: dict[str, Path], logged: list[str]) -> None:
+def test_int8_is_not_emulated(
+    checkpoints: dict[str, Path], logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_ops, "int8_sums_are_exact", lambda: True)
     build(checkpoints["W8A8"], "meta")
     assert not logged
+
+
+def test_int8_without_vnni(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_ops, "int8_sums_are_exact", lambda: False)
+    with pytest.raises(ValueError, match="need a processor with VNNI"):
+        build(checkpoints["W8A8"], "meta")
 
 
 @pytest.mark.parametrize(("scheme", "count"), [("FP8_DYNAMIC", 0), ("NVFP4", 1), ("W4A16", 0)])
