@@ -1,7 +1,8 @@
 """Images through a checkpoint's vision tower, as rows of the width of token embeddings.
 
 Tower and projection are transformers' own modules: they are small beside the text layers, run once
-per image, and so compute what the reference computes.
+per image, and so compute what the reference computes. Only the tower's MLPs are run by ours, to the
+same bits.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,17 @@ from transformers.initialization import no_init_weights
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
     DiffusionGemmaMultimodalEmbedder,
 )
+from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionMLP
+
+
+class InPlaceMLP(Gemma4VisionMLP):
+    """transformers' MLP with its widest product written over its first factor.
+
+    On CPUs a new tensor of that size comes from the kernel, page by page: 5% of the tower's time.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).mul_(self.up_proj(x)))
 
 
 def build(config: DiffusionGemmaConfig, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
@@ -20,6 +32,9 @@ def build(config: DiffusionGemmaConfig, dtype: torch.dtype) -> tuple[nn.Module, 
     with no_init_weights():
         tower = AutoModel.from_config(config.vision_config, dtype=dtype)
         projection = DiffusionGemmaMultimodalEmbedder(config.vision_config, config.text_config)
+    for module in tower.modules():
+        if isinstance(module, Gemma4VisionMLP):
+            module.__class__ = InPlaceMLP
     return tower.eval(), projection.to(dtype).eval()
 
 
