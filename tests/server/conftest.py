@@ -77,8 +77,14 @@ def start(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env={**os.environ, **(env or {})},
+            preexec_fn=_take_interrupts,
         )
     return process, port
+
+
+def _take_interrupts() -> None:
+    """Also where the tests run behind a shell's `&`, which has its processes ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def free_port() -> int:
