@@ -15,6 +15,7 @@ from tests.engine.one_step import FEW_STEPS, random_ids
 from tests.metrics import Samples, check_against, ours, since
 
 CANVAS = 32
+VOCABULARY = 512
 STEPS = FEW_STEPS["diffusion_max_steps"]
 
 
@@ -44,6 +45,11 @@ def test_blocks_that_share_forwards(
     assert (changed["commits_total shared"], changed["commits_total none"]) == (2, 1)
     assert changed["requests_total entropy_bound"] == 1
     assert not {"commits_total own", "canvases_cut_total"} & changed.keys()
+    # Bytes: a row's logits in fp32, and what is made of them at once; eight requests would have the
+    # LM head's output and a copy, too.
+    assert changed["sampling_memory_peak_bytes"] == CANVAS * VOCABULARY * (4 + 32)
+    most = (256 << 20) + 8 * CANVAS * VOCABULARY * (4 + 8)
+    assert scrape()["sampling_memory_bound_bytes", frozenset()] == most
 
 
 def test_several_at_once(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> None:

@@ -30,7 +30,7 @@ from tests.server.conftest import (
     stop,
     wait_until_ready,
 )
-from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, HISTOGRAMS, PREFIX
+from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
 
 NUM_REQUESTS = 12
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -132,6 +132,11 @@ def test_metrics_of_each_engine(two_engines: Server) -> None:
     check_against(lines, Counter(changed["0"]) + Counter(changed["1"]))
     for counted in changed.values():
         assert 0 < counted["forwards_total"] <= counted["denoise_steps_total"] < len(lines)
+    for engine in "01":
+        peak, bound = (
+            now[engine][f"sampling_memory_{name}_bytes", frozenset()] for name in ("peak", "bound")
+        )
+        assert 0 < peak <= bound
 
 
 def test_a_server_for_each_engine(server: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -196,7 +201,8 @@ def test_the_text_is_valid(two_engines: Server) -> None:
     parser allows no series twice, and no histogram whose buckets do not add up."""
     families = list(text_string_to_metric_families(scrape(two_engines)))
     names = [family.name for family in families if family.name.startswith(PREFIX)]
-    assert sorted(names) == sorted(PREFIX + name for name in (*COUNTERS, *BY_LABEL, *HISTOGRAMS))
+    ours = (*COUNTERS, *GAUGES, *BY_LABEL, *HISTOGRAMS)
+    assert sorted(names) == sorted(PREFIX + name for name in ours)
     registry = CollectorRegistry()
     registry.register(Said(families))
     text = strict_text(registry, escaping="allow-utf-8").decode()  # a colon is kept as it is

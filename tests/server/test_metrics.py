@@ -13,7 +13,7 @@ from tests.metrics import check_against, ours, since
 from tests.paths import ROOT
 from tests.server.conftest import MAX_MODEL_LEN, Server
 from tests.server.dashboard_queries import queries
-from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, HISTOGRAMS, PREFIX
+from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
 
 DASHBOARD = ROOT / "docs" / "dashboard.json"
 QUESTIONS = ("Reverse: rose chair lamp", "Sort: q d x a", "Count from 31 to 69.")
@@ -70,7 +70,7 @@ def test_what_a_trace_counts(server: Server) -> None:
 def test_the_text_is_valid(server: Server) -> None:
     """A parser reads all of it, and each metric of ours is there, with its definition."""
     families = {f.name: f for f in text_string_to_metric_families(scrape(server))}
-    definitions = COUNTERS | {key: value[-1] for key, value in BY_LABEL.items()}
+    definitions = COUNTERS | GAUGES | {key: value[-1] for key, value in BY_LABEL.items()}
     definitions |= {key: value[0] for key, value in HISTOGRAMS.items()}
     for name, definition in definitions.items():
         assert families[PREFIX + name].documentation == definition
@@ -87,7 +87,7 @@ def test_the_dashboard_asks_for_what_there_is(server: Server) -> None:
     for query in found:
         assert query.metrics <= samples.keys(), query.panel
         assert query.labels <= set().union(*(samples[m] for m in query.metrics)), query.panel
-    names = {f"{PREFIX}{name}" for name in HISTOGRAMS}
+    names = {f"{PREFIX}{name}" for name in (*HISTOGRAMS, *GAUGES)}
     names |= {f"{PREFIX}{name}_total" for name in (*COUNTERS, *BY_LABEL)}
     shown = {re.sub("_(bucket|sum|count)$", "", name) for q in found for name in q.metrics}
     assert names <= shown

@@ -23,6 +23,8 @@ class CanvasNumbers(NamedTuple):
     lengths: list[int]  # [n] canvas positions
     names: tuple[str, ...]  # of the values
     values: np.ndarray  # [names, n] fp32; there when the step's tokens are
+    sampling_peak_bytes: int = 0  # most that this and all earlier steps took
+    sampling_bound_bytes: int = 0
 
     def rows(self) -> Iterator[CanvasRow]:
         # Plain Python: between steps numpy's code is not in the caches.

@@ -16,6 +16,9 @@ class CanvasCounts:
     denoise_steps: int = 0
     accepted_positions: int = 0
     canvases_cut: int = 0
+    # As the last step says; 0: there was none
+    sampling_memory_peak_bytes: int = 0
+    sampling_memory_bound_bytes: int = 0
     canvases_finished: Counter[str] = field(default_factory=Counter)  # by cause
     commits: Counter[str] = field(default_factory=Counter)  # by forward
     requests: Counter[str] = field(default_factory=Counter)  # by acceptance

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from prometheus_client import REGISTRY, Counter, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from vllm_dllm.metrics.counts import ACCEPTANCES, CAUSES, COMMITS
 
@@ -16,6 +16,13 @@ COUNTERS = {
         "Canvas positions that held their tokens after a denoise step, summed over the steps."
     ),
     "canvases_cut": "Finished canvases that the end of the context made narrower.",
+}
+
+GAUGES = {
+    "sampling_memory_peak_bytes": (
+        "Most that a step has taken for logits and what is made of them, by the sizes of its tiles."
+    ),
+    "sampling_memory_bound_bytes": "Most that a step may take for them.",
 }
 
 BY_LABEL = {
@@ -44,7 +51,7 @@ HISTOGRAMS = {
     ),
 }
 
-_registered: list[Counter | Histogram] = []
+_registered: list[Counter | Gauge | Histogram] = []
 
 
 class CanvasMetrics:
@@ -57,6 +64,11 @@ class CanvasMetrics:
         while _registered:
             REGISTRY.unregister(_registered.pop())
         counters = {name: _counter(name, text, labelnames) for name, text in COUNTERS.items()}
+        # Where several processes take requests, each gets a part of an engine's messages.
+        gauges = {
+            name: Gauge(PREFIX + name, text, labelnames, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
+        }
         by_label = {
             name: _counter(name, text, (*labelnames, label))
             for name, (label, _, text) in BY_LABEL.items()
@@ -65,11 +77,12 @@ class CanvasMetrics:
             name: Histogram(PREFIX + name, text, labelnames, buckets=buckets)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        _registered.extend(histograms.values())
+        _registered.extend((*gauges.values(), *histograms.values()))
         # From the start, because a rate misses what a new series begins with.
         self._of_engine = {
             engine: _OfEngine(
                 {name: counter.labels(*labels) for name, counter in counters.items()},
+                {name: gauge.labels(*labels) for name, gauge in gauges.items()},
                 {
                     (name, value): counter.labels(*labels, value)
                     for name, counter in by_label.items()
@@ -86,6 +99,9 @@ class CanvasMetrics:
         for name, counter in metrics.counters.items():
             if counts[name]:
                 counter.inc(counts[name])
+        for name, gauge in metrics.gauges.items():
+            if counts[name]:
+                gauge.set(counts[name])
         for name in BY_LABEL:
             for value, number in counts[name].items():
                 metrics.by_label[name, value].inc(number)
@@ -96,6 +112,7 @@ class CanvasMetrics:
 
 class _OfEngine(NamedTuple):
     counters: dict[str, Counter]
+    gauges: dict[str, Gauge]
     by_label: dict[tuple[str, str], Counter]
     histograms: dict[str, Histogram]
 

@@ -48,7 +48,11 @@ class CanvasCounter:
             return
         self._counts.forwards += 1
         numbers: CanvasNumbers | None = numbers_of(output)
-        for row in numbers.rows() if numbers is not None else ():
+        if numbers is None:
+            return
+        self._counts.sampling_memory_peak_bytes = numbers.sampling_peak_bytes
+        self._counts.sampling_memory_bound_bytes = numbers.sampling_bound_bytes
+        for row in numbers.rows():
             request_id = output.req_ids[row.request]
             if row.step == 0:
                 self._committed.add(request_id)

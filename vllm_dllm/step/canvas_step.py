@@ -33,6 +33,7 @@ from vllm_dllm.step.grammars import Legal
 from vllm_dllm.step.load import LoadStages
 from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
 from vllm_dllm.step.requests import StepRequests
+from vllm_dllm.step.sampling_memory import SamplingMemory
 from vllm_dllm.step.settings import SlotSettings, StepSettings, revealing
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 from vllm_dllm.step.soft_embedding import SoftEmbedding
@@ -57,7 +58,7 @@ class CanvasStep:
         self.vocab_size = model_config.get_vocab_size()
         self.max_model_len = model_config.max_model_len
         self.extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
-        self.budget_bytes = self.extension.sampling_memory_mib << 20
+        self.memory = SamplingMemory(self.extension.sampling_memory_mib << 20)
         self.device = device
         self.fuses = device.type == "cuda"  # runs our kernels in place of many small operations
 
@@ -351,7 +352,7 @@ class CanvasStep:
             found.tokens.best_guess,
             self.soft_embedding,
             self.requests.filters,
-            self.budget_bytes,
+            self.memory,
             None if reveal is None else torch.where(reveal.kept, reveal.tokens, NO_TOKEN),
         )
 

@@ -20,6 +20,7 @@ from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, VocabReader
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.filters import LogitFilters
 from vllm_dllm.step.row_masks import RowMasks
+from vllm_dllm.step.sampling_memory import SamplingMemory
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 
 if TYPE_CHECKING:
@@ -55,13 +56,20 @@ def tile_shape(
 ) -> tuple[int, int]:
     """Rows and tokens of a streamed tile. On a GPU, a launch costs more than a tile of few rows:
     these have as many tokens as fit."""
+    num_bytes = _streamed_bytes(fused_bytes, on_cpu)
     if fused_bytes is None:
         most_rows, tokens = CACHED_TILE if on_cpu else (rows, TILE_TOKENS)
-        num_bytes = _BYTES_PER_CACHED_LOGIT if on_cpu else _BYTES_PER_STREAMED_LOGIT
         return max(1, min(most_rows, budget_bytes // (tokens * num_bytes))), tokens
-    tile_rows = max(1, min(rows, budget_bytes // (TILE_TOKENS * fused_bytes)))
-    tokens = budget_bytes // (tile_rows * fused_bytes) // BLOCK * BLOCK
+    tile_rows = max(1, min(rows, budget_bytes // (TILE_TOKENS * num_bytes)))
+    tokens = budget_bytes // (tile_rows * num_bytes) // BLOCK * BLOCK
     return tile_rows, max(TILE_TOKENS, tokens)
+
+
+def _streamed_bytes(fused_bytes: int | None, on_cpu: bool) -> int:
+    """That a logit of a streamed tile takes."""
+    if fused_bytes is not None:
+        return fused_bytes
+    return _BYTES_PER_CACHED_LOGIT if on_cpu else _BYTES_PER_STREAMED_LOGIT
 
 
 def whole_rows(vocab_size: int, budget_bytes: int) -> int:
@@ -106,11 +114,11 @@ class WholeLogits:
         guesses: torch.Tensor,  # [n, C] int64, the step before's best guesses
         soft: SoftEmbedding,
         filters: LogitFilters,
-        budget_bytes: int,  # of what a step takes beside the logits
+        memory: SamplingMemory,
         kept: torch.Tensor | None = None,  # [n, C] int64, tokens revealed for good; < 0: none yet
     ) -> None:
         self.batch, self.soft, self.filters = batch, soft, filters
-        self.tile_rows = whole_rows(logits.shape[1], budget_bytes)
+        self.memory, self.tile_rows = memory, whole_rows(logits.shape[1], memory.budget_bytes)
         self._raw = self._processed = logits
         if ruled := filters.ruled(batch):
             self._processed = logits.clone()
@@ -128,19 +136,36 @@ class WholeLogits:
     def row(self, i: int, position: int) -> torch.Tensor:
         return self._processed[self.batch.rows_of(i)][position]
 
+    def _tiles(self) -> Iterator[slice]:
+        num_rows = len(self._raw)
+        self._take(min(num_rows, self.tile_rows))
+        return _tiles(slice(0, num_rows), self.tile_rows)
+
+    def _take(self, num_rows: int) -> None:
+        """For what is made of so many rows at a time."""
+        held = 1 if self._processed is self._raw else 2
+        self.memory.take(
+            held * self._raw.nbytes + num_rows * self._raw.shape[1] * _BYTES_PER_WHOLE_LOGIT
+        )
+
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
         parts = []
-        for rows in _tiles(slice(0, len(draw)), self.tile_rows):
+        for rows in self._tiles():
             scaled = self._processed[rows] / row_temperature[rows]
             scaled = self.filters.truncate(scaled, self.batch, rows)
             parts.append(_read_rows(self.soft, scaled, draw[rows]))
         return _concat(parts)
 
     def raw(self, i: int) -> Iterator[torch.Tensor]:
-        yield self._raw[self.batch.rows_of(i)]
+        yield self._of_canvas(self._raw, i)
 
     def processed(self, i: int) -> Iterator[torch.Tensor]:
-        yield self._processed[self.batch.rows_of(i)]
+        yield self._of_canvas(self._processed, i)
+
+    def _of_canvas(self, logits: torch.Tensor, i: int) -> torch.Tensor:
+        rows = logits[self.batch.rows_of(i)]
+        self._take(len(rows))
+        return rows
 
 
 class MaskedLogits(WholeLogits):
@@ -156,7 +181,7 @@ class MaskedLogits(WholeLogits):
         # candidate is
     ) -> Candidates:
         parts = []
-        for rows in _tiles(slice(0, len(uniform)), self.tile_rows):
+        for rows in self._tiles():
             scaled = self._processed[rows] / row_temperature[rows]
             scaled = self.filters.truncate(scaled, self.batch, rows)
             judged = self._processed[rows] if judges_unscaled else None
@@ -198,12 +223,12 @@ class StreamedLogits:
         guesses: torch.Tensor,
         soft: SoftEmbedding,
         filters: LogitFilters,
-        budget_bytes: int,  # of what a step takes at all
+        memory: SamplingMemory,
         kept: torch.Tensor | None = None,
     ) -> None:
         self.hidden, self.batch, self.soft, self.filters = hidden, batch, soft, filters
         self.model, self.starts, self.guesses, self.kept = soft.model, starts, guesses, kept
-        self.budget = budget_bytes
+        self.memory = memory
         self._masks: dict[int, RowMasks] = {}
 
     def exclude(self, i: int, masks: RowMasks) -> None:
@@ -217,8 +242,11 @@ class StreamedLogits:
         return logits[0]
 
     def raw(self, i: int) -> Iterator[torch.Tensor]:
-        tile_rows = whole_rows(self.model.config.vocab_size, self.budget)
-        for rows in _tiles(self.batch.rows_of(i), tile_rows):
+        vocab_size, of_canvas = self.model.config.vocab_size, self.batch.rows_of(i)
+        tile_rows = whole_rows(vocab_size, self.memory.budget_bytes)
+        most_rows = min(tile_rows, of_canvas.stop - of_canvas.start)
+        self.memory.take(most_rows * vocab_size * _BYTES_PER_WHOLE_LOGIT)
+        for rows in _tiles(of_canvas, tile_rows):
             yield self.model.compute_logits(self.hidden[rows])
 
     def processed(self, i: int) -> Iterator[torch.Tensor]:
@@ -280,9 +308,13 @@ class StreamedLogits:
         draw: torch.Tensor,
         guess: torch.Tensor | None,
     ) -> ReadRows:
+        fused_bytes, on_cpu = self._fused_bytes(hidden), hidden.device.type == "cpu"
         tile_rows, tile_tokens = tile_shape(
-            len(draw), self.budget, self._fused_bytes(hidden), on_cpu=hidden.device.type == "cpu"
+            len(draw), self.memory.budget_bytes, fused_bytes, on_cpu
         )
+        _, weight = self.model.vocabulary_shard()
+        num_logits = min(len(draw), tile_rows) * min(tile_tokens, len(weight))
+        self.memory.take(num_logits * _streamed_bytes(fused_bytes, on_cpu))
         tiles = _tiles(slice(0, len(draw)), tile_rows)
         return _concat(
             [

@@ -102,7 +102,7 @@ class MaskedStep(CanvasStep):
             found.tokens.best_guess,
             self.soft_embedding,
             self.requests.filters,
-            self.budget_bytes,
+            self.memory,
             torch.where(slots.revealed[idx], slots.canvas[idx], NO_TOKEN),
         )
         positions = self._positions(found)

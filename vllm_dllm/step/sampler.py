@@ -1,5 +1,6 @@
 """What vLLM's model runner asks of a sampler, answered by `CanvasStep`."""
 
+from functools import cached_property
 from types import SimpleNamespace
 
 import torch
@@ -28,7 +29,7 @@ class DiffusionSampler:
         self.sampling_states = step.requests.sampling_states
         self._max_rows = max_rows
         keep_prompts_private()
-        score_prompts_by(whole_rows(step.vocab_size, step.budget_bytes))
+        score_prompts_by(whole_rows(step.vocab_size, step.memory.budget_bytes))
 
     @property
     def prefills_emitted_tokens(self) -> bool:
@@ -37,8 +38,18 @@ class DiffusionSampler:
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         self.step.requests.add(req_idx, sampling_params)
 
+    @cached_property
+    def _most_bytes(self) -> int:
+        """That a step may take for logits and what is made of them."""
+        return step_bytes(self.step.model, self._max_rows, self.step.memory.budget_bytes)
+
     def take_numbers(self) -> CanvasNumbers | None:
-        return self.step.take_numbers()
+        numbers = self.step.take_numbers()
+        if numbers is None:
+            return None
+        return numbers._replace(
+            sampling_peak_bytes=self.step.memory.peak_bytes, sampling_bound_bytes=self._most_bytes
+        )
 
     def apply_staged_writes(self) -> None:
         self.step.requests.start()
@@ -52,8 +63,7 @@ class DiffusionSampler:
         """Advances every request of the batch by one step."""
         step, num_reqs, device = self.step, input_batch.num_reqs, logits.device
         if input_batch.num_draft_tokens_per_req is None:  # vLLM's dummy, to see what a step takes
-            num_bytes = step_bytes(step.model, self._max_rows, step.budget_bytes)
-            torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            torch.empty(self._most_bytes, dtype=torch.uint8, device=device)
         logits = step.start_canvases(logits, input_batch)
         batch = step.batch
         if batch is None:

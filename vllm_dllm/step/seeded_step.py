@@ -103,7 +103,7 @@ class SeededStep(MaskedStep):
             slots.canvas.new_full((rows.num_canvases, 1), NO_TOKEN),
             self.soft_embedding,
             self.requests.filters,
-            self.budget_bytes,
+            self.memory,
         )
         key = slots.read_numbers(idx).noise_key
         draw = noise.uniform(key, starts[:, None], torch.zeros_like(key), noise.INITIAL)

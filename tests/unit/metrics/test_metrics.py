@@ -24,7 +24,14 @@ from vllm_dllm.compat.metrics import CarryingStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.metrics.canvas_numbers import CanvasRow
 from vllm_dllm.metrics.counts import CanvasCounts
-from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, HISTOGRAMS, PREFIX, CanvasMetrics
+from vllm_dllm.metrics.prometheus import (
+    BY_LABEL,
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    PREFIX,
+    CanvasMetrics,
+)
 from vllm_dllm.requests.keys import ACCEPTANCE_RULES
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
 from vllm_dllm.step.counted import canvas_numbers
@@ -133,7 +140,23 @@ def test_what_is_counted_arrives(metrics: CanvasMetrics) -> None:
     assert samples["block_denoise_steps_bucket", frozenset({("le", "1.0")})] == 1
     text = strict_text(REGISTRY, escaping="allow-utf-8").decode()  # a colon is kept as it is
     families = {family.name for family in openmetrics(text)}
-    assert {PREFIX + name for name in (*COUNTERS, *BY_LABEL, *HISTOGRAMS)} <= families
+    assert {PREFIX + name for name in (*COUNTERS, *GAUGES, *BY_LABEL, *HISTOGRAMS)} <= families
+
+
+def test_memory_is_what_the_last_step_says(metrics: CanvasMetrics) -> None:
+    """And stays until a step says something else."""
+    counter = CanvasCounter(lambda request: 4, joins_canvases=True)
+    scheduled: Any = SimpleNamespace(total_num_scheduled_tokens=9, scheduled_at=0.0)
+    output = ModelRunnerOutput(req_ids=list("abcd"), req_id_to_index={})
+    for peak in (30, 50):
+        said = numbers()._replace(sampling_peak_bytes=peak, sampling_bound_bytes=80)
+        output.canvas_numbers = said
+        counter.step_ended(scheduled, output, {})
+        metrics.observe(vars(counter.take()), engine=0)
+    metrics.observe(vars(counter.take()), engine=0)
+    samples = ours(generate_latest(REGISTRY).decode())
+    assert samples["sampling_memory_peak_bytes", frozenset()] == 50
+    assert samples["sampling_memory_bound_bytes", frozenset()] == 80
 
 
 def test_models_that_are_not_ours_have_no_metrics() -> None:
@@ -145,7 +168,7 @@ def test_models_that_are_not_ours_have_no_metrics() -> None:
 
 def test_every_count_is_a_metric() -> None:
     names = {field.name for field in fields(CanvasCounts)}
-    assert names == {*COUNTERS, *BY_LABEL, *HISTOGRAMS}
+    assert names == {*COUNTERS, *GAUGES, *BY_LABEL, *HISTOGRAMS}
 
 
 def test_every_rule_of_acceptance_has_a_series() -> None:
@@ -154,5 +177,5 @@ def test_every_rule_of_acceptance_has_a_series() -> None:
 
 def test_every_metric_is_documented() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    for name in (*(f"{name}_total" for name in (*COUNTERS, *BY_LABEL)), *HISTOGRAMS):
+    for name in (*(f"{name}_total" for name in (*COUNTERS, *BY_LABEL)), *GAUGES, *HISTOGRAMS):
         assert f"| `{PREFIX}{name}" in page, name

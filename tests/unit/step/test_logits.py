@@ -26,6 +26,7 @@ from vllm_dllm.step.logits import (
     step_bytes,
     tile_shape,
 )
+from vllm_dllm.step.sampling_memory import SamplingMemory
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 
 pytestmark = pytest.mark.numerics
@@ -118,7 +119,8 @@ def make(
         guesses = torch.full((len(LENGTHS), C), NO_TOKEN)
     starts = torch.tensor([5, 50, 500])
     batch, embedding = batch_of(LENGTHS), SoftEmbedding(model, **soft)
-    return kind(source, batch, starts, guesses, embedding, Filters(rules), budget)
+    memory = SamplingMemory(budget)
+    return kind(source, batch, starts, guesses, embedding, Filters(rules), memory)
 
 
 def read(logits: WholeLogits | StreamedLogits):

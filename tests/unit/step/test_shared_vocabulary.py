@@ -16,6 +16,7 @@ from tests.unit.step.test_logits import LARGEST, LENGTHS, ROWS, Filters, H, Mode
 from vllm_dllm.denoise.vocab_stream import BLOCK
 from vllm_dllm.models import vocabulary
 from vllm_dllm.step.logits import ReadRows, StreamedLogits
+from vllm_dllm.step.sampling_memory import SamplingMemory
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 
 pytestmark = pytest.mark.numerics
@@ -65,7 +66,8 @@ def shard_of(embeddings: torch.Tensor, rank: int) -> Model:
 def read(model: Model, hidden: torch.Tensor, guesses: torch.Tensor, **soft: float) -> ReadRows:
     embedding, starts = SoftEmbedding(model, **soft), torch.tensor([5, 50, 500])
     batch = batch_of(LENGTHS)
-    logits = StreamedLogits(hidden, batch, starts, guesses, embedding, Filters(None), 1 << 30)
+    memory = SamplingMemory(1 << 30)
+    logits = StreamedLogits(hidden, batch, starts, guesses, embedding, Filters(None), memory)
     generator = torch.Generator().manual_seed(2)
     temperature = torch.rand(ROWS, 1, generator=generator) + 0.4
     return logits.read(temperature, torch.rand(ROWS, dtype=torch.float64, generator=generator))
