@@ -17,7 +17,7 @@ from vllm_dllm.config.canvas_feeds import new_name, socket_path
 from vllm_dllm.config.canvas_message import unpack
 
 BUFFER_CANVASES = 32
-_SOCKET_MESSAGES = 256
+_SOCKET_MESSAGES = 64
 
 
 class Feed:
@@ -90,12 +90,16 @@ class CanvasHub:
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         try:
             while True:
-                topic, *message = await socket.recv_multipart()
-                if (feed := self._feeds.get(topic)) is not None:
-                    feed.put(unpack(message)) if message else feed.end()
-                    # Where more waits, `recv_multipart` does not let others run: not those either
-                    # who send what has come.
-                    await asyncio.sleep(0)
+                for topic, canvas in unpack(await socket.recv()):
+                    if (feed := self._feeds.get(topic)) is None:
+                        continue
+                    if canvas is None:
+                        feed.end()
+                    else:
+                        feed.put(canvas)
+                # Where more waits, `recv` does not let others run: not those either who send what
+                # has come.
+                await asyncio.sleep(0)
         finally:
             socket.close()
 

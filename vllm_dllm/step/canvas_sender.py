@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import zmq
 
-from vllm_dllm.config.canvas_message import pack
+from vllm_dllm.config.canvas_message import pack, pack_end
 from vllm_dllm.step.canvas_record import StepCanvases
 
 QUEUE_STEPS = 64
-SOCKET_MESSAGES = 256
+SOCKET_MESSAGES = 64
 
 
 class Watcher(NamedTuple):
@@ -63,34 +64,39 @@ class CanvasSender:
             while self._steps:
                 step = self._steps.popleft()
                 if isinstance(step, Watcher):
-                    self._push(step, [])
+                    self._push(step.socket, pack_end(step.topic))
                     continue
                 step.wait()
                 self._send(step)
 
     def _send(self, step: Sent) -> None:
-        shown = step.canvases
-        tokens, accepted = shown.tokens.int().numpy(), shown.accepted.numpy()
-        entropy = shown.entropy_nats.float().numpy()
-        starts, denoises = shown.start.tolist(), shown.denoises.tolist()
-        numbers, finished = shown.step.tolist(), shown.finished.tolist()
-        temperatures = shown.temperature.tolist()
-        for i, (watcher, length) in enumerate(zip(step.watchers, step.lengths, strict=True)):
-            if not denoises[i]:
-                continue
-            header = {
-                "block": (starts[i] - watcher.first) // watcher.width,
-                "step": numbers[i],
-                "finished": finished[i],
-                "temperature": round(temperatures[i], 4),
-            }
-            columns = (column[i, :length] for column in (tokens, accepted, entropy))
-            self._push(watcher, pack(header, *columns))
+        """One message for each API process, whatever the number of its clients."""
+        shown, watchers = step.canvases, step.watchers
+        blocks = [
+            (start - watcher.first) // watcher.width
+            for start, watcher in zip(shown.start.tolist(), watchers, strict=True)
+        ]
+        columns = (step.lengths, blocks, shown.step.tolist(), shown.finished.tolist())
+        arrays = (
+            np.array(columns, dtype=np.int32).T,
+            shown.temperature.float().numpy(),
+            shown.tokens.int().numpy(),
+            shown.entropy_nats.float().numpy(),
+            shown.accepted.numpy(),
+        )
+        rows: dict[Path, list[int]] = {}
+        for i, denoises in enumerate(shown.denoises.tolist()):
+            if denoises:
+                rows.setdefault(watchers[i].socket, []).append(i)
+        for path, index in rows.items():
+            topics = [watchers[i].topic for i in index]
+            some = arrays if len(index) == len(watchers) else [array[index] for array in arrays]
+            self._push(path, pack(topics, *some))
 
-    def _push(self, watcher: Watcher, message: list[bytes]) -> None:
-        """Not where the API process does not keep up: its client misses this canvas."""
+    def _push(self, path: Path, message: bytes) -> None:
+        """Not where the API process does not keep up: its clients miss this step."""
         with contextlib.suppress(zmq.Again):
-            self._socket(watcher.socket).send_multipart([watcher.topic, *message], zmq.NOBLOCK)
+            self._socket(path).send(message, zmq.NOBLOCK)
 
     def _socket(self, path: Path) -> "zmq.Socket[bytes]":
         socket = self._sockets.get(path)

@@ -14,7 +14,7 @@ from vllm_dllm.canvases.hub import CanvasHub
 from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import FEED
-from vllm_dllm.config.canvas_message import pack
+from vllm_dllm.config.canvas_message import TOPIC_BYTES, pack, pack_end
 from vllm_dllm.requests.keys import STREAM_CANVASES
 
 BODY: dict[str, Any] = {
@@ -47,14 +47,15 @@ class Engine:
             assert found is not None
             with zmq.asyncio.Context() as context, context.socket(zmq.PUSH) as socket:
                 socket.connect(f"ipc://{found[0]}")
-                await socket.send_multipart([b"0" * 32, b"of somebody else, who has left"])
                 for step in range(1, self.num_canvases + 1):
-                    header = {"step": step, "finished": step == 2}
-                    tokens = np.array([step, 7], dtype=np.int32)
-                    entropy = np.zeros(2, dtype=np.float32)
-                    message = pack(header, tokens, tokens == 7, entropy)
-                    await socket.send_multipart([found[1], *message])
-                await socket.send_multipart([found[1]])
+                    numbers = np.array([[2, 0, step, step == 2]] * 2, dtype=np.int32)
+                    tokens = np.array([[8, 8], [step, 7]], dtype=np.int32)
+                    nothing = np.zeros((2, 2), dtype=np.float32)
+                    # The first is of somebody else, who has left.
+                    topics = [b"0" * TOPIC_BYTES, found[1]]
+                    message = pack(topics, numbers, nothing[0], tokens, nothing, tokens == 7)
+                    await socket.send(message)
+                await socket.send(pack_end(found[1]))
         await send(piece(b'data: {"id": "x"}\n\n', more=True))
         await send(piece(b"data: [DONE]\n\n", more=True))
         await send(piece(b"", more=False))

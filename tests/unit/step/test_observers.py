@@ -68,9 +68,10 @@ def step(n: int, number: int = 1, start: int = 3) -> StepCanvases:
     )
 
 
-def received(socket: Any) -> tuple[bytes, dict[str, Any]]:
-    topic, *message = socket.recv_multipart()
-    return topic, unpack(message)
+def received(socket: Any) -> tuple[bytes, dict[str, Any] | None]:
+    """The only canvas of a message."""
+    (found,) = unpack(socket.recv())
+    return found
 
 
 def test_a_client_sees_its_own_canvas(listener: Any) -> None:
@@ -98,7 +99,31 @@ def test_a_client_sees_its_own_canvas(listener: Any) -> None:
     )
     watching.drop(7)
     assert not watching.look_at(batch(4, 5, 7))
-    assert socket.recv_multipart() == [topic.encode()], "the end"
+    assert received(socket) == (topic.encode(), None), "the end"
+
+
+def test_a_step_is_one_message_for_each_process(listener: Any) -> None:
+    """Which has the canvases of its own clients, and of nobody else's."""
+    socket, name = listener
+    other = canvas_feeds.new_name()
+    topics = [canvas_feeds.new_name() for _ in range(5)]
+    watching = observing()
+    with zmq.Context() as context, context.socket(zmq.PULL) as second:
+        second.set(zmq.RCVTIMEO, int(HANGS_S * 1000))
+        second.bind(f"ipc://{Path(canvas_feeds.folder() or '') / other}")
+        for slot, topic in enumerate(topics):
+            watching.add(request(slot, f"{other if slot == 3 else name}/{topic}"))
+        watching.show(step(5), batch(*range(5)), list("abcde"))
+        watching.drop(0)
+        found = [(t.decode(), c["tokens"]) for t, c in unpack(socket.recv()) if c is not None]
+        # The first one commits, and shows nothing.
+        assert found == [
+            (topics[1], [10, 11, 12, 13]),
+            (topics[2], [20, 21, 22, 23]),
+            (topics[4], [40, 41, 42]),
+        ]
+        assert received(second)[0] == topics[3].encode()
+        assert received(socket) == (topics[0].encode(), None), "no other message came before"
 
 
 @pytest.mark.parametrize(
