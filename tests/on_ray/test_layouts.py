@@ -30,12 +30,12 @@ PROMPTS = ("Sort: q d x a", "Add 23 and 41.", "Reverse: rose chair lamp", "Count
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """A cluster of this machine, which believes that there are two GPUs; gives its address."""
-    import ray
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")  # its ports are open to other machines
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patch.setenv("PYTHONPATH", f"{PLATFORM}:{ROOT}")  # of all its workers
+        import ray  # reads how it authenticates when it is imported
+
         running = ray.init(
             num_cpus=4,
             num_gpus=2,
