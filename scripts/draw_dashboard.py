@@ -41,8 +41,8 @@ def main() -> None:
     draw(panels, watch(panels, arguments), arguments.picture)
 
 
-def watch(panels: list[Any], arguments: argparse.Namespace) -> dict[str, list[Any]]:
-    """What Prometheus answers to the queries of each panel, by title."""
+def watch(panels: list[Any], arguments: argparse.Namespace) -> dict[int, list[Any]]:
+    """What Prometheus answers to the queries of each panel, by its id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -61,7 +61,7 @@ def watch(panels: list[Any], arguments: argparse.Namespace) -> dict[str, list[An
             start = time.time()
             time.sleep(arguments.seconds)
             return {
-                panel["title"]: [
+                panel["id"]: [
                     line
                     for target in panel.get("targets", ())
                     for line in ask(address, target, start, time.time())
@@ -94,7 +94,7 @@ def ask(address: str, target: Any, start: float, end: float) -> list[tuple[str, 
     ]
 
 
-def draw(panels: list[Any], lines: dict[str, list[Any]], picture: Path) -> None:
+def draw(panels: list[Any], lines: dict[int, list[Any]], picture: Path) -> None:
     """Each panel where Grafana has it."""
     places = [panel["gridPos"] for panel in panels]
     height = max(place["y"] + place["h"] for place in places)
@@ -109,12 +109,12 @@ def draw(panels: list[Any], lines: dict[str, list[Any]], picture: Path) -> None:
         axes.set_title(panel["title"], fontsize=9, loc="left")
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
-        for name, values in lines[panel["title"]]:
+        for name, values in lines[panel["id"]]:
             start = values[0][0]
             axes.plot(
                 [at - start for at, _ in values], [float(v) for _, v in values], label=name, lw=1.2
             )
-        if lines[panel["title"]]:
+        if lines[panel["id"]]:
             axes.legend(fontsize=7, frameon=False)
         else:
             axes.text(0.5, 0.5, "no data", ha="center", transform=axes.transAxes, fontsize=8)
