@@ -137,6 +137,13 @@ def undisturbed(engine: Callable[..., Engine], checkpoint: Checkpoint) -> list[T
     return each_alone(engine, checkpoint(4))
 
 
+@pytest.fixture(scope="module")
+def undisturbed_experts(
+    engine: Callable[..., Engine], checkpoint: Checkpoint
+) -> Callable[[str], list[Trajectory]]:
+    return cache(lambda family: each_alone(engine, checkpoint(4, FAMILIES[family])))
+
+
 @neighbours
 def test_neighbours(
     engine: Callable[..., Engine],
@@ -151,10 +158,13 @@ def test_neighbours(
 @neighbours
 @pytest.mark.parametrize("family", ["MoE", "LLaDA2"])
 def test_neighbours_of_experts(
-    engine: Callable[..., Engine], checkpoint: Checkpoint, family: str, options: dict[str, Any]
+    engine: Callable[..., Engine],
+    checkpoint: Checkpoint,
+    undisturbed_experts: Callable[[str], list[Trajectory]],
+    family: str,
+    options: dict[str, Any],
 ) -> None:
-    path = checkpoint(4, FAMILIES[family])
-    assert_as_alone(engine, path, each_alone(engine, path), options)
+    assert_as_alone(engine, checkpoint(4, FAMILIES[family]), undisturbed_experts(family), options)
 
 
 @asynchronously
@@ -167,6 +177,20 @@ def test_asynchronous_scheduling(
 ) -> None:
     options = {"async_scheduling": True, **options}
     assert_as_alone(engine, checkpoint(4), undisturbed, options)
+
+
+@asynchronously
+@pytest.mark.parametrize("family", ["MoE", "LLaDA2"])
+def test_asynchronous_scheduling_of_experts(
+    engine: Callable[..., Engine],
+    checkpoint: Checkpoint,
+    undisturbed_experts: Callable[[str], list[Trajectory]],
+    family: str,
+    options: dict[str, Any],
+    asynchronous: None,
+) -> None:
+    options = {"async_scheduling": True, **options}
+    assert_as_alone(engine, checkpoint(4, FAMILIES[family]), undisturbed_experts(family), options)
 
 
 @pytest.mark.parametrize(
