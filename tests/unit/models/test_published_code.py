@@ -1,24 +1,29 @@
 """The reference that masked models are compared with, against a published modelling file: of SDAR,
-TraDo or LLaDA2, which take a mask of who sees whom.
+TraDo, LLaDA2 or Fast-dLLM v2.
 
     VLLM_DLLM_PUBLISHED=FOLDER .venv/bin/pytest tests/unit/models/test_published_code.py
 
 FOLDER holds a checkpoint's config.json and *.py, which may be all of it; they run. Their random
-weights of few layers are made here. Without a folder, a stand-in shows that the test sees a fault.
+weights of few layers are made here, and what they import of older packages
+(`tests/unit/models/older_transformers.py`). Without a folder, a stand-in shows that the test sees
+a fault.
 """
 
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tests import tolerances
 from tests.engine.masked import Reference, make_checkpoint
 from tests.engine.one_step import random_ids
+from tests.unit.models import older_transformers
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
@@ -46,8 +51,9 @@ def difference(published: Path, path: Path) -> float:
     checkpoint, reference = make_checkpoint(path, BLOCK, own["architectures"][0])
     for file in published.glob("*.py"):
         shutil.copy(file, checkpoint)
-    config = json.loads((checkpoint / "config.json").read_text())
+    config = own | json.loads((checkpoint / "config.json").read_text())
     config["auto_map"] = own["auto_map"]
+    config.pop("layer_types", None)  # of the published number of layers
     (checkpoint / "config.json").write_text(json.dumps(config))
     # Not by transformers' Auto classes, which prefer a class of ours for this type of model, once
     # another test has registered it.
@@ -55,28 +61,34 @@ def difference(published: Path, path: Path) -> float:
         get_class_from_dynamic_module(own["auto_map"][name], str(checkpoint))
         for name in ("AutoConfig", "AutoModelForCausalLM")
     )
-    model = model_cls.from_pretrained(
-        checkpoint,
-        config=config_cls.from_pretrained(checkpoint),
-        attn_implementation="eager",
-        dtype=torch.float32,
+    model_cls._tied_weights_keys = {}  # a list in older files; nothing is tied here
+    # Not `from_pretrained`, which leaves buffers that no checkpoint holds, rotations, undefined.
+    model = model_cls._from_config(
+        config_cls.from_pretrained(checkpoint), attn_implementation="sdpa", dtype=torch.float32
     ).eval()
+    model.load_state_dict(load_file(checkpoint / "model.safetensors"))
     tokens = [*random_ids(13, 500, 0), *[reference.mask_id] * 3]
+    visible = who_sees_whom(own["architectures"][0], len(tokens))
     with torch.inference_mode():
-        found = model(input_ids=torch.tensor([tokens]), attention_mask=seen(len(tokens))).logits[0]
+        found = model(input_ids=torch.tensor([tokens]), **visible).logits[0]
     expected = Reference.logits(reference, tokens)
     return float((found.log_softmax(-1) - expected.log_softmax(-1)).abs().max())
 
 
-def seen(length: int) -> torch.Tensor:
-    """[1, 1, length, length] fp32, added to scores."""
+def who_sees_whom(architecture: str, length: int) -> dict[str, Any]:
+    """As the published loops say it."""
+    if architecture == "Fast_dLLM_QwenForCausalLM":
+        return {"block_size": BLOCK}
     block = torch.arange(length) // BLOCK
-    return torch.where(block[:, None] >= block, 0.0, torch.finfo(torch.float32).min)[None, None]
+    seen = (block[:, None] >= block)[None, None]
+    # LLaDA2's is added to scores.
+    return {"attention_mask": seen.float().log() if architecture == "LLaDA2MoeModelLM" else seen}
 
 
 @pytest.mark.published
-def test_published_code(tmp_path: Path) -> None:
+def test_published_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert FOLDER is not None
+    older_transformers.install(monkeypatch)
     assert difference(Path(FOLDER), tmp_path / "made") <= min(tolerances.LOGPROB, 1e-3)
 
 
