@@ -4,9 +4,10 @@ import importlib.metadata
 import os
 import shutil
 
-# libgomp reads it when torch is imported. Engines and transformers share the cores, and threads
-# that spin between parallel regions take them from the others.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# OpenMP reads them when torch is imported. Engines and transformers share the cores, and threads
+# that spin for long between parallel regions take them from the others.
+os.environ.setdefault("KMP_BLOCKTIME", "100us")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 # Processes that test side by side (`pytest -n`) get a core each: torch would use all of them, and
 # vLLM's CPU worker the first.

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 PROGRAM = Path(__file__).with_name("serve_qwen.py")
-NEITHER = ("OMP_WAIT_POLICY", "TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER")
+NEITHER = ("KMP_BLOCKTIME", "GOMP_SPINCOUNT", "TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """How many threads a step computes with: all of the worker's, or one.
 
-To share out an operation, sleeping threads have to be woken, and a step of a small model is a few
-hundred operations of some microseconds. Which steps gain depends on their work alone, so a step of
-the same rows always has the same threads, and the same rounding.
+To share out an operation, threads have to be told and waited for, and a step of a small model is a
+few hundred operations of some microseconds. Which steps gain depends on their work alone, so a step
+of the same rows always has the same threads, and the same rounding.
 """
 
 import multiprocessing
@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-LEAST_WORK = 400_000_000
+LEAST_WORK = 30_000_000
 """Products of a weight and a row, per layer on average, above which several threads are faster. On
-two cores a second thread cost the shipped model (360,000 weights per layer) 15% at 64 rows and 5%
-at 512, and gained 10% at 2,048."""
+two cores a second thread gained the shipped model (360,000 weights per layer) 4% at 64 rows, 30% at
+256, 40% at 512 and 20% at 2,048; next to another busy process it cost half at 64 and at 512."""
 LEAST_ROWS = 32
 """Reading the weights takes about as long as computing this many rows with them."""
 

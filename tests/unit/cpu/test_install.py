@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from attention_kernels.interpreter import interpret_language
 from vllm_dllm import cpu, plugin
 from vllm_dllm.compat import runner, triton
+from vllm_dllm.config.workers import SHORT_SPINS
 from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -56,6 +57,12 @@ def test_prepare_replaces_only_vllms_own_worker(no_openmp_settings: None) -> Non
     assert stock.parallel_config.worker_cls == OURS
     assert custom.parallel_config.worker_cls == "my.Worker"
     assert not stock.kernel_config.enable_jit_warmup  # its requests would be no canvases
+
+
+def test_waiting_threads_sleep_soon(no_openmp_settings: None) -> None:
+    cpu.prepare(config_with_worker("any"))
+    found = {name: cpu.os.environ.get(name) for name in OPENMP}
+    assert found == {"OMP_WAIT_POLICY": None, **SHORT_SPINS}
 
 
 @pytest.mark.parametrize("setting", OPENMP)
