@@ -25,7 +25,8 @@ from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda, aten
 fake_cuda.STAND_INS.add(__file__)
 prims = torch.ops.prims
 FINDS_ONE: dict[Any, Callable[[torch.Tensor], Any]] = {
-    aten.nonzero.default: lambda x: torch.empty(1, x.dim(), dtype=torch.int64, device=CUDA),
+    aten.nonzero.default: lambda x: _indices(x.dim()).unsqueeze(0),
+    aten._unique2.default: lambda x: (x.new_empty(1), *(_indices(0) for _ in range(2))),
 }
 """Operations that find as many as there are: one, here."""
 
@@ -180,8 +181,10 @@ class GpuDevice(FakeCuda):
                 raise
             with self._fake:
                 return FINDS_ONE[func](args[0])
-        except (UnsupportedOperatorException, NotImplementedError):
+        except (UnsupportedOperatorException, NotImplementedError, TypeError) as error:
             name = func._schema.name
+            if isinstance(error, TypeError) and name not in compiled.RETURNS:
+                raise
             self.uncomputed[name] = self.uncomputed.get(name, 0) + 1
             if returns := compiled.RETURNS.get(name):
                 with self._fake:
@@ -189,6 +192,10 @@ class GpuDevice(FakeCuda):
             if not func._schema.is_mutable:
                 raise
             return _as_given(func, args)
+
+
+def _indices(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.int64, device=CUDA)
 
 
 def _is_number_of_host(value: Any) -> bool:

@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ahead", [True], ids=["ahead"])
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "one by one"])
 def test_nobody_waits(on_host: Callable[..., Any], folder: Path, ahead: bool) -> None:
     found = on_host(H100, chores.serve_kinds, folder=folder, kinds=KINDS, ahead=ahead)
     assert {kind: report.waits for kind, report in found.items() if report.waits} == {}

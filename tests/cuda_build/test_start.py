@@ -10,7 +10,7 @@ import pytest
 
 from tests.cuda_build import chores, foreign
 from tests.cuda_build.engine import Report
-from tests.cuda_build.machine import A100, H100, Host
+from tests.cuda_build.machine import A100, B200, H100, RTX, Host
 
 PLAIN = {
     "short": {"prompt": 5, "max_tokens": 20},
@@ -21,6 +21,9 @@ OURS = "CUSTOM"
 IN_PARTS = Host((9, 0), settings=(("VLLM_USE_BREAKABLE_CUDAGRAPH", "1"),))
 """Without a compiler, steps are captured in parts in this way alone."""
 WITH_FA4 = Host((9, 0), settings=foreign.FA4)
+TRITON_EXPERTS = {"moe_backend": "triton"}  # vLLM's choice would compile CUDA
+CUTLASS = {"moe_backend": "cutlass", "linear_backend": "cutlass"}  # as would FlashInfer
+MARLIN = {"moe_backend": "marlin", "linear_backend": "marlin"}  # as would HUMMING
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,19 @@ class Case:
 CASES = {
     "an H100, bf16": Case(),
     "an A100, bf16": Case(host=A100),
+    "a B200, bf16": Case(host=B200, options=TRITON_EXPERTS),
+    "an RTX PRO 6000, bf16": Case(host=RTX, options=TRITON_EXPERTS),
     "an H100, without graphs": Case(graphs="NONE"),
+    "an H100, steps in parts": Case(host=IN_PARTS, graphs="FULL_AND_PIECEWISE"),
     "two H100s, bf16": Case(host=Host((9, 0), num_gpus=2), options={"tensor_parallel_size": 2}),
     "an H100, FlashAttention-4": Case(
         host=WITH_FA4, options={"attention_config": {"flash_attn_version": 4}}
     ),
     "an H100, bf16, cache fp8": Case(options={"kv_cache_dtype": "fp8"}),
     "an H100, FP8": Case(scheme="fp8-dynamic"),
+    "a B200, FP8": Case(host=B200, scheme="fp8-dynamic"),
+    "a B200, NVFP4": Case(host=B200, scheme="nvfp4", options=CUTLASS),
+    "an H100, NVFP4": Case(scheme="nvfp4", options=MARLIN),
 }
 
 

@@ -33,6 +33,7 @@ ALLOCATIONS = {
     aten.new_empty.default,
     aten._unsafe_view.default,
 }
+COMPARISONS = {aten.equal.default, aten.allclose.default}
 # The guards of all kinds of devices, and two of them (c10/core/DeviceType.h).
 _GUARDS, _CUDA, _META = "_ZN3c104impl26device_guard_impl_registryE", 1, 14
 STAND_INS = {__file__, str(Path(__file__).parent / "conftest.py")}
@@ -107,8 +108,8 @@ class FakeCuda(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             self.wait("item()")
             return torch.zeros((), dtype=args[0].dtype).item()
-        if func is aten.equal.default:
-            self.wait("equal()")
+        if func in COMPARISONS:
+            self.wait(str(func))
             return True
         mixed = [each for each in tensors if not _on_cuda(each) and each.dim() > 0]
         if mixed:
