@@ -179,6 +179,7 @@ def test_asynchronous_scheduling(
     assert_as_alone(engine, checkpoint(4), undisturbed, options)
 
 
+@pytest.mark.thorough
 @asynchronously
 @pytest.mark.parametrize("family", ["MoE", "LLaDA2"])
 def test_asynchronous_scheduling_of_experts(
