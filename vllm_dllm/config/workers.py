@@ -29,7 +29,7 @@ def cpu_variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
     # OpenMP threads that spin while they wait hold cores that other threads need: next to another
     # busy process on two cores, a denoise step took 200 ms and not 12. Threads that sleep at once
-    # have to be woken for each operation, which takes a virtual machine up to 0.3 ms. So they spin
+    # have to be woken for each operation, which took a virtual machine 0.2 to 0.6 ms. So they spin
     # for about as long as it takes from one operation to the next.
     if not {"OMP_WAIT_POLICY", *SHORT_SPINS} & environment.keys():
         variables |= SHORT_SPINS
