@@ -6,8 +6,8 @@ import shutil
 
 # OpenMP reads them when torch is imported. Engines and transformers share the cores, and threads
 # that spin for long between parallel regions take them from the others.
-os.environ.setdefault("KMP_BLOCKTIME", "100us")
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+os.environ.setdefault("KMP_BLOCKTIME", "300us")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 # Processes that test side by side (`pytest -n`) get a core each: torch would use all of them, and
 # vLLM's CPU worker the first.
