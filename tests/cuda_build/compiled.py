@@ -31,7 +31,7 @@ def _sums(query: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply_experts(*args: Any) -> torch.Tensor:
-    """Marlin's. What vLLM tells PyTorch of it takes fewer arguments than it does."""
+    """Marlin's."""
     rows, output, top_k, num_rows, width = args[0], args[1], args[14], args[17], args[18]
     return rows.new_empty(num_rows * top_k, width) if output is None else output
 
@@ -44,6 +44,12 @@ RETURNS: dict[str, Callable[..., Any]] = {
     "_vllm_fa3_C::get_scheduler_metadata": _schedule_fa3,
     "_vllm_fa3_C::fwd": _attend_fa3,
     "_vllm_fa2_C::varlen_fwd": _attend_fa2,
-    "_moe_C::moe_wna16_marlin_gemm": _multiply_experts,
     "_C::weak_ref_tensor": _same,
 }
+
+
+def correct() -> None:
+    """What vLLM tells PyTorch of Marlin's experts takes fewer arguments than they do."""
+    torch.library.register_fake(
+        "_moe_C::moe_wna16_marlin_gemm", _multiply_experts, allow_override=True
+    )

@@ -181,10 +181,8 @@ class GpuDevice(FakeCuda):
                 raise
             with self._fake:
                 return FINDS_ONE[func](args[0])
-        except (UnsupportedOperatorException, NotImplementedError, TypeError) as error:
+        except (UnsupportedOperatorException, NotImplementedError):
             name = func._schema.name
-            if isinstance(error, TypeError) and name not in compiled.RETURNS:
-                raise
             self.uncomputed[name] = self.uncomputed.get(name, 0) + 1
             if returns := compiled.RETURNS.get(name):
                 with self._fake:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cuda_build import foreign, loading, replays
+from tests.cuda_build import compiled, foreign, loading, replays
 from tests.cuda_build.device import GpuDevice
 from tests.cuda_build.graphs import CUDAGraph
 
@@ -29,6 +29,7 @@ def import_everything(device: GpuDevice) -> None:
         __import__(module)
     loading.make_up_nothing()
     foreign.replace(device)
+    compiled.correct()
 
 
 @dataclass

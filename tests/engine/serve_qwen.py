@@ -33,7 +33,7 @@ def describe(llm: LLM) -> Iterator[tuple[str, object]]:
     yield "has_triton", HAS_TRITON
     yield "runner v2 kernel", type(input_batch._post_update_kernel).__name__
     yield "runner v1 kernel", type(block_table.ComputeSlotMappingKernel.kernel).__name__
-    yield "waiting threads", os.environ.get("KMP_BLOCKTIME")
+    yield "waiting threads", os.environ.get("GOMP_SPINCOUNT")
 
 
 def serve(checkpoint: str) -> dict[str, object]:
