@@ -18,6 +18,7 @@ from rich.text import Text
 
 HOST = "127.0.0.1"
 STOP_SECONDS = 20  # after this long, a server that was asked to stop is killed
+ENDING_SECONDS = 3  # a server whose connections broke has ended within this time, if it ends
 FIRST_ERRORS, LAST_LINES = 3, 12  # lines of its log to show when it ends
 
 

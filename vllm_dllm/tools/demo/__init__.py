@@ -29,6 +29,7 @@ from vllm_dllm.tools.demo.picture import save as save_picture
 from vllm_dllm.tools.demo.questions import Question, questions_for
 from vllm_dllm.tools.demo.steps import Step, finished_blocks
 from vllm_dllm.tools.server_process import (
+    ENDING_SECONDS,
     HOST,
     Server,
     ServerError,
@@ -166,7 +167,7 @@ def _steps_of(answer: Answer, server: Server) -> Iterator[Step]:
         answer.steps.append(step)
         yield step
     if answer.error is not None:
-        server.check_alive()
+        server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
         asked = answer.question.text
         raise ServerError(f"the server did not answer '{asked}': {answer.error}") from answer.error
 

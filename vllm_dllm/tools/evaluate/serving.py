@@ -16,10 +16,15 @@ from rich.console import Console
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate.server_numbers import ENVIRONMENT, OPTIONS, warm_up
 from vllm_dllm.tools.evaluate.tasks import longest_answer
-from vllm_dllm.tools.server_process import Server, choose_port, serve_command, wait_on_console
+from vllm_dllm.tools.server_process import (
+    ENDING_SECONDS,
+    Server,
+    choose_port,
+    serve_command,
+    wait_on_console,
+)
 
 CONTEXT = 1024  # tokens; enough for held-out prompts and their answers
-ENDING_SECONDS = 3  # a failing server ends within this time
 
 
 def serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequence[str]:

@@ -23,7 +23,7 @@ from vllm_dllm.tools.server_process import choose_port
 # Acts as a vLLM server with one model: /health, /v1/models and an answer in one streamed piece,
 # after the canvases of its steps.
 STUB = r"""
-import http.server, json, os, sys
+import http.server, json, os, socket, sys, time
 port, steps = int(sys.argv[1]), json.load(open(sys.argv[2]))
 assert os.environ["VLLM_PLUGINS"] == "another,vllm_dllm,vllm_dllm_canvas"
 
@@ -44,6 +44,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         assert json.loads(body)["vllm_xargs"] == {"diffusion_stream_canvases": True}
         if not steps:
             print("out of memory", flush=True)
+            self.connection.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.5)  # connections break before a process is gone
             os._exit(9)
         chunk = {"id": "a", "object": "chat.completion.chunk", "created": 0, "model": "stub"}
         event = chunk | {"object": "vllm_dllm.canvas", "choices": []}
