@@ -37,6 +37,9 @@ UNCOMPILED = (*SHORT_CANVASES, "--enforce-eager")
 WATCHED = {"VLLM_PLUGINS": "vllm_dllm,vllm_dllm_canvas"}
 """The environment of a server whose canvases can be watched."""
 
+KEY = "none"
+"""What clients show a server, also one that asks for none."""
+
 Complaint = Callable[..., str]
 
 
@@ -50,7 +53,7 @@ class Server:
     def client(self) -> OpenAI:
         return OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1",
-            api_key="none",
+            api_key=KEY,
             timeout=HANGS_S,
             max_retries=0,
         )

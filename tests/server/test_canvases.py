@@ -14,31 +14,10 @@ from tests import tolerances
 from tests.paths import ROOT
 from tests.server.conftest import Server
 from tests.server.open_requests import LONG, OpenRequest, wait_until_unfinished
+from tests.server.watching import CANVASES, watch
 
-CANVASES = {"diffusion_stream_canvases": True}
 DOCS = ROOT / "docs"
 QUESTIONS = ("Sort: o r n i a z l v", "Reverse: sand rose seed cherry eagle fox bridge cloud")
-
-
-def watch(server: Server, question: str, name: str, **options: Any) -> tuple[str, list[Any]]:
-    """The answer, and the canvases that came with it."""
-    chunks = list(
-        server.client.chat.completions.create(
-            model=server.model,
-            messages=[{"role": "user", "content": question}],
-            max_tokens=128,
-            seed=1,
-            stream=True,
-            extra_body={"vllm_xargs": CANVASES},
-            extra_headers={"X-Request-Id": name},
-            **options,
-        )
-    )
-    assert {chunk.id for chunk in chunks} == {f"chatcmpl-{name}"}
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    events: list[Any] = [chunk for chunk in chunks if chunk.object == "vllm_dllm.canvas"]
-    assert all(event.choices == [] and event.model == server.model for event in events)
-    return text, [event.canvas for event in events]
 
 
 def traced(server: Server, name: str) -> list[dict[str, Any]]:

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.openmetrics.exposition import generate_latest as strict_text
@@ -18,9 +20,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.metrics import by_engine, check_against, since
+from tests.paths import ROOT
 from tests.processes import HANGS_S
 from tests.server.conftest import (
     CHECKPOINT,
+    KEY,
     UNCOMPILED,
     WATCHED,
     Server,
@@ -30,18 +34,22 @@ from tests.server.conftest import (
     stop,
     wait_until_ready,
 )
+from tests.server.watching import CANVASES, watch
 from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
 
 NUM_REQUESTS = 12
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 PROMPTS = ("Sort: q d x a", "Add 23 and 41.", "Reverse: rose chair lamp", "Count from 31 to 69.")
+KEYS = (KEY, "another")
+WORDS = "rose chair lamp sand seed cherry eagle fox bridge cloud"
+LONG = (f"Reverse: {' '.join([WORDS] * 8)}", f"Sort: {' '.join('qdxaornizlv' * 16)}")
 
 
 @pytest.fixture(scope="module")
 def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder, options = (
         tmp_path_factory.mktemp("two-engines"),
-        (*UNCOMPILED, "--data-parallel-size", "2"),
+        (*UNCOMPILED, "--data-parallel-size", "2", "--api-key", *KEYS),
     )
     with serving(CHECKPOINT, folder, *options, env=cores() | WATCHED) as it:
         yield it
@@ -97,25 +105,66 @@ def test_both_engines_answer(two_engines: Server) -> None:
 def test_canvases_of_each_engine(two_engines: Server) -> None:
     """Whichever API process has the connection."""
 
-    def watch(number: int) -> tuple[str, str]:
+    def last_canvas(number: int) -> tuple[str, str]:
         """The answer, and what its last canvas says."""
-        chunks = list(
-            two_engines.client.chat.completions.create(
-                model=two_engines.model,
-                messages=[{"role": "user", "content": PROMPTS[number % 3]}],
-                stream=True,
-                extra_body={"vllm_xargs": {"diffusion_stream_canvases": True}},
-                extra_headers={"X-data-parallel-rank": str(number % 2)},
-            )
-        )
-        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-        canvases = [chunk.canvas for chunk in chunks if chunk.object == "vllm_dllm.canvas"]
+        name = f"watching-{number}"
+        text, canvases = watch(two_engines, PROMPTS[number % 3], name, rank=number % 2)
         assert canvases[-1]["finished"]
         return text.strip(), "".join(canvases[-1]["texts"]).strip()
 
     with ThreadPoolExecutor(NUM_REQUESTS) as clients:
-        for text, shown in clients.map(watch, range(NUM_REQUESTS)):
+        for text, shown in clients.map(last_canvas, range(NUM_REQUESTS)):
             assert text and shown == text
+
+
+def test_two_keys(two_engines: Server) -> None:
+    """Whose requests share the steps of an engine: each has what it has alone, nothing of the
+    other's."""
+    alone = [watch(two_engines, LONG[i], f"alone-{i}", KEYS[i]) for i in range(2)]
+    tokens = [{tuple(canvas["tokens"]) for canvas in canvases} for _, canvases in alone]
+    assert len(tokens[0]) > 1 < len(tokens[1]) and not tokens[0] & tokens[1]
+
+    def ask(number: int) -> Any:
+        i = number % 2
+        return watch(two_engines, LONG[i], f"key-{i}-{number}", KEYS[i], rank=number // 2 % 2)
+
+    seen = len(two_engines.trace.read_text())
+    with ThreadPoolExecutor(NUM_REQUESTS) as clients:
+        for number, found in enumerate(clients.map(ask, range(NUM_REQUESTS))):
+            assert found == alone[number % 2]
+    steps = map(json.loads, two_engines.trace.read_text()[seen:].splitlines())
+    order = [step["request_id"].split("-")[2] for step in steps]
+    assert sorted(order) != order != sorted(order, reverse=True), "one key after the other"
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer third"}, {"X-API-Key": KEYS[0]}], ids=str
+)
+def test_without_a_key(two_engines: Server, headers: dict[str, str]) -> None:
+    """No canvas and no answer, but where docs/security.md says so."""
+    page = (ROOT / "docs" / "security.md").read_text()
+    _, _, said = page.partition("without the key:")
+    documented = set(re.findall("`(/.*?)`", said.partition("\n\n")[0]))
+    asked = {
+        "prompt": [5],
+        "messages": [{"role": "user", "content": PROMPTS[0]}],
+        "stream": True,
+        "vllm_xargs": CANVASES,
+    }
+    url = f"http://127.0.0.1:{two_engines.port}"
+    with httpx.Client(base_url=url, headers=headers, timeout=HANGS_S) as client:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            refused = client.post(path, json=asked)
+            assert refused.status_code == 401 and "canvas" not in refused.text
+        refused = client.post("/invocations", json=asked)
+        assert "is for streams of /v1/completions" in refused.text
+        assert "vllm_dllm.canvas" not in refused.text
+        # Whether a route wants the key is decided before whether it wants another method.
+        routes = (*client.get("/openapi.json").json()["paths"], "/openapi.json", "/docs", "/redoc")
+        answered = {path for path in routes if client.get(path).status_code != 401}
+        pages = ("/canvas", "/canvas/canvas.js", "/metrics")
+        assert [client.get(path, follow_redirects=True).status_code for path in pages] == [200] * 3
+    assert answered | {"/canvas", "/metrics"} == documented
 
 
 def test_metrics_of_each_engine(two_engines: Server) -> None:
