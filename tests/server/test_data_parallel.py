@@ -1,4 +1,4 @@
-"""Two engines behind one address: experts spread over both, requests over either."""
+"""Two engines: experts spread over both, requests over either."""
 
 import json
 import os
@@ -189,9 +189,11 @@ def test_metrics_of_each_engine(two_engines: Server) -> None:
 
 
 def test_a_server_for_each_engine(server: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """For a balancer in front of them: two addresses, and each has its engine's metrics."""
+    """For a balancer in front of them: two addresses, and each has its engine's metrics. And whole
+    experts on each of them; above, each engine has a part of every expert."""
     group = (
-        *("--data-parallel-size", "2", "--data-parallel-address", "127.0.0.1"),
+        *("--enable-expert-parallel", "--data-parallel-size", "2"),
+        *("--data-parallel-address", "127.0.0.1"),
         *("--data-parallel-rpc-port", str(free_port())),
     )
     started = []
@@ -200,8 +202,6 @@ def test_a_server_for_each_engine(server: Server, tmp_path_factory: pytest.TempP
             options = (
                 *UNCOMPILED,
                 *group,
-                "--data-parallel-size",
-                "2",
                 "--data-parallel-rank",
                 rank,
             )
