@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import tolerances
+from vllm_dllm.metrics.drafts import DRAFT_HISTOGRAMS
 from vllm_dllm.metrics.prometheus import HISTOGRAMS, PREFIX
 
 Samples = Counter[tuple[str, frozenset[tuple[str, str]]]]
@@ -60,7 +61,7 @@ def check_against(trace: Sequence[Mapping[str, Any]], changed: Mapping[str, floa
 def check_histogram(name: str, values: Sequence[float], changed: Mapping[str, float]) -> None:
     total = changed.get(f"{name}_sum", 0)
     assert total == pytest.approx(sum(values), rel=tolerances.total(256))
-    bounds = HISTOGRAMS[name][1]
+    bounds = (HISTOGRAMS | DRAFT_HISTOGRAMS)[name][1]
     filled = Counter(bisect_left(bounds, value) for value in values)
     below = 0
     for i, bound in enumerate((*bounds, float("inf"))):

@@ -35,6 +35,7 @@ def _register() -> None:
     from vllm_dllm.compat import drafting, ending, metrics, token_texts
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.config import canvas_feeds
+    from vllm_dllm.metrics.drafts import DraftMetrics
     from vllm_dllm.metrics.prometheus import CanvasMetrics
     from vllm_dllm.startup import hooks
 
@@ -42,7 +43,7 @@ def _register() -> None:
     _check_requests()
     token_texts.find_token_texts_once()
     ending.stop_gracefully()
-    metrics.carry(CanvasMetrics)
+    metrics.carry(CanvasMetrics, DraftMetrics)
     register_custom_attention_backend(attention.GPU_BACKEND)
     drafting.set_draft_schedulers(
         {

@@ -10,10 +10,13 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm import SamplingParams
 
 from tests.engine.conftest import Engine
+from tests.engine.drafters import ask, started
 from tests.engine.masked import make_checkpoint
 from tests.engine.one_step import FEW_STEPS, random_ids
-from tests.metrics import Samples, check_against, ours, since
+from tests.metrics import Samples, check_against, check_histogram, ours, since
+from tests.paths import CHECKPOINTS
 
+TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 CANVAS = 32
 VOCABULARY = 512
 STEPS = FEW_STEPS["diffusion_max_steps"]
@@ -104,6 +107,31 @@ def test_masked(engine: Callable[..., Engine], tmp_path_factory: Any, edits: boo
     last = [line for line in trace if line["finished"]]
     assert changed["canvases_finished_total revealed"] == len(last)
     assert changed["commits_total none"] == 3
+
+
+def test_drafts() -> None:
+    """Of different widths: fewer requests share the rows of a step as they end."""
+    speculative = {"method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": 15}
+    options = {
+        "model": str(TARGET),
+        "max_model_len": 1024,
+        "speculative_config": speculative,
+        "additional_config": {"vllm_dllm": {"drafter": {"width_policy": "load", "load_rows": 40}}},
+        "disable_log_stats": False,
+    }
+    prompts = [random_ids(20, 512, seed=i) for i in range(5)]
+    sampling = [
+        {"temperature": 0.0, "max_tokens": 12 * (i + 1), "ignore_eos": True} for i in range(5)
+    ]
+    with started(options) as llm:
+        before = scrape()
+        found = ask(llm, {"prompts": prompts, "sampling": sampling})
+        changed = since(before, scrape())
+    widths = [width for verified in found["verified"] for _, width in verified]
+    assert len(set(widths)) > 2
+    check_histogram("draft_width", widths, changed)
+    check_histogram("acceptance_length", [n for e in found["emitted"] for n in e], changed)
+    assert changed["draft_width_count"] == changed["acceptance_length_count"] == len(widths)
 
 
 def test_nothing_is_counted_without_statistics(

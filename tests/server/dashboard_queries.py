@@ -2,14 +2,25 @@
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.paths import ROOT
+from vllm_dllm.metrics.drafts import DRAFT_HISTOGRAMS
+from vllm_dllm.metrics.prometheus import PREFIX
 
 _SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^{}]*)\}")
 _MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
 _GROUPED = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^()]*)\)")
 _LEGEND = re.compile(r"\{\{(\w+)\}\}")
+
+
+DASHBOARD = ROOT / "docs" / "dashboard.json"
+_OF_DRAFTS = {
+    f"{PREFIX}{name}_{part}" for name in DRAFT_HISTOGRAMS for part in ("bucket", "sum", "count")
+}
 
 
 class Query(NamedTuple):
@@ -19,11 +30,26 @@ class Query(NamedTuple):
 
     @property
     def needs_drafter(self) -> bool:
-        return any("spec_decode" in name for name in self.metrics)
+        return self.metrics <= _OF_DRAFTS
 
 
-def queries(path: Path) -> Iterator[Query]:
-    for panel in json.loads(path.read_text())["panels"]:
+def check(queries: Iterable[Query], scraped: str) -> set[str]:
+    """That a server has each metric, and each label on one of those of its query. Returns the
+    metrics, histograms by their name alone."""
+    samples: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(scraped):
+        for sample in family.samples:
+            samples.setdefault(sample.name, set()).update(sample.labels)
+    shown: set[str] = set()
+    for query in queries:
+        assert query.metrics <= samples.keys(), query.panel
+        assert query.labels <= set().union(*(samples[m] for m in query.metrics)), query.panel
+        shown |= {re.sub("_(bucket|sum|count)$", "", name) for name in query.metrics}
+    return shown
+
+
+def queries() -> Iterator[Query]:
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel.get("targets", ()):
             yield _query(panel["title"], target["expr"], target["legendFormat"])
 

@@ -13,6 +13,9 @@ from openai import BadRequestError
 
 from tests.paths import CHECKPOINTS
 from tests.server import conftest
+from tests.server.dashboard_queries import check, queries
+from vllm_dllm.metrics.drafts import DRAFT_HISTOGRAMS
+from vllm_dllm.metrics.prometheus import PREFIX
 
 TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 
@@ -133,13 +136,29 @@ def test_a_prompt_is_echoed_with_its_scores(drafting: conftest.Server, length: i
         assert found.text == alone.text
 
 
+def scrape(server: conftest.Server) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
+        return answer.read().decode()
+
+
+def test_the_dashboard_asks_for_what_there_is(drafting: conftest.Server) -> None:
+    shown = check((q for q in queries() if q.needs_drafter), scrape(drafting))
+    assert shown == {f"{PREFIX}{name}" for name in DRAFT_HISTOGRAMS}
+
+
 def test_drafts_are_counted_and_kept(drafting: conftest.Server) -> None:
     ask(drafting, "Count from 31 to 69.")
-    with urllib.request.urlopen(f"http://127.0.0.1:{drafting.port}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
+    lines = scrape(drafting).splitlines()
     counted = {line.split("{")[0]: float(line.split()[-1]) for line in lines if "{" in line}
-    accepted = counted["vllm:spec_decode_num_accepted_tokens_total"]
-    assert accepted > 3 * counted["vllm:spec_decode_num_drafts_total"]
+    accepted, drafted, drafts = (
+        counted[f"vllm:spec_decode_num_{name}_total"]
+        for name in ("accepted_tokens", "draft_tokens", "drafts")
+    )
+    assert accepted > 3 * drafts
+    assert counted["vllm_dllm:acceptance_length_sum"] == accepted + drafts
+    assert counted["vllm_dllm:draft_width_sum"] == drafted
+    for name in DRAFT_HISTOGRAMS:
+        assert counted[f"vllm_dllm:{name}_count"] == drafts
     blocks = [
         json.loads(line)
         for shard in (drafting.log.parent / "blocks").iterdir()

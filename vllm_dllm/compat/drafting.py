@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from vllm.config import SchedulerConfig, VllmConfig
+from vllm.config import SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -83,7 +83,7 @@ def set_draft_schedulers(schedulers: Mapping[type, str]) -> None:
         stock = _stock_get_scheduler_cls(self)
 
         def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-            path = schedulers[stock] if drafts_blocks(vllm_config) else None
+            path = schedulers[stock] if drafts_blocks(vllm_config.speculative_config) else None
             scheduler = resolve_obj_by_qualname(path) if path else stock
             return scheduler(vllm_config, *args, **kwargs)
 
@@ -101,9 +101,8 @@ _OTHER_DFLASH = {  # with speculators of their own
 }
 
 
-def drafts_blocks(vllm_config: VllmConfig) -> bool:
-    """Whether `vllm_config` asks for a DFlash drafter."""
-    speculative = vllm_config.speculative_config
+def drafts_blocks(speculative: SpeculativeConfig | None) -> bool:
+    """Whether a DFlash drafter is asked for."""
     return (
         speculative is not None
         and speculative.method == "dflash"
@@ -117,7 +116,7 @@ def set_dflash_speculator(path: str) -> None:
 
     def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
         keep_prompts_private()
-        if drafts_blocks(vllm_config):
+        if drafts_blocks(vllm_config.speculative_config):
             _tell_speculator_widths()
             return resolve_obj_by_qualname(path)(vllm_config, device, req_states)
         return _stock_init_speculator(vllm_config, device, req_states)

@@ -8,6 +8,8 @@ from prometheus_client import Counter
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
 
+from vllm_dllm.compat.drafting import drafts_blocks
+
 
 @dataclass
 class CarryingStats(SpecDecodingStats):
@@ -25,16 +27,30 @@ class CarryingStats(SpecDecodingStats):
         self.num_accepted_tokens += num_accepted_tokens
 
 
-class Metrics(Protocol):
+Labels = Mapping[int, Sequence[Any]]  # by engine
+
+
+class CanvasMetrics(Protocol):
     def observe(self, cargo: Mapping[str, Any], engine: int) -> None: ...
+
+
+class DraftMetrics(Protocol):
+    def observe(
+        self, num_verified: int, accepted: Sequence[int], drafted: Sequence[int], engine: int
+    ) -> None: ...
 
 
 _stock_init, _stock_observe = SpecDecodingProm.__init__, SpecDecodingProm.observe
 
 
-def carry(make_metrics: Callable[[Sequence[str], Mapping[int, Sequence[Any]]], Metrics]) -> None:
-    """In an API process of a diffusion model, `make_metrics` is called with the names of vLLM's
-    labels and their values by engine, and what it makes observes each cargo. Repeatable."""
+def carry(
+    make_canvas_metrics: Callable[[Sequence[str], Labels], CanvasMetrics],
+    make_draft_metrics: Callable[[Sequence[str], Labels], DraftMetrics],
+) -> None:
+    """In an API process of a diffusion model the first one is called with the names of vLLM's
+    labels and their values by engine, and what it makes observes each cargo. In one of a model with
+    a DFlash drafter, the second one, and what it makes observes vLLM's counts by position.
+    Repeatable."""
     # What messages to the API process are decoded as.
     SchedulerStats.__annotations__["spec_decoding_stats"] = CarryingStats | None
 
@@ -47,14 +63,24 @@ def carry(make_metrics: Callable[[Sequence[str], Mapping[int, Sequence[Any]]], M
     ) -> None:
         _stock_init(self, speculative_config, labelnames, per_engine_labelvalues, is_diffusion)
         # Not where Ray collects the metrics: it has classes of its own for them.
-        counts = is_diffusion and self._counter_cls is Counter
-        self.of_canvases = make_metrics(labelnames, per_engine_labelvalues) if counts else None
+        is_ours = self._counter_cls is Counter
+        labels = (labelnames, per_engine_labelvalues)
+        self.of_canvases = make_canvas_metrics(*labels) if is_diffusion and is_ours else None
+        drafts = drafts_blocks(speculative_config) and is_ours
+        self.of_drafts = make_draft_metrics(*labels) if drafts else None
 
     def observe(self: Any, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
         _stock_observe(self, spec_decoding_stats, engine_idx)
         cargo = getattr(spec_decoding_stats, "cargo", None)
         if self.of_canvases is not None and cargo is not None:
             self.of_canvases.observe(cargo, engine_idx)
+        if self.of_drafts is not None:
+            self.of_drafts.observe(
+                spec_decoding_stats.num_drafts,
+                spec_decoding_stats.num_accepted_tokens_per_pos,
+                spec_decoding_stats.num_draft_tokens_per_pos,
+                engine_idx,
+            )
 
     SpecDecodingProm.__init__ = init
     SpecDecodingProm.observe = observe

@@ -1,1 +1,2 @@
-"""What a server counts of its canvases, from the worker by way of the engine to `/metrics`."""
+"""What a server counts of its canvases, from the worker by way of the engine to `/metrics`; and of
+its drafts, which vLLM counts."""

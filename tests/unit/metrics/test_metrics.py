@@ -1,6 +1,6 @@
 """Numbers of canvases on their way from the worker to `/metrics`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +12,20 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as strict_text
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
 
-from tests.metrics import ours
+from tests.metrics import check_histogram, ours, since
 from tests.paths import ROOT
 from vllm_dllm import plugin
 from vllm_dllm.compat.metrics import CarryingStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.metrics.canvas_numbers import CanvasRow
 from vllm_dllm.metrics.counts import CanvasCounts
+from vllm_dllm.metrics.drafts import DRAFT_HISTOGRAMS, CountedHistogram, DraftMetrics
 from vllm_dllm.metrics.prometheus import (
     BY_LABEL,
     COUNTERS,
@@ -159,11 +161,63 @@ def test_memory_is_what_the_last_step_says(metrics: CanvasMetrics) -> None:
     assert samples["sampling_memory_bound_bytes", frozenset()] == 80
 
 
-def test_models_that_are_not_ours_have_no_metrics() -> None:
+@pytest.fixture
+def drafting() -> Iterator[Callable[[str], Any]]:
+    """Makes vLLM's metrics of a server that drafts by a method."""
     plugin.register()
-    drafting: Any = SpecDecodingProm(None, LABELS, {0: ["m", "0"]})
-    drafting.observe(SpecDecodingStats.new(4))
-    assert drafting.of_canvases is None
+
+    def make(method: str) -> Any:
+        unregister_vllm_metrics()
+        drafter = SimpleNamespace(architectures=["DFlashDraftModel"])
+        speculative: Any = SimpleNamespace(
+            method=method, draft_model_config=drafter, num_speculative_tokens=4
+        )
+        return SpecDecodingProm(speculative, LABELS, {0: ["m", "0"]})
+
+    yield make
+    unregister_vllm_metrics()
+    DraftMetrics(LABELS, {})
+
+
+def test_lengths_and_widths_of_drafts(drafting: Callable[[str], Any]) -> None:
+    """As they travel between an engine and its API process, which has them by position alone."""
+    metrics = drafting("dflash")
+    before = ours(generate_latest(REGISTRY).decode())
+    steps = [[(4, 4), (4, 0), (2, 1)], [(0, 0)], [(1, 1), (3, 2)]]
+    for step in steps:
+        stats = SpecDecodingStats.new(4)
+        for num_drafts, num_accepted in step:
+            stats.observe_draft(num_drafts, num_accepted)
+        sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(spec_decoding_stats=stats))
+        arrived = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
+        metrics.observe(arrived.scheduler_stats.spec_decoding_stats)
+    changed = since(before, ours(generate_latest(REGISTRY).decode()))
+    drafts = [draft for step in steps for draft in step]
+    check_histogram("draft_width", [width for width, _ in drafts], changed)
+    check_histogram("acceptance_length", [1 + accepted for _, accepted in drafts], changed)
+    assert changed["draft_width_count"] == changed["acceptance_length_count"] == len(drafts)
+
+
+def test_many_at_once_are_as_one_by_one() -> None:
+    """In everything that the client says of a histogram, but when it was made."""
+    one_by_one, at_once = (
+        CountedHistogram("h", "", buckets=(1, 2, 4), registry=None) for _ in "ab"
+    )
+    for value, times in ((0, 1), (1, 2), (3, 3), (4, 1), (5, 2)):
+        for _ in range(times):
+            one_by_one.observe(value)
+        at_once.observe_many(value, times)
+    said, found = (
+        [(sample.name, sample.labels, sample.value) for sample in histogram.collect()[0].samples]
+        for histogram in (one_by_one, at_once)
+    )
+    assert len(said) == 7 and said[:-1] == found[:-1]
+
+
+def test_models_that_are_not_ours_have_no_metrics(drafting: Callable[[str], Any]) -> None:
+    for metrics in (drafting("ngram"), SpecDecodingProm(None, LABELS, {0: ["m", "0"]})):
+        metrics.observe(SpecDecodingStats.new(4))
+        assert metrics.of_canvases is None and metrics.of_drafts is None
 
 
 def test_every_count_is_a_metric() -> None:
@@ -177,5 +231,6 @@ def test_every_rule_of_acceptance_has_a_series() -> None:
 
 def test_every_metric_is_documented() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    for name in (*(f"{name}_total" for name in (*COUNTERS, *BY_LABEL)), *GAUGES, *HISTOGRAMS):
+    totals = (f"{name}_total" for name in (*COUNTERS, *BY_LABEL))
+    for name in (*totals, *GAUGES, *HISTOGRAMS, *DRAFT_HISTOGRAMS):
         assert f"| `{PREFIX}{name}" in page, name

@@ -223,6 +223,18 @@ SEAMS = [
         "spec_decoding_stats: SpecDecodingStats | None = None",
     ),
     Seam(
+        "statistics count accepted drafts by position",
+        "v1.spec_decode.metrics:SpecDecodingStats.observe_draft",
+        """for i in range(num_accepted_tokens):
+            self.num_accepted_tokens_per_pos[i] += 1""",
+    ),
+    Seam(
+        "statistics count drafts by position",
+        "v1.spec_decode.metrics:SpecDecodingStats.observe_draft",
+        """for i in range(num_draft_tokens):
+            self.num_draft_tokens_per_pos[i] += 1""",
+    ),
+    Seam(
         "metrics of drafts are made with their labels",
         "v1.metrics.loggers:PrometheusStatLogger.__init__",
         """self.spec_decoding_prom = self._spec_decoding_cls(
