@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from openai import BadRequestError
+from openai import BadRequestError, LengthFinishReasonError
 from pydantic import BaseModel
 
 from tests.documents import programs
@@ -160,9 +160,17 @@ def test_bad_grammars(server: Server, name: str) -> None:
 def test_too_few_tokens(server: Server) -> None:
     with pytest.raises(BadRequestError, match=r"max_tokens must be at least 8 .* got 5"):
         chat(server, response_format=STRICT, max_tokens=5)
-    jsonschema.validate(
-        json.loads(text_of(chat(server, response_format=STRICT, max_tokens=8))), SCHEMA
-    )
+
+
+def test_as_many_tokens_as_it_takes(server: Server) -> None:
+    """The answer has the form, but uses them up, and OpenAI's `parse` takes it for a part."""
+    answer = chat(server, response_format=STRICT, max_tokens=8)
+    jsonschema.validate(json.loads(text_of(answer)), SCHEMA)
+    assert answer.choices[0].finish_reason == "length"
+    with pytest.raises(LengthFinishReasonError):
+        server.client.chat.completions.parse(
+            model=server.model, messages=ODD, max_tokens=8, response_format=Person
+        )
 
 
 def test_min_tokens(server: Server) -> None:
