@@ -89,7 +89,7 @@ class RequestOptions:
             stability_threshold=get("stability_threshold"),
             t_min=get("t_min"),
             t_max=get("t_max"),
-            judge_answer_only=bool(get("judge_answer_only")),
+            judge_answer_only=bool(get("judge_answer_only", bool(get("prediction")))),
             load_stages=get("load_stages", 0),
             joins_commits=bool(own.get(JOINS_COMMITS)),
             fits_canvases=bool(own.get(FITS_CANVASES)),

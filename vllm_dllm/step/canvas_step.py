@@ -421,10 +421,16 @@ class CanvasStep:
             pinned = self.requests.first_canvases.keep_pins(idx, ended)
             canvas = torch.where(pinned & ~finished, found.tokens.first_canvas, canvas)
             drops_soft = drops_soft | pinned[..., None]
-        next_canvas = denoised.next_canvas
-        guess = outcome.state.best_guess.masked_fill(ended, NO_TOKEN)
-        expected = self.requests.predictions.behind(batch, settled.best_guess, settled.emitted)
-        if expected is not None:
+        next_canvas, guess = denoised.next_canvas, outcome.state.best_guess
+        predictions = self.requests.predictions
+        predicted = predictions.among(batch)
+        if predicted is not None:
+            may_move = self._first_of_several(found, denoised, settled)
+            moved = predictions.realigned(predicted, guess, outcome.accepted, batch.valid, may_move)
+            canvas, guess = moved.put(canvas), moved.put_guess(guess)
+        guess = guess.masked_fill(ended, NO_TOKEN)
+        if predicted is not None:
+            expected = predictions.behind(predicted, settled.best_guess, settled.emitted)
             next_canvas = expected.put(next_canvas)
             guess = torch.where(ended, expected.guess, guess)
         slots.canvas[idx] = torch.where(ended, next_canvas, canvas)
@@ -439,3 +445,11 @@ class CanvasStep:
             outcome.state.times_repeated,
         )
         return canvas
+
+    def _first_of_several(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
+        """[n] bool: canvases that had their first step and are denoised on, none of whose tokens
+        are shown for good."""
+        is_first = denoised.outcome.state.steps_done == 1
+        found_so = settled.denoises & ~settled.finished & is_first
+        reveal = found.settings.reveal if isinstance(found.settings, StepSettings) else None
+        return found_so if reveal is None else found_so & ~reveal[0]

@@ -2,8 +2,11 @@
 
 What is expected also stands for the guess of a step before the first: a block that is what its
 client expects is finished by the one step that confirms it. Behind the prediction's end, the guess
-is stop tokens. The canvas holds noise there: a wrong prediction may be too short, and a model
-rarely recovers from a canvas full of stop tokens.
+is stop tokens. The canvas holds one there and then noise: a wrong prediction may be too short, and
+a model rarely recovers from a canvas full of stop tokens.
+
+Where the first step's guess shows that the answer adds or leaves out tokens, the rest of the block
+is moved by as many. Once, since a block whose guess is put right again and again stands still late.
 """
 
 from typing import NamedTuple
@@ -14,7 +17,13 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.prediction import ended_with, follow, next_tokens
+from vllm_dllm.denoise.prediction import (
+    ended_with,
+    follow,
+    next_places,
+    realigned,
+    tokens_at,
+)
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.slots import CanvasSlots, Index
@@ -26,9 +35,25 @@ class Expected(NamedTuple):
     canvas: torch.Tensor  # [n, C] int64, what they start from
     guess: torch.Tensor  # [n, C] int64, what they may be found to be
 
-    def put(self, noise: torch.Tensor) -> torch.Tensor:
+    def put(self, canvas: torch.Tensor) -> torch.Tensor:
         """Whole canvases [n, C]."""
-        return torch.where(self.canvas == NO_TOKEN, noise, self.canvas)
+        return torch.where(self.canvas == NO_TOKEN, canvas, self.canvas)
+
+    def put_guess(self, guess: torch.Tensor) -> torch.Tensor:
+        """Whole guesses [n, C]."""
+        return torch.where(self.guess == NO_TOKEN, guess, self.guess)
+
+    def in_rows(self, rows: torch.Tensor, count: int) -> "Expected":
+        """Of `count` blocks, these being those of `rows`, and nothing of the others."""
+        nothing = self.canvas.new_full((count, self.canvas.shape[1]), NO_TOKEN)
+        return Expected(*(nothing.index_copy(0, rows, of_rows) for of_rows in self))
+
+
+class Predicted(NamedTuple):
+    """The k canvases of a batch whose requests have a prediction."""
+
+    rows: torch.Tensor  # [k] int64, in the batch
+    slots: torch.Tensor  # [k] int64
 
 
 class Predictions:
@@ -67,37 +92,71 @@ class Predictions:
     def concern(self, batch: CanvasBatch) -> bool:
         return not self._predicted.isdisjoint(batch.slots_np.tolist())
 
-    def behind(
-        self,
-        batch: CanvasBatch,
-        blocks: torch.Tensor,  # [n, C] int64
-        emitted: torch.Tensor,  # [n] int64, tokens of the blocks that are the answers' now
-    ) -> Expected | None:
-        """Of the n blocks behind these, if they have ended. None: no request of the batch has a
-        prediction."""
+    def among(self, batch: CanvasBatch) -> Predicted | None:
+        """None: no request of the batch has a prediction."""
         if not self.concern(batch):
             return None
-        rows_np = np.array(
+        rows = np.array(
             [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._predicted],
             dtype=np.int64,
         )
-        device = blocks.device
-        rows = async_tensor_h2d(rows_np, device=device)
-        slots = async_tensor_h2d(batch.slots_np[rows_np].astype(np.int64), device=device)
+        slots, device = batch.slots_np[rows].astype(np.int64), self._tokens.device
+        return Predicted(
+            async_tensor_h2d(rows, device=device), async_tensor_h2d(slots, device=device)
+        )
+
+    def behind(
+        self,
+        predicted: Predicted,
+        blocks: torch.Tensor,  # [n, C] int64
+        emitted: torch.Tensor,  # [n] int64, tokens of the blocks that are the answers' now
+    ) -> Expected:
+        """Of the n blocks behind these, if they have ended."""
+        rows, slots = predicted
         before, count = self._position[slots], emitted[rows]
         after = follow(self._tokens[slots], before, blocks[rows], count)
         self._position[slots] = torch.where(count > 0, after, before)
-        nothing = torch.full_like(blocks, NO_TOKEN)
-        return Expected(
-            *(nothing.index_copy(0, rows, of_rows) for of_rows in self._expected(slots))
+        return self._expected(slots).in_rows(rows, len(blocks))
+
+    def realigned(
+        self,
+        predicted: Predicted,
+        guess: torch.Tensor,  # [n, C] int64, of this step
+        accepted: torch.Tensor,  # [n, C] bool
+        valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
+        may_move: torch.Tensor,  # [n] bool, blocks that had their first step and are denoised on
+    ) -> Expected:
+        """What has moved within the n blocks, as their first guess shows: NO_TOKEN where the step's
+        own tokens stay.
+
+        What the model is sure of stays, unless it only repeats what the canvas held.
+        """
+        rows, slots = predicted
+        own = guess[rows]
+        if valid is not None:
+            own = torch.where(valid[rows], own, NO_TOKEN - 1)
+        position = self._position[slots]
+        before, after = (
+            next_places(position, own.shape[1]),
+            realigned(self._tokens[slots], position, own),
+        )
+        repeats = own == self._slots.canvas[slots]
+        moves = (after != before) & (repeats | ~accepted[rows]) & may_move[rows, None]
+        moved = self._expected_at(slots, after)
+        return Expected(*(one.masked_fill(~moves, NO_TOKEN) for one in moved)).in_rows(
+            rows, len(guess)
         )
 
     def _expected(self, idx: Index) -> Expected:
         """From where the answers of these slots are now."""
-        position, length = self._position[idx], self._length[idx]
-        tokens = next_tokens(self._tokens[idx], position, self._slots.canvas.shape[1])
-        stop_token = self._slots.stop_tokens[idx, 0]
-        return Expected(tokens, ended_with(stop_token, tokens, position, length))
+        return self._expected_at(idx, next_places(self._position[idx], self._slots.canvas.shape[1]))
+
+    def _expected_at(self, idx: Index, places: torch.Tensor) -> Expected:
+        """Of canvases that hold the tokens at `places` [k, C] of their predictions."""
+        length = self._length[idx]
+        tokens = tokens_at(self._tokens[idx], places)
+        guess = ended_with(self._slots.stop_tokens[idx, 0], tokens, places, length)
+        return Expected(torch.where(places == length[:, None], guess, tokens), guess)
 
     def _follow_emitted(self, idx: slice, request: NewRequest) -> None:
         """After a preemption: block by block, as it was followed before."""

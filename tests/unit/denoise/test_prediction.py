@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.prediction import LEAST, LONGEST, REACH, follow, next_tokens
+from vllm_dllm.denoise.prediction import (
+    FARTHEST,
+    LEAST,
+    LONGEST,
+    MOST_MOVES,
+    REACH,
+    follow,
+    next_places,
+    realigned,
+    tokens_at,
+)
 
 C = 12
 
@@ -74,7 +84,7 @@ def after(prediction: list[int], answer: list[int], emitted: int = C) -> list[in
     given = padded([prediction])
     block = torch.tensor([answer[:C]])
     place = follow(given, torch.tensor([0]), block, torch.tensor([emitted]))
-    return next_tokens(given, place, 6)[0].tolist()
+    return tokens_at(given, next_places(place, 6))[0].tolist()
 
 
 TEXT = list(range(100, 140))
@@ -108,3 +118,73 @@ def test_behind_the_end_there_is_nothing() -> None:
 
 def test_part_of_a_block() -> None:
     assert after(TEXT, TEXT, emitted=5) == TEXT[5:11]
+
+
+def plain_places(prediction: list[int], position: int, guess: list[int]) -> list[int]:
+    """`realigned` of one block."""
+    places = [position + i for i in range(len(guess))]
+
+    def found(moved: list[int]) -> int:
+        return sum(
+            0 <= place < len(prediction) and prediction[place] == token
+            for place, token in zip(moved, guess, strict=True)
+        )
+
+    for _ in range(MOST_MOVES):
+        moves = [
+            (found(moved) - found(places), -abs(shift), shift, begin, end, moved)
+            for shift in range(-FARTHEST, FARTHEST + 1)
+            for begin in range(len(guess))
+            for end in range(begin + 1, len(guess) + 1)
+            for part in [[place + shift for place in places[begin:end]]]
+            for moved in [places[:begin] + part + places[end:]]
+        ]
+        gained, *_, moved = max(moves)
+        if gained >= LEAST:
+            places = moved
+    return places
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_moves_within_a_block_as_plain_python_finds_them(seed: int) -> None:
+    chance = random.Random(seed)
+    kinds = chance.choice([4, 60])
+    texts = [[chance.randrange(kinds) for _ in range(chance.randrange(1, 60))] for _ in range(4)]
+    positions = [chance.randrange(len(text) + 3) for text in texts]
+    guesses = torch.randint(kinds, (4, C))
+    for guess, text, position in zip(guesses, texts, positions, strict=True):
+        own = text[position:]
+        if len(own) > 8:
+            own = edited(edited(own, chance), chance)[:C]
+        guess[: len(own)] = torch.tensor(own)
+    found = realigned(padded(texts), torch.tensor(positions), guesses)
+    rows = zip(texts, positions, guesses.tolist(), strict=True)
+    assert found.tolist() == [plain_places(*row) for row in rows]
+
+
+def moved(guess: list[int], position: int = 0) -> list[int]:
+    """The text of a block whose first step guessed this."""
+    given = padded([TEXT])
+    return tokens_at(given, realigned(given, torch.tensor([position]), torch.tensor([guess])))[
+        0
+    ].tolist()
+
+
+def test_a_block_whose_rest_has_moved() -> None:
+    assert moved([*TEXT[:3], 7, *TEXT[3:20]]) == [*TEXT[:4], *TEXT[3:20]]
+    assert moved([*TEXT[5:9], *TEXT[11:20]], position=5) == [*TEXT[5:9], *TEXT[11:20]]
+
+
+def test_two_moves() -> None:
+    guess = [*TEXT[:4], *TEXT[5:12], 7, 7, *TEXT[12:20]]
+    assert moved(guess) == [*TEXT[:4], *TEXT[5:14], *TEXT[12:20]]
+
+
+def test_a_part_in_the_middle() -> None:
+    guess = [*TEXT[:4], *TEXT[5:10], 7, *TEXT[10:20]]
+    assert moved(guess) == [*TEXT[:4], *TEXT[5:11], *TEXT[10:20]]
+
+
+def test_two_tokens_elsewhere_are_no_move() -> None:
+    assert moved([*TEXT[:6], 7, *TEXT[6:8]]) == TEXT[:9]
+    assert moved([7] * 9) == TEXT[:9]

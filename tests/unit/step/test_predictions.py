@@ -1,5 +1,6 @@
 """Blocks that start from what is expected, without an engine."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from vllm import SamplingParams
 
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.options import RequestOptions
-from vllm_dllm.step.predictions import Predictions
+from vllm_dllm.step.predictions import Predicted, Predictions
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.slots import CanvasSlots
 
@@ -43,15 +44,42 @@ class Step:
         """The canvas and the guess that the first step finds."""
         return self.slots.canvas[slot].tolist(), self.slots.tokens[slot, 0].tolist()
 
+    def among(self, blocks: dict[int, list[int]]) -> Predicted | None:
+        batch: Any = SimpleNamespace(slots_np=np.array(list(blocks)))
+        return self.predictions.among(batch)
+
+    def moved(
+        self,
+        guesses: dict[int, list[int]],
+        accepted: Iterable[int] = (),
+        width: int = C,
+        may_move: bool = True,
+    ) -> dict[int, tuple[list[int], list[int]]]:
+        """By slot: canvas and guess of a block that goes on, all noise but for what has moved."""
+        predicted = self.among(guesses)
+        assert predicted is not None
+        shape = len(guesses), C
+        positions = torch.arange(C)
+        found = self.predictions.realigned(
+            predicted,
+            torch.tensor(list(guesses.values())),
+            torch.isin(positions, torch.tensor([*accepted], dtype=torch.int64)).expand(shape),
+            None if width == C else (positions < width).expand(shape),
+            torch.full(shape[:1], may_move),
+        )
+        noise = torch.full(shape, NOISE)
+        pairs = zip(found.put(noise).tolist(), found.put_guess(noise).tolist(), strict=True)
+        return dict(zip(guesses, pairs, strict=True))
+
     def behind(
         self, blocks: dict[int, list[int]], ended: bool = True
     ) -> dict[int, tuple[list[int], list[int]]] | None:
         """By slot: canvas and guess of the next block."""
-        batch: Any = SimpleNamespace(slots_np=np.array(list(blocks)))
-        emitted = torch.full((len(blocks),), C * ended)
-        found = self.predictions.behind(batch, torch.tensor(list(blocks.values())), emitted)
-        if found is None:
+        predicted = self.among(blocks)
+        if predicted is None:
             return None
+        emitted = torch.full((len(blocks),), C * ended)
+        found = self.predictions.behind(predicted, torch.tensor(list(blocks.values())), emitted)
         canvas = found.put(torch.full((len(blocks), C), NOISE))
         pairs = zip(canvas.tolist(), found.guess.tolist(), strict=True)
         return dict(zip(blocks, pairs, strict=True))
@@ -70,7 +98,7 @@ def test_the_first_block_starts_as_predicted(step: Step) -> None:
 
 def test_stop_tokens_are_guessed_behind_the_end(step: Step) -> None:
     step.add(0, TEXT[:3])
-    assert step.first(0) == (TEXT[:3] + [NOISE] * 5, TEXT[:3] + [STOP] * 5)
+    assert step.first(0) == (TEXT[:3] + [STOP] + [NOISE] * 4, TEXT[:3] + [STOP] * 5)
 
 
 def test_a_block_follows(step: Step) -> None:
@@ -87,7 +115,7 @@ def test_a_block_follows(step: Step) -> None:
 
 def test_an_answer_that_goes_on_behind_the_end(step: Step) -> None:
     step.add(1, TEXT[:C])
-    assert step.behind({1: TEXT[:C]}) == {1: ([NOISE] * C, [STOP] * C)}
+    assert step.behind({1: TEXT[:C]}) == {1: ([STOP] + [NOISE] * (C - 1), [STOP] * C)}
     assert step.behind({1: [9] * C}) == {1: ([NOISE] * C, [NO_TOKEN] * C)}
 
 
@@ -115,3 +143,44 @@ def test_longer_ones_make_room(step: Step) -> None:
     assert step.first(1)[0] == TEXT[:C]
     assert step.first(2)[0] == [NOISE] * C
     assert step.behind({0: [*TEXT[:3], *[STOP] * 5]}) == {0: ([NOISE] * C, [NO_TOKEN] * C)}
+
+
+STAY = [NOISE] * C, [NOISE] * C
+
+
+def test_the_rest_of_a_block_moves(step: Step) -> None:
+    step.add(1, TEXT)
+    guess = [*TEXT[:2], 9, *TEXT[2:7]]  # one token more
+    step.add(3, TEXT[10:])
+    found = step.moved({0: guess, 3: guess, 1: guess})
+    assert found[0] == found[3] == STAY
+    canvas, of_guess = found[1]
+    assert canvas == of_guess == [NOISE] * 3 + TEXT[2:7]
+    assert step.moved({1: guess}, may_move=False) == {1: STAY}
+    assert step.moved({1: TEXT[:C]}) == {1: STAY}
+
+
+def test_what_the_model_is_sure_of_stays(step: Step) -> None:
+    """Unless it is what the canvas held."""
+    step.add(1, TEXT)
+    guess = [TEXT[0], *TEXT[2:5], TEXT[4], *TEXT[6:9]]  # one token less, but for the fifth
+    canvas, _ = step.moved({1: guess}, accepted=range(C))[1]
+    assert canvas == [*[NOISE] * 4, TEXT[5], *[NOISE] * 3]
+
+
+def test_the_end_moves_with_the_rest(step: Step) -> None:
+    step.add(1, TEXT[:7])
+    guess = [*TEXT[:2], *TEXT[3:7], STOP, STOP]  # one token less
+    assert step.moved({1: guess}) == {
+        1: (
+            [NOISE, NOISE, *TEXT[3:7], STOP, NOISE],
+            [NOISE, NOISE, *TEXT[3:7], STOP, STOP],
+        )
+    }
+
+
+def test_what_is_no_part_of_a_narrow_canvas_moves_nothing(step: Step) -> None:
+    step.add(1, TEXT)
+    guess = [*TEXT[:3], *TEXT[4:9]]
+    assert step.moved({1: guess}, width=5) == {1: STAY}
+    assert step.moved({1: guess}, width=6) != {1: STAY}
