@@ -80,9 +80,10 @@ def realigned(
     length, device = guess.shape[1], guess.device
     here = torch.arange(length, device=device)
     ends = here + 1
-    shifts = torch.tensor([0, *(s for d in range(1, FARTHEST + 1) for s in (d, -d))], device=device)
+    order = torch.arange(2 * FARTHEST + 1, device=device)
+    shifts = torch.where(order % 2 == 1, order // 2 + 1, -(order // 2))  # 0, 1, -1, 2, -2, ...
     num_moves = len(shifts) * length
-    preference = (num_moves - length * torch.arange(len(shifts), device=device))[:, None] + here
+    preference = (num_moves - length * order)[:, None] + here
     places = next_places(position, length)
     for _ in range(MOST_MOVES):
         found = tokens_at(prediction, places[:, None] + shifts[:, None]) == guess[:, None]

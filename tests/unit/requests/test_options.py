@@ -80,6 +80,19 @@ def test_unusable_defaults(defaults: dict[str, Any], message: str) -> None:
         check_options(config.defaults, known=frozenset())
 
 
+def test_a_predicted_answer_is_judged_alone() -> None:
+    """Unless its request, or the server, says otherwise."""
+
+    def judges(own: dict[str, Any], defaults: dict[str, Any] | None = None) -> bool:
+        params = SamplingParams(extra_args=own)
+        return RequestOptions.from_sampling_params(params, defaults or {}).judge_answer_only
+
+    predicted = {"diffusion_prediction": [5, 6]}
+    assert judges(predicted) and not judges({}) and not judges({"diffusion_prediction": []})
+    assert not judges(predicted | {"diffusion_judge_answer_only": 0})
+    assert not judges(predicted, {"diffusion_judge_answer_only": 0})
+
+
 def test_a_servers_step_cap() -> None:
     check_options({"diffusion_max_steps": 8}, known=frozenset())
     with pytest.raises(ValueError, match="diffusion_max_steps must be an integer from 1 to"):
