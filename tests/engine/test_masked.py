@@ -245,23 +245,35 @@ def test_prefix_cache_holds_whole_blocks(
         assert list(engine_found.outputs[0].token_ids) == expected.tokens
 
 
+SETTLED = Rule("dynamic", threshold=0.4, edit=0.6)  # its blocks end when nothing changes any more
+
+
 @pytest.mark.parametrize(
     ("family", "rule", "length"),
-    [("SDAR", "dynamic", 3), ("SDAR", "warm", 40), ("LLaDA2", "edited", 40)],
+    [
+        ("SDAR", RULES["dynamic"], 3),
+        ("SDAR", RULES["warm"], 40),
+        ("LLaDA2", RULES["edited"], 40),
+        ("LLaDA2", SETTLED, 40),
+    ],
+    ids=["by prefills", "by prefills of what was drawn", "by prefills of edits", "by last steps"],
 )
 def test_committed_keys_are_a_prefill_s(
     engine: Callable[..., Engine],
     checkpoint: Checkpoint,
     reference: GetReference,
     family: str,
-    rule: str,
+    rule: Rule,
     length: int,
 ) -> None:
     """The next turn of a chat finds all blocks but the last, which is not committed."""
     case = (32, FAMILIES[family])
     model, decode = engine(checkpoint(*case), block_size=32), reference(*case)
     prompt = random_ids(length, VOCABULARY, length)
-    (first,) = generate(model, [prompt], [params_of(RULES[rule], 128 - length % 32, 0)])
+    (first,) = generate(model, [prompt], [params_of(rule, 128 - length % 32, 0)])
+    if rule.edit is not None:
+        unchanged, changed = ends_of_edits(first)
+        assert unchanged == 3 if rule == SETTLED else changed > 0
     turn = prompt + first.tokens + random_ids(5, VOCABULARY, 9)
     at_once = params_of(Rule("static", num_steps=1), 27, 0, logprobs=20)
     masked = turn + [decode.mask_id] * 27
@@ -314,6 +326,57 @@ def test_forwards(
         forwards.clear()
         (found,) = generate(model, [prompt], [params_of(RULES["dynamic"], 40, 0)])
         assert len(forwards) == len(found.steps)
+
+
+@pytest.mark.parametrize("family", ["SDAR", "LLaDA2"])
+def test_an_unchanged_block_is_committed(
+    engine: Callable[..., Engine],
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+) -> None:
+    """A step that changes nothing leaves a prefill's keys and values: only blocks that the last of
+    their steps changed are computed again, next to the first step of the next one."""
+    model = engine(checkpoint(4, FAMILIES[family]), enable_prefix_caching=False)
+    forwards = count_forwards(model, monkeypatch)
+    for prompt in prompts_of(4):
+        forwards.clear()
+        (found,) = generate(model, [prompt], [params_of(RULES["edited"], 40, 0)])
+        unchanged, changed = ends_of_edits(found)
+        assert unchanged and changed, "both happen"
+        assert len(forwards) == len(found.steps)
+        assert sum(forwards) == len(prompt) // 4 * 4 + 4 * (len(found.steps) + changed)
+
+
+@pytest.mark.parametrize("family", ["SDAR", "LLaDA2"])
+def test_an_unchanged_block_needs_no_forward(
+    engine: Callable[..., Engine],
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    asynchronous: None,
+) -> None:
+    """Where a commit is a forward of its own."""
+    model = engine(
+        checkpoint(4, FAMILIES[family]), enable_prefix_caching=False, async_scheduling=True
+    )
+    forwards = count_forwards(model, monkeypatch)
+    for prompt in prompts_of(4):
+        forwards.clear()
+        (found,) = generate(model, [prompt], [params_of(RULES["edited"], 40, 0)])
+        unchanged, changed = ends_of_edits(found)
+        assert unchanged and changed, "both happen"
+        assert len(forwards) == len(found.steps) + changed
+
+
+def ends_of_edits(found: Trajectory) -> tuple[int, int]:
+    """Blocks before the last one that ended with a step that changed nothing, and the others."""
+    ends = [i for i, step in enumerate(found.steps) if step.finished][:-1]
+    unchanged = sum(
+        0 not in found.steps[i - 1].revealed and found.steps[i - 1].canvas == found.steps[i].canvas
+        for i in ends
+    )
+    return unchanged, len(ends) - unchanged
 
 
 def test_published_weights_are_in_bf16(

@@ -61,6 +61,7 @@ class MaskedOutcome(NamedTuple):
     revealed: torch.Tensor  # [n, C] bool
     edit_steps_done: torch.Tensor  # [n] int64, see `Edits`
     finished: torch.Tensor  # [n] bool
+    unchanged: torch.Tensor  # [n] bool, those of them that this step has read as they are
 
 
 def draw_candidates(
@@ -110,7 +111,8 @@ def masked_step(
     tokens = torch.where(revealed & ~changed, canvas, candidates.tokens)
     is_complete = ~hidden.any(dim=-1)
     edit_steps = edits.steps_done + is_complete
-    edited = is_complete & (~changed.any(dim=-1) | (edit_steps >= edits.most_steps))
+    unchanged = is_complete & ~changed.any(dim=-1)
+    edited = unchanged | (is_complete & (edit_steps >= edits.most_steps))
     left = hidden & ~found
     if stops is not None:
         is_stop = (tokens[:, :, None] == stops[:, None, :]).any(dim=-1) & (revealed | found)
@@ -121,6 +123,7 @@ def masked_step(
         revealed=revealed | found,
         edit_steps_done=edit_steps,
         finished=torch.where(edits.is_chosen, edited, ~left.any(dim=-1)),
+        unchanged=edits.is_chosen & unchanged,
     )
 
 

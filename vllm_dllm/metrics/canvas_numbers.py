@@ -26,6 +26,13 @@ class CanvasNumbers(NamedTuple):
     sampling_peak_bytes: int = 0  # most that this and all earlier steps took
     sampling_bound_bytes: int = 0
 
+    def committed(self) -> Iterator[int]:
+        """Indices in the step's batch: requests whose block the step has finished, and committed,
+        too."""
+        if "committed" in self.names:
+            flags = self.values[self.names.index("committed")].tolist()
+            yield from (request for request, flag in zip(self.requests, flags, strict=True) if flag)
+
     def rows(self) -> Iterator[CanvasRow]:
         # Plain Python: between steps numpy's code is not in the caches.
         of = dict(zip(self.names, self.values.tolist(), strict=True))

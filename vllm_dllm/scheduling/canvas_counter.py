@@ -76,8 +76,9 @@ class CanvasCounter:
             counts.block_seconds.append(time.monotonic() - self._began.pop(request))
             counts.canvases_cut += row.length < self._canvas_width(request)
 
-    def block_emitted(self, request: Request, *, is_last: bool) -> None:
-        spared = "none" if is_last else "shared" if self._joins_canvases else "own"
+    def block_emitted(self, request: Request, *, spares_commit: bool) -> None:
+        """`spares_commit`: no forward is needed to commit it."""
+        spared = "none" if spares_commit else "shared" if self._joins_canvases else "own"
         has_own = request.request_id in self._committed
         self._counts.commits["own" if has_own else spared] += 1
 

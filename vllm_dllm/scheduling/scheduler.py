@@ -19,6 +19,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.compat.grammar import BlockCheck
 from vllm_dllm.compat.metrics import CarryingStats
+from vllm_dllm.compat.runner import numbers_of
 from vllm_dllm.compat.scheduler import (
     SchedulerHooks,
     StockDiffusionAsyncScheduler,
@@ -81,6 +82,8 @@ class CanvasScheduling(SchedulerHooks):
         self.joins_canvases = joins_canvases(self.vllm_config) and not is_causal
         self.joins_commits = joins_commits(self.vllm_config)
         self._spared_commits: list[int] = []  # widths, until they are in the statistics
+        # Requests whose block the step that just ended has finished, and committed, too.
+        self._committed: frozenset[str] = frozenset()
         self._counter: CanvasCounter | None = None
         if self.log_stats:
             spans = BlockSpans() if endpoint_of(self.vllm_config) is not None else None
@@ -239,12 +242,14 @@ class CanvasScheduling(SchedulerHooks):
     # --- finished blocks --------------------------------------------------------------------
 
     def block_emitted(self, request: Request, block_length: int) -> None:
+        is_committed = request.request_id in self._committed
         if self._counter is not None:
-            self._counter.block_emitted(request, is_last=False)
-        if self.joins_commits:
+            self._counter.block_emitted(request, spares_commit=is_committed)
+        if self.joins_commits or is_committed:
+            self._spared_commits.append(block_length)
+        if self.joins_commits and not is_committed:
             # vLLM counted the canvas as accepted drafts, but the next step computes its tokens.
             request.num_computed_tokens -= block_length
-            self._spared_commits.append(block_length)
         elif request.num_computed_tokens > 0:  # else preempted while this step ran
             request.num_computed_tokens += self.num_recomputed(request.num_tokens - block_length)
         # These are still the last block's drafts.
@@ -255,7 +260,7 @@ class CanvasScheduling(SchedulerHooks):
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
         if self._counter is not None:
-            self._counter.block_emitted(request, is_last=True)
+            self._counter.block_emitted(request, spares_commit=True)
         if request.num_computed_tokens == 0:
             return  # preempted while this step ran: it has no cache blocks any more
         is_committed = not (self.spares_last_commit or is_read_only(request.sampling_params))
@@ -278,6 +283,10 @@ class CanvasScheduling(SchedulerHooks):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
+        numbers, req_ids = numbers_of(model_runner_output), model_runner_output.req_ids
+        self._committed = frozenset(
+            () if numbers is None else (req_ids[i] for i in numbers.committed())
+        )
         if self._counter is not None:
             self._counter.step_ended(scheduler_output, model_runner_output, self.requests)
         return super().update_from_output(scheduler_output, model_runner_output)

@@ -40,6 +40,8 @@ class Denoised(NamedTuple):
     next_canvas: torch.Tensor  # [n, C] int64, the first canvas of the block behind
     outcome: StepOutcome
     revealed: torch.Tensor | None  # [n, C] bool, positions that keep their tokens; None: none do
+    is_committed: torch.Tensor | None = None  # [n] bool, finished blocks of which this forward left
+    # the keys and values that their commit would; None: of none
 
 
 class Settled(NamedTuple):
@@ -51,6 +53,7 @@ class Settled(NamedTuple):
     at_once: torch.Tensor  # [n] bool, and emitted by it, too
     ends: torch.Tensor  # [n] bool, blocks after which another one starts
     emitted: torch.Tensor  # [n] int64, tokens
+    committed: torch.Tensor | None  # [n] int64, those that no later step computes; None: of none
 
 
 class Advanced(NamedTuple):
@@ -58,4 +61,5 @@ class Advanced(NamedTuple):
 
     best_guess: torch.Tensor  # [n, C] int
     emitted: torch.Tensor  # [n] int, tokens of it that are the answer's from now on
+    committed: torch.Tensor | None  # [n] int, those that no later step computes; None: of none
     logprobs: LogprobsTensors | None  # of the emitted tokens

@@ -19,7 +19,7 @@ from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.noise import StepNoise, step_noise
 from vllm_dllm.denoise.row_stats import RowStats
-from vllm_dllm.denoise.step import AnswerOnly, CanvasState, StepOutcome, denoise_step
+from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
 from vllm_dllm.denoise.temperature import temperature
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.requests.ends import EVERY_BLOCK, is_last_block
@@ -154,7 +154,7 @@ class CanvasStep:
         if self.fuses and self._is_plain(found):
             return self._advance_plain(found, source)
         denoised = self._denoise(found, source)
-        settled = self._settle(found, denoised.outcome)
+        settled = self._settle(found, denoised)
         # Before anything is written: it may apply the step's rules again.
         logprobs = self.requests.logprobs.report(
             denoised.logits,
@@ -185,10 +185,15 @@ class CanvasStep:
                 finished=settled.finished,
             )
             self.requests.observers.show(shown, batch, input_batch.req_ids)
-        if self.requests.are_counted:
-            entropy = denoised.stats.entropy_nats
-            self._numbers = canvas_numbers(batch, denoised.outcome, entropy, settled.denoises)
-        return Advanced(settled.best_guess, settled.emitted, logprobs)
+        if self.requests.are_counted or denoised.is_committed is not None:
+            self._numbers = canvas_numbers(
+                batch,
+                denoised.outcome,
+                denoised.stats.entropy_nats,
+                settled.denoises,
+                denoised.is_committed,
+            )
+        return Advanced(settled.best_guess, settled.emitted, settled.committed, logprobs)
 
     def _committed(self, found: Found, settled: Settled) -> None:
         """The step's blocks are written and counted, where it emits them."""
@@ -226,7 +231,8 @@ class CanvasStep:
         requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
         if requests.are_counted:
             self._numbers = to_host(batch, NAMES, settled.counted)
-        return Advanced(settled.best_guess, settled.emitted, None)
+        committed = None if requests.prefills_emitted_tokens else settled.emitted
+        return Advanced(settled.best_guess, settled.emitted, committed, None)
 
     def take_numbers(self) -> CanvasNumbers | None:
         """Of the step just taken, for the metrics. None: nobody counts, or it had no canvas."""
@@ -379,19 +385,26 @@ class CanvasStep:
             reveal,
         )
 
-    def _settle(self, found: Found, outcome: StepOutcome) -> Settled:
-        committing = found.numbers.is_committing == 1
+    def _settle(self, found: Found, denoised: Denoised) -> Settled:
+        outcome, committing = denoised.outcome, found.numbers.is_committing == 1
         denoises = ~committing
         finished = outcome.finished & denoises
         best_guess = torch.where(
             committing[:, None], found.tokens.best_guess, outcome.state.best_guess
         )
         at_once = finished & self._emits_at_once(best_guess, found)
+        if denoised.is_committed is not None:
+            at_once |= finished & denoised.is_committed
         ends = committing | at_once
         emitted = found.batch.lengths * ends
         if found.cut is not None:
             emitted, denoises = torch.where(found.cut, 0, emitted), denoises & ~found.cut
-        return Settled(denoises, best_guess, finished, at_once, ends, emitted)
+        committed = None
+        if not self.requests.prefills_emitted_tokens:
+            committed = emitted
+        elif denoised.is_committed is not None:
+            committed = emitted * denoised.is_committed
+        return Settled(denoises, best_guess, finished, at_once, ends, emitted, committed)
 
     def _emits_at_once(
         self,

@@ -12,6 +12,7 @@ def canvas_numbers(
     outcome: StepOutcome,
     entropy_nats: torch.Tensor,  # [n, C]
     denoises: torch.Tensor,  # [n] bool, else the step's outcome is not used
+    is_committed: torch.Tensor | None = None,  # [n] bool, as in `Denoised`
 ) -> CanvasNumbers:
     accepted = outcome.accepted
     if batch.valid is not None:
@@ -21,6 +22,8 @@ def canvas_numbers(
         flags["converged"] = outcome.converged
     if outcome.revealed is not None:
         flags["revealed"] = outcome.revealed
+    if is_committed is not None:
+        flags["committed"] = is_committed & denoises
     # Written in place, because on small batches each operation costs the same.
     values = entropy_nats.new_empty(3 + len(flags), len(denoises), dtype=torch.float32)
     values[0] = outcome.state.steps_done

@@ -71,6 +71,7 @@ class MaskedSlotSettings:
         self._table = torch.zeros(max_num_reqs, len(_Settings._fields), device=device)
         self._added: dict[int, _Settings] = {}
         self._scaled: set[int] = set()
+        self._edited: set[int] = set()
 
     def add(self, request: NewRequest) -> None:
         settings = _settings(request.options, request.params.temperature)
@@ -80,6 +81,8 @@ class MaskedSlotSettings:
         self._added[request.slot] = settings
         if not settings.is_greedy:
             self._scaled.add(request.slot)
+        if settings.edit_threshold < _NEVER:
+            self._edited.add(request.slot)
 
     def start(self) -> None:
         write_rows_(self._table, self._added)
@@ -88,11 +91,16 @@ class MaskedSlotSettings:
     def drop(self, slot: int) -> None:
         self._added.pop(slot, None)
         self._scaled.discard(slot)
+        self._edited.discard(slot)
 
     def are_scaled(self, batch: CanvasBatch) -> bool:
         """Whether a temperature changes any of the logits, or top_k, top_p or min_p, which vLLM
         drops at temperature 0."""
         return not self._scaled.isdisjoint(batch.slots_np.tolist())
+
+    def are_edited(self, batch: CanvasBatch) -> bool:
+        """Whether any of these canvases may change what it has revealed."""
+        return not self._edited.isdisjoint(batch.slots_np.tolist())
 
     def of(self, batch: CanvasBatch) -> MaskedStepSettings:
         columns = self._table[batch.slot_index].unbind(dim=-1)

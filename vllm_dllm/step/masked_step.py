@@ -121,7 +121,8 @@ class MaskedStep(CanvasStep):
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         batch, numbers, settings = found.batch, found.numbers, found.settings
-        assert isinstance(settings, MaskedStepSettings)
+        of_slots = self.requests.settings
+        assert isinstance(settings, MaskedStepSettings) and isinstance(of_slots, MaskedSlotSettings)
         slots, idx = self.slots, batch.slot_index
         draws = self._draws(found, source)
         by_row = draws.of_all()
@@ -130,7 +131,7 @@ class MaskedStep(CanvasStep):
         edits = settings.edits(numbers.times_repeated)
         if (held := self._held(found, rules, draws)) is not None:
             edits = edits._replace(is_chosen=edits.is_chosen & ~held.is_ruled)
-        canvas, tokens, revealed, edit_steps_done, finished = masked_step(
+        canvas, tokens, revealed, edit_steps_done, finished, unchanged = masked_step(
             candidates,
             slots.canvas[idx],
             slots.revealed[idx],
@@ -142,6 +143,9 @@ class MaskedStep(CanvasStep):
             self._parts(found),
             held,
         )
+        # The rows of a step that changed nothing saw what a prefill's see. But a seeded block's
+        # prefill also foretells the next one's first token.
+        spares_commits = not self.family.is_seeded and of_slots.are_edited(batch)
         # Steps that found nothing hidden are counted where other models count repeated guesses.
         is_over = finished | (numbers.is_committing == 1)
         edit_steps_done = edit_steps_done.masked_fill(is_over, 0)
@@ -155,4 +159,5 @@ class MaskedStep(CanvasStep):
             torch.full_like(tokens, self.mask_id),
             StepOutcome(canvas, revealed, state, finished, converged=None, revealed=finished),
             revealed,
+            unchanged if spares_commits else None,
         )

@@ -72,9 +72,8 @@ class DiffusionSampler:
             rejected = none if recomputed is None else recomputed
             return _output(none[:, None].expand(-1, step.canvas_length), none, rejected, None)
         recomputed = step.num_recomputed(input_batch)
-        best_guess, emitted, logprobs = step.advance(logits, input_batch)
-        # Tokens that are going to be prefilled are not in the cache yet.
-        rejected = batch.lengths if self.prefills_emitted_tokens else batch.lengths - emitted
+        best_guess, emitted, committed, logprobs = step.advance(logits, input_batch)
+        rejected = batch.lengths if committed is None else batch.lengths - committed
 
         # The others are in their prefill: they sample nothing and reject nothing.
         def spread(column: torch.Tensor) -> torch.Tensor:
@@ -86,8 +85,8 @@ class DiffusionSampler:
         rejected = spread(rejected)
         emitted = spread(emitted)
         if recomputed is not None:
-            if not self.prefills_emitted_tokens:  # a commit computes its whole block for good
-                recomputed = recomputed.masked_fill(emitted > 0, 0)
+            if committed is not None:  # a commit computes its whole block for good
+                recomputed = recomputed.masked_fill(spread(committed) > 0, 0)
             rejected = rejected + recomputed
         return _output(spread(best_guess), emitted, rejected, logprobs)
 

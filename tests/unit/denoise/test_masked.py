@@ -139,6 +139,7 @@ def test_edits_until_nothing_changes() -> None:
     assert outcome.revealed.all()
     assert outcome.edit_steps_done.tolist() == [1, 0, 1, 3, 1]
     assert outcome.finished.tolist() == [True, False, False, True, True]
+    assert outcome.unchanged.tolist() == [False, False, False, False, True]
 
 
 def test_a_grammar_says_what_is_revealed() -> None:

@@ -103,7 +103,7 @@ def counted(*steps: dict[str, Any]) -> CanvasCounts:
         output.canvas_numbers = numbers(**step)
         scheduled: Any = SimpleNamespace(total_num_scheduled_tokens=9, scheduled_at=0.0)
         counter.step_ended(scheduled, output, {"b": request})
-    counter.block_emitted(request, is_last=False)
+    counter.block_emitted(request, spares_commit=False)
     return counter.take()
 
 
