@@ -27,7 +27,7 @@ class CanvasObservers:
         speaks: bool,  # with tensor parallelism, one worker of all that compute the same
         blocks_are_aligned: bool,  # counted from a request's first token, not from its answer's
     ) -> None:
-        self.trace = CanvasTrace(trace_path) if trace_path else None
+        self.trace = CanvasTrace(trace_path) if trace_path and speaks else None
         self._canvas_length, self._device = canvas_length, device
         self._speaks, self._blocks_are_aligned = speaks, blocks_are_aligned
         self._watchers: dict[int, Watcher] = {}

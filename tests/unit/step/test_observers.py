@@ -153,10 +153,13 @@ def test_names_that_lead_nowhere(folder: Path, feed: str) -> None:
         assert not watching.look_at(batch(0))
 
 
-def test_of_several_workers_one_speaks(listener: Any) -> None:
-    watching = observing(speaks=False)
+def test_of_several_workers_one_speaks(listener: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    watching = observing(trace, speaks=False)
     watching.add(request(0, f"{listener[1]}/{canvas_feeds.new_name()}"))
     assert not watching.look_at(batch(0))
+    watching.show(step(1), batch(0), ["a"])
+    assert not trace.exists()
 
 
 def test_a_reader_that_stands_still_holds_up_nobody(
