@@ -28,7 +28,9 @@ class StepRules(NamedTuple):
 
 
 class AnswerOnly(NamedTuple):
-    """Canvases that are finished once everything up to the first stop token is."""
+    """Canvases that are finished once everything up to the first stop token stands still and the
+    model is sure of that, or of the whole canvas: behind a short answer it mostly is, and the mean
+    over few positions is the harder to get below a threshold."""
 
     is_chosen: torch.Tensor  # [n] bool
     stop_tokens: torch.Tensor  # [n, K] int64; unused places are < 0
@@ -107,9 +109,10 @@ def denoise_step(
         earlier = torch.where(constrained.free, best_guess, earlier)
         entropy = entropy.masked_fill(constrained.free, 0.0)
     repeated = times_repeated(best_guess, earlier, state.times_repeated, judged)
-    converged = (repeated >= rules.stability_threshold) & is_confident(
-        entropy, judged, rules.confidence_threshold
-    )
+    is_sure = is_confident(entropy, judged, rules.confidence_threshold)
+    if answer_only is not None:
+        is_sure |= is_confident(entropy, valid, rules.confidence_threshold)
+    converged = (repeated >= rules.stability_threshold) & is_sure
     if constrained is not None:
         converged |= _is_at_rest(repeated, rules, revealing) & constrained.is_chosen
     done = converged if all_revealed is None else converged | all_revealed

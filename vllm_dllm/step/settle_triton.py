@@ -111,6 +111,13 @@ _EVERY_BLOCK = tl.constexpr(EVERY_BLOCK)
 
 
 @triton.jit
+def _mean(nats, places):
+    """Of those places, as in `convergence.is_confident`."""
+    count = tl.sum(places.to(tl.int32), 0).to(tl.float64)
+    return tl.sum(tl.where(places, nats, 0.0).to(tl.float64), 0) / count
+
+
+@triton.jit
 def _accepted(
     own,  # [PLACES] fp32, entropies; infinite behind the canvas
     entropy,  # the same, in memory
@@ -195,8 +202,7 @@ def _settle_kernel(
     is_new = (guess != earlier) & judged
     is_same = tl.max(is_new.to(tl.int32), 0) == 0
     repeated = tl.where(is_same, tl.load(numbers + _TIMES_REPEATED) + 1, 0)
-    num_judged = tl.sum(judged.to(tl.int32), 0).to(tl.float64)
-    mean = tl.sum(tl.where(judged, nats, 0.0).to(tl.float64), 0) / num_judged
+    mean = tl.minimum(_mean(nats, judged), _mean(nats, valid))
     allowed = tl.minimum(tl.load(settings + _LOAD_STAGES).to(tl.int32), stage)
     confidence = tl.maximum(tl.load(settings + _CONFIDENCE), tl.load(stage_confidence + allowed))
     stability = tl.minimum(tl.load(settings + _STABILITY), tl.load(stage_stability + allowed))

@@ -281,6 +281,22 @@ def test_waiting_for_the_answer_only() -> None:
     assert outcome.finished.tolist() == [True, False]
 
 
+def test_an_answer_is_finished_with_its_whole_canvas() -> None:
+    """As without `AnswerOnly`, where the mean over the answer alone is above the threshold."""
+    stats = RowStats(
+        best_guess=torch.tensor([[5, 9, 7, 8]]),
+        candidate=torch.tensor([[5, 9, 7, 8]]),
+        entropy_nats=torch.tensor([[0.008, 0.008, 0.0, 0.0]]),
+        best_logprob=torch.zeros(1, 4),
+    )
+    rules, chosen = StepRules(0.1, 0.005, 1), AnswerOnly(torch.tensor([True]), torch.tensor([[9]]))
+    noise = torch.zeros(1, 4).long()
+    for guess, is_finished in ([5, 9, 7, 8], True), ([5, 9, 1, 2], True), ([5, 1, 7, 8], False):
+        state = not_repeated(torch.tensor([guess]), steps_done=1)
+        outcome = denoise_step(stats, None, state, noise, rules, None, chosen)
+        assert outcome.finished.tolist() == [is_finished]
+
+
 def test_what_is_forced_is_accepted_with_the_last_choice_before_it() -> None:
     accepted = torch.tensor([[False, False, True, False, False, False]])
     forced = torch.tensor([[True, False, False, True, True, False]])

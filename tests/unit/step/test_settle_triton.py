@@ -67,6 +67,7 @@ class Step(CanvasStep):
         nothing = SimpleNamespace(
             compiling=lambda batch: None,
             concern=lambda batch: False,
+            among=lambda batch: None,
             has_pins=lambda batch: False,
             behind=lambda *of_blocks: None,
             report=lambda *of_canvases: None,
