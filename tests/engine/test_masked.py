@@ -1,16 +1,14 @@
 """Masked models decode as their published loop does, step by step, whatever shares the engine."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vllm import RequestOutput, SamplingParams
-from vllm.engine.arg_utils import EngineArgs
-from vllm.exceptions import VLLMValidationError
+from vllm import RequestOutput
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests import tolerances
@@ -31,7 +29,6 @@ from tests.engine.masked_requests import (
 from tests.engine.one_step import random_ids
 from tests.engine.parting import first_parting
 from tests.engine.rounding import assert_same, decided, noisy_model
-from vllm_dllm import plugin
 
 pytestmark = pytest.mark.numerics
 
@@ -341,14 +338,9 @@ def test_an_unchanged_block_is_committed(
     """A step that changes nothing leaves a prefill's keys and values: only blocks that the last of
     their steps changed are computed again, next to the first step of the next one."""
     model = engine(checkpoint(4, FAMILIES[family]), enable_prefix_caching=False)
-    forwards = count_forwards(model, monkeypatch)
-    for prompt in prompts_of(4):
-        forwards.clear()
-        (found,) = generate(model, [prompt], [params_of(RULES["edited"], 40, 0)])
-        unchanged, changed = ends_of_edits(found)
-        assert unchanged and changed, "both happen"
-        assert len(forwards) == len(found.steps)
-        assert sum(forwards) == len(prompt) // 4 * 4 + 4 * (len(found.steps) + changed)
+    for prompt, rows, num_steps, num_changed in edited(model, monkeypatch):
+        assert len(rows) == num_steps
+        assert sum(rows) == len(prompt) // 4 * 4 + 4 * (num_steps + num_changed)
 
 
 @pytest.mark.parametrize("family", ["SDAR", "LLaDA2"])
@@ -363,13 +355,22 @@ def test_an_unchanged_block_needs_no_forward(
     model = engine(
         checkpoint(4, FAMILIES[family]), enable_prefix_caching=False, async_scheduling=True
     )
-    forwards = count_forwards(model, monkeypatch)
+    for _, rows, num_steps, num_changed in edited(model, monkeypatch):
+        assert len(rows) == num_steps + num_changed
+
+
+def edited(
+    model: Engine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[list[int], list[int], int, int]]:
+    """Prompts, answered with edits: the rows of each forward, the denoise steps, and how many
+    blocks the last of their steps changed."""
+    rows = count_forwards(model, monkeypatch)
     for prompt in prompts_of(4):
-        forwards.clear()
+        rows.clear()
         (found,) = generate(model, [prompt], [params_of(RULES["edited"], 40, 0)])
         unchanged, changed = ends_of_edits(found)
         assert unchanged and changed, "both happen"
-        assert len(forwards) == len(found.steps) + changed
+        yield prompt, rows, len(found.steps), changed
 
 
 def ends_of_edits(found: Trajectory) -> tuple[int, int]:
@@ -410,65 +411,3 @@ def test_the_context_cuts_the_last_canvas(
     model = engine(checkpoint(32), max_model_len=110, block_size=32)
     (found,) = generate(model, [random_ids(40, VOCABULARY, 4)], [params_of(Rule(), 500, 0)])
     assert len(found.tokens) == 70
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"extra_args": {"diffusion_t_min": 0.4, "diffusion_t_max": 0.8}}, "diffusion_t_min"),
-        ({"extra_args": {"diffusion_read_only": 1}}, "diffusion_read_only is not for masked"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
-    ],
-)
-def test_refused_requests(
-    engine: Callable[..., Engine], checkpoint: Checkpoint, options: dict[str, Any], error: str
-) -> None:
-    model = engine(checkpoint(32), max_model_len=110, block_size=32)
-    with pytest.raises(VLLMValidationError, match=error):
-        model.llm.generate([{"prompt_token_ids": [1]}], SamplingParams(**options), use_tqdm=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"hf_overrides": {"mask_token_id": 9999}}, "mask_token_id in .*config.json must be"),
-        ({"block_size": 48}, "--block-size must be a multiple of the model's block of 32"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
-        ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, "must be at least the canvas length"),
-        (
-            {"additional_config": {"vllm_dllm": {"commit_last_block": True}}},
-            "commit_last_block is not for masked models",
-        ),
-        (
-            {"additional_config": {"vllm_dllm": {"defaults": {"diffusion_t_min": 0.4}}}},
-            "diffusion_t_min",
-        ),
-    ],
-)
-def test_refused_servers(checkpoint: Checkpoint, options: dict[str, Any], error: str) -> None:
-    assert_refused(checkpoint(32), options, error)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "key", "value"),
-    [
-        ("SDARForCausalLM", "use_sliding_window", True),
-        ("LLaDA2MoeModelLM", "score_function", "softmax"),
-        ("LLaDA2MoeModelLM", "norm_head", True),
-        ("LLaDA2MoeModelLM", "delete_token_id", 500),
-        ("LLaDA2MoeModelLM", "split_token_id", 501),
-        ("LLaDA2MoeModelLM", "image_token_offset", 512),
-    ],
-)
-def test_refused_variants(checkpoint: Checkpoint, architecture: str, key: str, value: Any) -> None:
-    """Other layers, LLaDA2.2's tokens that change how long a block is, LLaDA2.0-Uni's of images."""
-    error = rf"{key} in .*config.json must be .*, got {value!r}: checkpoints of other variants"
-    assert_refused(checkpoint(4, architecture), {"hf_overrides": {key: value}}, error)
-
-
-def assert_refused(path: Path, options: dict[str, Any], error: str) -> None:
-    plugin.register()
-    with pytest.raises(ValueError, match=error):
-        EngineArgs(
-            str(path), **{"dtype": "float32", "max_model_len": 512, **options}
-        ).create_engine_config()
