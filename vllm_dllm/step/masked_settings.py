@@ -116,24 +116,24 @@ class MaskedSlotSettings:
 
     def _read(self, batch: CanvasBatch, asked: list[_Settings]) -> MaskedStepSettings:
         table = self._table[batch.slot_index].clone()  # the rows may be another request's later on
-        columns = _Settings(*table.unbind(dim=-1))
+        columns = dict(zip(_Settings._fields, table.unbind(dim=-1), strict=True))
         return MaskedStepSettings(
-            temperature=columns.temperature,
-            is_greedy=columns.is_greedy > 0,
-            threshold=columns.threshold,
-            least=columns.least.long(),
-            in_order=columns.in_order > 0 if any(one.in_order for one in asked) else None,
+            temperature=columns["temperature"],
+            is_greedy=columns["is_greedy"] > 0,
+            threshold=columns["threshold"],
+            least=columns["least"].long(),
+            in_order=columns["in_order"] > 0 if any(one.in_order for one in asked) else None,
             entropy_bound=(
-                columns.entropy_bound
+                columns["entropy_bound"]
                 if any(one.entropy_bound != NO_BOUND for one in asked)
                 else None
             ),
             edit_threshold=(
-                columns.edit_threshold
+                columns["edit_threshold"]
                 if any(one.edit_threshold < _NEVER for one in asked)
                 else None
             ),
-            edit_steps=columns.edit_steps.long(),
+            edit_steps=columns["edit_steps"].long(),
             has_shares=any(one.least == _EVEN_SHARE for one in asked),
         )
 
