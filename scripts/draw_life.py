@@ -56,7 +56,7 @@ BOXES = {
         WORKER,
         2,
         "Embed all rows, self-condition canvases",
-        ("step/canvas_step.py: begin, condition", "models/self_conditioning.py: forward"),
+        ("step/uniform_step.py: condition", "models/self_conditioning.py: forward"),
     ),
     "flags": Box(
         WORKER,
@@ -89,7 +89,7 @@ BOXES = {
         WORKER,
         7,
         "Both outcomes are computed, one is written",
-        ("step/canvas_step.py: _settle, _write", "requests/ends.py: is_last_block"),
+        ("step/settling.py: settle, write", "requests/ends.py: is_last_block"),
     ),
     "arrive": Box(
         ENGINE,

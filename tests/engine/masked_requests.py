@@ -134,7 +134,9 @@ neighbours = pytest.mark.parametrize(
         pytest.param({}, id="together"),
         # Chunks that end inside blocks, canvases that find no room.
         pytest.param({"max_num_batched_tokens": 23}, id="chunked"),
-        pytest.param({"long_prefill_token_threshold": 7}, id="in small chunks"),
+        pytest.param(
+            {"long_prefill_token_threshold": 7}, id="in small chunks", marks=pytest.mark.thorough
+        ),
         pytest.param(
             {"num_gpu_blocks_override": 30, "block_size": 32, "max_model_len": 416}, id="preempted"
         ),
@@ -145,7 +147,7 @@ asynchronously = pytest.mark.parametrize(
     "options",
     [
         pytest.param({}, id="together"),
-        pytest.param({"max_num_seqs": 1}, id="one at a time"),
+        pytest.param({"max_num_seqs": 1}, id="one at a time", marks=pytest.mark.thorough),
         pytest.param({"max_num_batched_tokens": 23}, id="chunked"),
         pytest.param(
             {"num_gpu_blocks_override": 22, "block_size": 32, "max_model_len": 416}, id="preempted"

@@ -98,12 +98,15 @@ def answer_in(served: Engine, token_ids: Sequence[int]) -> str:
     return served.llm.get_tokenizer().decode(tokens[:end])
 
 
+two_seeds = pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+
+
+@two_seeds
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_kept(served: Engine, kind: str) -> None:
-    for seed in range(2):
-        output = ask(served, kind, seed=seed).outputs[0]
-        assert output.finish_reason in ("stop", "length")
-        KINDS[kind][1](output.text)
+def test_every_kind_is_kept(served: Engine, kind: str, seed: int) -> None:
+    output = ask(served, kind, seed=seed).outputs[0]
+    assert output.finish_reason in ("stop", "length")
+    KINDS[kind][1](output.text)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -125,20 +128,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@two_seeds
 @pytest.mark.parametrize("name", SETTINGS)
-def test_beside_other_parameters(served: Engine, name: str) -> None:
-    for seed in range(2):
-        for output in ask(served, "json", seed=seed, **SETTINGS[name]).outputs:
-            text = output.text
-            if name == "read only":  # goes on behind the end, as a request that ignores it
-                text = answer_in(served, output.token_ids)
-            is_person(text)
-            for word in SETTINGS[name].get("bad_words", ()):
-                spelt = served.llm.get_tokenizer().encode(word, add_special_tokens=False)
-                found = list(output.token_ids)
-                assert spelt not in [found[i : i + len(spelt)] for i in range(len(found))]
-            if name == "log-probabilities":
-                assert len(output.logprobs) == len(output.token_ids)
+def test_beside_other_parameters(served: Engine, name: str, seed: int) -> None:
+    for output in ask(served, "json", seed=seed, **SETTINGS[name]).outputs:
+        text = output.text
+        if name == "read only":  # goes on behind the end, as a request that ignores it
+            text = answer_in(served, output.token_ids)
+        is_person(text)
+        for word in SETTINGS[name].get("bad_words", ()):
+            spelt = served.llm.get_tokenizer().encode(word, add_special_tokens=False)
+            found = list(output.token_ids)
+            assert spelt not in [found[i : i + len(spelt)] for i in range(len(found))]
+        if name == "log-probabilities":
+            assert len(output.logprobs) == len(output.token_ids)
 
 
 def test_an_answer_fits_its_tokens(served: Engine) -> None:
@@ -301,7 +304,14 @@ ALL = [list(range(len(MIX)))]
 ALONE = [[i] for i in range(len(MIX))]
 
 
-@pytest.fixture(scope="module", params=[None, 40_960], ids=["whole rows", "streamed"])
+# Whole rows are what `served` has, too.
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(None, id="whole rows", marks=pytest.mark.thorough),
+        pytest.param(40_960, id="streamed"),
+    ],
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("grammars")
     return make_tiny_checkpoint(path, vocab_size=request.param, canvas_length=C)

@@ -74,8 +74,18 @@ def prompts_with_images(path: Path, window: int) -> list[Prompt]:
     return [random_prompt(path, part, seed=i) for i, part in enumerate(parts)]
 
 
-@pytest.mark.parametrize("window", [16, 64])
-@pytest.mark.parametrize("setting", PREFILLS)
+@pytest.mark.parametrize(
+    ("window", "setting"),
+    [
+        *((16, setting) for setting in PREFILLS),
+        (64, "both"),
+        *(
+            pytest.param(64, name, marks=pytest.mark.thorough)
+            for name in PREFILLS
+            if name != "both"
+        ),
+    ],
+)
 def test_one_step(
     engine: Callable[..., Engine], seeing: Callable[[int], Path], window: int, setting: str
 ) -> None:

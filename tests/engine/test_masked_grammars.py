@@ -81,7 +81,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("family", "block_length"),
-    [("SDAR", 4), ("SDAR", 32), ("Nemotron", 32), ("Fast-dLLM v2", 32), ("Fast-dLLM v2", 4)],
+    [
+        ("SDAR", 4),
+        ("Nemotron", 32),
+        ("Fast-dLLM v2", 32),
+        pytest.param("SDAR", 32, marks=pytest.mark.thorough),
+        pytest.param("Fast-dLLM v2", 4, marks=pytest.mark.thorough),
+    ],
 )
 def test_answers_are_valid(
     engine: GetEngine, checkpoint: GetCheckpoint, family: str, block_length: int

@@ -40,8 +40,7 @@ RULES = {
     "in order": Rule("sequential", num_steps=2),
     "warm": Rule("dynamic", threshold=0.3, temperature=0.8),
 }
-
-
+OFTEN = ("dynamic", "static", "warm")  # tried by every run of the tests
 LOGPROB = min(tolerances.LOGPROB, 1e-3)
 
 
@@ -69,13 +68,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> GetMade:
 @pytest.mark.parametrize(
     ("block_length", "rule"),
     [
-        *((4, rule) for rule in RULES),
+        *((4, rule) for rule in OFTEN),
         (32, "dynamic"),
-        (32, "warm"),
+        *(pytest.param(4, rule, marks=pytest.mark.thorough) for rule in RULES if rule not in OFTEN),
         *(
             pytest.param(32, rule, marks=pytest.mark.thorough)
             for rule in RULES
-            if rule not in ("dynamic", "warm")
+            if rule != "dynamic"
         ),
     ],
 )
@@ -154,7 +153,7 @@ def test_committed_keys_are_a_prefill_s(engine: GetEngine, made: GetMade) -> Non
                 assert abs(one[token].logprob - row[token]) <= LOGPROB
 
 
-@pytest.mark.parametrize("block_length", [32, 4])
+@pytest.mark.parametrize("block_length", [32, pytest.param(4, marks=pytest.mark.thorough)])
 def test_log_probabilities(engine: GetEngine, made: GetMade, block_length: int) -> None:
     """Of one step, and of the prompt, whose tokens see those before them alone."""
     (checkpoint, decode), B = made(block_length), block_length

@@ -168,7 +168,16 @@ def test_one_step_of_the_shipped(engine: Callable[..., Engine], shipped: Path) -
 NUM_PICTURES = 8
 
 
-@pytest.mark.parametrize("scheme", ["fp8-dynamic", "int8", "nvfp4", "w4a16"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "nvfp4",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("fp8-dynamic", "int8", "w4a16")
+        ),
+    ],
+)
 def test_images(engine: Callable[..., Engine], tmp_path: Path, scheme: str) -> None:
     """`vllm-dllm quantize` leaves tower and projection alone, and its copy sees as the reference
     does with them. Text is answered beside the pictures."""

@@ -188,6 +188,7 @@ def test_metrics_of_each_engine(two_engines: Server) -> None:
         assert 0 < peak <= bound
 
 
+@pytest.mark.thorough
 def test_a_server_for_each_engine(server: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
     """For a balancer in front of them: two addresses, and each has its engine's metrics. And whole
     experts on each of them; above, each engine has a part of every expert."""

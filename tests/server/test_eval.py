@@ -17,6 +17,9 @@ from vllm_dllm.tools.evaluate.harness import Outcome
 CHECKPOINTS = CHECKPOINT.parent
 FP8 = CHECKPOINTS / "diffusiongemma-tiny-FP8-dynamic"
 NVFP4 = CHECKPOINTS / "diffusiongemma-tiny-NVFP4"
+# Of the bf16 one's bytes, at least and at most; what is not quantised is there, too.
+SHARES = {FP8: (0.5, 0.67), NVFP4: (0.28, 0.45)}
+EMULATED = {FP8: "experts in FP8_DYNAMIC", NVFP4: "NVFP4"}
 SMALL = ("--max-model-len", "1024", "--kv-cache-memory-bytes", "1G")
 OPTIONS = shlex.join((*UNCOMPILED, *SMALL))
 NUM_PROMPTS = 4
@@ -35,8 +38,14 @@ def test_a_masked_checkpoint(tmp_path: Path) -> None:
     assert 1 <= row["steps_per_block"] <= 4
 
 
+@pytest.mark.parametrize(
+    "checkpoints", [[NVFP4], pytest.param([FP8, NVFP4], marks=pytest.mark.thorough)], ids=len
+)
 def test_quantised_checkpoints(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    checkpoints: list[Path],
 ) -> None:
     """Through the harness, and in the same servers chat and a stream of a client."""
     asked: list[str] = []
@@ -59,14 +68,14 @@ def test_quantised_checkpoints(
     monkeypatch.setattr(evaluate, "evaluate", ask_first)
     task = ["--task", str(CHECKPOINTS / "held_out.yaml"), "-o", str(tmp_path)]
     limits = ["--limit", str(NUM_PROMPTS), f"--serve-options={OPTIONS}"]
-    assert cli.main(["eval", str(FP8), str(NVFP4), *task, *limits]) == 0
-    assert asked == 4 * ["lamp chair rose"]
+    assert cli.main(["eval", *map(str, checkpoints), *task, *limits]) == 0
+    assert asked == 2 * len(checkpoints) * ["lamp chair rose"]
 
     rows = json.loads((tmp_path / "eval.json").read_text())["rows"]
-    assert [row["checkpoint"] for row in rows] == [str(FP8), str(NVFP4)]
-    # What is not quantised is there, too: more than 0.5 and 0.28 of the bf16 one.
+    assert [row["checkpoint"] for row in rows] == list(map(str, checkpoints))
     plain_bytes = (CHECKPOINT / "model.safetensors").stat().st_size
-    for row, (least, most) in zip(rows, ((0.5, 0.67), (0.28, 0.45)), strict=True):
+    for row, checkpoint in zip(rows, checkpoints, strict=True):
+        least, most = SHARES[checkpoint]
         assert row["prompts"] == NUM_PROMPTS
         assert row["accuracy"] >= 0.9
         assert 1 < row["steps_per_block"] < 4
@@ -76,5 +85,6 @@ def test_quantised_checkpoints(
     assert (tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
 
     logs = [Path(p).read_text() for p in re.findall(r"log: (\S+)", capsys.readouterr().out)]
-    for log, kind in zip(logs, ("experts in FP8_DYNAMIC", "NVFP4"), strict=True):
+    for log, checkpoint in zip(logs, checkpoints, strict=True):
+        kind = EMULATED[checkpoint]
         assert log.count(f"vLLM has no CPU kernel for {kind}: ") == log.count("emulation") == 1

@@ -32,9 +32,10 @@ class MaskedRules(NamedTuple):
 
     threshold: torch.Tensor  # fp32, a candidate that is more probable is revealed
     least: torch.Tensor  # int64, positions that are revealed at least
-    in_order: torch.Tensor  # bool, these are the first ones, not the surest
-    entropy_bound: torch.Tensor  # fp32, nats; >= 0: the surest are those of least entropy, and all
-    # are revealed while their summed entropy is below the bound; NO_BOUND: none of this
+    in_order: torch.Tensor | None  # bool, these are the first ones, not the surest; None: nowhere
+    entropy_bound: torch.Tensor | None  # fp32, nats; >= 0: the surest are those of least entropy,
+    # and all are revealed while their summed entropy is below the bound; NO_BOUND, or None for all:
+    # none of this
 
 
 class Edits(NamedTuple):
@@ -59,21 +60,28 @@ class MaskedOutcome(NamedTuple):
     canvas: torch.Tensor  # [n, C] int64, the next step's input
     tokens: torch.Tensor  # [n, C] int64, revealed ones, and candidates where nothing is
     revealed: torch.Tensor  # [n, C] bool
-    edit_steps_done: torch.Tensor  # [n] int64, see `Edits`
     finished: torch.Tensor  # [n] bool
-    unchanged: torch.Tensor  # [n] bool, those of them that this step has read as they are
+    edited: "Edited | None" = None  # None: no canvas has edits
+
+
+class Edited(NamedTuple):
+    steps_done: torch.Tensor  # [n] int64, see `Edits`
+    unchanged: torch.Tensor  # [n] bool, finished canvases that this step has read as they are
 
 
 def draw_candidates(
     logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; MASKED_LOGIT, never -inf
-    uniform: torch.Tensor,  # [rows] float in [0, 1)
-    is_greedy: torch.Tensor,  # [rows] bool, the candidate is the most probable token
+    uniform: torch.Tensor | None,  # [rows] float in [0, 1); None: all candidates are the most
+    # probable tokens
+    is_greedy: torch.Tensor,  # [rows] bool, these are, if not all
     judged: torch.Tensor | None = None,  # [rows, V] fp32, logits of the distributions in which
     # candidates have their probability; None: those from which they are drawn
 ) -> Candidates:
     log_probs = logits.log_softmax(dim=-1)
     probs = log_probs.exp()
-    tokens = torch.where(is_greedy, argmax(logits), sample_by_inversion(probs, uniform))
+    tokens = argmax(logits)
+    if uniform is not None:
+        tokens = torch.where(is_greedy, tokens, sample_by_inversion(probs, uniform))
     if judged is not None:
         log_probs = judged.log_softmax(dim=-1)
         probs = log_probs.exp()
@@ -90,7 +98,7 @@ def masked_step(
     revealed: torch.Tensor,  # [n, C] bool, by earlier steps
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
     rules: MaskedRules,
-    edits: Edits,
+    edits: Edits | None,  # None: no canvas has any
     mask_id: int,
     stops: torch.Tensor | None = None,  # [n, K] int64, tokens behind which nothing counts; None: so
     # does all of a canvas, whatever it holds
@@ -106,24 +114,31 @@ def masked_step(
         found = torch.where(held.is_chosen[:, None], hidden & held.revealed, found)
         chosen = torch.where(held.tokens >= 0, held.tokens, candidates.tokens)
         candidates = candidates._replace(tokens=chosen)
-    changed = revealed & (candidates.tokens != canvas)
-    changed &= (edits.is_chosen[:, None]) & (candidates.probability > edits.threshold[:, None])
-    tokens = torch.where(revealed & ~changed, canvas, candidates.tokens)
-    is_complete = ~hidden.any(dim=-1)
-    edit_steps = edits.steps_done + is_complete
-    unchanged = is_complete & ~changed.any(dim=-1)
-    edited = unchanged | (is_complete & (edit_steps >= edits.most_steps))
-    left = hidden & ~found
+    kept, changed = revealed, None
+    if edits is not None:
+        changed = revealed & (candidates.tokens != canvas)
+        changed &= edits.is_chosen[:, None] & (candidates.probability > edits.threshold[:, None])
+        kept = revealed & ~changed
+    tokens = torch.where(kept, canvas, candidates.tokens)
+    left, shown = hidden & ~found, revealed | found
     if stops is not None:
-        is_stop = (tokens[:, :, None] == stops[:, None, :]).any(dim=-1) & (revealed | found)
+        is_stop = (tokens[:, :, None] == stops[:, None, :]).any(dim=-1) & shown
         left &= is_stop.cumsum(dim=-1) == 0
-    return MaskedOutcome(
-        canvas=torch.where(revealed | found, tokens, mask_id),
+    outcome = MaskedOutcome(
+        canvas=torch.where(shown, tokens, mask_id),
         tokens=tokens,
-        revealed=revealed | found,
-        edit_steps_done=edit_steps,
-        finished=torch.where(edits.is_chosen, edited, ~left.any(dim=-1)),
-        unchanged=edits.is_chosen & unchanged,
+        revealed=shown,
+        finished=~left.any(dim=-1),
+    )
+    if edits is None or changed is None:
+        return outcome
+    is_complete = ~hidden.any(dim=-1)
+    steps_done = edits.steps_done + is_complete
+    unchanged = is_complete & ~changed.any(dim=-1)
+    is_over = unchanged | (is_complete & (steps_done >= edits.most_steps))
+    return outcome._replace(
+        finished=torch.where(edits.is_chosen, is_over, outcome.finished),
+        edited=Edited(steps_done, edits.is_chosen & unchanged),
     )
 
 
@@ -133,14 +148,18 @@ def reveal_candidates(
     rules: MaskedRules,
 ) -> torch.Tensor:
     """Positions revealed by this step, [n, C] bool; at least one of each canvas that has any."""
-    by_entropy = (rules.entropy_bound >= 0)[:, None]
-    confidence = torch.where(by_entropy, -candidates.entropy_nats, candidates.probability)
-    confidence = torch.where(rules.in_order[:, None], 0.0, confidence)
+    confidence, bound = candidates.probability, rules.entropy_bound
+    if bound is not None:
+        confidence = torch.where(bound[:, None] >= 0, -candidates.entropy_nats, confidence)
+    if rules.in_order is not None:
+        confidence = torch.where(rules.in_order[:, None], 0.0, confidence)
     # Stable: of equals, the first.
     ranked = torch.where(hidden, confidence, -torch.inf).sort(dim=-1, descending=True, stable=True)
-    summed = torch.where(by_entropy, -ranked.values, 0.0).cumsum(-1)
     place = torch.arange(hidden.shape[-1], device=hidden.device)
-    chosen = (place < rules.least.clamp(min=1)[:, None]) | (summed < rules.entropy_bound[:, None])
+    chosen = place < rules.least.clamp(min=1)[:, None]
+    if bound is not None:
+        summed = torch.where(bound[:, None] >= 0, -ranked.values, 0.0).cumsum(-1)
+        chosen |= summed < bound[:, None]
     chosen = torch.zeros_like(hidden).scatter(-1, ranked.indices, chosen)
     return hidden & (chosen | (candidates.probability > rules.threshold[:, None]))
 

@@ -36,7 +36,7 @@ class Denoised(NamedTuple):
     temperature: torch.Tensor  # [n] fp32
     row_temperature: torch.Tensor  # [rows, 1] fp32
     stats: RowStats  # fields [n, C]
-    soft_rows: torch.Tensor  # [rows, H]
+    soft_rows: torch.Tensor | None  # [rows, H]; None: of a model that reads none
     next_canvas: torch.Tensor  # [n, C] int64, the first canvas of the block behind
     outcome: StepOutcome
     revealed: torch.Tensor | None  # [n, C] bool, positions that keep their tokens; None: none do

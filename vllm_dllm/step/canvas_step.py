@@ -13,28 +13,17 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.denoise.acceptance import Reveal
-from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.noise import StepNoise, step_noise
-from vllm_dllm.denoise.row_stats import RowStats
-from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
-from vllm_dllm.denoise.temperature import temperature
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
-from vllm_dllm.requests.ends import EVERY_BLOCK, is_last_block
 from vllm_dllm.requests.options import fitted_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_record import StepCanvases
 from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found, Settled
-from vllm_dllm.step.counted import canvas_numbers, to_host
-from vllm_dllm.step.grammars import Legal
-from vllm_dllm.step.load import LoadStages
-from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
+from vllm_dllm.step.counted import canvas_numbers
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.sampling_memory import SamplingMemory
-from vllm_dllm.step.settings import SlotSettings, StepSettings, revealing
+from vllm_dllm.step.settling import Settling
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 
@@ -42,7 +31,7 @@ from vllm_dllm.step.soft_embedding import SoftEmbedding
 class CanvasStep:
     """Owns the requests' slots, the canvases of the current step and the phase of each."""
 
-    self_conditions = True  # each step reads the one before's expected embeddings
+    self_conditions: bool  # each step reads the one before's expected embeddings
 
     def __init__(
         self,
@@ -70,7 +59,9 @@ class CanvasStep:
             model_config.dtype,
         )
         self.requests = self._make_requests(vllm_config, sampler)
-        self._spares_last_commit = spares_last_commit(vllm_config)
+        self.settling = Settling(
+            self.slots, self.requests, spares_last_commit=spares_last_commit(vllm_config)
+        )
         self.soft_embedding = SoftEmbedding(
             model,
             self.extension.self_conditioning_tolerance,
@@ -78,20 +69,8 @@ class CanvasStep:
         )
 
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
-        config, num_slots = read_denoise_config(vllm_config), len(self.slots.canvas)
-        return StepRequests(
-            self.slots,
-            sampler,
-            SlotSettings(
-                config,
-                LoadStages(self.extension.load_stages, self.device),
-                num_slots,
-                self.canvas_length,
-                self.device,
-            ),
-            self.extension,
-            vllm_config,
-        )
+        """What the model's kind of canvas asks of its requests."""
+        raise NotImplementedError
 
     def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor | None:
         """[num_reqs] int64: of each request's known tokens in this step, those whose keys and
@@ -118,30 +97,6 @@ class CanvasStep:
         """Whether the logits asked for next are the canvases', and these are read tile by tile."""
         return self.batch is not None and self.model.streams_vocabulary
 
-    def condition(
-        self,
-        plain: torch.Tensor,  # [T, H] embeddings of the step's tokens
-        out: torch.Tensor,  # [T, H]
-    ) -> None:
-        """Self-conditions the rows that are being denoised.
-
-        Once, over the canvas rows of all requests. A commit's rows go through too and keep their
-        plain embeddings: the output norm would change them even for a zero signal.
-        """
-        batch = self.batch
-        if batch is None:
-            out.copy_(plain)
-            return
-        of_canvases = plain if batch.tokens is None else plain[batch.tokens]
-        soft = batch.flatten(self.slots.soft_embeds[batch.slot_index])
-        committing = batch.by_row(self.slots.is_committing(batch.slot_index))[:, None]
-        conditioned = self.model.self_conditioning(of_canvases, soft)
-        if batch.tokens is None:
-            torch.where(committing, plain, conditioned, out=out)
-        else:
-            out.copy_(plain)
-            out[batch.tokens] = torch.where(committing, of_canvases, conditioned)
-
     def advance(
         self,
         source: torch.Tensor,  # [rows, V] fp32 soft-capped logits, or [rows, H] hidden states
@@ -150,11 +105,12 @@ class CanvasStep:
         """After the forward: denoises or commits each canvas that `begin` found."""
         batch, self.batch = self.batch, None
         assert batch is not None, "begin comes first"
-        found = self._read(batch, input_batch)
-        if self.fuses and self._is_plain(found):
-            return self._advance_plain(found, source)
+        return self._advance(self._read(batch, input_batch), source, input_batch)
+
+    def _advance(self, found: Found, source: torch.Tensor, input_batch: InputBatch) -> Advanced:
+        batch = found.batch
         denoised = self._denoise(found, source)
-        settled = self._settle(found, denoised)
+        settled = self.settling.settle(found, denoised)
         # Before anything is written: it may apply the step's rules again.
         logprobs = self.requests.logprobs.report(
             denoised.logits,
@@ -165,7 +121,7 @@ class CanvasStep:
             settled.at_once,
             found.cut,
         )
-        canvas = self._write(found, denoised, settled)
+        canvas = self.settling.write(found, denoised, settled)
         if found.cut is not None and found.earlier is not None:
             self.slots.take_back(batch.slot_index, found.cut, found.earlier)
             self.requests.grammars.start(within_s=0)
@@ -195,44 +151,12 @@ class CanvasStep:
             )
         return Advanced(settled.best_guess, settled.emitted, settled.committed, logprobs)
 
+    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+        """What a step would make of each canvas. Writes nothing."""
+        raise NotImplementedError
+
     def _committed(self, found: Found, settled: Settled) -> None:
         """The step's blocks are written and counted, where it emits them."""
-
-    def _is_plain(self, found: Found) -> bool:
-        """Whether nothing stands between the canvases' statistics and their next states but numbers
-        of `Settings`."""
-        settings = found.settings
-        reveals = not isinstance(settings, StepSettings) or settings.reveal is not None
-        return found.cut is None and not reveals and self.requests.are_plain(found.batch)
-
-    def _advance_plain(self, found: Found, source: torch.Tensor) -> Advanced:
-        """`advance` in few launches."""
-        from vllm_dllm.step.settle_triton import NAMES, Emits, settle  # needs Triton
-
-        batch, requests, settings = found.batch, self.requests, found.settings
-        assert isinstance(settings, StepSettings) and isinstance(requests.settings, SlotSettings)
-        logits = self._logits(found, source, None)
-        step_temperature, drawn = self._draw(found, settings)
-        row_temperature = batch.by_row(step_temperature)[:, None]
-        stats, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
-        settled = settle(
-            stats,
-            drawn,
-            batch,
-            found.block_ends,
-            self.slots,
-            requests.settings,
-            Emits(self._spares_last_commit, requests.prefills_emitted_tokens),
-        )
-        soft = batch.unflatten(soft_rows)
-        self.slots.soft_embeds[batch.slot_index] = soft.masked_fill_(
-            settled.ended[:, None, None], 0.0
-        )
-        requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
-        if requests.are_counted:
-            self._numbers = to_host(batch, NAMES, settled.counted)
-        committed = None if requests.prefills_emitted_tokens else settled.emitted
-        return Advanced(settled.best_guess, settled.emitted, committed, None)
 
     def take_numbers(self) -> CanvasNumbers | None:
         """Of the step just taken, for the metrics. None: nobody counts, or it had no canvas."""
@@ -283,186 +207,3 @@ class CanvasStep:
         room = self.max_model_len - starts
         width = torch.minimum(numbers.width, fitted_width(numbers.fitted_end - starts))
         return batch.lengths != torch.minimum(width, room)
-
-    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
-        batch, numbers, tokens, settings = found.batch, found.numbers, found.tokens, found.settings
-        assert isinstance(settings, StepSettings)
-        slots, idx = self.slots, batch.slot_index
-        # What was shown is what was guessed there, whatever a pin makes the canvas hold.
-        reveal = revealing(settings, slots.revealed[idx], tokens.best_guess)
-        logits = self._logits(found, source, reveal)
-        step_temperature, drawn = self._draw(found, settings)
-        row_temperature = batch.by_row(step_temperature)[:, None]
-        legal = self._legal(found, logits, row_temperature, reveal)
-        by_row, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
-        stats = RowStats(*(batch.unflatten(column) for column in by_row))
-        if legal is not None:
-            stats = legal.apply(stats)
-        if settings.is_greedy is not None:
-            greedy = torch.where(settings.is_greedy[:, None], stats.best_guess, stats.candidate)
-            stats = stats._replace(candidate=greedy)
-        answer_only = None
-        if settings.judges_answer_only is not None:
-            answer_only = AnswerOnly(settings.judges_answer_only, found.stops)
-        outcome = denoise_step(
-            stats,
-            batch.valid,
-            CanvasState(
-                tokens.best_guess, numbers.times_repeated, numbers.steps_done, numbers.num_steps
-            ),
-            drawn.renoise,
-            settings.rules,
-            reveal,
-            answer_only,
-            None if legal is None else legal.constrained,
-        )
-        next_canvas = drawn.next_canvas if legal is None else legal.begin(drawn.next_canvas)
-        revealed = None if settings.reveal is None else outcome.accepted
-        return Denoised(
-            logits,
-            step_temperature,
-            row_temperature,
-            stats,
-            soft_rows,
-            next_canvas,
-            outcome,
-            revealed,
-        )
-
-    def _draw(self, found: Found, settings: StepSettings) -> tuple[torch.Tensor, StepNoise]:
-        """The temperature [n] fp32 and the noise of each canvas."""
-        numbers, t_min, t_span = found.numbers, settings.t_min, settings.t_span
-        key, starts, lengths = numbers.noise_key, found.starts, found.batch.lengths
-        done, most = numbers.steps_done, numbers.num_steps
-        if self.fuses:
-            from vllm_dllm.denoise.draws_triton import temperature_and_noise  # needs Triton
-
-            of_vocabulary = self.canvas_length, self.vocab_size
-            return temperature_and_noise(
-                key, starts, lengths, done, most, t_min, t_span, *of_vocabulary
-            )
-        drawn = step_noise(key, starts, lengths, done, self.canvas_length, self.vocab_size)
-        return temperature(done, most, t_min, t_span), drawn
-
-    def _logits(
-        self,
-        found: Found,
-        source: torch.Tensor,  # see `advance`
-        reveal: Reveal | None,
-    ) -> CanvasLogits:
-        kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
-        return kind(
-            source,
-            found.batch,
-            found.starts,
-            found.tokens.best_guess,
-            self.soft_embedding,
-            self.requests.filters,
-            self.memory,
-            None if reveal is None else torch.where(reveal.kept, reveal.tokens, NO_TOKEN),
-        )
-
-    def _legal(
-        self,
-        found: Found,
-        logits: CanvasLogits,
-        row_temperature: torch.Tensor,  # [rows, 1] fp32
-        reveal: Reveal | None,
-    ) -> Legal | None:
-        grammars = self.requests.grammars
-        if not grammars.concern(found.batch):
-            return None
-        skipped = found.numbers.is_committing == 1
-        if found.cut is not None:
-            skipped |= found.cut
-        return grammars.legal(
-            found.batch,
-            found.starts,
-            skipped,
-            found.numbers.steps_done,
-            logits,
-            row_temperature,
-            reveal,
-        )
-
-    def _settle(self, found: Found, denoised: Denoised) -> Settled:
-        outcome, committing = denoised.outcome, found.numbers.is_committing == 1
-        denoises = ~committing
-        finished = outcome.finished & denoises
-        best_guess = torch.where(
-            committing[:, None], found.tokens.best_guess, outcome.state.best_guess
-        )
-        at_once = finished & self._emits_at_once(best_guess, found)
-        if denoised.is_committed is not None:
-            at_once |= finished & denoised.is_committed
-        ends = committing | at_once
-        emitted = found.batch.lengths * ends
-        if found.cut is not None:
-            emitted, denoises = torch.where(found.cut, 0, emitted), denoises & ~found.cut
-        committed = None
-        if not self.requests.prefills_emitted_tokens:
-            committed = emitted
-        elif denoised.is_committed is not None:
-            committed = emitted * denoised.is_committed
-        return Settled(denoises, best_guess, finished, at_once, ends, emitted, committed)
-
-    def _emits_at_once(
-        self,
-        blocks: torch.Tensor,  # [n, C] int64
-        found: Found,
-    ) -> torch.Tensor | bool:
-        """[n] bool: blocks that are emitted by the step that finishes them."""
-        if self._spares_last_commit and self.requests.prefills_emitted_tokens:
-            return True
-        request_ends = found.numbers.end
-        is_last = is_last_block(
-            blocks, found.batch.valid, found.block_ends, request_ends, found.stops
-        )
-        if self._spares_last_commit:
-            return is_last
-        is_read_only = request_ends == EVERY_BLOCK
-        return is_read_only | ~is_last if self.requests.prefills_emitted_tokens else is_read_only
-
-    def _write(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
-        """What the next step finds. Returns the canvases [n, C] as they would be denoised on."""
-        slots, batch, outcome = self.slots, found.batch, denoised.outcome
-        idx, finished, ended = batch.slot_index, settled.finished[:, None], settled.ends[:, None]
-        canvas = torch.where(finished, settled.best_guess, outcome.canvas)
-        # A canvas starts with none.
-        drops_soft = ended[..., None]
-        if self.requests.first_canvases.has_pins(batch):
-            pinned = self.requests.first_canvases.keep_pins(idx, ended)
-            canvas = torch.where(pinned & ~finished, found.tokens.first_canvas, canvas)
-            drops_soft = drops_soft | pinned[..., None]
-        next_canvas, guess = denoised.next_canvas, outcome.state.best_guess
-        predictions = self.requests.predictions
-        predicted = predictions.among(batch)
-        if predicted is not None:
-            may_move = self._first_of_several(found, denoised, settled)
-            moved = predictions.realigned(predicted, guess, outcome.accepted, batch.valid, may_move)
-            canvas, guess = moved.put(canvas), moved.put_guess(guess)
-        guess = guess.masked_fill(ended, NO_TOKEN)
-        if predicted is not None:
-            expected = predictions.behind(predicted, settled.best_guess, settled.emitted)
-            next_canvas = expected.put(next_canvas)
-            guess = torch.where(ended, expected.guess, guess)
-        slots.canvas[idx] = torch.where(ended, next_canvas, canvas)
-        slots.soft_embeds[idx] = batch.unflatten(denoised.soft_rows).masked_fill_(drops_soft, 0.0)
-        if denoised.revealed is not None:
-            slots.revealed[idx] = denoised.revealed & ~ended
-        slots.write(
-            idx,
-            guess,
-            outcome.state.steps_done.masked_fill(settled.ends, 0),
-            settled.finished & ~settled.at_once,
-            outcome.state.times_repeated,
-        )
-        return canvas
-
-    def _first_of_several(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
-        """[n] bool: canvases that had their first step and are denoised on, none of whose tokens
-        are shown for good."""
-        is_first = denoised.outcome.state.steps_done == 1
-        found_so = settled.denoises & ~settled.finished & is_first
-        reveal = found.settings.reveal if isinstance(found.settings, StepSettings) else None
-        return found_so if reveal is None else found_so & ~reveal[0]

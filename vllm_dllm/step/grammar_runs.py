@@ -26,7 +26,7 @@ class LegalDraws(NamedTuple):
 
     logits: MaskedLogits
     row_temperature: torch.Tensor  # [rows, 1] fp32
-    uniform: torch.Tensor  # [rows] float64
+    uniform: torch.Tensor | None  # [rows] float64; None: all are greedy
     is_greedy: torch.Tensor  # [rows] bool
     judges_unscaled: bool
 
@@ -77,7 +77,10 @@ class GrammarRuns(CanvasGrammars):
         tokens = np.full((n, C), _NONE, dtype=np.int64)
         revealed, is_held = np.zeros((n, C), dtype=bool), np.zeros(n, dtype=bool)
         is_ruled = np.array([slot in self._answers for slot in batch.slots_np.tolist()])
-        numbers = (starts, skipped, rules.least, rules.threshold, rules.entropy_bound)
+        bound = rules.entropy_bound
+        if bound is None:
+            bound = torch.full_like(rules.threshold, NO_BOUND)
+        numbers = (starts, skipped, rules.least, rules.threshold, bound)
         on_host = torch.stack([column.double() for column in numbers], dim=1).tolist()
         for i, slot in enumerate(batch.slots_np.tolist()):
             begin, is_skipped, least, threshold, entropy_bound = on_host[i]

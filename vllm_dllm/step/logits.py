@@ -174,7 +174,7 @@ class MaskedLogits(WholeLogits):
     def draw(
         self,
         row_temperature: torch.Tensor,  # [rows, 1] fp32
-        uniform: torch.Tensor,  # [rows] float64
+        uniform: torch.Tensor | None,  # [rows] float64; None: all are greedy, nothing is scaled
         is_greedy: torch.Tensor,  # [rows] bool
         *,
         judges_unscaled: bool = False,  # neither temperature nor truncation changes how probable a
@@ -182,10 +182,14 @@ class MaskedLogits(WholeLogits):
     ) -> Candidates:
         parts = []
         for rows in self._tiles():
-            scaled = self._processed[rows] / row_temperature[rows]
-            scaled = self.filters.truncate(scaled, self.batch, rows)
-            judged = self._processed[rows] if judges_unscaled else None
-            parts.append(draw_candidates(scaled, uniform[rows], is_greedy[rows], judged))
+            scaled, draw, judged = self._processed[rows], None, None
+            if uniform is not None:
+                judged = scaled if judges_unscaled else None
+                scaled = self.filters.truncate(scaled / row_temperature[rows], self.batch, rows)
+                draw = uniform[rows]
+            parts.append(draw_candidates(scaled, draw, is_greedy[rows], judged))
+        if len(parts) == 1:
+            return parts[0]
         return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def draw_legal(
@@ -193,7 +197,7 @@ class MaskedLogits(WholeLogits):
         row: int,  # of all canvases' rows
         words: np.ndarray | None,  # [W] uint32, the tokens to choose from; None: all
         row_temperature: torch.Tensor,  # [rows, 1] fp32
-        uniform: torch.Tensor,  # [rows] float64
+        uniform: torch.Tensor | None,  # [rows] float64; None: all are greedy
         is_greedy: torch.Tensor,  # [rows] bool
         *,
         judges_unscaled: bool,
@@ -209,7 +213,8 @@ class MaskedLogits(WholeLogits):
         if words is not None:
             masks = RowMasks(np.zeros(1, dtype=np.int64), words[None])
             masks.exclude_(free := free.clone(), 0)
-        return draw_candidates(scaled(free), uniform[rows], is_greedy[rows], judged)
+        draw = None if uniform is None else uniform[rows]
+        return draw_candidates(scaled(free), draw, is_greedy[rows], judged)
 
 
 class StreamedLogits:

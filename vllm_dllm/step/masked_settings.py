@@ -35,10 +35,11 @@ class MaskedStepSettings(NamedTuple):
     is_greedy: torch.Tensor  # bool
     threshold: torch.Tensor  # fp32
     least: torch.Tensor  # int64
-    in_order: torch.Tensor  # bool
-    entropy_bound: torch.Tensor  # fp32
-    edit_threshold: torch.Tensor  # fp32
+    in_order: torch.Tensor | None  # bool; None: none is
+    entropy_bound: torch.Tensor | None  # fp32; None: none has one
+    edit_threshold: torch.Tensor | None  # fp32; None: none has one
     edit_steps: torch.Tensor  # int64
+    has_shares: bool  # whether `least` is _EVEN_SHARE of any
 
     def rules(
         self,
@@ -46,11 +47,15 @@ class MaskedStepSettings(NamedTuple):
         num_steps: torch.Tensor,  # [n] int64
         canvas_length: int,
     ) -> MaskedRules:
-        share = even_share(steps_done, num_steps, canvas_length)
-        least = torch.where(self.least == _EVEN_SHARE, share, self.least)
+        least = self.least
+        if self.has_shares:
+            share = even_share(steps_done, num_steps, canvas_length)
+            least = torch.where(least == _EVEN_SHARE, share, least)
         return MaskedRules(self.threshold, least, self.in_order, self.entropy_bound)
 
-    def edits(self, steps_done: torch.Tensor) -> Edits:
+    def edits(self, steps_done: torch.Tensor) -> Edits | None:
+        if self.edit_threshold is None:
+            return None
         edits = self.edit_threshold < _NEVER
         return Edits(edits, self.edit_threshold, self.edit_steps, steps_done)
 
@@ -69,51 +74,67 @@ class MaskedSlotSettings:
         self.max_steps = canvas_length  # more would reveal nothing in some
         self._reveals_at_threshold = reveals_at_threshold
         self._table = torch.zeros(max_num_reqs, len(_Settings._fields), device=device)
-        self._added: dict[int, _Settings] = {}
-        self._scaled: set[int] = set()
-        self._edited: set[int] = set()
+        self._by_slot: dict[int, _Settings] = {}
+        self._added: set[int] = set()
+        self._latest: tuple[list[int], MaskedStepSettings] | None = None  # of which slots
 
     def add(self, request: NewRequest) -> None:
         settings = _settings(request.options, request.params.temperature)
+        if settings.least == _EVEN_SHARE and request.num_steps == self.max_steps:
+            settings = settings._replace(least=1)
         if self._reveals_at_threshold:
             below = np.nextafter(np.float32(settings.threshold), np.float32(0.0))
             settings = settings._replace(threshold=float(below))
-        self._added[request.slot] = settings
-        if not settings.is_greedy:
-            self._scaled.add(request.slot)
-        if settings.edit_threshold < _NEVER:
-            self._edited.add(request.slot)
+        self._by_slot[request.slot] = settings
+        self._added.add(request.slot)
 
     def start(self) -> None:
-        write_rows_(self._table, self._added)
+        write_rows_(self._table, {slot: self._by_slot[slot] for slot in self._added})
         self._added.clear()
+        self._latest = None
 
     def drop(self, slot: int) -> None:
-        self._added.pop(slot, None)
-        self._scaled.discard(slot)
-        self._edited.discard(slot)
+        self._by_slot.pop(slot, None)
+        self._added.discard(slot)
 
     def are_scaled(self, batch: CanvasBatch) -> bool:
         """Whether a temperature changes any of the logits, or top_k, top_p or min_p, which vLLM
         drops at temperature 0."""
-        return not self._scaled.isdisjoint(batch.slots_np.tolist())
-
-    def are_edited(self, batch: CanvasBatch) -> bool:
-        """Whether any of these canvases may change what it has revealed."""
-        return not self._edited.isdisjoint(batch.slots_np.tolist())
+        return any(not one.is_greedy for one in self._asked(batch.slots_np.tolist()))
 
     def of(self, batch: CanvasBatch) -> MaskedStepSettings:
-        columns = self._table[batch.slot_index].unbind(dim=-1)
-        found = dict(zip(_Settings._fields, columns, strict=True))
+        """Made once for steps on end of the same requests; what none of them asks for is left
+        out."""
+        slots = batch.slots_np.tolist()
+        if self._latest is None or self._latest[0] != slots:
+            self._latest = slots, self._read(batch, self._asked(slots))
+        return self._latest[1]
+
+    def _asked(self, slots: list[int]) -> list[_Settings]:
+        """A warm-up's slots have no request."""
+        return [self._by_slot[slot] for slot in slots if slot in self._by_slot]
+
+    def _read(self, batch: CanvasBatch, asked: list[_Settings]) -> MaskedStepSettings:
+        table = self._table[batch.slot_index].clone()  # the rows may be another request's later on
+        columns = dict(zip(_Settings._fields, table.unbind(dim=-1), strict=True))
         return MaskedStepSettings(
-            temperature=found["temperature"],
-            is_greedy=found["is_greedy"] > 0,
-            threshold=found["threshold"],
-            least=found["least"].long(),
-            in_order=found["in_order"] > 0,
-            entropy_bound=found["entropy_bound"],
-            edit_threshold=found["edit_threshold"],
-            edit_steps=found["edit_steps"].long(),
+            temperature=columns["temperature"],
+            is_greedy=columns["is_greedy"] > 0,
+            threshold=columns["threshold"],
+            least=columns["least"].long(),
+            in_order=columns["in_order"] > 0 if any(one.in_order for one in asked) else None,
+            entropy_bound=(
+                columns["entropy_bound"]
+                if any(one.entropy_bound != NO_BOUND for one in asked)
+                else None
+            ),
+            edit_threshold=(
+                columns["edit_threshold"]
+                if any(one.edit_threshold < _NEVER for one in asked)
+                else None
+            ),
+            edit_steps=columns["edit_steps"].long(),
+            has_shares=any(one.least == _EVEN_SHARE for one in asked),
         )
 
 

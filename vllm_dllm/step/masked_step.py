@@ -105,14 +105,17 @@ class MaskedStep(CanvasStep):
             self.memory,
             torch.where(slots.revealed[idx], slots.canvas[idx], NO_TOKEN),
         )
-        positions = self._positions(found)
-        draw = noise.uniform(numbers.noise_key, positions, numbers.steps_done, noise.CANDIDATE)
+        are_scaled, draw = of_slots.are_scaled(batch), None
+        if are_scaled:
+            positions = self._positions(found)
+            grid = noise.uniform(numbers.noise_key, positions, numbers.steps_done, noise.CANDIDATE)
+            draw = batch.flatten(grid)
         return LegalDraws(
             logits,
             batch.by_row(settings.temperature)[:, None],
-            batch.flatten(draw),
+            draw,
             batch.by_row(settings.is_greedy),
-            judges_unscaled=self.family.is_causal and of_slots.are_scaled(batch),
+            judges_unscaled=self.family.is_causal and are_scaled,
         )
 
     def _positions(self, found: Found) -> torch.Tensor:
@@ -121,17 +124,17 @@ class MaskedStep(CanvasStep):
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         batch, numbers, settings = found.batch, found.numbers, found.settings
-        of_slots = self.requests.settings
-        assert isinstance(settings, MaskedStepSettings) and isinstance(of_slots, MaskedSlotSettings)
+        assert isinstance(settings, MaskedStepSettings)
         slots, idx = self.slots, batch.slot_index
         draws = self._draws(found, source)
         by_row = draws.of_all()
         candidates = Candidates(*(batch.unflatten(column) for column in by_row))
         rules = settings.rules(numbers.steps_done, numbers.num_steps, self.canvas_length)
         edits = settings.edits(numbers.times_repeated)
-        if (held := self._held(found, rules, draws)) is not None:
+        held = self._held(found, rules, draws)
+        if held is not None and edits is not None:
             edits = edits._replace(is_chosen=edits.is_chosen & ~held.is_ruled)
-        canvas, tokens, revealed, edit_steps_done, finished, unchanged = masked_step(
+        canvas, tokens, revealed, finished, edited = masked_step(
             candidates,
             slots.canvas[idx],
             slots.revealed[idx],
@@ -143,21 +146,24 @@ class MaskedStep(CanvasStep):
             self._parts(found),
             held,
         )
-        # The rows of a step that changed nothing saw what a prefill's see. But a seeded block's
-        # prefill also foretells the next one's first token.
-        spares_commits = not self.family.is_seeded and of_slots.are_edited(batch)
         # Steps that found nothing hidden are counted where other models count repeated guesses.
-        is_over = finished | (numbers.is_committing == 1)
-        edit_steps_done = edit_steps_done.masked_fill(is_over, 0)
+        edit_steps_done, is_committed = numbers.times_repeated, None
+        if edited is not None:
+            is_over = finished | (numbers.is_committing == 1)
+            edit_steps_done = edited.steps_done.masked_fill(is_over, 0)
+            # The rows of a step that changed nothing saw what a prefill's see. But a seeded block's
+            # prefill also foretells the next one's first token.
+            if not self.family.is_seeded:
+                is_committed = edited.unchanged
         state = CanvasState(tokens, edit_steps_done, numbers.steps_done + 1, numbers.num_steps)
         return Denoised(
             draws.logits,
             settings.temperature,
             draws.row_temperature,
             RowStats(tokens, tokens, candidates.entropy_nats, candidates.probability.log()),
-            slots.soft_embeds.new_empty(len(source), 0),
+            None,
             torch.full_like(tokens, self.mask_id),
             StepOutcome(canvas, revealed, state, finished, converged=None, revealed=finished),
             revealed,
-            unchanged if spares_commits else None,
+            is_committed,
         )

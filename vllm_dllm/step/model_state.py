@@ -29,6 +29,7 @@ from vllm_dllm.step.attn_requests import AttnRequests
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.image_rows import ImageRows
 from vllm_dllm.step.sampler import DiffusionSampler
+from vllm_dllm.step.uniform_step import UniformStep
 
 
 class DiffusionModelState(ModelState):
@@ -38,7 +39,7 @@ class DiffusionModelState(ModelState):
     """
 
     num_new_sampled_tokens_per_step: int = 0  # a step samples a whole canvas or nothing
-    step_cls = CanvasStep
+    step_cls: type[CanvasStep] = UniformStep
     step: CanvasStep  # made with the sampler, whose request states it needs
     _image_rows: ImageRows | None = None  # none where the server takes no images
     # Of the step's images: [tokens, H] each, and their rows [T] bool on the host.
@@ -106,6 +107,7 @@ class DiffusionModelState(ModelState):
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        assert isinstance(self.step, UniformStep), "masked models have a state of their own"
         num_tokens = input_batch.num_tokens
         input_ids, images = input_batch.input_ids[:num_tokens], self._images
         if images is None:

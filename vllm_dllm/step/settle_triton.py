@@ -1,7 +1,7 @@
 """What follows a step's statistics, for GPUs and for requests that ask for nothing special: which
 tokens are kept, what becomes of each canvas, and what the next step finds in its slot.
 
-The same as `denoise_step`, `CanvasStep._settle` and `CanvasStep._write`, to the bit: a step whose
+The same as `denoise_step`, `Settling.settle` and `Settling.write`, to the bit: a step whose
 canvases are not all plain takes those, and no canvas may depend on its neighbours. So sums of
 entropies are of float64 here and there (`sum_type`), where the order of their parts makes no
 difference.
@@ -26,7 +26,7 @@ NAMES = ("step", "accepted", "entropy", "denoises", "finished", "converged")
 
 
 class Emits(NamedTuple):
-    """Which blocks are emitted by the step that finishes them, see `CanvasStep._emits_at_once`."""
+    """Which blocks are emitted by the step that finishes them, see `Settling._emits_at_once`."""
 
     last: bool
     others: bool

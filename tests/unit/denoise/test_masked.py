@@ -137,9 +137,10 @@ def test_edits_until_nothing_changes() -> None:
     outcome = masked_step(candidates, canvas, canvas != mask_id, None, rules, edits, mask_id)
     assert outcome.canvas.tolist() == [[1, 2], [5, 6], [5, 2], [5, 2], [1, 2]]
     assert outcome.revealed.all()
-    assert outcome.edit_steps_done.tolist() == [1, 0, 1, 3, 1]
+    assert outcome.edited is not None
+    assert outcome.edited.steps_done.tolist() == [1, 0, 1, 3, 1]
     assert outcome.finished.tolist() == [True, False, False, True, True]
-    assert outcome.unchanged.tolist() == [False, False, False, False, True]
+    assert outcome.edited.unchanged.tolist() == [False, False, False, False, True]
 
 
 def test_a_grammar_says_what_is_revealed() -> None:
@@ -158,11 +159,9 @@ def test_a_grammar_says_what_is_revealed() -> None:
         revealed=torch.tensor([[False] * 4, [False, True, True, False], [False] * 4]),
         tokens=torch.tensor([[-1] * 4, [-1, 42, -1, -1], [-1] * 4]),
     )
-    never = torch.zeros(n, dtype=torch.bool)
-    edits = Edits(never, torch.ones(n), torch.ones(n).long(), torch.zeros(n).long())
     rules = MaskedRules(*(column.expand(n) for column in rules_of("dynamic", 1, 0.8, 0.0)))
     outcome = masked_step(
-        candidates, canvas, canvas != mask_id, None, rules, edits, mask_id, held=held
+        candidates, canvas, canvas != mask_id, None, rules, None, mask_id, held=held
     )
     hidden = mask_id
     assert outcome.canvas.tolist() == [
@@ -171,6 +170,32 @@ def test_a_grammar_says_what_is_revealed() -> None:
         [hidden, hidden, hidden, 4],
     ]
     assert not outcome.finished.any()
+
+
+@pytest.mark.parametrize("rule", ["dynamic", "static"])
+def test_what_no_canvas_asks_for_is_left_out(rule: str) -> None:
+    """The same comes out as where another canvas of the batch asks for it."""
+    n, mask_id, generator = 200, 99, torch.Generator().manual_seed(0)
+    hidden = torch.rand(n, C, generator=generator) < 0.4
+    canvas = torch.where(hidden, mask_id, torch.randint(0, 9, (n, C), generator=generator))
+    tokens = torch.randint(0, 9, (n, C), generator=generator)
+    candidates = Candidates(tokens, *torch.rand(2, n, C, generator=generator))
+    rules = MaskedRules(*(column.expand(n) for column in rules_of(rule, 2, 0.7, 0.0)))
+    never = torch.zeros(n, dtype=torch.bool)
+    edits = Edits(never, torch.zeros(n), torch.ones(n).long(), torch.zeros(n).long())
+    asked = masked_step(candidates, canvas, ~hidden, None, rules, edits, mask_id)
+    plain = rules._replace(in_order=None, entropy_bound=None)
+    found = masked_step(candidates, canvas, ~hidden, None, plain, None, mask_id)
+    assert asked.edited is not None and not asked.edited.unchanged.any()
+    assert found.edited is None
+    for one, other in zip(found[:-1], asked[:-1], strict=True):
+        assert torch.equal(one, other)
+    logits, greedy = torch.randn(n, 30, generator=generator), torch.ones(n, dtype=torch.bool)
+    draw = torch.rand(n, generator=generator)
+    pairs = zip(
+        draw_candidates(logits, None, greedy), draw_candidates(logits, draw, greedy), strict=True
+    )
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_nothing_counts_behind_a_stop_token() -> None:
@@ -182,11 +207,10 @@ def test_nothing_counts_behind_a_stop_token() -> None:
         torch.full((n, 4), 5), torch.tensor([[0.5, 0.5, 0.7, 0.6]]).expand(n, 4), torch.ones(n, 4)
     )
     candidates.tokens[2, 1] = candidates.tokens[4, 2] = 7
-    edits = Edits(torch.zeros(n, dtype=torch.bool), *torch.zeros(3, n))
     rules = MaskedRules(*(column.expand(n) for column in rules_of("static", 1, 0.0, 0.0)))
 
     def finished(stops: torch.Tensor | None) -> list[bool]:
-        outcome = masked_step(candidates, canvas, canvas != M, None, rules, edits, M, stops)
+        outcome = masked_step(candidates, canvas, canvas != M, None, rules, None, M, stops)
         return outcome.finished.tolist()
 
     assert finished(torch.tensor([[7, 8]]).expand(n, 2)) == [False, True, False, True, True]
@@ -227,14 +251,13 @@ def test_a_step_reveals_of_one_part() -> None:
     candidates = Candidates(
         torch.full((1, 4), 5), torch.tensor([[0.5, 0.4, 0.9, 0.95]]), torch.ones(1, 4)
     )
-    edits = Edits(torch.zeros(1, dtype=torch.bool), *torch.zeros(3, 1))
     outcome = masked_step(
         candidates,
         torch.full((1, 4), 99),
         torch.zeros(1, 4, dtype=torch.bool),
         None,
         rules_of("dynamic", 1, 0.8, 0.0),
-        edits,
+        None,
         99,
         parts=torch.tensor([[0, 0, 1, 1]]),
     )

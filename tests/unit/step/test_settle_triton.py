@@ -20,11 +20,12 @@ from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step import settle_triton
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Advanced
-from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.load import LoadStages
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.settings import SlotSettings
+from vllm_dllm.step.settling import Settling
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
+from vllm_dllm.step.uniform_step import UniformStep
 
 pytestmark = pytest.mark.numerics
 
@@ -50,7 +51,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Step(CanvasStep):
+class Step(UniformStep):
     """Without an engine, at the sizes above. Statistics are given."""
 
     stats: RowStats
@@ -62,7 +63,7 @@ class Step(CanvasStep):
         self.device, self.fuses = DEVICE, fuses
         canvas = torch.zeros(R, C + 3, dtype=torch.int64, device=DEVICE)[:, :C]
         self.slots = CanvasSlots(canvas, H, torch.float32)
-        self._spares_last_commit, self._numbers = spares, None
+        self._numbers = None
         settings = SlotSettings(CONFIG, LoadStages(STAGES, DEVICE), R, C, DEVICE)
         nothing = SimpleNamespace(
             compiling=lambda batch: None,
@@ -82,6 +83,7 @@ class Step(CanvasStep):
             are_plain=lambda batch: True,
             **dict.fromkeys(names, nothing),
         )
+        self.settling = Settling(self.slots, self.requests, spares_last_commit=spares)
 
     def _logits(self, *of_step: Any) -> Any:
         return SimpleNamespace(read=lambda temperature, draw: (self.stats, self.soft_rows))

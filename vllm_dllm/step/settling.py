@@ -1,0 +1,102 @@
+"""What becomes of the canvases that a step has denoised: emitted, committed, or denoised on."""
+
+import torch
+
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.requests.ends import EVERY_BLOCK, is_last_block
+from vllm_dllm.step.canvas_stages import Denoised, Found, Settled
+from vllm_dllm.step.requests import StepRequests
+from vllm_dllm.step.settings import StepSettings
+from vllm_dllm.step.slots import CanvasSlots
+
+
+class Settling:
+    def __init__(
+        self, slots: CanvasSlots, requests: StepRequests, *, spares_last_commit: bool
+    ) -> None:
+        self.slots, self.requests = slots, requests
+        self.spares_last_commit = spares_last_commit
+
+    def settle(self, found: Found, denoised: Denoised) -> Settled:
+        """Which canvases are finished, and which blocks the step emits. Writes nothing."""
+        outcome, committing = denoised.outcome, found.numbers.is_committing == 1
+        denoises = ~committing
+        finished = outcome.finished & denoises
+        best_guess = torch.where(
+            committing[:, None], found.tokens.best_guess, outcome.state.best_guess
+        )
+        at_once = finished & self._emits_at_once(best_guess, found)
+        if denoised.is_committed is not None:
+            at_once |= finished & denoised.is_committed
+        ends = committing | at_once
+        emitted = found.batch.lengths * ends
+        if found.cut is not None:
+            emitted, denoises = torch.where(found.cut, 0, emitted), denoises & ~found.cut
+        committed = None
+        if not self.requests.prefills_emitted_tokens:
+            committed = emitted
+        elif denoised.is_committed is not None:
+            committed = emitted * denoised.is_committed
+        return Settled(denoises, best_guess, finished, at_once, ends, emitted, committed)
+
+    def _emits_at_once(
+        self,
+        blocks: torch.Tensor,  # [n, C] int64
+        found: Found,
+    ) -> torch.Tensor | bool:
+        """[n] bool: blocks that are emitted by the step that finishes them."""
+        if self.spares_last_commit and self.requests.prefills_emitted_tokens:
+            return True
+        request_ends = found.numbers.end
+        is_last = is_last_block(
+            blocks, found.batch.valid, found.block_ends, request_ends, found.stops
+        )
+        if self.spares_last_commit:
+            return is_last
+        is_read_only = request_ends == EVERY_BLOCK
+        return is_read_only | ~is_last if self.requests.prefills_emitted_tokens else is_read_only
+
+    def write(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
+        """What the next step finds. Returns the canvases [n, C] as they would be denoised on."""
+        slots, batch, outcome = self.slots, found.batch, denoised.outcome
+        idx, finished, ended = batch.slot_index, settled.finished[:, None], settled.ends[:, None]
+        drops_soft = ended  # a canvas starts with none
+        canvas = torch.where(finished, settled.best_guess, outcome.canvas)
+        if self.requests.first_canvases.has_pins(batch):
+            pinned = self.requests.first_canvases.keep_pins(idx, ended)
+            canvas = torch.where(pinned & ~finished, found.tokens.first_canvas, canvas)
+            drops_soft = ended | pinned
+        next_canvas, guess = denoised.next_canvas, outcome.state.best_guess
+        predictions = self.requests.predictions
+        predicted = predictions.among(batch)
+        if predicted is not None:
+            may_move = self._first_of_several(found, denoised, settled)
+            moved = predictions.realigned(predicted, guess, outcome.accepted, batch.valid, may_move)
+            canvas, guess = moved.put(canvas), moved.put_guess(guess)
+        guess = guess.masked_fill(ended, NO_TOKEN)
+        if predicted is not None:
+            expected = predictions.behind(predicted, settled.best_guess, settled.emitted)
+            next_canvas = expected.put(next_canvas)
+            guess = torch.where(ended, expected.guess, guess)
+        slots.canvas[idx] = torch.where(ended, next_canvas, canvas)
+        if denoised.soft_rows is not None:
+            soft = batch.unflatten(denoised.soft_rows)
+            slots.soft_embeds[idx] = soft.masked_fill_(drops_soft[..., None], 0.0)
+        if denoised.revealed is not None:
+            slots.revealed[idx] = denoised.revealed & ~ended
+        slots.write(
+            idx,
+            guess,
+            outcome.state.steps_done.masked_fill(settled.ends, 0),
+            settled.finished & ~settled.at_once,
+            outcome.state.times_repeated,
+        )
+        return canvas
+
+    def _first_of_several(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
+        """[n] bool: canvases that had their first step and are denoised on, none of whose tokens
+        are shown for good."""
+        is_first = denoised.outcome.state.steps_done == 1
+        found_so = settled.denoises & ~settled.finished & is_first
+        reveal = found.settings.reveal if isinstance(found.settings, StepSettings) else None
+        return found_so if reveal is None else found_so & ~reveal[0]
