@@ -42,11 +42,13 @@ def check_int8() -> None:
 def int8_sums_are_exact() -> bool:
     """Whether oneDNN adds up products of int8 in 32 bits here. Without VNNI it has instructions
     that add two of them in 16 bits, and cut off what is more."""
-    largest, one = torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16, 1)
+    largest = torch.full((16, 64), 127, dtype=torch.int8)
+    # The default type is the model's while that is made.
+    one = torch.ones(16, 1, dtype=torch.float32)
     matrix = _custom_ops.create_onednn_scaled_mm(
         largest.t(), one, torch.float32, dynamic_quant=True, use_azp=False
     )
-    out = torch.empty(16, 16)
+    out = torch.empty(16, 16, dtype=torch.float32)
     int8_product(largest, one, matrix.handler_tensor, out)
     return bool((out == 64 * 127**2).all())
 

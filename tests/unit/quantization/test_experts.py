@@ -131,3 +131,15 @@ def test_no_expert_is_of_this_rank() -> None:
     ids = torch.full((ROWS, CHOSEN), -1, dtype=torch.int32)
     out = run(drawn(ROWS, HIDDEN, seed=5), torch.ones(ROWS, CHOSEN), ids, "gelu_tanh")
     assert torch.equal(out, torch.zeros(ROWS, HIDDEN))
+
+
+def test_int8_is_tried_in_a_bf16_model_as_in_any() -> None:
+    """The processor is asked while a model is made, whose type is then the default of new tensors.
+    Int8 checkpoints in bf16 did not start."""
+    expected = int8_sums_are_exact()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert int8_sums_are_exact.__wrapped__() == expected
+    finally:
+        torch.set_default_dtype(before)
