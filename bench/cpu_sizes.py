@@ -39,6 +39,16 @@ Cells = dict[str, dict[str, Any]]
 """[system][requests at once] -> medians and spreads; [system]["resident_bytes"]."""
 
 
+def served_here() -> list[str]:
+    """All formats, or all but int8 where servers refuse it."""
+    from vllm_dllm.compat.cpu_ops import int8_sums_are_exact
+
+    if int8_sums_are_exact():
+        return list(FORMATS)
+    print("int8: not run, this processor has no VNNI", flush=True)
+    return [name for name in FORMATS if name != "int8"]
+
+
 def check(formats: list[str]) -> dict[str, float]:
     """Share of right answers by format, and of transformers in fp32. Refuses when one is bad."""
     from transformers import AutoTokenizer
@@ -162,7 +172,7 @@ def _cell(turns: list[dict[str, Any]], count: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--shapes", nargs="*", choices=[*SHAPES, *MORE_SHAPES], default=SHAPES)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, help="default: all served here")
     parser.add_argument("--batches", type=int, nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--growth", nargs="*", choices=cpu_sizes_growth.AXES, default=None)
     parser.add_argument("--rounds", type=int, default=3)
@@ -171,6 +181,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=harness.results_folder())
     args = parser.parse_args()
+    args.formats = args.formats or served_here()
     report: dict[str, Any] = {"bench": "cpu_sizes", "machine": harness.machine()}
     report["exact_match"] = check(args.formats)
     report["shapes"] = {shape: measure(shape, args) for shape in args.shapes}
