@@ -9,7 +9,7 @@ and transformers in both, then bf16 again and the quantised formats, uncompiled,
 each for the first time takes a minute or two. Then one thing grows at a time:
 canvas, context, vocabulary, requests. The shipped model answers held-out prompts in each format
 first, and nothing is reported when one answers worse than transformers by more than it may. The
-last line is JSON, which also lands in bench/results/<machine>/ beside a picture. About 25 minutes
+last line is JSON, which also lands in bench/results/<machine>/ beside a picture. About 50 minutes
 on two quiet cores, and some more the first time; parts with `--shapes`, `--formats`, `--batches`,
 `--growth`.
 """
