@@ -85,8 +85,28 @@ def parted(
         return True
     assert ours.tokens == expected.tokens
     allowed = tolerances.LOGPROB / config.t_min
-    assert ours.logprobs == pytest.approx(expected.logprobs, rel=0, abs=allowed)
+    off = [abs(one - other) for one, other in zip(ours.logprobs, expected.logprobs, strict=True)]
+    if max(off) > allowed:
+        assert again, f"log-probabilities are off by up to {max(off)}, allowed {allowed}"
+        moved = moved_by_noise(model, expected, again)
+        assert all(one <= allowed + by for one, by in zip(off, moved, strict=True)), (off, moved)
     return False
+
+
+def moved_by_noise(
+    model: Any, expected: reference.Trajectory, again: Callable[[], reference.Trajectory]
+) -> list[float]:
+    """By how much noise of the size of rounding errors moves the reference's log-probabilities, one
+    by one, where it decides the same. A second step reads what rounding made of the first."""
+    moved = [0.0] * len(expected.logprobs)
+    for seed in range(tolerances.NOISES_AT_A_TIE):
+        with noisy_model(model, seed):
+            noisy = again()
+        if noisy.tokens == expected.tokens:
+            pairs = zip(noisy.logprobs, expected.logprobs, strict=True)
+            by = [abs(one - other) for one, other in pairs]
+            moved = list(map(max, moved, by))
+    return moved
 
 
 def noise_parts(
