@@ -114,11 +114,8 @@ def masked_step(
         found = torch.where(held.is_chosen[:, None], hidden & held.revealed, found)
         chosen = torch.where(held.tokens >= 0, held.tokens, candidates.tokens)
         candidates = candidates._replace(tokens=chosen)
-    kept, changed = revealed, None
-    if edits is not None:
-        changed = revealed & (candidates.tokens != canvas)
-        changed &= edits.is_chosen[:, None] & (candidates.probability > edits.threshold[:, None])
-        kept = revealed & ~changed
+    changed = None if edits is None else changed_tokens(candidates, canvas, revealed, edits)
+    kept = revealed if changed is None else revealed & ~changed
     tokens = torch.where(kept, canvas, candidates.tokens)
     left, shown = hidden & ~found, revealed | found
     if stops is not None:
@@ -140,6 +137,17 @@ def masked_step(
         finished=torch.where(edits.is_chosen, is_over, outcome.finished),
         edited=Edited(steps_done, edits.is_chosen & unchanged),
     )
+
+
+def changed_tokens(
+    candidates: Candidates,  # [n, C]
+    canvas: torch.Tensor,  # [n, C] int64
+    revealed: torch.Tensor,  # [n, C] bool
+    edits: Edits,
+) -> torch.Tensor:
+    """[n, C] bool: revealed tokens that this step replaces."""
+    is_likely = edits.is_chosen[:, None] & (candidates.probability > edits.threshold[:, None])
+    return revealed & (candidates.tokens != canvas) & is_likely
 
 
 def reveal_candidates(

@@ -7,6 +7,7 @@ sampled at once if it is the last, or if the next step commits it beside the nex
 nothing. The phase lives on the device, so each step computes both outcomes and selects.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from vllm_dllm.requests.options import fitted_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_record import StepCanvases
-from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found, Settled
+from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
 from vllm_dllm.step.counted import canvas_numbers
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.sampling_memory import SamplingMemory
@@ -28,7 +29,7 @@ from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 from vllm_dllm.step.soft_embedding import SoftEmbedding
 
 
-class CanvasStep:
+class CanvasStep(ABC):
     """Owns the requests' slots, the canvases of the current step and the phase of each."""
 
     self_conditions: bool  # each step reads the one before's expected embeddings
@@ -68,9 +69,9 @@ class CanvasStep:
             self.extension.self_conditioning_top_k,
         )
 
+    @abstractmethod
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
         """What the model's kind of canvas asks of its requests."""
-        raise NotImplementedError
 
     def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor | None:
         """[num_reqs] int64: of each request's known tokens in this step, those whose keys and
@@ -126,7 +127,6 @@ class CanvasStep:
             self.slots.take_back(batch.slot_index, found.cut, found.earlier)
             self.requests.grammars.start(within_s=0)
         self.requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
-        self._committed(found, settled)
         if self.requests.observers.look_at(batch):
             outcome = denoised.outcome
             shown = StepCanvases(
@@ -151,12 +151,9 @@ class CanvasStep:
             )
         return Advanced(settled.best_guess, settled.emitted, settled.committed, logprobs)
 
+    @abstractmethod
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         """What a step would make of each canvas. Writes nothing."""
-        raise NotImplementedError
-
-    def _committed(self, found: Found, settled: Settled) -> None:
-        """The step's blocks are written and counted, where it emits them."""
 
     def take_numbers(self) -> CanvasNumbers | None:
         """Of the step just taken, for the metrics. None: nobody counts, or it had no canvas."""

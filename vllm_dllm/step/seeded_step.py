@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Found, Settled
+from vllm_dllm.step.canvas_stages import Advanced, Found
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.grammar_runs import GrammarRuns, LegalDraws
 from vllm_dllm.step.logits import MaskedLogits
@@ -70,15 +70,20 @@ class SeededStep(MaskedStep):
             self._seeded(ended, of_ended, None)
         return canvases
 
-    def _committed(self, found: Found, settled: Settled) -> None:
+    def _advance(self, found: Found, source: torch.Tensor, input_batch: InputBatch) -> Advanced:
+        advanced = super()._advance(found, source, input_batch)
+        if self._last is not None:
+            self._seed_behind(found, advanced, self._last)
+            self._last = None
+        return advanced
+
+    def _seed_behind(self, found: Found, advanced: Advanced, last: CanvasBatch) -> None:
         """A block's own commit is a prefill of it, too."""
-        last, logits, self._last = self._last, self._foretelling, None
-        if last is None:
-            return
+        logits = self._foretelling
         assert logits is not None, "start_canvases comes first"
-        is_new, idx, slots = settled.emitted > 0, last.slot_index, self.slots
+        is_new, idx, slots = advanced.emitted > 0, last.slot_index, self.slots
         self.requests.filters.show_emitted(
-            found.batch, found.starts, settled.best_guess, settled.emitted
+            found.batch, found.starts, advanced.best_guess, advanced.emitted
         )
         seeds = self._seeds(last, logits, found.block_ends, is_new)
         slots.canvas[idx, 0] = torch.where(is_new, seeds, slots.canvas[idx, 0])

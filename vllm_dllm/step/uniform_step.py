@@ -84,7 +84,7 @@ class UniformStep(CanvasStep):
         return found.cut is None and not reveals and self.requests.are_plain(found.batch)
 
     def _advance_plain(self, found: Found, source: torch.Tensor) -> Advanced:
-        """`advance` in few launches."""
+        """`_advance` in few launches."""
         from vllm_dllm.step.settle_triton import NAMES, Emits, settle  # needs Triton
 
         batch, requests, settings = found.batch, self.requests, found.settings
