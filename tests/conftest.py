@@ -3,11 +3,20 @@
 import importlib.metadata
 import os
 import shutil
+import tempfile
+from pathlib import Path
 
 # OpenMP reads them when torch is imported. Engines and transformers share the cores, and threads
 # that spin for long between parallel regions take them from the others.
 os.environ.setdefault("KMP_BLOCKTIME", "300us")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+# What was compiled for one width of vectors is wrong for another, and Inductor's cache of this
+# processor does not tell them apart: two processes read tokens outside the vocabulary.
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    caches = Path(tempfile.gettempdir(), f"caches-{os.getuid()}-{capability}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"))
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
 
 # Processes that test side by side (`pytest -n`) get a core each: torch would use all of them, and
 # vLLM's CPU worker the first.
