@@ -83,6 +83,7 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
     from vllm_dllm.denoise.temperature import temperature
     from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
     from vllm_dllm.step.logits import StreamedLogits
+    from vllm_dllm.step.sampling_memory import SamplingMemory
     from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
     from vllm_dllm.step.soft_embedding import SoftEmbedding
 
@@ -118,7 +119,7 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
     starts = torch.full((n,), 100, device=device)
     lengths = torch.full((n,), CANVAS, device=device)
     filters = SimpleNamespace(needs_whole_rows=lambda batch: [])
-    rules = StepRules(**RULES)
+    rules, memory = StepRules(**RULES), SamplingMemory(BUDGET_MIB << 20)
 
     def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         numbers, tokens = slots.read_numbers(every), slots.read_tokens(every)
@@ -127,7 +128,7 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
             keys, starts, lengths, numbers.steps_done, CANVAS, inputs.vocab_size
         )
         logits = StreamedLogits(
-            inputs.hidden, batch, starts, tokens.best_guess, embedding, filters, BUDGET_MIB << 20
+            inputs.hidden, batch, starts, tokens.best_guess, embedding, filters, memory
         )
         by_row, soft = logits.read(
             scale.repeat_interleave(CANVAS)[:, None], drawn.candidate.flatten()

@@ -41,6 +41,9 @@ class System:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            # A child imports torch before vLLM, which sets this: else whoever asks torch whether
+            # there is a GPU has called CUDA, and no process forked from then on may use it.
+            env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             # A process group of its own, for pause and resume. In the same session, so that if this
             # process is killed the kernel continues and ends the group (SIGHUP, SIGCONT).
             process_group=0,

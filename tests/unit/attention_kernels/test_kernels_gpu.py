@@ -58,6 +58,10 @@ def readable(batch: PagedBatch) -> PagedBatch:
     return replace(batch, key_cache=key_cache, value_cache=value_cache)
 
 
+def given(batch: PagedBatch) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in batch.arguments().items() if tensor is not None}
+
+
 def options(layer: str) -> dict[str, float]:
     _, _, head_size, window_left = LAYERS[layer]
     return {"scale": head_size**-0.5, "window_left": window_left}
@@ -150,14 +154,14 @@ def test_a_captured_graph_follows_its_tensors(impl: str, layer: str) -> None:
             [Request(256, 10, causal=True), Request(200, 3056), Request(100, 900, symmetric=True)],
         )
     )
-    arguments = {name: tensor.clone() for name, tensor in first.arguments().items()}
+    arguments = {name: tensor.clone() for name, tensor in given(first).items()}
     output = torch.zeros_like(first.query)
     attention(**arguments, **options(layer), output=output, impl=impl)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attention(**arguments, **options(layer), output=output, impl=impl)
     for batch in (second, first):
-        for name, tensor in batch.arguments().items():
+        for name, tensor in given(batch).items():
             if name in ("key_cache", "value_cache"):
                 arguments[name][: len(tensor)] = tensor[: len(arguments[name])]
             elif name == "block_table":

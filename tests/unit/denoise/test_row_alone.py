@@ -18,6 +18,7 @@ pytestmark = pytest.mark.numerics
 # Sizes of vocabularies: not a multiple of any vector's width, of every one, and one that threads
 # share in pieces which are not.
 C = {509: 24, 512: 256, 1001: 70}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLACES = ("alone", "at an odd address", "with the rows after it", "with the rows before it")
 
 
@@ -66,8 +67,9 @@ def min_p(rows: torch.Tensor) -> torch.Tensor:
 def top_k_top_p(rows: torch.Tensor) -> torch.Tensor:
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    top_k = torch.full((len(rows),), 40, dtype=torch.int32)
-    return apply_top_k_top_p(rows, top_k, torch.full((len(rows),), 0.9))
+    top_k = torch.full((len(rows),), 40, dtype=torch.int32, device=DEVICE)
+    top_p = torch.full((len(rows),), 0.9, device=DEVICE)
+    return apply_top_k_top_p(rows.to(DEVICE), top_k, top_p).cpu()
 
 
 def statistics(rows: torch.Tensor) -> torch.Tensor:

@@ -53,18 +53,22 @@ def random_weights(
 
 
 def empty_caches(
-    head_size: int, dtype: torch.dtype, layout: str = "NHD", scales: Tensor | None = None
+    head_size: int,
+    dtype: torch.dtype,
+    layout: str = "NHD",
+    scales: Tensor | None = None,
+    device: str = "cpu",
 ) -> DrafterCaches:
     """In the layouts of vLLM's GPU backends; not-a-number where nothing is written."""
     if layout == "NHD":  # a layer's keys and values side by side, block by block
         raw = torch.full((L, NUM_BLOCKS, 2, BLOCK_SIZE, N, head_size), float("nan"))
-        raw = raw.to(dtype).to(DEVICE)
+        raw = raw.to(dtype).to(device)
         keys, values = raw[:, :, 0], raw[:, :, 1]
     else:  # a head's tokens side by side
         raw = torch.full((L, 2, NUM_BLOCKS, N, BLOCK_SIZE, head_size), float("nan"))
-        raw = raw.to(dtype).to(DEVICE)
+        raw = raw.to(dtype).to(device)
         keys, values = raw.transpose(3, 4)[:, 0], raw.transpose(3, 4)[:, 1]
-    return DrafterCaches.of(list(keys), list(values), None if scales is None else scales.to(DEVICE))
+    return DrafterCaches.of(list(keys), list(values), None if scales is None else scales.to(device))
 
 
 def random_slots(num_tokens: int, shape: tuple[int, ...] = ()) -> Tensor:
@@ -272,7 +276,7 @@ def compare_with_definition(
     scales = torch.tensor([[0.01, 0.05], [0.5, 2.0]]) if cache == FP8 else None
     expected = empty_caches(head_size, cache or dtype, layout, scales)
     store_context_kv_(states, positions, slots, weights, expected)
-    ours = empty_caches(head_size, cache or dtype, layout, scales)
+    ours = empty_caches(head_size, cache or dtype, layout, scales, DEVICE)
     positions[slots.expand(L, -1).amax(0) < 0] = 10**6  # nobody's position
     on_device = ContextWeights(
         **{
