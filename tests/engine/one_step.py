@@ -83,7 +83,7 @@ def assert_equal_to_reference(
             assert is_best_guess(best, row), f"prompt of {len(prompt)}"
             for token, logprob in scores.items():
                 off = abs(row[token] - logprob)
-                assert off <= tolerances.LOGPROB, f"prompt of {len(prompt)}"
+                assert off <= tolerances.LOGPROB, f"prompt of {len(prompt)}: {off:.1e} off"
 
 
 def engine_input(prompt: Prompt) -> dict[str, Any]:
