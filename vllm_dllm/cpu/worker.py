@@ -17,7 +17,7 @@ from vllm_dllm.compat.runner import (
     replace_rejection_sample,
     send_numbers,
 )
-from vllm_dllm.cpu import bf16_experts, compilation, forks, threads
+from vllm_dllm.cpu import bf16_experts, cache_size, compilation, forks, threads
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.rejection_sample import rejection_sample
 from vllm_dllm.processes.parents import end_with_parent
@@ -72,6 +72,12 @@ class TritonFreeCPUWorker(CPUWorker):
         except reloading.WeightsLost as lost:
             self._weights_lost = lost
             raise
+
+    def determine_available_memory(self) -> int:
+        available = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes is not None:
+            return available
+        return cache_size.at_most_fillable(available, self.get_kv_cache_spec(), self.vllm_config)
 
     def compile_or_warm_up_model(self) -> Any:
         done = super().compile_or_warm_up_model()
