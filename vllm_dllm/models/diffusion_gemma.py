@@ -34,6 +34,14 @@ from vllm_dllm.models.vocabulary import Vocabulary
 from vllm_dllm.quantization.config import adapt
 
 
+def num_positions(vllm_config: VllmConfig) -> int:
+    """Rows of the tables of rotary embeddings: those a request can reach, and a canvas more for rows
+    that are cut off at the context's end. The 26B model's 262,144 positions take 400 MB."""
+    model_config = vllm_config.model_config
+    reached = model_config.max_model_len + model_config.hf_config.canvas_length
+    return min(reached, model_config.hf_text_config.max_position_embeddings)
+
+
 @MULTIMODAL_REGISTRY.register_processor(
     ImageProcessor, info=ImageProcessingInfo, dummy_inputs=ImageDummyInputs
 )
@@ -72,6 +80,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         # Full-attention layers have no v_proj, keys serve as values. DiffusionGemma's config does
         # not say so; without the flag Gemma4Model would leave their value projection unset.
         text_config.attention_k_eq_v = True
+        text_config.max_position_embeddings = num_positions(vllm_config)
         self.config = text_config
         self.quant_config = vllm_config.quant_config = adapt(vllm_config.quant_config, text_config)
 

@@ -1,0 +1,27 @@
+"""Tables of rotary embeddings have a row for each position that a request can reach."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_dllm.models.diffusion_gemma import num_positions
+
+
+def config(max_model_len: int, trained: int = 262_144) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            max_model_len=max_model_len,
+            hf_config=SimpleNamespace(canvas_length=256),
+            hf_text_config=SimpleNamespace(max_position_embeddings=trained),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "rows"), [(8192, 8192 + 256), (262_000, 262_144), (262_144, 262_144)]
+)
+def test_a_canvas_more_than_the_context_and_no_more_than_trained(
+    max_model_len: int, rows: int
+) -> None:
+    assert num_positions(config(max_model_len)) == rows
