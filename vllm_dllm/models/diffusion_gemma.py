@@ -35,8 +35,8 @@ from vllm_dllm.quantization.config import adapt
 
 
 def num_positions(vllm_config: VllmConfig) -> int:
-    """Rows of the tables of rotary embeddings: those a request can reach, and a canvas more for rows
-    that are cut off at the context's end. The 26B model's 262,144 positions take 400 MB."""
+    """Rows of the tables of rotary embeddings: those a request can reach, and a canvas more, which
+    the context's end may cut off. All 262,144 of the 26B model take 400 MB in bf16."""
     model_config = vllm_config.model_config
     reached = model_config.max_model_len + model_config.hf_config.canvas_length
     return min(reached, model_config.hf_text_config.max_position_embeddings)
