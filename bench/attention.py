@@ -254,9 +254,7 @@ def main() -> None:
     reasons = {name: left_out(device, name) for name in LAYERS}
     if any(reasons[name].keys() >= OTHERS.keys() for name in LAYERS):
         raise harness.Refused("no other system runs here to compare with.")
-    peak_tflops, peak_tbs = next(
-        (peak for prefix, peak in PEAK.items() if gpu.startswith(prefix)), (None, None)
-    )
+    peak = next((peak for prefix, peak in PEAK.items() if gpu.startswith(prefix)), None)
     cells = []
     for name, context, size in itertools.product(LAYERS, CONTEXTS, BATCHES):
         layer = LAYERS[name]
@@ -276,9 +274,9 @@ def main() -> None:
         for system, values in times.items():
             cell["ms"][system] = measured = harness.spread(values)
             seconds = measured["median"] / 1000
-            if peak_tflops is not None:
-                measured["share_of_peak_flops"] = tflop / seconds / peak_tflops
-                measured["share_of_peak_bandwidth"] = tb / seconds / peak_tbs
+            if peak is not None:
+                measured["share_of_peak_flops"] = tflop / seconds / peak[0]
+                measured["share_of_peak_bandwidth"] = tb / seconds / peak[1]
         medians = {system: measured["median"] for system, measured in cell["ms"].items()}
         best = min(medians.keys() & OTHERS.keys(), key=lambda s: medians[s])
         cell["best_other"] = best

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Asked:
         )
         self._metrics, self._model = f"{address}/metrics", str(checkpoint)
 
-    def chat(self, messages: list[Row], seed: int, **options: Any) -> Any:
+    def chat(self, messages: Any, seed: int, **options: Any) -> Any:
         return self.client.chat.completions.create(
             model=self._model, messages=messages, seed=seed, max_tokens=128, **options
         )
@@ -247,10 +248,7 @@ def main() -> None:
     with serving(args.checkpoint, *PARSER) as server:
         asked = Asked(server.port, args.checkpoint)
         measures: dict[str, Callable[[], dict[str, Any]]] = {
-            **{
-                f"calls, {way}": lambda way=way: measure_calls(asked, of("call"), way)
-                for way in WAYS
-            },
+            **{f"calls, {way}": partial(measure_calls, asked, of("call"), way) for way in WAYS},
             "unnamed calls, auto": lambda: measure_calls(asked, of("call_unnamed"), "auto"),
             "answers to results": lambda: measure_words(asked, of("call_result")),
             "the loop": lambda: measure_loop(asked, of("call_result")),

@@ -75,7 +75,8 @@ def _context(rounds: int) -> dict[int, list[float]]:
 
 
 def _vocabulary(rounds: int) -> dict[int, list[float]]:
-    canvas, found = 64, {}
+    canvas = 64
+    found: dict[int, list[float]] = {}
     for size in VOCABULARIES:
         with _engine("vocabulary", canvas, 1, vocab_size=size) as call:
             found |= _turns(call, rounds, [(size, 1, PROMPT, canvas)])

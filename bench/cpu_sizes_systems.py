@@ -37,7 +37,8 @@ class SizesProbe(WorkerProbe):
 
     def num_forwards(self) -> int:
         if self._steps is None:
-            self._steps = steps = []
+            steps: list[list[float]] = []
+            self._steps = steps
             execute, sample = self.execute_model, self.sample_tokens
 
             def timed(scheduled: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ class DraftEngine(Engine):
     counters = "vllm:spec_decode_num_"
 
     def split(
-        self, prompts: list[list[int]], batch: int, max_tokens: int
+        self, prompts: list[list[int]], max_tokens: int, batch: int = 1
     ) -> list[dict[str, float]]:
         """The parts of every step, in ms; they add up to the step."""
         self.llm.collective_rpc("start_split")

@@ -22,7 +22,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from bench import harness
-from tests.paths import ROOT
+from tests.paths import CHECKPOINTS, ROOT
 from tests.unit.grammar import canvases
 from vllm_dllm.grammar.canvas import constrain
 from vllm_dllm.grammar.closing import completion
@@ -41,7 +41,7 @@ LINE = '{"item": "red lamp", "count": 7}'
 
 def large_tokenizer(size: int) -> LLTokenizer:
     """The shipped one with words of four letters behind."""
-    text = (canvases.CHECKPOINTS / "diffusiongemma-tiny" / "tokenizer.json").read_text()
+    text = (CHECKPOINTS / "diffusiongemma-tiny" / "tokenizer.json").read_text()
     found = json.loads(text)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     vocabulary = found["model"]["vocab"]

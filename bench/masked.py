@@ -56,8 +56,9 @@ def ask(
     batch: int,
     threshold: float = THRESHOLD,
     method: str = "run",
-) -> dict[str, Any]:
-    """What a system's `run` returns: seconds, outputs and forwards."""
+) -> Any:
+    """What a system's `run` returns, a dict of seconds, outputs and forwards; or its `split`, the
+    parts of every step."""
     return call(
         system,
         method,

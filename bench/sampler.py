@@ -36,7 +36,10 @@ CANVAS, SOFTCAP = 256, 30.0
 REQUESTS = (1, 8, 32, 64)
 DECIDED_REQUESTS = 8
 OURS, STOCK = "ours", "stock vLLM"
-APPROXIMATE = {"ours, tolerance 0.001": {"tolerance": 1e-3}, "ours, top 64": {"top_k": 64}}
+APPROXIMATE: dict[str, dict[str, Any]] = {
+    "ours, tolerance 0.001": {"tolerance": 1e-3},
+    "ours, top 64": {"top_k": 64},
+}
 BUDGET_MIB = 256
 RULES = {"entropy_bound": 0.1, "confidence_threshold": 0.005, "stability_threshold": 1}
 T_MIN, T_MAX, STEPS = 0.4, 0.8, 48
@@ -114,11 +117,11 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
     slots.numbers[:, SlotNumbers._fields.index("num_steps")] = STEPS
     slots.tokens[:, 0] = inputs.tokens
     embedding = SoftEmbedding(head, **soft)
-    batch = SimpleNamespace(flatten=lambda grid: grid.flatten(0, 1))
+    batch: Any = SimpleNamespace(flatten=lambda grid: grid.flatten(0, 1))
     keys = noise.keys(torch.arange(n, device=device))
     starts = torch.full((n,), 100, device=device)
     lengths = torch.full((n,), CANVAS, device=device)
-    filters = SimpleNamespace(needs_whole_rows=lambda batch: [])
+    filters: Any = SimpleNamespace(needs_whole_rows=lambda batch: [])
     rules, memory = StepRules(**RULES), SamplingMemory(BUDGET_MIB << 20)
 
     def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -311,8 +314,8 @@ def measure_cell(num_requests: int, rows: str, systems: list[str], rounds: int) 
     runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     for turn in range(rounds):
         for system in systems if turn % 2 else reversed(systems):
-            if (measured := measure(system, num_requests, rows)) is not None:
-                runs[system].append(measured)
+            if (run := measure(system, num_requests, rows)) is not None:
+                runs[system].append(run)
         check(runs)
     cell: dict[str, Any] = {"requests": num_requests, "rows": rows}
     for system, measured in runs.items():

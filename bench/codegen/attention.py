@@ -2,7 +2,7 @@
 
 import triton
 
-from attention_kernels import chunks, triton_fwd
+from attention_kernels import chunks, triton_kernels
 from attention_kernels.tiles import Tiles
 from bench.codegen.case import Case
 
@@ -49,7 +49,7 @@ def attend(
     }
     pointers, none = _with_images(images)
     return Case(
-        triton_fwd._attention_kernel,
+        triton_kernels._attention_kernel,
         pointers | dict.fromkeys(("key_cache", "value_cache"), cache),
         constants | none,
         floats=("scale", "softcap"),
@@ -63,16 +63,16 @@ def attend(
 def join(head_size: int, group: int) -> Case:
     padded = triton.next_power_of_2(head_size)
     sizes = {"HQ": 2 * group, "D": head_size, "D_PADDED": padded, "SPLITS": 4, "SPLITS_PADDED": 4}
-    return Case(triton_fwd._join_kernel, _POINTERS, sizes)
+    return Case(triton_kernels._join_kernel, _POINTERS, sizes)
 
 
 def cut(page: int, images: bool = False) -> Case:
-    constants = {"CHUNK": chunks.CHUNK, "PAGE": page, "PAGES_A_STEP": 128}
+    constants: dict[str, int | None] = {"CHUNK": chunks.CHUNK, "PAGE": page, "PAGES_A_STEP": 128}
     pointers, none = _with_images(images)
     return Case(chunks._cut_kernel, pointers, constants | none)
 
 
-def _with_images(images: bool) -> tuple[dict[str, str], dict[str, None]]:
+def _with_images(images: bool) -> tuple[dict[str, str], dict[str, int | None]]:
     """Pointers and constants: without images, what they need is no argument of the kernel."""
     if images:
         return _POINTERS | dict.fromkeys(_IMAGES, "i32"), {}

@@ -10,6 +10,7 @@ from bench.codegen.case import Case
 from vllm_dllm.denoise import draws_triton as draws
 from vllm_dllm.denoise import expected_embedding_triton as embedding
 from vllm_dllm.denoise import vocab_stream_triton as vocabulary
+from vllm_dllm.denoise.vocab_stream import BLOCK
 from vllm_dllm.step import settle_triton
 
 FP8 = "fp8e4nv"
@@ -89,19 +90,19 @@ def read_blocks() -> Case:
     return Case(
         vocabulary._read_blocks_kernel,
         SAMPLER,
-        {"BLOCK": vocabulary.BLOCK, "HAS_SOFTCAP": True},
+        {"BLOCK": BLOCK, "HAS_SOFTCAP": True},
         floats=("softcap",),
         multiples=("width",),
     )
 
 
 def join_blocks() -> Case:
-    blocks = {"BLOCKS": VOCABULARY // vocabulary.BLOCK}
+    blocks = {"BLOCKS": VOCABULARY // BLOCK}
     return Case(vocabulary._join_blocks_kernel, SAMPLER, blocks)
 
 
 def weigh() -> Case:
-    blocks = VOCABULARY // vocabulary.BLOCK
+    blocks = VOCABULARY // BLOCK
     return Case(
         embedding._weigh_kernel,
         SAMPLER | {"logits": "bf16"},
@@ -117,7 +118,7 @@ def add_needed(dtype: str) -> Case:
     return Case(
         embedding._add_needed_kernel,
         SAMPLER | dict.fromkeys(("logits", "embeddings"), dtype),
-        {"BLOCK": vocabulary.BLOCK, "ROWS": rows, "HIDDEN": hidden, "TOKENS": tokens},
+        {"BLOCK": BLOCK, "ROWS": rows, "HIDDEN": hidden, "TOKENS": tokens},
         multiples=("width", "hidden_size"),
         multiplies=dtype == "bf16",
         loads_ahead=dtype == "bf16",
