@@ -18,6 +18,8 @@ logger = init_logger(__name__)
 
 ROOM = 2
 """Times what all requests at once fill: as much again keeps prefixes of those that have ended."""
+LEAST_BYTES = 1 << 30
+"""Where a few short requests fill less: prefixes have room, and it is written in a second."""
 
 
 def at_most_fillable(
@@ -26,16 +28,16 @@ def at_most_fillable(
     """Bytes of the cache of a worker that has `available_bytes` for it and these layers."""
     requests = vllm_config.scheduler_config.max_num_seqs
     longest = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
-    fillable = ROOM * requests * longest
-    if not 0 < fillable < available_bytes:
+    wanted = max(ROOM * requests * longest, LEAST_BYTES)
+    if not specs or wanted >= available_bytes:
         return available_bytes
     logger.info(
-        "The KV cache gets %.2f of %.2f GiB: %d times what %d requests of %d tokens fill. "
+        "The KV cache gets %.2f of %.2f GiB: %d requests of %d tokens fill %.2f. "
         "--kv-cache-memory-bytes sets another size.",
-        fillable / 2**30,
+        wanted / 2**30,
         available_bytes / 2**30,
-        ROOM,
         requests,
         vllm_config.model_config.max_model_len,
+        requests * longest / 2**30,
     )
-    return fillable
+    return wanted

@@ -26,6 +26,11 @@ FILLABLE = cache_size.ROOM * REQUESTS * (FULL_BYTES + SLIDING_BYTES)
 GIB = 1 << 30
 
 
+@pytest.fixture
+def no_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_size, "LEAST_BYTES", 0)
+
+
 def config() -> Any:
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
@@ -35,18 +40,25 @@ def config() -> Any:
     )
 
 
+@pytest.mark.usefixtures("no_least")
 def test_twice_what_all_requests_fill() -> None:
     assert cache_size.at_most_fillable(GIB, LAYERS, config()) == FILLABLE
 
 
-def test_never_more_than_there_is() -> None:
-    assert cache_size.at_most_fillable(FILLABLE - 1, LAYERS, config()) == FILLABLE - 1
+def test_few_requests_leave_room_for_prefixes() -> None:
+    assert cache_size.at_most_fillable(2 * GIB, LAYERS, config()) == cache_size.LEAST_BYTES
+
+
+@pytest.mark.parametrize("available", [FILLABLE - 1, GIB - 1])
+def test_never_more_than_there_is(available: int) -> None:
+    assert cache_size.at_most_fillable(available, LAYERS, config()) == available
 
 
 def test_a_model_without_a_cache_keeps_what_vllm_says() -> None:
     assert cache_size.at_most_fillable(GIB, {}, config()) == GIB
 
 
+@pytest.mark.usefixtures("no_least")
 @pytest.mark.parametrize(("asked", "given"), [(None, FILLABLE), (GIB, GIB)], ids=["open", "set"])
 def test_the_users_size_stays(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, given: int
