@@ -22,10 +22,10 @@ LEAST_BYTES = 1 << 30
 """Where a few short requests fill less: prefixes have room, and it is written in a second."""
 
 
-def at_most_fillable(
+def cache_bytes(
     available_bytes: int, specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig"
 ) -> int:
-    """Bytes of the cache of a worker that has `available_bytes` for it and these layers."""
+    """Of a worker that has `available_bytes` for it, and these layers."""
     requests = vllm_config.scheduler_config.max_num_seqs
     longest = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
     wanted = max(ROOM * requests * longest, LEAST_BYTES)

@@ -77,7 +77,7 @@ class TritonFreeCPUWorker(CPUWorker):
         available = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes is not None:
             return available
-        return cache_size.at_most_fillable(available, self.get_kv_cache_spec(), self.vllm_config)
+        return cache_size.cache_bytes(available, self.get_kv_cache_spec(), self.vllm_config)
 
     def compile_or_warm_up_model(self) -> Any:
         done = super().compile_or_warm_up_model()

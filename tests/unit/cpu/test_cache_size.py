@@ -42,20 +42,20 @@ def config() -> Any:
 
 @pytest.mark.usefixtures("no_least")
 def test_twice_what_all_requests_fill() -> None:
-    assert cache_size.at_most_fillable(GIB, LAYERS, config()) == FILLABLE
+    assert cache_size.cache_bytes(GIB, LAYERS, config()) == FILLABLE
 
 
 def test_few_requests_leave_room_for_prefixes() -> None:
-    assert cache_size.at_most_fillable(2 * GIB, LAYERS, config()) == cache_size.LEAST_BYTES
+    assert cache_size.cache_bytes(2 * GIB, LAYERS, config()) == cache_size.LEAST_BYTES
 
 
 @pytest.mark.parametrize("available", [FILLABLE - 1, GIB - 1])
 def test_never_more_than_there_is(available: int) -> None:
-    assert cache_size.at_most_fillable(available, LAYERS, config()) == available
+    assert cache_size.cache_bytes(available, LAYERS, config()) == available
 
 
 def test_a_model_without_a_cache_keeps_what_vllm_says() -> None:
-    assert cache_size.at_most_fillable(GIB, {}, config()) == GIB
+    assert cache_size.cache_bytes(GIB, {}, config()) == GIB
 
 
 @pytest.mark.usefixtures("no_least")
