@@ -38,7 +38,8 @@ def num_positions(vllm_config: VllmConfig) -> int:
     """Rows of the tables of rotary embeddings: those a request can reach, and a canvas more, which
     the context's end may cut off. All 262,144 of the 26B model take 400 MB in bf16."""
     model_config = vllm_config.model_config
-    reached = model_config.max_model_len + model_config.hf_config.canvas_length
+    served = vllm_config.diffusion_config or model_config.hf_config
+    reached = model_config.max_model_len + served.canvas_length
     return min(reached, model_config.hf_text_config.max_position_embeddings)
 
 
