@@ -25,7 +25,7 @@ from bench.drafter_report import (
 )
 from bench.system import Call, taking_turns
 from bench.workload import Workload
-from vllm_dllm.tools.pretrain import tasks
+from checkpoints.recipes import tasks
 
 MIXED, FOREIGN, CONTEXT = "mixed", "foreign", "long context"
 PROMPTS = {1: 32, 4: 64, 16: 128}  # by concurrency

@@ -19,9 +19,9 @@ from bench import harness
 from bench.drafter import CONTEXT, CONTEXT_TOKENS, FOREIGN, FOREIGN_TOKENS, documents, measure
 from bench.drafter_report import ALONE, FIXED, Results, bars, print_bars, print_results
 from bench.system import taking_turns
-from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, randomize_weights
-from vllm_dllm.tools.pretrain.target_model import save_target, target_config
-from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
+from checkpoints.recipes.drafter.tiny import make_tiny_drafter, randomize_weights
+from checkpoints.recipes.target_model import save_target, target_config
+from checkpoints.recipes.tokenizer import build_tokenizer
 
 PROMPTS = {1: 16, 4: 32, 16: 64}  # by concurrency
 ACCEPTANCE = "acceptance"

@@ -23,8 +23,8 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from bench.harness import ROOT
-from vllm_dllm.tools.pretrain.architecture import VISION_CONFIG, build_generation_config
-from vllm_dllm.tools.pretrain.tokenizer import BOI_ID, BOS_ID, EOI_ID, EOS_ID, IMAGE_ID, PAD_ID
+from checkpoints.recipes.architecture import VISION_CONFIG, build_generation_config
+from checkpoints.recipes.tokenizer import BOI_ID, BOS_ID, EOI_ID, EOS_ID, IMAGE_ID, PAD_ID
 from vllm_dllm.tools.quantize.plan import quantization_scheme
 
 CANVAS = 256

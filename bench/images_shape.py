@@ -13,12 +13,12 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
+from checkpoints.recipes.architecture import build_config, build_generation_config
+from checkpoints.recipes.checkpoint import save_checkpoint
+from checkpoints.recipes.tiny import randomize_weights
+from checkpoints.recipes.tokenizer import IMAGE_ID, SPECIAL_TOKENS, build_tokenizer
 from tests.engine.images import random_image
 from tests.engine.reference import Seen
-from vllm_dllm.tools.pretrain.architecture import build_config, build_generation_config
-from vllm_dllm.tools.pretrain.checkpoint import save_checkpoint
-from vllm_dllm.tools.pretrain.tiny import randomize_weights
-from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID, SPECIAL_TOKENS, build_tokenizer
 
 CANVAS = 64
 MAX_MODEL_LEN = 512

@@ -31,10 +31,10 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from bench import harness
 from bench.calls import as_json, expected_call, fits, in_json, looked_up
+from checkpoints.recipes.exact_match import read_rows
+from checkpoints.recipes.words import CAPITALS, NAMES, NOUNS
 from vllm_dllm.grammar.gemma_calls import CALL
 from vllm_dllm.grammar.gemma_reading import MalformedError, read_calls
-from vllm_dllm.tools.pretrain.exact_match import read_rows
-from vllm_dllm.tools.pretrain.words import CAPITALS, NAMES, NOUNS
 
 FOLDER = harness.ROOT / "checkpoints"
 MOST_TRIES = 4  # one, and three more

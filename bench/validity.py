@@ -35,12 +35,12 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from bench import harness
 from bench.progress import Progress
+from checkpoints.recipes.exact_match import read_rows
 from tests.unit.grammar.canvases import SCHEMAS, answer, of_schema, text_of
 from tests.unit.grammar.test_validity import folder_schemas
 from vllm_dllm.grammar.closing import completion
 from vllm_dllm.grammar.compile import GrammarError, check_schema, check_size
 from vllm_dllm.grammar.patterns import mend_patterns
-from vllm_dllm.tools.pretrain.exact_match import read_rows
 
 CHECKPOINTS = harness.ROOT / "checkpoints"
 CANVAS = 64

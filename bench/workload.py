@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from vllm_dllm.tools.pretrain import tasks
+from checkpoints.recipes import tasks
 
 SHORT_TOKENS = 20
 LONG_TOKENS = 128

@@ -8,7 +8,7 @@ python=${PYTHON:-.venv/bin/python}
 here=$(dirname "$0")
 export OMP_NUM_THREADS=1
 mkdir -p "$out"
-"$python" -m vllm_dllm.tools.pretrain.tasks --calibration > "$out/calibration.jsonl"
+"$python" -m checkpoints.recipes.tasks --calibration > "$out/calibration.jsonl"
 quantize() { "$python" -m vllm_dllm quantize "$here/diffusiongemma-tiny" "$@"; }
 quantize --scheme fp8-dynamic -o "$out/diffusiongemma-tiny-FP8-dynamic"
 quantize --scheme nvfp4 --calibration "$out/calibration.jsonl" -o "$out/diffusiongemma-tiny-NVFP4"

@@ -6,12 +6,12 @@ out=$1
 export OMP_NUM_THREADS=1
 stage() { echo "== $1"; shift; "${PYTHON:-.venv/bin/python}" -m "$@"; }
 stage "1 of 4: all tasks" \
-    vllm_dllm.tools.pretrain.train --out "$out/1" --minutes 34
+    checkpoints.recipes.train --out "$out/1" --minutes 34
 stage "2 of 4: look-back and matching heads" \
-    vllm_dllm.tools.pretrain.match_heads "$out/1" "$out/2"
+    checkpoints.recipes.match_heads "$out/1" "$out/2"
 stage "3 of 4: dense look-ups" \
-    vllm_dllm.tools.pretrain.train --init-from "$out/2" --out "$out/3" --minutes 12 --seed 31 \
+    checkpoints.recipes.train --init-from "$out/2" --out "$out/3" --minutes 12 --seed 31 \
     --lookups --keep-heads --muon-lr 3e-3 --adam-lr 2e-3
 stage "4 of 4: all tasks again" \
-    vllm_dllm.tools.pretrain.train --init-from "$out/3" --out "$out/4" --minutes 30 --seed 51 \
+    checkpoints.recipes.train --init-from "$out/3" --out "$out/4" --minutes 30 --seed 51 \
     --keep-heads --muon-lr 4e-3 --adam-lr 2e-3

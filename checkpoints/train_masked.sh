@@ -5,7 +5,7 @@ set -eu
 out=$1
 here=$(dirname "$0")
 export OMP_NUM_THREADS=1
-train() { "${PYTHON:-.venv/bin/python}" -m vllm_dllm.tools.pretrain.train_masked "$@"; }
+train() { "${PYTHON:-.venv/bin/python}" -m checkpoints.recipes.train_masked "$@"; }
 echo "== 1 of 3: all tasks"
 train --init-from "$here/qwen3-tiny-target" --out "$out/1" --steps 2000 --seed 0
 echo "== 2 of 3: mostly sums"

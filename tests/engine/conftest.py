@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm import LLM, RequestOutput, SamplingParams
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.engines import asynchronous_scheduling, in_this_process
 from tests.paths import CHECKPOINTS
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 TRAINED = CHECKPOINTS / "diffusiongemma-tiny"
 HELD_OUT = CHECKPOINTS / "held_out.jsonl"

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from checkpoints.recipes.tokenizer import IMAGE_ID, SPECIAL_TOKENS
 from tests.engine import reference
 from tests.engine.one_step import Prompt, random_ids
-from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID, SPECIAL_TOKENS
 
 SIZES = [(40, 30), (1, 1), (300, 200), (64, 64), (9, 400), (17, 23)]
 

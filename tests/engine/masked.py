@@ -25,12 +25,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from checkpoints.recipes.tokenizer import build_tokenizer
 from tests.engine.llada2 import LLaDA2
 from tests.unit.denoise.test_masked import published
 from vllm_dllm.config.masked import FAMILIES
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
-from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
 COMMON = {
     "hidden_size": 64,

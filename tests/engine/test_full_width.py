@@ -13,14 +13,14 @@ import torch
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from bench.dummy_checkpoint import SHAPE_26B
+from checkpoints.recipes.architecture import build_config, build_generation_config
+from checkpoints.recipes.checkpoint import save_checkpoint
+from checkpoints.recipes.tiny import randomize_weights
+from checkpoints.recipes.tokenizer import build_tokenizer
 from tests import tolerances
 from tests.engine import known_context
 from tests.engine.conftest import Engine
 from tests.engine.one_step import random_ids, read_one_step
-from vllm_dllm.tools.pretrain.architecture import build_config, build_generation_config
-from vllm_dllm.tools.pretrain.checkpoint import save_checkpoint
-from vllm_dllm.tools.pretrain.tiny import randomize_weights
-from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
 pytestmark = [pytest.mark.numerics, pytest.mark.thorough]
 

@@ -13,6 +13,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine, preemptions
 from tests.engine.grammar_paths import WATCHED_GRAMMARS
 from tests.engine.one_step import random_ids
@@ -21,7 +22,6 @@ from tests.processes import HANGS_S
 from tests.unit.grammar.canvases import SCHEMAS
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.step.grammars import CanvasGrammars
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 EOS = 1
 # Unlike anything the model was trained on.

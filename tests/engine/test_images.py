@@ -11,6 +11,10 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from checkpoints.recipes.images.seeing import save_seeing, start_seeing
+from checkpoints.recipes.images.tasks import IMAGE_TASKS, generate_image
+from checkpoints.recipes.tiny import IMAGE_TOKENS, make_tiny_checkpoint
+from checkpoints.recipes.tokenizer import IMAGE_ID, build_tokenizer
 from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import Engine, cached_tokens, preemptions
@@ -31,10 +35,6 @@ from tests.engine.test_trajectories import TRACED, parted, served_trajectories
 from tests.paths import CHECKPOINTS
 from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
 from vllm_dllm.step.model_state import DiffusionModelState
-from vllm_dllm.tools.pretrain.images.seeing import save_seeing, start_seeing
-from vllm_dllm.tools.pretrain.images.tasks import IMAGE_TASKS, generate_image
-from vllm_dllm.tools.pretrain.tiny import IMAGE_TOKENS, make_tiny_checkpoint
-from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID, build_tokenizer
 
 pytestmark = pytest.mark.numerics
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm import RequestOutput, SamplingParams
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import Engine, preemptions
@@ -19,7 +20,6 @@ from tests.engine.one_step import is_best_guess, random_ids
 from tests.engine.rounding import assert_same, decided
 from tests.engine.waits import WATCHED, waits_during
 from vllm_dllm.denoise.vocab_stream import BLOCK
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.numerics
 

@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
+from checkpoints.recipes.images.seeing import save_seeing, start_seeing
+from checkpoints.recipes.images.tasks import IMAGE_TASKS, generate_image
+from checkpoints.recipes.tokenizer import IMAGE_ID, build_tokenizer
 from tests import tolerances
 from tests.engine import quantized, reference
 from tests.engine.conftest import CHECKPOINTS, HELD_OUT, TRAINED, Engine
 from tests.engine.one_step import Prompt, random_ids, read_one_step
 from tests.engine.rounding import assert_same, decided
 from vllm_dllm.compat.cpu_ops import int8_sums_are_exact
-from vllm_dllm.tools.pretrain.images.seeing import save_seeing, start_seeing
-from vllm_dllm.tools.pretrain.images.tasks import IMAGE_TASKS, generate_image
-from vllm_dllm.tools.pretrain.tokenizer import IMAGE_ID, build_tokenizer
 from vllm_dllm.tools.quantize.quantize import quantize
 
 pytestmark = pytest.mark.numerics

@@ -10,11 +10,11 @@ import pytest
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.engine.conftest import Engine
 from tests.engine.one_step import random_ids
 from tests.unit.grammar.canvases import EOS, SCHEMAS
 from tests.unit.grammar.special_tokens import THOUGHT_ENDS, add_tokens
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 ORDER = SCHEMAS["order"]
 C = 32

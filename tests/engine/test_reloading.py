@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.engine import quantized
 from tests.engine.conftest import Engine, cached_tokens
 from tests.engine.images import random_prompt
 from tests.engine.one_step import FEW_STEPS, engine_input
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 # The longest takes several blocks of the prefix cache.
 PROMPTS = [random_prompt(Path(), [length], seed) for seed, length in enumerate((3, 40, 300))]

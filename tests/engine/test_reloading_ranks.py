@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.engine.conftest import Engine
 from tests.engine.one_step import FEW_STEPS
 from tests.engine.reloads import OPTIONS, answers, incomplete, reload, require_second_weights
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from checkpoints.recipes.images.prompts import read_images
 from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import Engine
 from tests.engine.test_trajectories import parted, served_trajectories
 from tests.paths import CHECKPOINTS
-from vllm_dllm.tools.pretrain.images.prompts import read_images
 
 pytestmark = pytest.mark.numerics
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.compiler
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.faults.answers import Broken, check
 from tests.faults.drawn_images import made
 from tests.faults.drawn_requests import DrawnRequest, Model, requests
@@ -28,7 +29,6 @@ from tests.server.conftest import (
 from tests.server.process_trees import peak_memory
 from tests.server.test_drafter import DRAFTER as DRAFTER_CHECKPOINT
 from tests.server.test_drafter import TARGET, options
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 AT_ONCE = 8
 NO_ANSWER_S = 300

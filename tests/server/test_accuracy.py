@@ -43,7 +43,7 @@ def test_served_answers_are_right(server: Server) -> None:
 @pytest.mark.thorough
 def test_served_answers_are_as_often_right_as_the_references(compiled: Server) -> None:
     rows = held_out()
-    # Of transformers' generate: `python -m vllm_dllm.tools.pretrain.exact_match` wrote it.
+    # Of transformers' generate: `python -m checkpoints.recipes.exact_match` wrote it.
     reference = json.loads((CHECKPOINT / "evaluation.json").read_text())["summary"]["all"]
     assert reference["rows"] == len(rows) >= 500
     assert reference["exact_match"] >= 0.95

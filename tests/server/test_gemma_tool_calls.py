@@ -10,10 +10,10 @@ import jsonschema
 import pytest
 from openai import BadRequestError
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.server.calls import MESSAGES
 from tests.server.conftest import UNCOMPILED, Server, serving
 from tests.unit.grammar.special_tokens import add_tokens
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 PARSERS = (
     *("--enable-auto-tool-choice", "--tool-call-parser", "gemma4_strict"),

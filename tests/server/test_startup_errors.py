@@ -11,9 +11,9 @@ import pytest
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.server import conftest
 from tests.server.conftest import CHECKPOINT, Complaint
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

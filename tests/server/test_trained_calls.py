@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from bench.calls import calls_of, expected_call, streamed_calls
+from checkpoints.recipes.exact_match import read_rows
 from tests.paths import CHECKPOINTS
 from tests.server.conftest import UNCOMPILED, Server, serving
-from vllm_dllm.tools.pretrain.exact_match import read_rows
 
 TRAINED = CHECKPOINTS / "diffusiongemma-tiny-tools"
 OPTIONS = (

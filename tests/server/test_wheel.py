@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints.recipes.tasks import SERVING_NOTE
 from tests.documented import WHEEL
 from tests.paths import ROOT
-from vllm_dllm.tools.pretrain.tasks import SERVING_NOTE
 
 MADE_FROM = (
     *("LICENSE", "README.md", "pyproject.toml"),

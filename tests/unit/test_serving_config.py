@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import Platform
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.paths import CHECKPOINTS
 from vllm_dllm import plugin, serving_config
 from vllm_dllm.config.step_sizes import capture_sizes
@@ -21,7 +22,6 @@ from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
 from vllm_dllm.scheduling import scheduler
 from vllm_dllm.scheduling.spared_forwards import joins_commits
 from vllm_dllm.step.worker import CanvasWorker
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 Configure = Callable[..., VllmConfig]
 

@@ -7,11 +7,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
+from checkpoints.recipes.exact_match import answer_rows, read_rows, summarize
+from checkpoints.recipes.tasks import SERVING_NOTE
+from checkpoints.recipes.tokenizer import build_tokenizer
 from tests.paths import CHECKPOINTS
 from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT
-from vllm_dllm.tools.pretrain.exact_match import answer_rows, read_rows, summarize
-from vllm_dllm.tools.pretrain.tasks import SERVING_NOTE
-from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.numerics
 

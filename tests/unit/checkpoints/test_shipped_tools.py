@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
+from checkpoints.recipes.calls.tasks import SERVING_NOTE
+from checkpoints.recipes.calls.tokenizer import build_calling_tokenizer
+from checkpoints.recipes.exact_match import answer_rows, read_rows, summarize
 from tests.paths import CHECKPOINTS
-from vllm_dllm.tools.pretrain.calls.tasks import SERVING_NOTE
-from vllm_dllm.tools.pretrain.calls.tokenizer import build_calling_tokenizer
-from vllm_dllm.tools.pretrain.exact_match import answer_rows, read_rows, summarize
 
 pytestmark = pytest.mark.numerics
 

@@ -11,8 +11,8 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 import vllm_dllm
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from vllm_dllm.cpu import compilation, norm
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

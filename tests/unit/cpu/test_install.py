@@ -9,10 +9,10 @@ import vllm.platforms
 from vllm.engine.arg_utils import EngineArgs
 
 from attention_kernels.interpreter import interpret_language
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from vllm_dllm import cpu, plugin
 from vllm_dllm.compat import runner, triton
 from vllm_dllm.config.workers import SHORT_SPINS
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 OURS = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"

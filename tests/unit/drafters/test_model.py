@@ -15,9 +15,9 @@ from vllm.distributed import (
 )
 from vllm.engine.arg_utils import EngineArgs
 
+from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
 from tests import tolerances
 from vllm_dllm.drafters.model import FusedContextModel
-from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
 
 pytestmark = pytest.mark.numerics
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from llguidance import grammar_from
 
+from checkpoints.recipes.exact_match import read_rows
 from tests.paths import CHECKPOINTS
 from tests.unit.grammar.canvases import (
     EOS,
@@ -23,7 +24,6 @@ from tests.unit.grammar.canvases import (
 from vllm_dllm.grammar import closing
 from vllm_dllm.grammar.canvas import constrain
 from vllm_dllm.grammar.closing import completion, shortest_completion, shortest_known
-from vllm_dllm.tools.pretrain.exact_match import read_rows
 
 # Fewest tokens by hand, in the shipped vocabulary, which has `{"`, `": "`, `", "` and others.
 SHORTEST = {

@@ -11,8 +11,8 @@ from vllm.distributed import (
     initialize_model_parallel,
 )
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.engine import quantized
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,11 +16,11 @@ from vllm.model_executor.model_loader.utils import (
 )
 
 from bench.dummy_checkpoint import SHAPE_26B
+from checkpoints.recipes.architecture import build_generation_config
 from tests.engine import quantized
 from tests.unit.models.building import build
 from tests.unit.models.test_weights import transformers_state_dict
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
-from vllm_dllm.tools.pretrain.architecture import build_generation_config
 
 LINEAR = re.compile(r"model\.decoder\.layers\.\d+\.(?!router).*\.[a-z]+_proj$")
 # What model cards of RedHatAI's checkpoints leave out, beside the layers that are never quantised.

@@ -7,8 +7,8 @@ from transformers import DiffusionGemmaConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionMLP
 
 from bench.images_shape import LAYERS, TOWER
+from checkpoints.recipes.architecture import build_config
 from vllm_dllm.models import vision
-from vllm_dllm.tools.pretrain.architecture import build_config
 
 
 def config() -> DiffusionGemmaConfig:

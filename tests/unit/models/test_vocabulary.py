@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.unit.models.building import build
 from vllm_dllm.models import vocabulary
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

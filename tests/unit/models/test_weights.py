@@ -15,11 +15,11 @@ from transformers import (
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from bench.dummy_checkpoint import SHAPE_26B
+from checkpoints.recipes.architecture import build_generation_config
+from checkpoints.recipes.tiny import make_tiny_checkpoint
+from checkpoints.recipes.tokenizer import build_tokenizer
 from tests.unit.models.building import build
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
-from vllm_dllm.tools.pretrain.architecture import build_generation_config
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
-from vllm_dllm.tools.pretrain.tokenizer import build_tokenizer
 
 
 @pytest.mark.slow

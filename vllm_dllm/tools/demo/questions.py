@@ -58,7 +58,7 @@ TEXT_QUESTIONS = (
     ),
     Question("Count from 34 to 59."),
 )
-"""Held-out prompts of the tasks in `vllm_dllm.tools.pretrain.tasks`."""
+"""Held-out prompts of the tasks in `checkpoints/recipes/tasks.py`."""
 
 PICTURE_QUESTIONS = (
     Question("Add the two numbers.", _PICTURES / "add.png"),

@@ -2,9 +2,9 @@
 
 from PIL import Image
 
+from checkpoints.recipes.tokenizer import EOS_ID, build_tokenizer
 from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.steps import Step
-from vllm_dllm.tools.pretrain.tokenizer import EOS_ID, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 TEXTS = drawing.TokenTexts(TOKENIZER.backend_tokenizer)

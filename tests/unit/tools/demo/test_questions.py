@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from checkpoints.recipes.tasks import Example
 from tests.paths import CHECKPOINTS
 from vllm_dllm.tools.demo.questions import PICTURE_QUESTIONS, TEXT_QUESTIONS, questions_for
-from vllm_dllm.tools.pretrain.tasks import Example
 
 
 def test_the_questions_are_held_out() -> None:

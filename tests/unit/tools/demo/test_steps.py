@@ -2,9 +2,9 @@
 
 import pytest
 
+from checkpoints.recipes.tokenizer import PAD_ID
 from tests.unit.tools.demo.recorded import RECORDED, TEXTS, TOKENIZER, steps, token
 from vllm_dllm.tools.demo import drawing
-from vllm_dllm.tools.pretrain.tokenizer import PAD_ID
 
 
 @pytest.mark.parametrize(

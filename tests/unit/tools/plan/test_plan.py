@@ -9,12 +9,12 @@ from safetensors.torch import save_file
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from bench import dummy_checkpoint
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.paths import CHECKPOINTS
 from vllm_dllm import cli
 from vllm_dllm.quantization.weight_files import read_shards
 from vllm_dllm.tools.plan import capacity
 from vllm_dllm.tools.plan.shape import Layer, read_shape
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 
 TINY = CHECKPOINTS / "diffusiongemma-tiny"
 BLOCK = capacity.BLOCK_SIZE

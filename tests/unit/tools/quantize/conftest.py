@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.unit.tools.quantize.quantized_files import INDEX
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 from vllm_dllm.tools.quantize.quantize import quantize
 
 PROMPTS = [

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, files, read
 from vllm_dllm import cli
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.pretrain.tiny import make_tiny_checkpoint
 from vllm_dllm.tools.quantize.quantize import quantize
 
 

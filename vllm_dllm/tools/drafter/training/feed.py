@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from vllm_dllm.tools.drafter.training.blocks import KnownSequence
 from vllm_dllm.tools.drafter.training.options import Options
-from vllm_dllm.tools.pretrain.packing import pack
+from vllm_dllm.tools.drafter.training.packing import pack
 
 
 def batches(

@@ -12,14 +12,14 @@ import torch
 
 from vllm_dllm.tools.drafter.training.blocks import KnownSequence
 from vllm_dllm.tools.drafter.training.feed import batches, draw_anchors
+from vllm_dllm.tools.drafter.training.learning_rate import learning_rate_scale
 from vllm_dllm.tools.drafter.training.loss import drafting_loss
+from vllm_dllm.tools.drafter.training.means import Means
+from vllm_dllm.tools.drafter.training.muon import MuonAdamW
 from vllm_dllm.tools.drafter.training.offline import mean_length, replay
 from vllm_dllm.tools.drafter.training.options import Options
 from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.training.target_states import Target
-from vllm_dllm.tools.pretrain.learning_rate import learning_rate_scale
-from vllm_dllm.tools.pretrain.muon import MuonAdamW
-from vllm_dllm.tools.pretrain.run_log import Means
 
 STATE_FILE = "state.pt"  # while the run is unfinished
 HELD_OUT_SHARE = 16  # one sequence in this many is held out, to measure τ

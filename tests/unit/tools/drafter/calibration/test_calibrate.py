@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
 from vllm_dllm.cli import main
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, load_predictor
 from vllm_dllm.errors import InputError
@@ -29,7 +30,6 @@ from vllm_dllm.tools.drafter.training.offline import accepted_lengths
 from vllm_dllm.tools.drafter.training.options import Options
 from vllm_dllm.tools.drafter.training.reference import load_drafter, save_drafter
 from vllm_dllm.tools.drafter.training.target_states import load_target
-from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
 
 pytestmark = pytest.mark.numerics
 

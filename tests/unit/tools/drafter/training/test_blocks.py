@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
 from tests import tolerances
 from vllm_dllm.tools.drafter.training.blocks import Blocks, block_logits, make_blocks
 from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_drafter
 from vllm_dllm.tools.drafter.training.target_states import Target, load_target
-from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
 
 pytestmark = pytest.mark.numerics
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.recipes.drafter.tiny import make_tiny_target
+from checkpoints.recipes.tokenizer import EOS_ID
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.training.blocks import KnownSequence
 from vllm_dllm.tools.drafter.training.collect import (
@@ -20,8 +22,6 @@ from vllm_dllm.tools.drafter.training.collect import (
     server_completer,
 )
 from vllm_dllm.tools.drafter.training.target_states import Target, load_target
-from vllm_dllm.tools.drafter.training.tiny import make_tiny_target
-from vllm_dllm.tools.pretrain.tokenizer import EOS_ID
 
 MAX_TOKENS = 6
 

@@ -5,18 +5,18 @@ import random
 import pytest
 import torch
 
+from checkpoints.recipes.drafter.evaluate import summarize
+from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
+from checkpoints.recipes.tokenizer import EOS_ID
 from tests import tolerances
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.training.blocks import KnownSequence
 from vllm_dllm.tools.drafter.training.collect import complete
-from vllm_dllm.tools.drafter.training.evaluate import summarize
 from vllm_dllm.tools.drafter.training.fit import fit
 from vllm_dllm.tools.drafter.training.offline import Replayed, accepted_lengths, mean_length, replay
 from vllm_dllm.tools.drafter.training.options import Options
 from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_drafter
 from vllm_dllm.tools.drafter.training.target_states import Target, load_target
-from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
-from vllm_dllm.tools.pretrain.tokenizer import EOS_ID
 
 pytestmark = pytest.mark.numerics
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from checkpoints.recipes.drafter.evaluate import summarize
 from tests.paths import CHECKPOINTS
 from vllm_dllm.tools.drafter.training.collect import complete, read_prompts
-from vllm_dllm.tools.drafter.training.evaluate import summarize
 from vllm_dllm.tools.drafter.training.offline import replay
 from vllm_dllm.tools.drafter.training.reference import load_drafter
 from vllm_dllm.tools.drafter.training.target_states import load_target

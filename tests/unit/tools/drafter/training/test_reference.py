@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
 from tests import tolerances
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_drafter, save_drafter
-from vllm_dllm.tools.drafter.training.tiny import make_tiny_drafter, make_tiny_target
 
 pytestmark = pytest.mark.numerics
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from checkpoints.recipes.drafter.tiny import MASK_TOKEN, make_tiny_drafter, make_tiny_target
 from vllm_dllm import cli
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.errors import InputError
@@ -20,7 +21,6 @@ from vllm_dllm.tools.drafter.training.new_drafter import spread_layers
 from vllm_dllm.tools.drafter.training.options import Options
 from vllm_dllm.tools.drafter.training.reference import load_drafter
 from vllm_dllm.tools.drafter.training.target_states import load_target, target_text_config
-from vllm_dllm.tools.drafter.training.tiny import MASK_TOKEN, make_tiny_drafter, make_tiny_target
 
 pytestmark = pytest.mark.numerics
 
