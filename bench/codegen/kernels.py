@@ -60,11 +60,12 @@ SAMPLER = {
     **dict.fromkeys(("keys", "steps_done", "num_steps", "starts", "lengths", "first_rows"), "i64"),
     **dict.fromkeys(("renoise", "next_canvas", "slots", "numbers", "tokens", "canvas"), "i64"),
     **dict.fromkeys(("entropy", "settings", "counted"), "fp32"),
-    **dict.fromkeys(("stage_confidence", "stage_stability"), "fp32"),
-    **dict.fromkeys(("block_ends", "sampled", "emitted"), "i32"),
+    **dict.fromkeys(("stage_confidence", "stage_stability", "t_min", "t_span"), "fp32"),
+    **dict.fromkeys(("ends", "block_ends", "sampled", "emitted", "rejected"), "i32"),
     "stop_tokens": "i64",
     "uniform": "fp64",
-    "ended": "i1",
+    "flags": "i1",
+    **dict.fromkeys(("soft_rows", "soft_embeds"), "bf16"),
 }
 
 
@@ -81,8 +82,7 @@ def draw() -> Case:
     return Case(
         draws._temperature_and_noise_kernel,
         SAMPLER,
-        {"IS_OWN": False, "PLACES": CANVAS},
-        floats=("t_min", "t_span"),
+        {"PLACES": CANVAS},
     )
 
 

@@ -18,7 +18,7 @@ KERNELS = {
         "_project_and_store_kernel",
         "_store_projected_kernel",
     ),
-    "vllm_dllm.step.settle_triton": ("_settle_kernel",),
+    "vllm_dllm.step.settle_triton": ("_settle_kernel", "_store_soft_kernel"),
 }
 
 

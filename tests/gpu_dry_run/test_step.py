@@ -46,10 +46,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "read-only": {"diffusion_read_only": True, "logprobs": 2},
     "constrained": {"diffusion_constrained": True, "logprob_token_ids": [1, 2]},
 }
-SETTLED_APART = {
-    *("log-probabilities", "chosen log-probabilities", "read-only", "constrained"),
-    *("a canvas of its own", "a prediction", "revealing"),
-}
+SETTLED_APART = {"a canvas of its own", "a prediction", "revealing"}
 LONG_WORDS = "bad words of several tokens"
 WAITED_FOR = {LONG_WORDS: {"bad_words": [[9], [10, 11], [12, 13, 14]]}}
 """The host reads the best guesses of these requests' canvases, see `denoise.bad_words`."""
@@ -129,7 +126,8 @@ class Server(NamedTuple):
             query_start_loc_np=ends,
             query_start_loc=on_device(ends),
             seq_lens=on_device(lengths),
-            seq_lens_cpu_upper_bound=torch.from_numpy(PROMPT + lengths),
+            # With asynchronous scheduling the canvas in flight may have been accepted.
+            seq_lens_cpu_upper_bound=torch.from_numpy(PROMPT + 2 * lengths),
             idx_mapping_np=slots,
             idx_mapping=on_device(slots),
             input_ids=torch.empty(int(ends[-1]), dtype=torch.int64, device=CUDA),

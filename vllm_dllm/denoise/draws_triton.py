@@ -3,6 +3,8 @@
 Draws are the same bits. They are made of whole numbers, and a draw's 53 bits fit a float64.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,48 +20,50 @@ _INITIAL = tl.constexpr(noise.INITIAL * noise._STREAM_STRIDE)
 assert noise.CANDIDATE == 0, "the kernel adds nothing for it"
 
 
+class StepDraws(NamedTuple):
+    """What a step is given for each of its n canvases."""
+
+    temperature: torch.Tensor  # [n, C] fp32, the same all along a canvas
+    starts: torch.Tensor  # [n] int64, absolute position of each canvas' first token
+    noise: StepNoise
+
+
 def temperature_and_noise(
-    keys: torch.Tensor,  # [n] int64
-    starts: torch.Tensor,  # [n] int64
+    slots: torch.Tensor,  # [n] int64, each canvas' row in the tables
+    ends: torch.Tensor,  # [n] int, absolute position after each canvas' last token
     lengths: torch.Tensor,  # [n] int64
-    steps_done: torch.Tensor,  # [n] int64
-    num_steps: torch.Tensor,  # [n] int64
-    t_min: float | torch.Tensor,  # for all canvases, or [n] fp32
-    t_span: float | torch.Tensor,
+    numbers: tuple[torch.Tensor, ...],  # [R] int64, columns of one table: noise keys, steps done,
+    # most steps
+    schedule: tuple[torch.Tensor, ...],  # [R] fp32, columns of one table: `t_min`, `t_span`
     canvas_length: int,
     vocab_size: int,
-) -> tuple[torch.Tensor, StepNoise]:
-    """`temperature` [n] fp32 and `step_noise`. The tensors [n] may be columns of tables."""
-    n = len(keys)
-    columns = (keys, steps_done, num_steps)
-    assert len({column.stride() for column in columns}) == 1, "columns of one table"
-    found = starts.new_empty(n, dtype=torch.float32)
-    uniform = starts.new_empty(n, canvas_length, dtype=torch.float64)
-    renoise, next_canvas = starts.new_empty(2, n, canvas_length)
-    own_pitch = 0
-    if isinstance(t_min, torch.Tensor) and isinstance(t_span, torch.Tensor):
-        own_pitch = t_min.stride(0)
-        assert own_pitch == t_span.stride(0), "columns of one table"
-    else:
-        t_min, t_span = float(t_min), float(t_span)
+) -> StepDraws:
+    """`temperature` and `step_noise`, in one launch that reads the tables of all requests."""
+    n = len(slots)
+    pitches = [{column.stride(0) for column in columns} for columns in (numbers, schedule)]
+    assert all(len(pitch) == 1 for pitch in pitches), "columns of one table"
+    found = schedule[0].new_empty(n, canvas_length)
+    uniform = slots.new_empty(n, canvas_length, dtype=torch.float64)
+    renoise, next_canvas = slots.new_empty(2, n, canvas_length)
+    starts = slots.new_empty(n)
     _temperature_and_noise_kernel[(n,)](
-        *columns,
-        starts.contiguous(),
-        lengths.contiguous(),
-        t_min,
-        t_span,
+        slots,
+        ends,
+        lengths,
+        *numbers,
+        *schedule,
         found,
+        starts,
         uniform,
         renoise,
         next_canvas,
-        keys.stride(0),
-        own_pitch,
+        numbers[0].stride(0),
+        schedule[0].stride(0),
         canvas_length,
         vocab_size,
-        IS_OWN=own_pitch > 0,
         PLACES=triton.next_power_of_2(canvas_length),
     )
-    return found, StepNoise(uniform, renoise, next_canvas)
+    return StepDraws(found, starts, StepNoise(uniform, renoise, next_canvas))
 
 
 @triton.jit
@@ -78,43 +82,46 @@ def _draw(origin, position, choices):
 
 # The columns of a table begin wherever they do: numbers, of which a program reads one each.
 @triton.jit(
-    do_not_specialize=["pitch", "own_pitch"],
     do_not_specialize_on_alignment=[
-        *("keys", "steps_done", "num_steps", "starts", "lengths", "t_min", "t_span")
+        *("slots", "ends", "lengths", "keys", "steps_done", "num_steps", "t_min", "t_span")
     ],
 )
 def _temperature_and_noise_kernel(
-    keys,  # [n] int64, `pitch` apart
+    slots,  # [n] int64
+    ends,
+    lengths,
+    keys,  # [R] int64, `pitch` apart
     steps_done,
     num_steps,
-    starts,  # [n] int64
-    lengths,
-    t_min,  # [n] fp32, `own_pitch` apart, or a number
+    t_min,  # [R] fp32, `schedule_pitch` apart
     t_span,
-    temperature,  # [n] fp32
+    temperature,  # [n, C] fp32
+    starts,  # [n] int64
     uniform,  # [n, C] fp64
     renoise,  # [n, C] int64
     next_canvas,
     pitch,
-    own_pitch,
+    schedule_pitch,
     canvas_length,
     vocab_size,
-    IS_OWN: tl.constexpr,
     PLACES: tl.constexpr,
 ):
     canvas = tl.program_id(0)
-    key = tl.load(keys + canvas * pitch)
-    done, most = tl.load(steps_done + canvas * pitch), tl.load(num_steps + canvas * pitch)
-    start, length = tl.load(starts + canvas), tl.load(lengths + canvas)
-    lowest, span = t_min, t_span
-    if IS_OWN:
-        lowest, span = tl.load(t_min + canvas * own_pitch), tl.load(t_span + canvas * own_pitch)
-    remaining = tl.maximum(most - done, 1).to(tl.float32)
-    tl.store(temperature + canvas, lowest + span * (remaining / most.to(tl.float32)))
+    slot, length = tl.load(slots + canvas), tl.load(lengths + canvas)
+    start = tl.load(ends + canvas).to(tl.int64) - length
+    key = tl.load(keys + slot * pitch)
+    done, most = tl.load(steps_done + slot * pitch), tl.load(num_steps + slot * pitch)
+    lowest = tl.load(t_min + slot * schedule_pitch)
+    span = tl.load(t_span + slot * schedule_pitch)
+    tl.store(starts + canvas, start)
 
     place = tl.arange(0, PLACES)
     is_place = place < canvas_length
     out = canvas * canvas_length + place
+    remaining = tl.maximum(most - done, 1).to(tl.float32)
+    of_step = lowest + span * (remaining / most.to(tl.float32))
+    tl.store(temperature + out, tl.zeros((PLACES,), tl.float32) + of_step, mask=is_place)
+
     choices = vocab_size.to(tl.float64)
     origin, position = key + done * _STEP_STRIDE, start + place
     tl.store(uniform + out, _draw(origin, position, 1.0), mask=is_place)

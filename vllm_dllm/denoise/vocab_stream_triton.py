@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_dllm.denoise.row_stats import RowStats
-from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, within_block
+from vllm_dllm.denoise.vocab_stream import _STAGE_BITS, BLOCK, VocabBlocks
 
 
 class FusedVocabReader:
@@ -28,7 +28,6 @@ class FusedVocabReader:
         # Of one canvas, each row's temperature may be the same number in memory.
         self._temperature = temperature.squeeze(-1).contiguous()
         self._softcap, self._uniform = softcap, uniform
-        self._within = within_block(uniform).float()
         self._first_token, self._num_read = first_token, 0
         num_blocks = triton.cdiv(num_tokens, BLOCK)
         floats = temperature.new_empty(3, len(uniform), num_blocks)
@@ -47,7 +46,7 @@ class FusedVocabReader:
         _read_blocks_kernel[(rows, num_blocks)](
             output,
             self._temperature,
-            self._within,
+            self._uniform,
             *self._blocks,
             width,
             output.stride(0),
@@ -88,16 +87,19 @@ def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
     return stats
 
 
+_STAGE_SCALE = tl.constexpr(2.0**_STAGE_BITS)
+
+
 # Not of `width`: as a multiple of 16, which it nearly always is, it lets logits be read eight at a
 # time.
 @triton.jit(
     do_not_specialize=["num_blocks", "first_block", "first_token"],
-    do_not_specialize_on_alignment=["temperature", "within"],
+    do_not_specialize_on_alignment=["temperature", "uniform"],
 )
 def _read_blocks_kernel(
     output,  # [rows, Vt]
     temperature,  # [rows] fp32
-    within,  # [rows] fp32 in [0, 1)
+    uniform,  # [rows] fp64 in [0, 1)
     maximum,  # [rows, num_blocks] fp32
     best,  # [rows, num_blocks] int64
     total,
@@ -135,7 +137,9 @@ def _read_blocks_kernel(
     # A row that holds a NaN has no answer, but must not point outside of the vocabulary.
     first_best = min(tl.min(tl.where(logit == top, lane, BLOCK), 0), last)
     cumulative = tl.cumsum(weight, 0)
-    draw = tl.load(within + row) * sum_of_weights
+    scaled = tl.load(uniform + row) * _STAGE_SCALE
+    within = scaled - scaled.to(tl.int64).to(tl.float64)  # `vocab_stream.within_block`
+    draw = within.to(tl.float32) * sum_of_weights
     # A scan that adds in pairs may grow where a weight is 0: such a token is never drawn. Where
     # rounding leaves none, the most probable one is.
     is_behind = (cumulative > draw) & (weight > 0)

@@ -24,7 +24,7 @@ JOINS_COMMITS = "vllm_dllm_joins_commits"
 FITS_CANVASES = "vllm_dllm_fits_canvases"
 IS_COUNTED = "vllm_dllm_is_counted"
 REASONING = "vllm_dllm_reasoning"
-_WIDTH_STEP = 16  # tokens: few different widths, and a little room after the last token
+WIDTH_STEP = 16  # tokens: few different widths, and a little room after the last token
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def is_read_only(params: SamplingParams | None) -> bool:
 
 def fitted_width(num_tokens: Any) -> Any:
     """Width of a canvas for this many tokens that may still come; a number or a tensor."""
-    return (num_tokens + _WIDTH_STEP - 1) // _WIDTH_STEP * _WIDTH_STEP
+    return (num_tokens + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP
 
 
 def fit_canvas(params: SamplingParams | None, canvas_length: int) -> bool:

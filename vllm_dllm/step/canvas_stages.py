@@ -61,5 +61,5 @@ class Advanced(NamedTuple):
 
     best_guess: torch.Tensor  # [n, C] int
     emitted: torch.Tensor  # [n] int, tokens of it that are the answer's from now on
-    committed: torch.Tensor | None  # [n] int, those that no later step computes; None: of none
+    rejected: torch.Tensor  # [n] int, tokens that later steps compute again
     logprobs: LogprobsTensors | None  # of the emitted tokens

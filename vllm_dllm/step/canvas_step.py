@@ -104,9 +104,13 @@ class CanvasStep(ABC):
         input_batch: InputBatch,
     ) -> Advanced:
         """After the forward: denoises or commits each canvas that `begin` found."""
+        batch = self._take_batch()
+        return self._advance(self._read(batch, input_batch), source, input_batch)
+
+    def _take_batch(self) -> CanvasBatch:
         batch, self.batch = self.batch, None
         assert batch is not None, "begin comes first"
-        return self._advance(self._read(batch, input_batch), source, input_batch)
+        return batch
 
     def _advance(self, found: Found, source: torch.Tensor, input_batch: InputBatch) -> Advanced:
         batch = found.batch
@@ -149,7 +153,10 @@ class CanvasStep(ABC):
                 settled.denoises,
                 denoised.is_committed,
             )
-        return Advanced(settled.best_guess, settled.emitted, settled.committed, logprobs)
+        rejected = batch.lengths
+        if settled.committed is not None:
+            rejected = rejected - settled.committed
+        return Advanced(settled.best_guess, settled.emitted, rejected, logprobs)
 
     @abstractmethod
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:

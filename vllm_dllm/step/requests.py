@@ -120,12 +120,12 @@ class StepRequests:
             registry.drop(slot)
 
     def are_plain(self, batch: CanvasBatch) -> bool:
-        """Whether the requests of these canvases ask for nothing but `settings` and `filters`."""
+        """Whether what the requests of these canvases ask for leaves settled canvases as they are:
+        `settings`, `filters` and `logprobs` do."""
         return not (
             self.grammars.concern(batch)
             or self.first_canvases.has_pins(batch)
             or self.predictions.concern(batch)
-            or self.logprobs.concern(batch)
             or self.observers.look_at(batch)
         )
 

@@ -72,8 +72,7 @@ class DiffusionSampler:
             rejected = none if recomputed is None else recomputed
             return _output(none[:, None].expand(-1, step.canvas_length), none, rejected, None)
         recomputed = step.num_recomputed(input_batch)
-        best_guess, emitted, committed, logprobs = step.advance(logits, input_batch)
-        rejected = batch.lengths if committed is None else batch.lengths - committed
+        best_guess, emitted, rejected, logprobs = step.advance(logits, input_batch)
 
         # The others are in their prefill: they sample nothing and reject nothing.
         def spread(column: torch.Tensor) -> torch.Tensor:
@@ -82,13 +81,13 @@ class DiffusionSampler:
             everyone = column.new_zeros(num_reqs, *column.shape[1:])
             return everyone.index_copy_(0, batch.requests, column)
 
+        if recomputed is not None and not self.prefills_emitted_tokens:
+            # A commit computes its whole block for good.
+            recomputed = recomputed.masked_fill(spread(rejected == 0), 0)
         rejected = spread(rejected)
-        emitted = spread(emitted)
         if recomputed is not None:
-            if committed is not None:  # a commit computes its whole block for good
-                recomputed = recomputed.masked_fill(spread(committed) > 0, 0)
             rejected = rejected + recomputed
-        return _output(spread(best_guess), emitted, rejected, logprobs)
+        return _output(spread(best_guess), spread(emitted), rejected, logprobs)
 
 
 def _output(

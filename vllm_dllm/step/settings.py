@@ -62,6 +62,8 @@ class SlotSettings:
         self.canvas_length, self.max_steps = canvas_length, config.max_denoising_steps
         # [slots, fields of `Settings`] fp32, of all requests
         self.table = torch.zeros(max_num_reqs, len(Settings._fields), device=device)
+        columns = Settings(*self.table.unbind(dim=-1))
+        self.schedule = columns.t_min, columns.t_span  # [slots] each, views
         self._added: dict[int, Settings] = {}
         self._default = Settings(
             t_min=config.t_min,
@@ -130,6 +132,13 @@ class SlotSettings:
             reveal_threshold=threshold,
             reveal_per_step=per_step,
         )
+
+    def reveals(self, batch: CanvasBatch) -> bool:
+        """Whether a request of these canvases reveals them for good."""
+        if not self._own:
+            return False
+        own = (self._own.get(slot) for slot in batch.slots_np.tolist())
+        return any(settings is not None and settings.reveals for settings in own)
 
     def of(self, batch: CanvasBatch) -> StepSettings:
         own = [self._own[slot] for slot in batch.slots_np.tolist() if slot in self._own]

@@ -17,6 +17,7 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.noise import StepNoise
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.requests.ends import EVERY_BLOCK, MAX_STOP_TOKENS
+from vllm_dllm.requests.options import WIDTH_STEP
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.settings import Settings, SlotSettings
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
@@ -37,8 +38,25 @@ class PlainSettled(NamedTuple):
 
     best_guess: torch.Tensor  # [n, C] int32
     emitted: torch.Tensor  # [n] int32, tokens of it that are the answer's from now on
-    ended: torch.Tensor  # [n] bool, blocks after which another one starts
+    rejected: torch.Tensor  # [n] int32, tokens that later steps compute again
+    flags: torch.Tensor  # [3, n] bool: `ended`, `at_once`, `cut`
     counted: torch.Tensor  # [NAMES, n] fp32
+
+    @property
+    def ended(self) -> torch.Tensor:
+        """[n] bool: blocks after which another one starts."""
+        return self.flags[0]
+
+    @property
+    def at_once(self) -> torch.Tensor:
+        """[n] bool: blocks that this step both decides and emits."""
+        return self.flags[1]
+
+    @property
+    def cut(self) -> torch.Tensor:
+        """[n] bool: canvases of which the scheduler ran only a part, or more than there is
+        (`CanvasStep._cut_canvases`). Nothing in their slots has changed."""
+        return self.flags[2]
 
 
 def settle(
@@ -46,9 +64,12 @@ def settle(
     drawn: StepNoise,
     batch: CanvasBatch,
     block_ends: torch.Tensor,  # [n] int32 or int64, absolute position after each canvas
+    max_model_len: int,
     slots: CanvasSlots,  # changed in place, but for `soft_embeds`
     settings: SlotSettings,
     emits: Emits,
+    *,
+    keeps_emitted: bool,  # emitted tokens need no prefill
 ) -> PlainSettled:
     """A program for each canvas."""
     n, C = batch.num_canvases, batch.canvas_length
@@ -56,7 +77,8 @@ def settle(
     settled = PlainSettled(
         best_guess=torch.empty(n, C, dtype=torch.int32, device=device),
         emitted=torch.empty(n, dtype=torch.int32, device=device),
-        ended=torch.empty(n, dtype=torch.bool, device=device),
+        rejected=torch.empty(n, dtype=torch.int32, device=device),
+        flags=torch.empty(3, n, dtype=torch.bool, device=device),
         counted=torch.empty(len(NAMES), n, dtype=torch.float32, device=device),
     )
     stages = settings.load
@@ -81,14 +103,40 @@ def settle(
         n,
         C,
         slots.canvas.stride(0),
+        max_model_len,
         stages.reached(n),
         EMITS_LAST=emits.last,
         EMITS_OTHERS=emits.others,
+        KEEPS_EMITTED=keeps_emitted,
         PLACES=triton.next_power_of_2(C),
         TILE=min(16, triton.next_power_of_2(C)),
         num_warps=8,
     )
     return settled
+
+
+def store_soft_embeds(
+    soft_rows: torch.Tensor,  # [rows, H]
+    settled: PlainSettled,
+    batch: CanvasBatch,
+    slots: CanvasSlots,  # whose `soft_embeds` are changed in place
+) -> None:
+    """What the next step's self-conditioning reads: nothing where another block starts, and what
+    it read before where the canvas was cut. A program for each position."""
+    hidden_size = soft_rows.shape[1]
+    _store_soft_kernel[(batch.num_canvases, batch.canvas_length)](
+        soft_rows,
+        settled.flags,
+        batch.slots,
+        batch.lengths,
+        batch.first_rows,
+        slots.soft_embeds,
+        batch.num_canvases,
+        batch.canvas_length,
+        hidden_size,
+        soft_rows.stride(0),
+        HIDDEN=triton.next_power_of_2(hidden_size),
+    )
 
 
 # Columns of the slots' tables.
@@ -97,6 +145,8 @@ _IS_COMMITTING = tl.constexpr(SlotNumbers._fields.index("is_committing"))
 _TIMES_REPEATED = tl.constexpr(SlotNumbers._fields.index("times_repeated"))
 _NUM_STEPS = tl.constexpr(SlotNumbers._fields.index("num_steps"))
 _END = tl.constexpr(SlotNumbers._fields.index("end"))
+_WIDTH = tl.constexpr(SlotNumbers._fields.index("width"))
+_FITTED_END = tl.constexpr(SlotNumbers._fields.index("fitted_end"))
 _NUMBERS = tl.constexpr(len(SlotNumbers._fields))
 _ENTROPY_BOUND = tl.constexpr(Settings._fields.index("entropy_bound"))
 _CONFIDENCE = tl.constexpr(Settings._fields.index("confidence_threshold"))
@@ -106,6 +156,7 @@ _ANSWER_ONLY = tl.constexpr(Settings._fields.index("judges_answer_only"))
 _LOAD_STAGES = tl.constexpr(Settings._fields.index("load_stages"))
 _SETTINGS = tl.constexpr(len(Settings._fields))
 _MAX_STOPS = tl.constexpr(MAX_STOP_TOKENS)
+_WIDTH_STEP = tl.constexpr(WIDTH_STEP)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _EVERY_BLOCK = tl.constexpr(EVERY_BLOCK)
 
@@ -138,6 +189,16 @@ def _accepted(
     return (tl.sum(up_to, 1).to(tl.float32) - own <= bound) & (place < length)
 
 
+@triton.jit
+def _is_cut(numbers, length, end, max_model_len):
+    """`CanvasStep._cut_canvases`."""
+    room = max_model_len - (end - length)
+    fitted = tl.load(numbers + _FITTED_END) - (end - length)
+    fitted = tl.maximum(fitted + _WIDTH_STEP - 1, 0) // _WIDTH_STEP * _WIDTH_STEP
+    width = tl.minimum(tl.load(numbers + _WIDTH), fitted)
+    return length != tl.minimum(width, room)
+
+
 @triton.jit(
     do_not_specialize=["num_canvases", "stage"],
     # Of which a program reads one number each, wherever the batch's begin.
@@ -162,14 +223,17 @@ def _settle_kernel(
     stage_stability,
     sampled,  # [n, C] int32
     emitted,  # [n] int32
-    ended,  # [n] bool
+    rejected,
+    flags,  # [3, n] bool
     counted,  # [len(NAMES), n] fp32
     num_canvases,
     canvas_length,
     canvas_stride,
+    max_model_len,
     stage,
     EMITS_LAST: tl.constexpr,
     EMITS_OTHERS: tl.constexpr,
+    KEEPS_EMITTED: tl.constexpr,
     PLACES: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -212,8 +276,8 @@ def _settle_kernel(
 
     commits = tl.load(numbers + _IS_COMMITTING) == 1
     finished = found_finished & (commits == 0)
-    request_end = tl.load(numbers + _END)
-    is_last = (first_stop < PLACES) | (tl.load(block_ends + i) >= request_end)
+    request_end, block_end = tl.load(numbers + _END), tl.load(block_ends + i).to(tl.int64)
+    is_last = (first_stop < PLACES) | (block_end >= request_end)
     is_emitted = request_end == _EVERY_BLOCK
     if EMITS_LAST:
         is_emitted = is_emitted | is_last
@@ -221,6 +285,8 @@ def _settle_kernel(
         is_emitted = is_emitted | (is_last == 0)
     at_once = finished & is_emitted
     ends = commits | at_once
+    is_cut = _is_cut(numbers, length, block_end, max_model_len)
+    is_taken = is_cut == 0
 
     following = tl.load(next_canvas + drawn, mask=is_place, other=0)
     noise = tl.load(renoise + drawn, mask=is_place, other=0)
@@ -228,19 +294,52 @@ def _settle_kernel(
     tl.store(
         canvas + slot * canvas_stride + place,
         tl.where(ends, following, denoised),
-        mask=is_place,
+        mask=is_place & is_taken,
     )
-    tl.store(last_guess, tl.where(ends, _NO_TOKEN, guess), mask=is_place)
-    tl.store(numbers + _STEPS_DONE, tl.where(ends, 0, step))
-    tl.store(numbers + _IS_COMMITTING, (finished & (at_once == 0)).to(tl.int64))
-    tl.store(numbers + _TIMES_REPEATED, repeated)
+    tl.store(last_guess, tl.where(ends, _NO_TOKEN, guess), mask=is_place & is_taken)
+    tl.store(numbers + _STEPS_DONE, tl.where(ends, 0, step), mask=is_taken)
+    tl.store(numbers + _IS_COMMITTING, (finished & (at_once == 0)).to(tl.int64), mask=is_taken)
+    tl.store(numbers + _TIMES_REPEATED, repeated, mask=is_taken)
 
     tl.store(sampled + drawn, tl.where(commits, earlier, guess).to(tl.int32), mask=is_place)
-    tl.store(emitted + i, tl.where(ends, length, 0).to(tl.int32))
-    tl.store(ended + i, ends)
+    tokens_emitted = tl.where(ends & is_taken, length, 0).to(tl.int32)
+    tl.store(emitted + i, tokens_emitted)
+    kept = tokens_emitted if KEEPS_EMITTED else 0
+    tl.store(rejected + i, length.to(tl.int32) - kept)
+    tl.store(flags + i, ends & is_taken)
+    tl.store(flags + num_canvases + i, at_once)
+    tl.store(flags + 2 * num_canvases + i, is_cut)
     tl.store(counted + i, step.to(tl.float32))
     tl.store(counted + num_canvases + i, tl.sum(is_accepted.to(tl.float32), 0))
     tl.store(counted + 2 * num_canvases + i, tl.sum(tl.where(valid, nats, 0.0), 0))
-    tl.store(counted + 3 * num_canvases + i, (commits == 0).to(tl.float32))
+    tl.store(counted + 3 * num_canvases + i, ((commits == 0) & is_taken).to(tl.float32))
     tl.store(counted + 4 * num_canvases + i, found_finished.to(tl.float32))
     tl.store(counted + 5 * num_canvases + i, converged.to(tl.float32))
+
+
+@triton.jit(
+    do_not_specialize=["num_canvases"],
+    do_not_specialize_on_alignment=["flags", "slots", "lengths", "first_rows"],
+)
+def _store_soft_kernel(
+    soft_rows,  # [rows, H]
+    flags,  # [3, n] bool
+    slots,  # [n] int64
+    lengths,
+    first_rows,
+    soft_embeds,  # [R, C, H]
+    num_canvases,
+    canvas_length,
+    hidden_size,
+    row_stride,
+    HIDDEN: tl.constexpr,
+):
+    i, place = tl.program_id(0), tl.program_id(1)
+    if tl.load(flags + 2 * num_canvases + i) == 0:
+        column = tl.arange(0, HIDDEN)
+        is_column = column < hidden_size
+        is_read = (place < tl.load(lengths + i)) & (tl.load(flags + i) == 0)
+        row = tl.load(first_rows + i) + place
+        soft = tl.load(soft_rows + row * row_stride + column, mask=is_column & is_read, other=0.0)
+        cell = tl.load(slots + i) * canvas_length + place
+        tl.store(soft_embeds + cell * hidden_size + column, soft, mask=is_column)

@@ -73,7 +73,8 @@ class CanvasSlots:
             return torch.zeros(*shape, dtype=dtype, device=canvas.device)
 
         self.canvas = canvas
-        self.numbers = zeros(R, len(SlotNumbers._fields), dtype=torch.int64)  # `SlotNumbers`
+        self.numbers = zeros(R, len(SlotNumbers._fields), dtype=torch.int64)
+        self.columns = SlotNumbers(*self.numbers.unbind(dim=-1))  # views of all slots
         self.tokens = zeros(R, len(SlotTokens._fields), C, dtype=torch.int64)  # `SlotTokens`
         # [R, C, H] model dtype: expected embedding of last step's softmax
         self.soft_embeds = zeros(R, C, hidden_size, dtype=dtype)
@@ -143,6 +144,10 @@ class CanvasSlots:
 
     def read_tokens(self, idx: Index) -> SlotTokens:
         return SlotTokens(*self.tokens[idx].unbind(dim=1))
+
+    def last_guess(self, idx: Index) -> torch.Tensor:
+        """[n, C] int64: the best guesses of the step before, of the slots `idx` [n]."""
+        return self.tokens[idx, 0]
 
     def is_committing(self, idx: Index) -> torch.Tensor:
         """[n] bool, of the slots `idx` [n]."""

@@ -5,7 +5,7 @@ Each step draws a candidate for each position, keeps those that it accepts and d
 anew. It reads the expected embeddings of the step before, and a commit's rows do not.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
@@ -18,6 +18,7 @@ from vllm_dllm.denoise.noise import StepNoise, step_noise
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
 from vllm_dllm.denoise.temperature import temperature
+from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.counted import to_host
@@ -26,6 +27,9 @@ from vllm_dllm.step.load import LoadStages
 from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.settings import SlotSettings, StepSettings, revealing
+
+if TYPE_CHECKING:
+    from vllm_dllm.denoise.draws_triton import StepDraws
 
 
 class UniformStep(CanvasStep):
@@ -71,46 +75,76 @@ class UniformStep(CanvasStep):
             out.copy_(plain)
             out[batch.tokens] = torch.where(committing, of_canvases, conditioned)
 
-    def _advance(self, found: Found, source: torch.Tensor, input_batch: InputBatch) -> Advanced:
-        if self.fuses and self._is_plain(found):
-            return self._advance_plain(found, source)
-        return super()._advance(found, source, input_batch)
+    def advance(self, source: torch.Tensor, input_batch: InputBatch) -> Advanced:
+        if self.fuses and self.batch is not None and self._is_plain(self.batch):
+            return self._advance_plain(self._take_batch(), source, input_batch)
+        return super().advance(source, input_batch)
 
-    def _is_plain(self, found: Found) -> bool:
+    def _is_plain(self, batch: CanvasBatch) -> bool:
         """Whether nothing stands between the canvases' statistics and their next states but numbers
         of `Settings`."""
-        assert isinstance(found.settings, StepSettings)
-        reveals = found.settings.reveal is not None
-        return found.cut is None and not reveals and self.requests.are_plain(found.batch)
+        settings = self.requests.settings
+        assert isinstance(settings, SlotSettings)
+        return not settings.reveals(batch) and self.requests.are_plain(batch)
 
-    def _advance_plain(self, found: Found, source: torch.Tensor) -> Advanced:
-        """`_advance` in few launches."""
-        from vllm_dllm.step.settle_triton import NAMES, Emits, settle  # needs Triton
+    def _advance_plain(
+        self, batch: CanvasBatch, source: torch.Tensor, input_batch: InputBatch
+    ) -> Advanced:
+        """The same as `_advance`, in few launches."""
+        from vllm_dllm.step.settle_triton import NAMES, Emits, settle, store_soft_embeds
 
-        batch, requests, settings = found.batch, self.requests, found.settings
-        assert isinstance(settings, StepSettings) and isinstance(requests.settings, SlotSettings)
-        logits = self._logits(found, source, None)
-        step_temperature, drawn = self._draw(found, settings)
-        row_temperature = batch.by_row(step_temperature)[:, None]
-        stats, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
+        slots, requests = self.slots, self.requests
+        assert isinstance(requests.settings, SlotSettings)
+        block_ends = input_batch.seq_lens[batch.request_index]
+        drawn = self._fused_draws(batch, block_ends)
+        last_guess = slots.last_guess(batch.slot_index)
+        if reports := requests.logprobs.concern(batch):
+            last_guess = last_guess.clone()  # settling writes it, and a report reads it afterwards
+        logits = self._logits(source, batch, drawn.starts, last_guess)
+        row_temperature = batch.flatten(drawn.temperature)[:, None]
+        stats, soft_rows = logits.read(row_temperature, batch.flatten(drawn.noise.candidate))
         settled = settle(
             stats,
-            drawn,
+            drawn.noise,
             batch,
-            found.block_ends,
-            self.slots,
+            block_ends,
+            self.max_model_len,
+            slots,
             requests.settings,
             Emits(self.settling.spares_last_commit, requests.prefills_emitted_tokens),
+            keeps_emitted=not requests.prefills_emitted_tokens,
         )
-        soft = batch.unflatten(soft_rows)
-        self.slots.soft_embeds[batch.slot_index] = soft.masked_fill_(
-            settled.ended[:, None, None], 0.0
-        )
+        logprobs = None
+        if reports:
+            logprobs = requests.logprobs.report(
+                logits,
+                row_temperature,
+                batch.unflatten(stats.best_guess),
+                batch,
+                input_batch.num_reqs,
+                settled.at_once,
+                settled.cut,
+            )
+        store_soft_embeds(soft_rows, settled, batch, slots)
         requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
         if requests.are_counted:
             self._numbers = to_host(batch, NAMES, settled.counted)
-        committed = None if requests.prefills_emitted_tokens else settled.emitted
-        return Advanced(settled.best_guess, settled.emitted, committed, None)
+        return Advanced(settled.best_guess, settled.emitted, settled.rejected, logprobs)
+
+    def _fused_draws(self, batch: CanvasBatch, block_ends: torch.Tensor) -> "StepDraws":
+        from vllm_dllm.denoise.draws_triton import temperature_and_noise  # needs Triton
+
+        numbers = self.slots.columns
+        assert isinstance(self.requests.settings, SlotSettings)
+        return temperature_and_noise(
+            batch.slots,
+            block_ends,
+            batch.lengths,
+            (numbers.noise_key, numbers.steps_done, numbers.num_steps),
+            self.requests.settings.schedule,
+            self.canvas_length,
+            self.vocab_size,
+        )
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         batch, numbers, tokens, settings = found.batch, found.numbers, found.tokens, found.settings
@@ -118,7 +152,8 @@ class UniformStep(CanvasStep):
         slots, idx = self.slots, batch.slot_index
         # What was shown is what was guessed there, whatever a pin makes the canvas hold.
         reveal = revealing(settings, slots.revealed[idx], tokens.best_guess)
-        logits = self._logits(found, source, reveal)
+        kept = None if reveal is None else torch.where(reveal.kept, reveal.tokens, NO_TOKEN)
+        logits = self._logits(source, batch, found.starts, tokens.best_guess, kept)
         step_temperature, drawn = self._draw(found, settings)
         row_temperature = batch.by_row(step_temperature)[:, None]
         legal = self._legal(found, logits, row_temperature, reveal)
@@ -159,35 +194,33 @@ class UniformStep(CanvasStep):
 
     def _draw(self, found: Found, settings: StepSettings) -> tuple[torch.Tensor, StepNoise]:
         """The temperature [n] fp32 and the noise of each canvas."""
-        numbers, t_min, t_span = found.numbers, settings.t_min, settings.t_span
-        key, starts, lengths = numbers.noise_key, found.starts, found.batch.lengths
-        done, most = numbers.steps_done, numbers.num_steps
         if self.fuses:
-            from vllm_dllm.denoise.draws_triton import temperature_and_noise  # needs Triton
-
-            of_vocabulary = self.canvas_length, self.vocab_size
-            return temperature_and_noise(
-                key, starts, lengths, done, most, t_min, t_span, *of_vocabulary
-            )
-        drawn = step_noise(key, starts, lengths, done, self.canvas_length, self.vocab_size)
-        return temperature(done, most, t_min, t_span), drawn
+            of_step = self._fused_draws(found.batch, found.block_ends)
+            return of_step.temperature[:, 0], of_step.noise
+        numbers = found.numbers
+        done, most = numbers.steps_done, numbers.num_steps
+        drawn = step_noise(
+            numbers.noise_key,
+            found.starts,
+            found.batch.lengths,
+            done,
+            self.canvas_length,
+            self.vocab_size,
+        )
+        return temperature(done, most, settings.t_min, settings.t_span), drawn
 
     def _logits(
         self,
-        found: Found,
         source: torch.Tensor,  # see `advance`
-        reveal: Reveal | None,
+        batch: CanvasBatch,
+        starts: torch.Tensor,  # [n] int64
+        last_guess: torch.Tensor,  # [n, C] int64
+        kept: torch.Tensor | None = None,  # [n, C] int64, tokens revealed for good; < 0: none yet
     ) -> CanvasLogits:
         kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
+        filters = self.requests.filters
         return kind(
-            source,
-            found.batch,
-            found.starts,
-            found.tokens.best_guess,
-            self.soft_embedding,
-            self.requests.filters,
-            self.memory,
-            None if reveal is None else torch.where(reveal.kept, reveal.tokens, NO_TOKEN),
+            source, batch, starts, last_guess, self.soft_embedding, filters, self.memory, kept
         )
 
     def _legal(

@@ -24,26 +24,34 @@ def fused() -> ModuleType:
     return draws_triton
 
 
-@pytest.mark.parametrize("settings", ["the server's", "each its own"])
 @pytest.mark.parametrize(("canvas_length", "vocab_size"), [(24, 100), (256, 262_144)])
-def test_draws(fused: ModuleType, canvas_length: int, vocab_size: int, settings: str) -> None:
+def test_draws(fused: ModuleType, canvas_length: int, vocab_size: int) -> None:
     # Columns of a table: seed, steps done, steps.
     rows = [(seed, done, 48) for seed, done in zip(SEEDS, (0, 7, 47, 60), strict=True)]
     numbers = torch.tensor(rows, dtype=torch.int64)
     numbers[:, 0] = noise.keys(numbers[:, 0])
-    keys, done, most = numbers.to(DEVICE).unbind(dim=-1)
-    starts = torch.tensor([1000, 17, 0, 10**6], device=DEVICE)
-    lengths = torch.tensor([canvas_length, 5, 1, canvas_length], device=DEVICE)
-    t_min: float | torch.Tensor = 0.4
-    t_span: float | torch.Tensor = 0.4
-    if settings == "each its own":
-        t_min, t_span = (0.1 * torch.arange(8.0, device=DEVICE).view(4, 2)).unbind(dim=-1)
-    found, drawn = fused.temperature_and_noise(
-        keys, starts, lengths, done, most, t_min, t_span, canvas_length, vocab_size
+    numbers = numbers.to(DEVICE)
+    schedule = 0.1 * torch.arange(8.0, device=DEVICE).view(4, 2)
+    slots = torch.tensor([2, 0, 3], device=DEVICE)
+    starts = torch.tensor([1000, 0, 10**6], device=DEVICE)
+    lengths = torch.tensor([canvas_length, 5, 1], device=DEVICE)
+    drawn = fused.temperature_and_noise(
+        slots,
+        (starts + lengths).int(),
+        lengths,
+        numbers.unbind(dim=-1),
+        schedule.unbind(dim=-1),
+        canvas_length,
+        vocab_size,
     )
+    keys, done, most = numbers[slots].unbind(dim=-1)
+    expected = temperature(done, most, *schedule[slots].unbind(dim=-1))
     torch.testing.assert_close(
-        found, temperature(done, most, t_min, t_span), **tolerances.short_formula()
+        drawn.temperature,
+        expected[:, None].expand(-1, canvas_length),
+        **tolerances.short_formula(),
     )
-    expected = noise.step_noise(keys, starts, lengths, done, canvas_length, vocab_size)
-    for ours, other in zip(drawn, expected, strict=True):
+    assert drawn.starts.equal(starts)
+    of_step = noise.step_noise(keys, starts, lengths, done, canvas_length, vocab_size)
+    for ours, other in zip(drawn.noise, of_step, strict=True):
         assert ours.dtype == other.dtype and torch.equal(ours, other)

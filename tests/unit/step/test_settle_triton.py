@@ -31,6 +31,7 @@ pytestmark = pytest.mark.numerics
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 R, C, H, V, STEPS = 12, 24, 4, 100, 6
+CONTEXT = 70  # the last of several canvases ends behind it
 STOPS = [7, 8]
 COLUMN = {name: i for i, name in enumerate(SlotNumbers._fields)}
 CONFIG = DenoiseConfig(
@@ -59,7 +60,7 @@ class Step(UniformStep):
     input_batch: Any
 
     def __init__(self, fuses: bool, spares: bool, joins: bool) -> None:
-        self.canvas_length, self.vocab_size, self.max_model_len = C, V, 1 << 20
+        self.canvas_length, self.vocab_size, self.max_model_len = C, V, CONTEXT
         self.device, self.fuses = DEVICE, fuses
         canvas = torch.zeros(R, C + 3, dtype=torch.int64, device=DEVICE)[:, :C]
         self.slots = CanvasSlots(canvas, H, torch.float32)
@@ -74,6 +75,7 @@ class Step(UniformStep):
             report=lambda *of_canvases: None,
             look_at=lambda batch: False,
             count_emitted=lambda *of_blocks: None,
+            start=lambda within_s: None,
         )
         names = "grammars", "first_canvases", "predictions", "logprobs", "observers", "filters"
         self.requests: Any = SimpleNamespace(
@@ -101,7 +103,8 @@ def choice(generator: torch.Generator, shape: tuple[int, ...], share: float) -> 
 
 
 def step_of(seed: int, slots: list[int], widths: list[int], *flags: bool) -> Step:
-    """In the middle of things: canvases that commit, stand still, are sure, near their end."""
+    """In the middle of things: canvases that commit, stand still, are sure, near their end, and
+    some that the scheduler cut: it did not know yet where they begin."""
     step, generator = Step(*flags), torch.Generator().manual_seed(seed)
     n, numbers = len(slots), step.slots.numbers
     for slot, kind in zip(slots, REQUESTS, strict=False):
@@ -129,12 +132,13 @@ def step_of(seed: int, slots: list[int], widths: list[int], *flags: bool) -> Ste
         numbers[slot, COLUMN["times_repeated"]] = below(2, 1)
         numbers[slot, COLUMN["noise_key"]] = below(1 << 60, 1)
         numbers[slot, COLUMN["end"]] = (EVERY_BLOCK, 60, NO_END)[int(below(3, 1))]
+        numbers[slot, COLUMN["width"]] = min(C, widths[i] + 8 * int(below(4, 1) == 0))
+        numbers[slot, COLUMN["fitted_end"]] = (40 + 10 * i, 20, NO_END, NO_END)[int(below(4, 1))]
     entropy[0] = entropy[1]  # a tie
     step.slots.stop_tokens.fill_(-1)
     step.slots.stop_tokens[:, : len(STOPS)] = torch.tensor(STOPS)
     step.slots.num_stops[:] = len(STOPS)
-    step.slots.host_numbers[:, COLUMN["fitted_end"]] = NO_END
-    step.slots.host_numbers[slots, COLUMN["width"]] = widths
+    step.slots.host_numbers[:] = numbers.cpu().numpy()
     step.stats = RowStats(guess, below(20, rows), entropy, -entropy)
     step.stats = RowStats(*(column.to(DEVICE) for column in step.stats))
     step.soft_rows = torch.randn(rows, H, generator=generator).to(DEVICE)
@@ -146,7 +150,8 @@ def step_of(seed: int, slots: list[int], widths: list[int], *flags: bool) -> Ste
         query_start_loc_np=ends,
         idx_mapping_np=np.array(slots),
         seq_lens=torch.tensor([40 + 10 * i for i in range(n)], dtype=torch.int32, device=DEVICE),
-        seq_lens_cpu_upper_bound=torch.zeros(n, dtype=torch.int32),
+        # Later than where any of them ends, as with asynchronous scheduling.
+        seq_lens_cpu_upper_bound=torch.full((n,), CONTEXT, dtype=torch.int32),
     )
     step.input_batch = batch
     step.batch = CanvasBatch.build(batch, C, DEVICE)
@@ -186,6 +191,9 @@ def test_settle(batch: str, spares: bool, joins: bool) -> None:
     for seed in range(5):
         plain, fused = (step_of(seed, *BATCHES[batch], f, spares, joins) for f in (False, True))
         assert plain.slots.numbers.equal(fused.slots.numbers)
+        cut = plain._read(plain.batch, plain.input_batch).cut
+        for is_cut in [False] if cut is None else cut.tolist():
+            seen.setdefault("is cut", set()).add(is_cut)
         expected, ours = take(plain), take(fused)
         assert ours.best_guess.dtype == ours.emitted.dtype == torch.int32, "the kernel's"
         assert ours.best_guess.equal(expected.best_guess.int())
