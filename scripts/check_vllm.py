@@ -29,8 +29,7 @@ def main() -> int:
 
 def check(package: Path) -> int:
     import vllm
-
-    from vllm_dllm.tools.vllm_seams import CHECKS, Sources, rewritten_kernels
+    from vllm_seams import CHECKS, Sources, rewritten_kernels
 
     sources, installed = Sources(package), Sources(Path(vllm.__file__).parent)
     for kernel in rewritten_kernels(sources, installed):

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from vllm_dllm.quantization import scales
 from vllm_dllm.quantization.int4 import GROUP_SIZE as INT4_GROUP_SIZE
-from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
+from vllm_dllm.quantization.nvfp4 import GROUP_SIZE
 
 _MOST_NAMED = 8
 FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted when loaded

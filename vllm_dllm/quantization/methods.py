@@ -26,7 +26,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from vllm_dllm.compat.cpu_ops import Int8Weights
 from vllm_dllm.quantization import experts as experts  # registers the operations
-from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
+from vllm_dllm.quantization.nvfp4 import GROUP_SIZE
 
 
 class _OnCpu(CompressedTensorsMoEMethod):

@@ -9,8 +9,12 @@ import torch
 from torch.nn import functional as F
 
 from vllm_dllm.quantization import fp8
-from vllm_dllm.quantization.nvfp4_format import E2M1, E2M1_MAX, E4M3_MAX, GROUP_SIZE
 from vllm_dllm.quantization.scaled import Scaled
+
+GROUP_SIZE = 16
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of the codes 0 to 7; bit 3 is the sign
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
 
 
 def _pairs() -> torch.Tensor:

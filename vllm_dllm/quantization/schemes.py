@@ -7,7 +7,7 @@ from compressed_tensors import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 
 from vllm_dllm.quantization.int4 import GROUP_SIZE as INT4_GROUP_SIZE
-from vllm_dllm.quantization.nvfp4_format import GROUP_SIZE
+from vllm_dllm.quantization.nvfp4 import GROUP_SIZE
 
 
 class Scheme(Enum):

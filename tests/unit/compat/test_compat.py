@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from vllm_dllm.compat import runner, version
-from vllm_dllm.compat.seams import SEAMS
-from vllm_dllm.tools.vllm_seams import (
+from scripts.vllm_seams import (
     CHECKS,
     Sources,
     changed_kernels,
@@ -23,6 +21,8 @@ from vllm_dllm.tools.vllm_seams import (
     missing_imports,
     moved_seams,
 )
+from vllm_dllm.compat import runner, version
+from vllm_dllm.compat.seams import SEAMS
 
 VLLM = Path(vllm.__file__).parent
 

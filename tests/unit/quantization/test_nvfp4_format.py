@@ -9,8 +9,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-from tests import tolerances
-from vllm_dllm.quantization import nvfp4_format
+from tests import nvfp4_format, tolerances
 
 pytestmark = pytest.mark.numerics
 

@@ -1,6 +1,6 @@
 """Places in vLLM that `compat/` takes hold of: what each must still say, as data.
 
-`tools/vllm_seams.py` looks for them in any copy of vLLM's sources: `tests/unit/compat` in the
+`scripts/vllm_seams.py` looks for them in any copy of vLLM's sources: `tests/unit/compat` in the
 installed one, `scripts/check_vllm.py VERSION` in any other. A seam that moved means: read the new
 source, then change `compat/`.
 """

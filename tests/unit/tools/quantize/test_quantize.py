@@ -10,11 +10,10 @@ from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-from tests import tolerances
+from tests import nvfp4_format, tolerances
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, read
 from vllm_dllm import cli
 from vllm_dllm.quantization import int4 as int4_format
-from vllm_dllm.quantization import nvfp4_format
 from vllm_dllm.quantization.weight_files import TensorInfo
 from vllm_dllm.tools.quantize import calibrate as calibrate_module
 from vllm_dllm.tools.quantize import quantize as quantize_module

@@ -14,10 +14,8 @@ from itertools import pairwise
 
 import torch
 
-GROUP_SIZE = 16
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of the codes 0 to 7; bit 3 is the sign
-E2M1_MAX = 6.0
-E4M3_MAX = 448.0
+from vllm_dllm.quantization.nvfp4 import E2M1, E2M1_MAX, E4M3_MAX, GROUP_SIZE
+
 # Replaces a group scale that rounds to zero; 0.125 is compressed-tensors' choice.
 SMALLEST_GROUP_SCALE = 0.125
 
