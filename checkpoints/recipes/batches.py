@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from checkpoints.recipes.packing import POOL_SIZE, encode_example
+from checkpoints.recipes.packing import POOL_SIZE, encode_example, pack
 from checkpoints.recipes.tasks import Example, generate
 from checkpoints.recipes.tokenizer import EOS_ID, PAD_ID
-from vllm_dllm.tools.drafter.training.packing import pack
 
 FILLER_WEIGHT = 0.1  # of positions after the first EOS, which no reader sees
 

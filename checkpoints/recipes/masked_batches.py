@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from checkpoints.recipes.packing import POOL_SIZE, encode_example
+from checkpoints.recipes.packing import POOL_SIZE, encode_example, pack
 from checkpoints.recipes.target_batches import Row
 from checkpoints.recipes.tasks import generate
 from checkpoints.recipes.tokenizer import EOS_ID, PAD_ID
-from vllm_dllm.tools.drafter.training.packing import pack
 
 MASK_TOKEN = "<unused0>"
 BLOCK_LENGTHS = (4, 8, 16, 32)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from checkpoints.recipes.packing import POOL_SIZE, encode_example
+from checkpoints.recipes.packing import POOL_SIZE, encode_example, pack
 from checkpoints.recipes.tasks import generate
 from checkpoints.recipes.tokenizer import PAD_ID
-from vllm_dllm.tools.drafter.training.packing import pack
 
 Row = tuple[str, list[int], list[int]]
 """Task, prompt, answer."""

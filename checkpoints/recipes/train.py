@@ -26,15 +26,15 @@ from checkpoints.recipes.calls.tasks import SERVING_NOTE as CALL_NOTE
 from checkpoints.recipes.calls.tokenizer import build_calling_tokenizer
 from checkpoints.recipes.checkpoint import save_bf16_copy
 from checkpoints.recipes.forward import TrainingForward
+from checkpoints.recipes.learning_rate import learning_rate_scale
 from checkpoints.recipes.look_back import look_back_weights
+from checkpoints.recipes.means import Means
+from checkpoints.recipes.muon import MuonAdamW
 from checkpoints.recipes.run_log import Entry, RunLog, earlier_log
 from checkpoints.recipes.task_shares import CALL_SHARES, LOOKUP_SHARES, TASK_SHARES
 from checkpoints.recipes.tasks import SERVING_NOTE
 from checkpoints.recipes.tokenizer import build_tokenizer
 from vllm_dllm.denoise.acceptance import accept_by_entropy_bound
-from vllm_dllm.tools.drafter.training.learning_rate import learning_rate_scale
-from vllm_dllm.tools.drafter.training.means import Means
-from vllm_dllm.tools.drafter.training.muon import MuonAdamW
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ARCHITECTURE: dict[str, Any] = dict(

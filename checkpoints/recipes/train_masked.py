@@ -18,15 +18,15 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from checkpoints.recipes.learning_rate import learning_rate_scale
 from checkpoints.recipes.masked_batches import MASK_TOKEN, Batch, masked_batches
 from checkpoints.recipes.masked_heads import ask_from_the_next_position
+from checkpoints.recipes.means import Means
+from checkpoints.recipes.muon import MuonAdamW
 from checkpoints.recipes.run_log import Entry, earlier_log, write_log
 from checkpoints.recipes.target_model import save_target
 from checkpoints.recipes.tokenizer import build_tokenizer
 from checkpoints.recipes.train_target import LAST_SHARES
-from vllm_dllm.tools.drafter.training.learning_rate import learning_rate_scale
-from vllm_dllm.tools.drafter.training.means import Means
-from vllm_dllm.tools.drafter.training.muon import MuonAdamW
 
 LATER_RUNS = {
     "sums": LAST_SHARES | {"add": 4.0, "lookup": 1.0},

@@ -16,14 +16,14 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from checkpoints.recipes.learning_rate import learning_rate_scale
+from checkpoints.recipes.means import Means
+from checkpoints.recipes.muon import MuonAdamW
 from checkpoints.recipes.run_log import Entry, RunLog, earlier_log
 from checkpoints.recipes.target_batches import Batch, training_batches
 from checkpoints.recipes.target_model import initialize, save_target, target_config
 from checkpoints.recipes.tasks import TRAINING_TASKS
 from checkpoints.recipes.tokenizer import build_tokenizer
-from vllm_dllm.tools.drafter.training.learning_rate import learning_rate_scale
-from vllm_dllm.tools.drafter.training.means import Means
-from vllm_dllm.tools.drafter.training.muon import MuonAdamW
 
 FIRST_SHARES = {
     "add": 0.5,

@@ -9,6 +9,11 @@ from pathlib import Path
 SHIPPED_CHECKPOINT = Path(__file__).parent / "diffusiongemma-tiny"
 
 
+def print_folder() -> None:
+    """`vllm-dllm checkpoint`."""
+    print(SHIPPED_CHECKPOINT)
+
+
 def serving_note(checkpoint: Path) -> str | None:
     """What a checkpoint's config.json tells those who serve it, if anything."""
     return json.loads((checkpoint / "config.json").read_text()).get("serving_note")

@@ -9,33 +9,14 @@ finishes the run.
 import hashlib
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.server_process import ServerError
 
 RUN_FILE = "run.json"
 _UNFINISHED = ".tmp"
-
-
-def exit_status(command: str, work: Callable[[], object]) -> int:
-    """Runs `work` for `vllm-dllm COMMAND`; says in one line why it ended early."""
-    again = "the same command continues from here"
-    try:
-        work()
-    except (InputError, ServerError) as error:
-        print(f"vllm-dllm {command}: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:  # no such folder, no permission, disk full
-        print(f"vllm-dllm {command}: {error}; once that is fixed, {again}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"vllm-dllm {command}: stopped; {again}", file=sys.stderr)
-        return 130
-    return 0
 
 
 def partial_folder(out: Path) -> Path:
@@ -87,8 +68,8 @@ def start(partial: Path, run: dict[str, Any]) -> None:
 
 
 def finish(partial: Path, out: Path, working: Iterable[str] = ()) -> None:
-    """Renames `partial` to `out` and removes `working`: files and folders that only an unfinished
-    run needs."""
+    """Renames `partial` to `out`, removes `working`, the files and folders that only an unfinished
+    run needs, and says where the rest is."""
     partial.rename(out)
     _clear(out, working)
 
@@ -110,6 +91,7 @@ def _clear(out: Path, working: Iterable[str]) -> None:
             shutil.rmtree(out / name)
         else:
             (out / name).unlink(missing_ok=True)
+    print(f"Wrote {out}", flush=True)
 
 
 def write_json(path: Path, content: object) -> None:

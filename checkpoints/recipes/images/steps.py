@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from checkpoints.recipes.means import Means
+from checkpoints.recipes.muon import MuonAdamW
 from checkpoints.recipes.run_log import Entry
-from vllm_dllm.tools.drafter.training.means import Means
-from vllm_dllm.tools.drafter.training.muon import MuonAdamW
 
 SAVE_SECONDS = 120.0
 

@@ -27,12 +27,12 @@ from checkpoints.recipes.images.patches import to_patches
 from checkpoints.recipes.images.seeing import save_seeing
 from checkpoints.recipes.images.steps import run_steps
 from checkpoints.recipes.images.train_tower import CaptionTower, caption_loss, draw_pictures
+from checkpoints.recipes.learning_rate import learning_rate_scale
 from checkpoints.recipes.look_back import look_back_weights
+from checkpoints.recipes.muon import MuonAdamW
 from checkpoints.recipes.run_log import write_log
 from checkpoints.recipes.tokenizer import build_tokenizer
 from checkpoints.recipes.train import LOAD_BALANCE_WEIGHT, diffusion_loss
-from vllm_dllm.tools.drafter.training.learning_rate import learning_rate_scale
-from vllm_dllm.tools.drafter.training.muon import MuonAdamW
 
 COPIES = 2  # noised canvases for each prefix
 SHORT_CANVAS = 16  # tokens

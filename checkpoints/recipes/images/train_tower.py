@@ -21,9 +21,9 @@ from checkpoints.recipes.images.patches import num_tokens, to_patches
 from checkpoints.recipes.images.seeing import save_seeing, start_seeing
 from checkpoints.recipes.images.steps import run_steps
 from checkpoints.recipes.images.tasks import IMAGE_TASKS, generate_image
+from checkpoints.recipes.learning_rate import learning_rate_scale
+from checkpoints.recipes.muon import MuonAdamW
 from checkpoints.recipes.tokenizer import IMAGE_ID, build_tokenizer
-from vllm_dllm.tools.drafter.training.learning_rate import learning_rate_scale
-from vllm_dllm.tools.drafter.training.muon import MuonAdamW
 
 BLANK = 10  # beside the ten digits
 SHARPNESS = 0.25  # of the digit that a token stands for

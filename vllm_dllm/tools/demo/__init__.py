@@ -21,11 +21,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from vllm_dllm.checkpoints import serving_note
+from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, serving_note
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.keys import STREAM_CANVASES, WATCHING_PLUGINS
-from vllm_dllm.tools.demo import drawing, pixels
-from vllm_dllm.tools.demo.picture import save as save_picture
+from vllm_dllm.tools.demo import drawing, picture, pixels
 from vllm_dllm.tools.demo.questions import Question, questions_for
 from vllm_dllm.tools.demo.steps import Step, finished_blocks
 from vllm_dllm.tools.server_process import (
@@ -51,30 +50,32 @@ OPTIONS = (
 
 
 def run(
-    checkpoint: Path,
-    asked: Sequence[str],
+    checkpoint: Path | None,  # None: the package's own
+    ask: Sequence[str] | None,  # None: the demo's own questions
     port: int | None,
-    pace_s: float,
-    picture: Path | None,
+    pace: float,  # seconds
+    save_picture: Path | None,
 ) -> None:
-    """Serves `checkpoint`, asks, draws and stops the server, whatever happens. Without questions in
-    `asked`, it asks its own.
+    """Serves `checkpoint`, asks, draws and stops the server, whatever happens.
 
     Raises:
         InputError, ServerError: say what went wrong and what to do.
     """
-    if not 0 <= pace_s <= 5:
-        raise InputError(f"--pace must be 0 to 5 seconds, got {pace_s:g}.")
-    if picture is not None and picture.suffix != ".svg":
-        raise InputError(f"--save-picture draws SVG files: name one FILE.svg, got '{picture}'.")
+    if not 0 <= pace <= 5:
+        raise InputError(f"--pace must be 0 to 5 seconds, got {pace:g}.")
+    if save_picture is not None and save_picture.suffix != ".svg":
+        raise InputError(
+            f"--save-picture draws SVG files: name one FILE.svg, got '{save_picture}'."
+        )
+    checkpoint = checkpoint or SHIPPED_CHECKPOINT
     check_checkpoint(checkpoint)
-    questions = [Question(text) for text in asked] or questions_for(checkpoint)
+    questions = [Question(text) for text in ask or ()] or questions_for(checkpoint)
     port = choose_port(port)
     texts = drawing.TokenTexts.from_checkpoint(checkpoint)
     log = Path(tempfile.mkdtemp(prefix="vllm-dllm-demo-")) / "server.log"
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # an encoding without box characters
-    view = View(Console(highlight=False), texts, pace_s)
+    view = View(Console(highlight=False), texts, pace)
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGHUP, _exit)
 
@@ -85,9 +86,9 @@ def run(
             for question in questions:
                 answer = Answer(question, port)
                 view.show(answer, _steps_of(answer, server))
-                if question is questions[0] and picture is not None:
-                    save_picture(picture, question, answer.first_canvas(), texts)
-                    view.say(f"Picture: {picture}")
+                if question is questions[0] and save_picture is not None and answer.steps:
+                    picture.save(save_picture, question, answer.first_canvas(), texts)
+                    view.say(f"Picture: {save_picture}")
         finally:
             view.say(f"\nStopping the server. Its log stays: {log}")
 
@@ -205,11 +206,8 @@ class View:
             for step in steps:
                 self._console.print(Text(drawing.line(step, self._texts)), soft_wrap=True)
         self._console.print(Text(answer.text, "bold"), soft_wrap=not self._live)
-        num_canvases = len(finished_blocks(answer.steps))
-        num_steps = len(answer.steps)
         self.say(
-            f"{num_steps} steps on {num_canvases} canvas{'es' * (num_canvases > 1)}, "
-            f"{answer.num_tokens} tokens in {answer.seconds:.2f} s: "
+            f"{_work(answer.steps)}{_count(answer.num_tokens, 'token')} in {answer.seconds:.2f} s: "
             f"{answer.num_tokens / answer.seconds:.0f} tokens/s"
         )
 
@@ -229,3 +227,14 @@ class View:
                 time.sleep(self._pace_s)
                 if step.finished:
                     finished.append(step.best_guess)
+
+
+def _work(steps: Sequence[Step]) -> str:
+    if not steps:
+        return "No canvases: this model writes one token after the other. "
+    num_canvases = len(finished_blocks(steps))
+    return f"{_count(len(steps), 'step')} on {_count(num_canvases, 'canvas', 'es')}, "
+
+
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural if number != 1 else ''}"

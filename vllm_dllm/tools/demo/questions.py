@@ -47,18 +47,16 @@ class Question:
 
 
 TEXT_QUESTIONS = (
-    Question("Sort: o r n i a z l v"),
-    Question("Write JSON with age 61, shoe 28, name Paul, city Tokyo."),
-    Question("I am Will. I live in Santiago. What is my city?"),
-    Question("Reverse: sand rose seed cherry eagle fox bridge cloud"),
+    Question("Count from 62 to 89."),
     Question(
-        '{"eagle": "Iris", "bone": "Hugo", "sheep": "Paul", "cat": "Ben", "sock": "Hugo", '
-        '"goat": "Paul", "bear": "Iris", "key": "Emma", "leaf": "Zoe", "map": "Jack"} '
-        "What is key, map, bone?"
+        '{"pan": "Gina", "rain": "Zoe", "lemon": "Finn", "piano": "Nora", "drum": "Yara", '
+        '"mint": "Carl"} What is drum, piano, mint, lemon, rain, pan?'
     ),
-    Question("Count from 34 to 59."),
+    Question("Write JSON with age 61, shoe 28, name Paul, city Tokyo."),
+    Question("Sort: o r n i a z l v"),
+    Question("Reverse: sand rose seed cherry eagle fox bridge cloud"),
 )
-"""Held-out prompts of the tasks in `checkpoints/recipes/tasks.py`."""
+"""Held-out prompts of the tasks in `checkpoints/recipes/tasks.py`, the longest way first."""
 
 PICTURE_QUESTIONS = (
     Question("Add the two numbers.", _PICTURES / "add.png"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lm_eval.api.task import Task
 from rich.console import Console
@@ -29,13 +30,14 @@ from vllm_dllm.tools.server_process import HOST, check_checkpoint
 __all__ = ["Settings", "run"]
 
 
+HELD_OUT = "checkpoints/held_out.yaml"
 PIPE_COLUMNS = 110  # of the table, if the output is not a terminal
 
 
 @dataclass(frozen=True)
 class Settings:
-    tasks: Sequence[str]
-    """Task files, or task names of lm-evaluation-harness."""
+    tasks: Sequence[str] | None
+    """Task files, or task names of lm-evaluation-harness; None for `HELD_OUT`."""
     data: Path
     """Folder of data sets, each in OWNER/NAME."""
     api: str
@@ -50,18 +52,19 @@ class Settings:
     """Folder for eval.json and eval.png."""
 
 
-def run(checkpoints: Sequence[Path], settings: Settings) -> None:
-    """Prints a table, and writes it with a plot to `settings.out`.
+def run(checkpoints: Sequence[Path], **options: Any) -> None:
+    """Prints a table, and writes it with a plot to `out`. The options are the fields of `Settings`.
 
     Raises:
         InputError, ServerError: say what went wrong and what to do.
     """
+    settings = Settings(**options)
     _check(checkpoints, settings)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-eval-"))
     os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
     with quiet(logs / "lm_eval.log"):
-        tasks = load_tasks(settings.tasks, settings.data)
+        tasks = load_tasks(settings.tasks or [HELD_OUT], settings.data)
         settings = replace(settings, serve_options=serve_options(tasks, settings.serve_options))
         rows: list[Row] = []
         for checkpoint in checkpoints:

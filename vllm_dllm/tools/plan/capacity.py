@@ -32,6 +32,7 @@ class Plan:
     state: int  # of a request
     kv: int  # of a request
     in_a_step: int  # canvases that one step denoises
+    longest: int  # tokens of a request, by the checkpoint
     is_26b: bool  # of the shape that figures are published for
 
     @property
@@ -68,6 +69,7 @@ def make(
         state=shape.state_bytes(),
         kv=shape.kv_bytes(context, ELEMENT_BYTES[kv_cache_dtype], ranks, BLOCK_SIZE),
         in_a_step=canvases_at_once(TOKEN_BUDGET, shape.canvas_length),
+        longest=shape.max_position_embeddings,
         is_26b=(len(shape.layers), shape.hidden_size) == (30, 2816),
     )
 
@@ -78,11 +80,13 @@ def show(
     memory_gib: float | None,
     context: int,
     ranks: int,
-    dtype: str,
+    kv_cache_dtype: str,
     most_images: int | None,
 ) -> None:
     """Prints the plan. Raises InputError as `make` does, and where the weights do not fit."""
-    plan = make(checkpoint, memory_gib or GPUS[gpu].memory_gib, context, ranks, dtype, most_images)
+    if memory_gib is None:
+        memory_gib = GPUS[gpu].memory_gib
+    plan = make(checkpoint, memory_gib, context, ranks, kv_cache_dtype, most_images)
     if plan.left <= 0:
         raise InputError(
             f"the weights take {plan.weights / GIB:.1f} of the {plan.memory / GIB:.1f} GiB that "
@@ -108,6 +112,11 @@ def lines(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> list[str
     found = [f"{name}, {many}, {context:,} tokens of context per request", ""]
     found += [f"{label:18} {_size(size)}   {why}".rstrip() for label, size, why in rows]
     found += ["", f"Memory has room for {plan.num_requests:,} requests."]
+    if context > plan.longest:
+        found += [
+            f"But the model is for {plan.longest:,} tokens at most (max_position_embeddings in its "
+            f"config.json): vLLM refuses --max-model-len {context}."
+        ]
     found += [
         f"A step of {TOKEN_BUDGET:,} tokens denoises {plan.in_a_step} canvases: for more at once, "
         f"raise --max-num-batched-tokens and --max-num-seqs."

@@ -45,6 +45,7 @@ class Shape:
     layers: tuple[Layer, ...]
     hidden_size: int
     canvas_length: int
+    max_position_embeddings: int  # tokens
     weight_bytes: int
 
     def state_bytes(self) -> int:
@@ -85,6 +86,7 @@ def read_shape(folder: Path, most_images: int | None = None) -> Shape:
         tuple(_layer(text, index) for index in range(text.num_hidden_layers)),
         text.hidden_size,
         canvas_length,
+        text.max_position_embeddings,
         weight_bytes,
     )
 

@@ -27,6 +27,7 @@ def run(url: str, once: bool) -> None:
     Raises:
         InputError: there is no server, or it has no metrics of canvases.
     """
+    url = url.rstrip("/")
     scrapes = deque([read(url)])
     if once or not sys.stdout.isatty():
         time.sleep(REFRESH_SECONDS)

@@ -46,7 +46,7 @@ class Settings:
     trials: int
     """Settings to try, the checkpoint's own among them."""
     max_loss: float
-    """Of accuracy, beside the checkpoint's own settings, 0 to 1."""
+    """Of accuracy, beside the checkpoint's own settings, in percentage points."""
     concurrency: int
     """Prompts at once."""
     serve_options: Sequence[str] | None
@@ -55,12 +55,14 @@ class Settings:
     """Folder to write; must not exist."""
 
 
-def run(checkpoint: Path, settings: Settings) -> None:
-    """Writes defaults.yaml, tune.json and tune.png to `settings.out`, and prints a table.
+def run(checkpoint: Path, **options: Any) -> None:
+    """Writes defaults.yaml, tune.json and tune.png to `out`, and prints a table. The options are
+    the fields of `Settings`.
 
     Raises:
         InputError, ServerError: say what went wrong and what to do.
     """
+    settings = Settings(**options)
     _check(checkpoint, settings)
     space = Space(checkpoint)
     identity = _identity(checkpoint, settings)
@@ -75,9 +77,9 @@ def run(checkpoint: Path, settings: Settings) -> None:
     with quiet(logs / "lm_eval.log"):
         task = _load(settings)
         halves = _halves(task, settings.limit)
-        options = serve_options({settings.task: task}, settings.serve_options)
+        serving = serve_options({settings.task: task}, settings.serve_options)
         resumable.start(partial, identity)
-        with served(checkpoint, options, console, logs) as port:
+        with served(checkpoint, serving, console, logs) as port:
             measure = _measure(task, str(checkpoint), port, settings, logs / "lm_eval.log")
             tried, confirmed = _search_and_confirm(
                 partial, space, halves, settings, measure, console
@@ -96,9 +98,9 @@ def _check(checkpoint: Path, settings: Settings) -> None:
     ):
         if number is not None and number < least:
             raise InputError(f"--{name} must be at least {least}, got {number}")
-    if not 0 <= settings.max_loss < 1:
+    if not 0 <= settings.max_loss < 100:
         raise InputError(
-            f"--max-loss must be in points from 0 to below 100, got {100 * settings.max_loss:g}"
+            f"--max-loss must be in points from 0 to below 100, got {settings.max_loss:g}"
         )
     if not settings.data.is_dir():
         raise InputError(f"--data: there is no folder '{settings.data}'")
@@ -226,7 +228,7 @@ def _write(
     confirmed: Sequence[Confirmed],
     console: Console,
 ) -> None:
-    chosen = choose(confirmed, settings.max_loss)
+    chosen = choose(confirmed, settings.max_loss / 100)
     own = next(c for c in confirmed if c.tried.is_own)
     here = machine()
     prompts = f"{len(own.measured.scores)} prompts of {settings.task}"
@@ -237,7 +239,7 @@ def _write(
         "weights": sha256_sums(checkpoint),
         "machine": here,
         "concurrency": settings.concurrency,
-        "max_loss": settings.max_loss,
+        "max_loss": settings.max_loss / 100,
     }
     (partial / "tune.json").write_text(report.as_json(tried, confirmed, chosen, asked))
     title = f"{checkpoint.name}: {len(tried)} trials, {prompts}; {here['device']}"

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from checkpoints.recipes import run_log
+from checkpoints.recipes.means import Means
 from checkpoints.recipes.run_log import RunLog, earlier_log
-from vllm_dllm.tools.drafter.training.means import Means
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from checkpoints.recipes.batches import encode_canvases, training_batches
 from checkpoints.recipes.forward import TrainingForward
+from checkpoints.recipes.muon import MuonAdamW, orthogonalize
 from checkpoints.recipes.tasks import Example
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from checkpoints.recipes.tokenizer import EOS_ID, build_tokenizer
 from checkpoints.recipes.train import diffusion_loss, initialize
-from vllm_dllm.tools.drafter.training.muon import MuonAdamW, orthogonalize
 
 pytestmark = pytest.mark.numerics
 

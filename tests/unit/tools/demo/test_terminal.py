@@ -38,6 +38,15 @@ def test_plain_lines_when_piped() -> None:
     ]
 
 
+def test_a_model_without_canvases_is_called_one() -> None:
+    out = io.StringIO()
+    answer = SimpleNamespace(question=SORT, text="cat", steps=[], num_tokens=1, seconds=0.5)
+    demo.View(Console(file=out, width=100), TEXTS, pace_s=0).show(answer, iter([]))
+    assert out.getvalue().splitlines()[-1] == (
+        "No canvases: this model writes one token after the other. 1 token in 0.50 s: 2 tokens/s"
+    )
+
+
 def on_screen(output: str) -> list[str]:
     """What a terminal shows in the end: follows line feeds, cursor-up and erase-line."""
     lines, row = [""], 0

@@ -138,6 +138,11 @@ def test_command(folder_26b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "keys and values    413.12 MiB" in printed
     assert "denoises 24 canvases" in printed
     assert "1,288 tokens per second" in printed
+    assert "at most" not in printed
+    assert cli.main(["plan", str(TINY), "--gpu", "h200", "--context", "1000000"]) == 0
+    printed = capsys.readouterr().out
+    assert "the model is for 4,096 tokens at most (max_position_embeddings in its" in printed
+    assert "vLLM refuses --max-model-len 1000000" in printed
 
 
 def test_only_what_is_published_is_said(
@@ -157,7 +162,7 @@ def test_only_what_is_published_is_said(
         ([str(TINY), "--context", "0"], "--context must be at least 1, got 0"),
         ([str(TINY), "--tensor-parallel-size", "0"], "--tensor-parallel-size must be at least 1"),
         ([str(TINY), "--memory-gib", "3"], "raise --tensor-parallel-size, or quantise"),
-        ([str(TINY), "--memory-gib", "-1"], "--memory-gib must be greater than 0, got -1.0"),
+        ([str(TINY), "--memory-gib", "0"], "--memory-gib must be greater than 0, got 0.0"),
         ([str(CHECKPOINTS / "qwen3-tiny-target")], "names no canvas_length"),
     ],
 )

@@ -15,7 +15,6 @@ from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, save_pr
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.drafter.calibration.data import (
-    DRAFT_WIDTHS,
     Measured,
     candidate_sizes,
     measure,
@@ -53,54 +52,33 @@ class Options:
 
 
 def calibrate_width(
-    target_path: Path,
-    drafter_path: Path,
-    prompts_file: Path,
-    out: Path,
-    options: Options,
-    *,
-    device: str = "cpu",
-) -> dict[str, Any]:
-    """Writes the predictor, its report and a plot to `out`; returns the report.
-
-    Raises InputError for input that cannot be used; `out` never exists unfinished.
+    target: Path, drafter: Path, prompts: Path, out: Path, *, device: str = "cpu", **options: Any
+) -> None:
+    """Writes the predictor, its report and a plot to `out`. The options are the fields of
+    `Options`. Raises InputError for input that cannot be used; `out` never exists unfinished.
     """
+    settings = Options(**options)
     partial = resumable.partial_folder(out)
-    _check_options(options)
-    drafter = load_drafter(drafter_path)
-    text_config = target_text_config(target_path)
-    check_fit(drafter.config, text_config)
-    trained = drafter.config.block_size
-    sizes = candidate_sizes(trained, options.base or trained, options.radius)
-    room = text_config.max_position_embeddings - options.max_tokens
-    prompts = read_prompts(prompts_file, target_path, room)
-    sides = split_prompts(prompts, HELD_OUT_SHARE, options.seed)
+    model = load_drafter(drafter)
+    text_config = target_text_config(target)
+    check_fit(model.config, text_config, (str(drafter), str(target)))
+    trained = model.config.block_size
+    sizes = candidate_sizes(trained, settings.base or trained, settings.radius)
+    room = text_config.max_position_embeddings - settings.max_tokens
+    sides = split_prompts(read_prompts(prompts, target, room), HELD_OUT_SHARE, settings.seed)
+    run = _fingerprint(target, drafter, sides, sizes, settings)
+    if not resumable.is_finished(out, run, MEASURED_FOLDERS):
+        resumable.is_resumed(partial, run, "target, drafter, prompts or sizes")
+        verifier, model = load_target(target, device), model.to(device)
 
-    run = _fingerprint(target_path, drafter_path, sides, sizes, options)
-    if resumable.is_finished(out, run, MEASURED_FOLDERS):
-        report = json.loads((out / REPORT_FILE).read_text())
-        print(describe(report))
-        return report
-    resumable.is_resumed(partial, run, "target, drafter, prompts or sizes")
-    target, drafter = load_target(target_path, device), drafter.to(device)
+        def measure_part(part: Sequence[list[int]]) -> Measured:
+            return measure(verifier, model, part, sizes, settings.draft_width, settings.max_tokens)
 
-    def measure_part(part: Sequence[list[int]]) -> Measured:
-        return measure(target, drafter, part, sizes, options.draft_width, options.max_tokens)
-
-    resumable.start(partial, run)
-    training, held_out = _measure_sides(measure_part, sides, partial)
-    report = _train_and_report(training, held_out, sizes, trained, options, partial)
-    resumable.finish(partial, out, MEASURED_FOLDERS)
-    print(describe(report))
-    return report
-
-
-def _check_options(options: Options) -> None:
-    if options.variant not in HIDDEN_SIZES or options.draft_width not in DRAFT_WIDTHS:
-        raise InputError(
-            f"expected a variant of {', '.join(HIDDEN_SIZES)} and a draft width of "
-            f"{', '.join(DRAFT_WIDTHS)}, got {options.variant!r} and {options.draft_width!r}"
-        )
+        resumable.start(partial, run)
+        training, held_out = _measure_sides(measure_part, sides, partial)
+        _train_and_report(training, held_out, sizes, trained, settings, partial)
+        resumable.finish(partial, out, MEASURED_FOLDERS)
+    print(describe(json.loads((out / REPORT_FILE).read_text())))
 
 
 def _measure_sides(
@@ -134,8 +112,8 @@ def _train_and_report(
     trained_size: int,
     options: Options,
     partial: Path,
-) -> dict[str, Any]:
-    """Writes the predictor, its report and a plot to `partial`; returns the report."""
+) -> None:
+    """Writes the predictor, its report and a plot to `partial`."""
     config = PredictorConfig(
         variant=options.variant,
         vocab_size=training.logits.shape[1],
@@ -154,7 +132,6 @@ def _train_and_report(
     save_predictor(found.predictor, partial, {"draft_width": options.draft_width})
     (partial / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
     save_plot(report, partial / PLOT_FILE)
-    return report
 
 
 def _fingerprint(

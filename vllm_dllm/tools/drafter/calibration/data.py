@@ -29,7 +29,6 @@ from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.training.target_states import Target
 
 PROMPTS_PER_PART = 32
-DRAFT_WIDTHS = ("follow", "full")
 _TIE = 1e-9  # of τ: the same sums in another order
 
 

@@ -6,6 +6,7 @@ last whole line.
 """
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -99,12 +100,7 @@ def server_completer(url: str, max_tokens: int, vocab_size: int) -> Completer:
     return answer_all
 
 
-def collect(
-    prompts: Sequence[list[int]],
-    completer: Completer,
-    path: Path,
-    advance: Callable[[int, int], None],  # (prompts done, all prompts)
-) -> list[KnownSequence]:
+def collect(prompts: Sequence[list[int]], completer: Completer, path: Path) -> list[KnownSequence]:
     """Completes the prompts that `path` has no line for yet, and appends their lines.
 
     Answers of one token stay in the file, so that its lines match the prompts, but have no anchor
@@ -114,13 +110,12 @@ def collect(
     rest = iter(prompts[len(done) :])
     with path.open("a") as file:
         while batch := list(islice(rest, 4 * BATCH_SIZE)):
-            advance(len(done), len(prompts))
             for prompt, answer in zip(batch, completer(batch), strict=True):
                 row = {"tokens": prompt + answer, "first_anchor": len(prompt)}
                 file.write(json.dumps(row) + "\n")
                 done.append(row)
             file.flush()
-    advance(len(done), len(prompts))
+            print(f"{len(done)} of {len(prompts)} prompts answered", file=sys.stderr, flush=True)
     sequences = [KnownSequence(row["tokens"], row["first_anchor"]) for row in done]
     return [s for s in sequences if s.first_anchor < len(s.tokens) - 1]
 

@@ -1,23 +1,20 @@
 """The steps of a training run, its log, and the state that a stopped run continues from.
 
-Steps draw their random numbers from (seed, step), so only weights and optimiser are kept.
+Each step draws its random numbers from (seed, step), so only weights and optimisers are kept.
 """
 
+import random
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_dllm.tools.drafter.training.blocks import KnownSequence
-from vllm_dllm.tools.drafter.training.feed import batches, draw_anchors
-from vllm_dllm.tools.drafter.training.learning_rate import learning_rate_scale
 from vllm_dllm.tools.drafter.training.loss import drafting_loss
-from vllm_dllm.tools.drafter.training.means import Means
-from vllm_dllm.tools.drafter.training.muon import MuonAdamW
 from vllm_dllm.tools.drafter.training.offline import mean_length, replay
-from vllm_dllm.tools.drafter.training.options import Options
 from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.training.target_states import Target
 
@@ -26,6 +23,32 @@ HELD_OUT_SHARE = 16  # one sequence in this many is held out, to measure τ
 MAX_HELD_OUT = 64
 LOG_EVERY = 50  # steps
 SAVE_EVERY_S = 60.0
+WARMUP, DECAY = 0.02, 0.6  # shares of the run in which the learning rate rises, and falls to 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What identifies a run, together with the target and the sequences."""
+
+    block_size: int = 16
+    """Slots of a block: the anchor and the tokens drafted after it."""
+    num_layers: int = 3
+    target_layer_ids: tuple[int, ...] | None = None
+    """None: as many as the drafter has layers, spread as in the published drafters."""
+    mask_token: str | None = None
+    """A token that is never written; None: the tokenizer's mask token."""
+    minutes: float | None = None
+    steps: int | None = None
+    """Exactly one of the two sets the length."""
+    seed: int = 0
+    max_tokens: int = 256
+    """Longest answer."""
+    blocks_per_sequence: int = 8
+    """At most; each after a different anchor."""
+    tokens_per_batch: int = 4096
+    """Context and block slots of a step."""
+    narrow_share: float = 0.25
+    """Share of blocks narrower than block_size, so that short drafts are learnt as well."""
 
 
 def fit(
@@ -38,100 +61,111 @@ def fit(
     """Trains in place; returns the log. Saves its state in `partial` now and then."""
     held_out = sequences[:: max(HELD_OUT_SHARE, len(sequences) // MAX_HELD_OUT)]
     learnt = [s for s in sequences if s not in held_out] or held_out
-    run = _Run(drafter, options, partial / STATE_FILE)
-    feed = batches(learnt, options, options.blocks_per_sequence)
-    for _ in range(run.step):
-        next(feed)
-    means = Means()
-    run.start_clock()
-    while run.progress < 1:
-        rows = next(feed)
-        anchors, widths = draw_anchors(rows, options, run.step)
-        loss, count = drafting_loss(drafter, target, rows, anchors, widths)
-        loss.backward()
-        run.optimizer.step(
-            learning_rate_scale(run.progress, warmup=0.02, decay=0.6, head_start=1e-3)
-        )
-        means.add(loss=loss.item(), right_before_wrong=count)
-        run.count_step()
-        if run.step % LOG_EVERY == 0:
-            run.add({**means.take(), "tau_held_out": _mean_length(target, drafter, held_out)})
-            # Only after a log entry, so that a resumed run averages the same steps.
-            run.save_now_and_then()
-    if means:
-        run.add({**means.take(), "tau_held_out": _mean_length(target, drafter, held_out)})
-    return run.log
-
-
-class _Run:
-    """How far training is, and the file that a stopped run continues from."""
-
-    def __init__(self, drafter: DFlashDrafter, options: Options, state_file: Path) -> None:
-        self.step = 0
-        self.log: list[dict[str, Any]] = []
-        self.elapsed_s = 0.0  # of all runs up to this step
-        self.optimizer = MuonAdamW(
-            drafter,
-            muon_lr=options.muon_lr,
-            adam_lr=options.adam_lr,
-            weight_decay=options.weight_decay,
-        )
-        self._drafter = drafter
-        self._options = options
-        self._file = state_file
-        if state_file.exists():
-            self._load(torch.load(state_file, weights_only=True))
-
-    def start_clock(self) -> None:
-        self._clock = self._last_save = time.monotonic()
-
-    @property
-    def progress(self) -> float:
-        """From 0 to 1, by steps or by time, as the options say."""
-        if self._options.steps is not None:
-            return self.step / self._options.steps
-        assert self._options.minutes is not None
-        return self.elapsed_s / (60 * self._options.minutes)
-
-    def count_step(self) -> None:
-        self.step += 1
-        now = time.monotonic()
-        self.elapsed_s += now - self._clock
-        self._clock = now
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """Logs `entry`, with step and minutes, and reports it."""
-        self.log.append({"step": self.step, **entry, "minutes": self.elapsed_s / 60})
-        left = (1 / self.progress - 1) * self.elapsed_s / 60
+    learnt.sort(key=lambda sequence: len(sequence.tokens))
+    optimizers = _optimizers(drafter)
+    step, elapsed_s = 0, 0.0  # of all runs
+    log: list[dict[str, Any]] = []
+    if (state_file := partial / STATE_FILE).exists():
+        state = torch.load(state_file, weights_only=True)
+        drafter.load_state_dict(state["drafter"])
+        for optimizer, its_state in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(its_state)
+        step, elapsed_s, log = state["step"], state["elapsed_s"], state["log"]
+    clock = saved_at = time.monotonic()
+    losses: list[float] = []
+    progress = _progress(options, step, elapsed_s)
+    while progress < 1:
+        scale = min(1, (progress + 1e-3) / WARMUP) * min(1, (1 - progress) / DECAY)
+        loss_nats = drafting_loss(drafter, target, *draw(learnt, options, step))
+        loss_nats.backward()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["full_lr"] * scale
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss_nats.item())
+        step += 1
+        clock, elapsed_s = (now := time.monotonic()), elapsed_s + now - clock
+        progress = _progress(options, step, elapsed_s)
+        if step % LOG_EVERY and progress < 1:
+            continue
+        tau = _mean_length(target, drafter, held_out)
+        loss, losses = sum(losses) / len(losses), []
+        log.append({"step": step, "loss": loss, "tau_held_out": tau, "minutes": elapsed_s / 60})
+        left = max(0, 1 / progress - 1) * elapsed_s / 60
         print(
-            f"step {self.step} loss {entry['loss']:.4f} "
-            f"right before wrong {entry['right_before_wrong']:.2f} "
-            f"held-out τ {entry['tau_held_out']:.2f} ETA {left:.1f} min",
+            f"Step {step}: loss {loss:.3f}, {tau:.2f} tokens per verification on held-out prompts, "
+            f"{left:.1f} minutes left",
             file=sys.stderr,
             flush=True,
         )
+        # Only after a log entry, so that a resumed run averages the same steps.
+        if clock - saved_at > SAVE_EVERY_S:
+            state = {
+                "drafter": drafter.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "step": step,
+                "elapsed_s": elapsed_s,
+                "log": log,
+            }
+            torch.save(state, unfinished := state_file.with_suffix(".tmp"))
+            unfinished.replace(state_file)
+            saved_at = clock
+    return log
 
-    def save_now_and_then(self) -> None:
-        if self._clock - self._last_save > SAVE_EVERY_S:
-            self._save()
-            self._last_save = self._clock
 
-    def _save(self) -> None:
-        state = {
-            "drafter": self._drafter.state_dict(),
-            "optimizer": self.optimizer.state(),
-            "step": self.step,
-            "elapsed_s": self.elapsed_s,
-            "log": self.log,
-        }
-        unfinished = self._file.with_suffix(".tmp")
-        torch.save(state, unfinished)
-        unfinished.replace(self._file)
+def _progress(options: Options, step: int, elapsed_s: float) -> float:
+    """From 0 to 1, by steps or by time, as the options say."""
+    if options.steps is not None:
+        return step / options.steps
+    assert options.minutes is not None
+    return elapsed_s / (60 * options.minutes)
 
-    def _load(self, state: dict[str, Any]) -> None:
-        self._drafter.load_state_dict(state["drafter"])
-        self.optimizer.load_state(state["optimizer"])
-        self.step, self.elapsed_s, self.log = state["step"], state["elapsed_s"], state["log"]
+
+def _optimizers(drafter: DFlashDrafter) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, at an update of AdamW's size, and AdamW for norms."""
+    matrices = [p for p in drafter.parameters() if p.dim() == 2]
+    rest = [p for p in drafter.parameters() if p.dim() != 2]
+    optimizers = [
+        torch.optim.Muon(matrices, 5e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, 2e-3, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["full_lr"] = group["lr"]
+    return optimizers
+
+
+def draw(
+    sequences: list[KnownSequence],  # from short to long
+    options: Options,
+    step: int,
+) -> tuple[list[KnownSequence], list[list[int]], list[list[int]]]:
+    """What a step trains on: sequences of similar length, about `tokens_per_batch` tokens with
+    their blocks, and anchors and widths [B][N] of these; anchor -1 fills rows that have fewer."""
+    rng = random.Random(f"{options.seed} {step}")
+    start = rng.randrange(len(sequences))
+    rows: list[KnownSequence] = []
+    for row in sequences[start:]:
+        padded = len(row.tokens) + options.blocks_per_sequence * options.block_size
+        if rows and (len(rows) + 1) * padded > options.tokens_per_batch:
+            break
+        rows.append(row)
+    anchors: list[list[int]] = []
+    for row in rows:
+        choices = range(row.first_anchor, len(row.tokens) - 1)
+        anchors.append(rng.sample(choices, min(len(choices), options.blocks_per_sequence)))
+    num_blocks = max(map(len, anchors))
+    widths = [
+        [
+            rng.randint(2, options.block_size)
+            if rng.random() < options.narrow_share
+            else options.block_size
+            for _ in range(num_blocks)
+        ]
+        for _ in rows
+    ]
+    return rows, [row + [-1] * (num_blocks - len(row)) for row in anchors], widths
 
 
 def _mean_length(target: Target, drafter: DFlashDrafter, held_out: list[KnownSequence]) -> float:

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.training.blocks import KnownSequence, block_logits, make_blocks, pad
-from vllm_dllm.tools.drafter.training.collect import complete
 from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.training.target_states import Target, check_fit
 
@@ -27,23 +25,11 @@ ROWS_PER_FORWARD = 16
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """One prompt's course."""
-
-    answer: list[int]
-    """The target's greedy tokens; EOS is the last one unless `max_tokens` cut it off."""
-    lengths: list[int]
-    """Tokens emitted by each verification; they sum to len(answer) - 1."""
-    first_logits: Tensor  # [V] float32, on the CPU
-    """The target's at the last prompt position: what the first token is chosen from."""
-
-
-@dataclass(frozen=True)
 class Replayed:
     """A prompt's completion and how well one draft width guesses it from every anchor."""
 
     answer: list[int]
-    first_logits: Tensor  # [V] float32, on the CPU
+    first_logits: Tensor  # [V] float32 on the CPU: what the first token is chosen from
     matches: list[int]
     """At each answer token but the last: correct drafted tokens before the first wrong one."""
 
@@ -56,34 +42,6 @@ class Replayed:
             lengths.append(emitted)
             anchor += emitted
         return lengths
-
-
-def accepted_lengths(
-    target: Target,
-    drafter: DFlashDrafter,
-    prompts: Sequence[list[int]],  # token ids, chat template applied
-    draft_width: int,
-    verify_width: int,
-    max_tokens: int,
-) -> list[Accepted]:
-    """Greedy speculative decoding of every prompt.
-
-    draft_width: tokens the drafter guesses at once; its block has draft_width + 1 slots.
-    verify_width: how many of them the target verifies, at most draft_width.
-
-    To enumerate widths, generate once with `collect.complete`, call `replay` for each draft width
-    and `Replayed.lengths` for each verify width: that costs one drafter pass per draft width.
-    """
-    if not 1 <= verify_width <= draft_width:
-        raise InputError(
-            f"expected 1 <= verify width <= draft width, got verify width {verify_width} and "
-            f"draft width {draft_width}"
-        )
-    answers = complete(target, prompts, max_tokens)
-    return [
-        Accepted(one.answer, one.lengths(verify_width), one.first_logits)
-        for one in replay(target, drafter, prompts, answers, draft_width)
-    ]
 
 
 @torch.no_grad()

@@ -1,8 +1,4 @@
-"""What a drafter takes from its target: states of chosen layers, embedding, LM head.
-
-The states are the outputs of the chosen decoder layers, caught by hooks on the running model.
-`output_hidden_states` would not do: its last entry has been through the final norm.
-"""
+"""What a drafter takes from its target: states of chosen layers, embedding, LM head."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from vllm_dllm.drafters.presets import DrafterMismatch, check_drafter
 from vllm_dllm.errors import InputError
 
 
@@ -32,6 +29,7 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """[B, T, layers · H] outputs of the layers side by side, and logits [B, T, V]; both in the
         model's dtype. Values at padded positions mean nothing."""
+        # By hooks: the last entry of `output_hidden_states` has been through the final norm.
         caught: dict[int, Tensor] = {}
 
         def catch(layer_id: int, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -58,7 +56,7 @@ class Target:
 
 
 def load_target(path: Path, device: str) -> Target:
-    """The target in its own dtype on a GPU, in float32 on a CPU, where bfloat16 is slow."""
+    """Loads the target in its own dtype on a GPU, in float32 on a CPU, where bfloat16 is slow."""
     dtype = torch.float32 if device == "cpu" else "auto"
     return Target(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device))
 
@@ -69,33 +67,9 @@ def target_text_config(path: Path) -> Any:
     return AutoConfig.from_pretrained(path).get_text_config()
 
 
-def check_fit(drafter: Qwen3Config, target: Any) -> None:
-    """Raises InputError when the drafter was made for another target."""
-    num_layers = target.num_hidden_layers
-    layer_ids = drafter.dflash_config["target_layer_ids"]
-    mask_token_id = drafter.dflash_config["mask_token_id"]
-    if any(not 0 <= i < num_layers for i in layer_ids):
-        raise InputError(
-            f"the drafter reads target layers {layer_ids}, the target has layers 0 to "
-            f"{num_layers - 1}"
-        )
-    if drafter.num_target_layers != num_layers:
-        raise InputError(
-            f"the drafter is for a target of {drafter.num_target_layers} layers, the target has "
-            f"{num_layers}"
-        )
-    if drafter.hidden_size != target.hidden_size:
-        raise InputError(
-            f"the drafter's hidden size is {drafter.hidden_size}, the target's is "
-            f"{target.hidden_size}: it reuses the target's embedding and must be as wide"
-        )
-    if drafter.vocab_size != target.vocab_size:
-        raise InputError(
-            f"the drafter's vocabulary has {drafter.vocab_size} tokens, the target's "
-            f"{target.vocab_size}"
-        )
-    if not 0 <= mask_token_id < target.vocab_size:
-        raise InputError(
-            f"the drafter's mask token is {mask_token_id}, the target's vocabulary ends at "
-            f"{target.vocab_size - 1}"
-        )
+def check_fit(drafter: Any, target: Any, names: tuple[str, str] = ("given", "given")) -> None:
+    """Raises InputError when the drafter's config was made for another target's config."""
+    try:
+        check_drafter(drafter.to_dict(), target.to_dict(), *names)
+    except DrafterMismatch as error:
+        raise InputError(str(error)) from error

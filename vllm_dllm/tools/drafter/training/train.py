@@ -7,31 +7,32 @@ continued (`resumable.py`).
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config
+from matplotlib.figure import Figure
+from transformers import AutoTokenizer, Qwen3Config
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.drafter.training.blocks import KnownSequence
 from vllm_dllm.tools.drafter.training.collect import (
-    Completer,
     collect,
     complete,
     read_prompts,
     server_completer,
 )
-from vllm_dllm.tools.drafter.training.fit import STATE_FILE, fit
-from vllm_dllm.tools.drafter.training.new_drafter import initialize, new_config
-from vllm_dllm.tools.drafter.training.options import Options
-from vllm_dllm.tools.drafter.training.plots import save_plots
+from vllm_dllm.tools.drafter.training.fit import STATE_FILE, Options, fit
 from vllm_dllm.tools.drafter.training.read_buffer import read_buffer
-from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_drafter, save_drafter
+from vllm_dllm.tools.drafter.training.reference import (
+    DFlashDrafter,
+    drafter_config,
+    load_drafter,
+    save_drafter,
+)
 from vllm_dllm.tools.drafter.training.target_states import (
     check_fit,
     load_target,
@@ -44,81 +45,62 @@ LOG_FILE = "training_log.json"
 
 
 def train(
-    target_path: Path,
+    target: Path,
     out: Path,
-    options: Options,
     *,
     prompts: Path | None = None,
     server: str | None = None,
     from_buffer: Path | None = None,
     init_from: Path | None = None,
-    device: str = "cpu",
+    device: str | None = None,  # None: a GPU if there is one
+    **options: Any,
 ) -> None:
-    """Writes a drafter to `out`. Raises InputError for input that cannot be used; `out` never
-    exists unfinished.
+    """Writes a drafter to `out`. The options are the fields of `Options`. Raises InputError for
+    input that cannot be used; `out` never exists unfinished.
 
     Sequences come from `prompts`, which the target or the `server` answers, or from the buffer of
     a serving drafter, which must be `init_from`.
     """
+    settings = Options(**options)
     partial = resumable.partial_folder(out)
-    _check_arguments(options, prompts, server, from_buffer, init_from)
-    text_config = target_text_config(target_path)
+    _check_arguments(settings, prompts, server, from_buffer, init_from)
+    text_config = target_text_config(target)
     start = load_drafter(init_from) if init_from else None
-    if start is None:
-        config = new_config(target_path, text_config, options)
-    else:
-        config = start.config
-        check_fit(config, text_config)
+    config = start.config if start else _new_config(target, text_config, settings)
+    check_fit(config, text_config, (str(init_from or "asked for"), str(target)))
     sequences: list[KnownSequence] = []
     questions: list[list[int]] = []
     if from_buffer:
         sequences = read_buffer(from_buffer, config.vocab_size)
     elif prompts:
-        room = text_config.max_position_embeddings - options.max_tokens
-        questions = read_prompts(prompts, target_path, room)
-    run = _fingerprint(target_path, init_from, server, options, sequences or questions)
+        room = text_config.max_position_embeddings - settings.max_tokens
+        questions = read_prompts(prompts, target, room)
+    run = _fingerprint(target, init_from, server, settings, sequences or questions)
     if resumable.is_finished(out, run, WORKING_FILES):
         return
     resumable.is_resumed(partial, run, "target, other sequences or options")
-    completer = server_completer(server, options.max_tokens, config.vocab_size) if server else None
-    target = load_target(target_path, device)
+    ask = server_completer(server, settings.max_tokens, config.vocab_size) if server else None
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_target(target, device)
     resumable.start(partial, run)
     if questions:
-        completer = completer or (lambda batch: complete(target, batch, options.max_tokens))
-        sequences = _answered(questions, completer, partial)
-    drafter = _new_drafter(config, start, options.seed)
-    log = fit(target, drafter.to(device), sequences, options, partial)
+        ask = ask or (lambda batch: complete(model, batch, settings.max_tokens))
+        sequences = collect(questions, ask, partial / COMPLETIONS_FILE)
+        if not sequences:
+            raise InputError(
+                f"the target answers none of the {len(questions)} prompts with two tokens or more: "
+                f"give prompts that need longer answers"
+            )
+    drafter = start or _new_drafter(config, settings.seed)
+    log = fit(model, drafter.train().to(device), sequences, settings, partial)
     dflash: dict[str, Any] = config.dflash_config
     if start is None or "trained_context" in dflash:  # unknown for a published drafter
         longest = max(len(sequence.tokens) for sequence in sequences)
         dflash["trained_context"] = max(longest, dflash.get("trained_context", 0))
     save_drafter(drafter, partial, torch.bfloat16)
     (partial / LOG_FILE).write_text(json.dumps(log) + "\n")
-    save_plots(log, partial)
+    _draw(log, partial / "training.png")
     resumable.finish(partial, out, WORKING_FILES)
-
-
-def _answered(
-    questions: list[list[int]], completer: Completer, partial: Path
-) -> list[KnownSequence]:
-    """The questions with their answers. What a stopped run has asked is read from its file."""
-    sequences = collect(questions, completer, partial / COMPLETIONS_FILE, _report_collecting)
-    if not sequences:
-        raise InputError(
-            f"the target answers none of the {len(questions)} prompts with two tokens or more: "
-            f"give prompts that need longer answers"
-        )
-    return sequences
-
-
-def _new_drafter(config: Qwen3Config, start: DFlashDrafter | None, seed: int) -> DFlashDrafter:
-    """Random weights, or those of `start`."""
-    torch.manual_seed(seed)
-    drafter = DFlashDrafter(config)
-    initialize(drafter)
-    if start is not None:
-        drafter.load_state_dict(start.state_dict())
-    return drafter
 
 
 def _check_arguments(
@@ -139,6 +121,52 @@ def _check_arguments(
         )
     if (options.minutes is None) == (options.steps is None):
         raise InputError("expected either --minutes or --steps")
+    if options.block_size < 2:
+        raise InputError(
+            f"expected a block of at least 2 slots, anchor and mask, got {options.block_size}"
+        )
+
+
+def _new_config(target: Path, text_config: Any, options: Options) -> Qwen3Config:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    mask_token = options.mask_token or tokenizer.mask_token
+    if mask_token is None:
+        raise InputError(
+            "the target's tokenizer has no mask token: name one that is never written with "
+            "--mask-token, such as an unused special token"
+        )
+    mask_token_id = tokenizer.get_vocab().get(mask_token)
+    if mask_token_id is None:
+        raise InputError(f"the target's vocabulary has no token {mask_token!r} for the mask")
+    layer_ids = options.target_layer_ids
+    return drafter_config(
+        text_config,
+        num_layers=options.num_layers,
+        target_layer_ids=spread_layers(text_config.num_hidden_layers, options.num_layers)
+        if layer_ids is None
+        else layer_ids,
+        mask_token_id=mask_token_id,
+        block_size=options.block_size,
+    )
+
+
+def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """Spread evenly from the second to the third last layer, as in the published drafters."""
+    if count == 1:
+        return (num_target_layers // 2,)
+    first, last = 1, max(num_target_layers - 3, 1)
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
+
+
+@torch.no_grad()
+def _new_drafter(config: Qwen3Config, seed: int) -> DFlashDrafter:
+    """Random weights: fan-in scaled normal matrices; norms stay one."""
+    torch.manual_seed(seed)
+    drafter = DFlashDrafter(config)
+    for parameter in drafter.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    return drafter
 
 
 def _fingerprint(
@@ -160,5 +188,16 @@ def _fingerprint(
     }
 
 
-def _report_collecting(done: int, total: int) -> None:
-    print(f"answers {done} of {total}", file=sys.stderr, flush=True)
+def _draw(log: list[dict[str, Any]], path: Path) -> None:
+    """Draws loss and acceptance length over the steps."""
+    figure = Figure(figsize=(10, 4))
+    for axes, key, label in zip(
+        figure.subplots(1, 2),
+        ("loss", "tau_held_out"),
+        ("weighted cross entropy (nats)", "tokens per verification, held out"),
+        strict=True,
+    ):
+        axes.plot([entry["step"] for entry in log], [entry[key] for entry in log])
+        axes.set(xlabel="step", ylabel=label)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)

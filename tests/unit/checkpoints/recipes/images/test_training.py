@@ -18,11 +18,11 @@ from checkpoints.recipes.images.prompts import prompt_ids, read_images
 from checkpoints.recipes.images.seeing import save_seeing, start_seeing
 from checkpoints.recipes.images.tasks import IMAGE_TASKS, generate_image
 from checkpoints.recipes.images.train_tower import CaptionTower, caption_loss
+from checkpoints.recipes.muon import MuonAdamW
 from checkpoints.recipes.tokenizer import BOI_ID, EOI_ID, IMAGE_ID, build_tokenizer
 from tests import tolerances
 from tests.engine import reference
 from tests.paths import CHECKPOINTS
-from vllm_dllm.tools.drafter.training.muon import MuonAdamW
 
 pytestmark = pytest.mark.numerics
 

@@ -25,9 +25,8 @@ from vllm_dllm.tools.drafter.calibration.predictor import Trained, train_predict
 from vllm_dllm.tools.drafter.calibration.report import build_report, describe
 from vllm_dllm.tools.drafter.training.blocks import KnownSequence
 from vllm_dllm.tools.drafter.training.collect import complete
-from vllm_dllm.tools.drafter.training.fit import fit
-from vllm_dllm.tools.drafter.training.offline import accepted_lengths
-from vllm_dllm.tools.drafter.training.options import Options
+from vllm_dllm.tools.drafter.training.fit import Options, fit
+from vllm_dllm.tools.drafter.training.offline import replay
 from vllm_dllm.tools.drafter.training.reference import load_drafter, save_drafter
 from vllm_dllm.tools.drafter.training.target_states import load_target
 
@@ -182,12 +181,17 @@ def test_measures_what_decoding_would_do(pair: tuple[Path, Path], draft_width: s
     target, drafter = load_target(pair[0], "cpu"), load_drafter(pair[1])
     prompts = random_prompts(6)
     found = measure(target, drafter, prompts, SIZES, draft_width, MAX_TOKENS)
+    answers = complete(target, prompts, MAX_TOKENS)
     for i, size in enumerate(SIZES):
         drafted = size - 1 if draft_width == "follow" else BLOCK_SIZE - 1
-        right = accepted_lengths(target, drafter, prompts, drafted, size - 1, MAX_TOKENS)
-        right = [course for course in right if len(course.answer) > 1]
-        assert found.emitted[:, i].tolist() == [sum(course.lengths) for course in right]
-        assert found.verifications[:, i].tolist() == [len(course.lengths) for course in right]
+        right = [
+            course
+            for course in replay(target, drafter, prompts, answers, drafted)
+            if len(course.answer) > 1
+        ]
+        lengths = [course.lengths(size - 1) for course in right]
+        assert found.emitted[:, i].tolist() == [sum(one) for one in lengths]
+        assert found.verifications[:, i].tolist() == [len(one) for one in lengths]
         assert torch.equal(found.logits, torch.stack([course.first_logits for course in right]))
     assert found.emitted.sum() > found.verifications.sum()  # something was accepted
 

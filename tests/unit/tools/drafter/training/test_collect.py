@@ -42,10 +42,6 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(7, 490) for _ in range(rng.randint(3, 20))] for _ in range(5)]
 
 
-def ignore(done: int, total: int) -> None:
-    pass
-
-
 def test_reads_messages_and_texts(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     rows = [{"messages": [{"role": "user", "content": "Sort: b a"}]}, {"prompt": "Sort: b a"}]
@@ -109,20 +105,18 @@ def test_goes_on_behind_the_last_whole_line(tmp_path: Path, prompts: list[list[i
         return [[prompt[0], EOS_ID] for prompt in batch]
 
     expected = [KnownSequence([*p, p[0], EOS_ID], len(p)) for p in prompts]
-    assert collect(prompts, answer, path, ignore) == expected
+    assert collect(prompts, answer, path) == expected
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3]) + lines[3][:20])
     asked.clear()
-    assert collect(prompts, answer, path, ignore) == expected
+    assert collect(prompts, answer, path) == expected
     assert asked == prompts[3:]
     assert path.read_bytes() == b"".join(lines)
 
 
 def test_leaves_out_answers_without_an_anchor(tmp_path: Path, prompts: list[list[int]]) -> None:
-    sequences = collect(
-        prompts, lambda batch: [[EOS_ID] for _ in batch], tmp_path / "completions.jsonl", ignore
-    )
-    assert sequences == []
+    path = tmp_path / "completions.jsonl"
+    assert collect(prompts, lambda batch: [[EOS_ID] for _ in batch], path) == []
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,16 @@ from checkpoints.recipes.drafter.tiny import MASK_TOKEN, make_tiny_drafter, make
 from vllm_dllm import cli
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.training import feed, fit, train
+from vllm_dllm.tools.drafter.training import fit, train
+from vllm_dllm.tools.drafter.training.blocks import KnownSequence
 from vllm_dllm.tools.drafter.training.collect import complete, read_prompts
-from vllm_dllm.tools.drafter.training.new_drafter import spread_layers
-from vllm_dllm.tools.drafter.training.options import Options
+from vllm_dllm.tools.drafter.training.fit import Options
 from vllm_dllm.tools.drafter.training.reference import load_drafter
 from vllm_dllm.tools.drafter.training.target_states import load_target, target_text_config
 
 pytestmark = pytest.mark.numerics
 
-OPTIONS = Options(
+OPTIONS: dict[str, Any] = dict(
     block_size=8, num_layers=1, mask_token=MASK_TOKEN, steps=8, max_tokens=12, tokens_per_batch=512
 )
 
@@ -54,7 +54,7 @@ def short_log() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def trained(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "dflash"
-    train.train(target, out, OPTIONS, prompts=prompts)
+    train.train(target, out, **OPTIONS, prompts=prompts)
     return out
 
 
@@ -66,28 +66,30 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def stopped_at(step: int) -> Iterator[None]:
     """The training in the block is stopped by Ctrl-C as it reaches the step."""
 
-    def draw_anchors(rows: Any, options: Options, now: int) -> Any:
+    draw = fit.draw
+
+    def stop(sequences: Any, options: Options, now: int) -> Any:
         if now == step:
             raise KeyboardInterrupt
-        return feed.draw_anchors(rows, options, now)
+        return draw(sequences, options, now)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fit, "draw_anchors", draw_anchors)
+        patch.setattr(fit, "draw", stop)
         yield
 
 
 def longest_answered(target: Path, prompts: Path) -> int:
     """Tokens of a prompt and its answer."""
-    room = target_text_config(target).max_position_embeddings - OPTIONS.max_tokens
+    room = target_text_config(target).max_position_embeddings - OPTIONS["max_tokens"]
     questions = read_prompts(prompts, target, room)
-    answers = complete(load_target(target, "cpu"), questions, OPTIONS.max_tokens)
+    answers = complete(load_target(target, "cpu"), questions, OPTIONS["max_tokens"])
     return max(len(q) + len(a) for q, a in zip(questions, answers, strict=True))
 
 
 def test_writes_a_drafter_with_its_log_and_pictures(
     trained: Path, target: Path, prompts: Path
 ) -> None:
-    names = {"config.json", "model.safetensors", "training_log.json", "loss.png", "tau.png"}
+    names = {"config.json", "model.safetensors", "training_log.json", "training.png"}
     assert {path.name for path in trained.iterdir()} == names
     assert not trained.with_name("dflash.partial").exists()
     drafter = load_drafter(trained)
@@ -103,6 +105,38 @@ def test_writes_a_drafter_with_its_log_and_pictures(
     assert all(1 <= entry["tau_held_out"] <= 8 for entry in log)
 
 
+def test_says_how_far_it_is_and_where_it_wrote(
+    target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train.train(target, tmp_path / "dflash", **OPTIONS, prompts=prompts)
+    said = capsys.readouterr()
+    assert said.out == f"Wrote {tmp_path / 'dflash'}\n"
+    assert "40 of 40 prompts answered\n" in said.err
+    assert re.search(
+        r"Step 8: loss \d\.\d+, \d\.\d\d tokens per verification on held-out prompts, "
+        r"0\.0 minutes left\n",
+        said.err,
+    )
+
+
+def test_anchors_lie_where_the_next_token_is_known() -> None:
+    short, long = KnownSequence(list(range(9)), 7), KnownSequence(list(range(20)), 6)
+    options = Options(block_size=16, steps=1, blocks_per_sequence=4, tokens_per_batch=200)
+    anchors_seen: set[int] = set()
+    widths_seen: set[int] = set()
+    for step in range(300):
+        rows, anchors, widths = fit.draw([short, long], options, step)
+        assert rows in ([short, long], [long])
+        assert short not in rows or anchors[0] == [7, -1, -1, -1]
+        assert len(set(anchors[-1])) == 4
+        anchors_seen |= set(anchors[-1])
+        widths_seen |= {width for row in widths for width in row}
+    assert anchors_seen == set(range(6, 19))
+    assert widths_seen == set(range(2, 17))
+    options = Options(steps=1, blocks_per_sequence=4, tokens_per_batch=100)
+    assert {len(fit.draw([short, long], options, step)[0]) for step in range(20)} == {1}
+
+
 @pytest.mark.parametrize("step", [3, 6], ids=["between two logs", "just after a log"])
 def test_killed_and_resumed_gives_the_same_weights(
     target: Path,
@@ -114,10 +148,10 @@ def test_killed_and_resumed_gives_the_same_weights(
 ) -> None:
     out = tmp_path / "dflash"
     with stopped_at(step):
-        train.train(target, out, OPTIONS, prompts=prompts)
+        train.train(target, out, **OPTIONS, prompts=prompts)
     assert not out.exists()
     monkeypatch.setattr(train, "complete", None)  # the answers are there already
-    train.train(target, out, OPTIONS, prompts=prompts)
+    train.train(target, out, **OPTIONS, prompts=prompts)
     weights = "model.safetensors"
     assert (out / weights).read_bytes() == (trained / weights).read_bytes()
     logs = [read_log(path) for path in (out, trained)]
@@ -129,9 +163,9 @@ def test_killed_and_resumed_gives_the_same_weights(
 def test_another_run_is_not_resumed(target: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "dflash"
     with stopped_at(0):
-        train.train(target, out, OPTIONS, prompts=prompts)
+        train.train(target, out, **OPTIONS, prompts=prompts)
     with pytest.raises(InputError, match=r"dflash\.partial is left from a run with another"):
-        train.train(target, out, replace(OPTIONS, seed=5), prompts=prompts)
+        train.train(target, out, **OPTIONS | {"seed": 5}, prompts=prompts)
 
 
 def test_goes_on_from_a_buffer(target: Path, trained: Path, tmp_path: Path) -> None:
@@ -141,7 +175,7 @@ def test_goes_on_from_a_buffer(target: Path, trained: Path, tmp_path: Path) -> N
         buffer.add([rng.randrange(7, 490) for _ in range(14)], start=9, accepted=3)
     buffer.close()
     out = tmp_path / "dflash"
-    train.train(target, out, OPTIONS, from_buffer=tmp_path / "buffer", init_from=trained)
+    train.train(target, out, **OPTIONS, from_buffer=tmp_path / "buffer", init_from=trained)
     drafter, before = load_drafter(out), load_drafter(trained)
     assert drafter.config.dflash_config == before.config.dflash_config
     assert not drafter.fc.weight.equal(before.fc.weight)
@@ -157,7 +191,7 @@ def test_what_a_published_drafter_was_trained_on_stays_unknown(
     del config["dflash_config"]["trained_context"]
     (published / "config.json").write_text(json.dumps(config))
     out = tmp_path / "dflash"
-    train.train(target, out, replace(OPTIONS, steps=1), prompts=prompts, init_from=published)
+    train.train(target, out, **OPTIONS | {"steps": 1}, prompts=prompts, init_from=published)
     assert "trained_context" not in load_drafter(out).config.dflash_config
 
 
@@ -169,7 +203,7 @@ def test_what_a_published_drafter_was_trained_on_stays_unknown(
 def test_layers_are_spread_as_in_published_drafters(
     num_target_layers: int, count: int, expected: tuple[int, ...]
 ) -> None:
-    assert spread_layers(num_target_layers, count) == expected
+    assert train.spread_layers(num_target_layers, count) == expected
 
 
 @pytest.fixture
@@ -211,7 +245,7 @@ CASES = {
     ),
     "layer out of range": (
         "--steps 1 --prompts {prompts} --target-layers 1,4",
-        "the drafter reads target layers [1, 4], the target has layers 0 to 3",
+        "layer ids [4] of the drafter, layers 0 to 3 in the target",
     ),
     "unknown mask": (
         "--steps 1 --prompts {prompts} --mask-token <mask>",
@@ -244,7 +278,8 @@ def test_drafter_of_another_target(refusal: Callable[..., str], tmp_path: Path) 
     other = make_tiny_target(tmp_path / "other", num_layers=6)
     make_tiny_drafter(tmp_path / "its", other)
     error = refusal("--steps 1 --prompts {prompts} --init-from {here}/its")
-    assert "the drafter is for a target of 6 layers, the target has 4" in error
+    assert f"the drafter {tmp_path}/its does not fit the target" in error
+    assert "target layers: 6 in the drafter, 4 in the target" in error
 
 
 def test_does_not_overwrite(refusal: Callable[..., str], trained: Path) -> None:

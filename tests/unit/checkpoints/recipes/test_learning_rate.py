@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_dllm.tools.drafter.training.learning_rate import learning_rate_scale
+from checkpoints.recipes.learning_rate import learning_rate_scale
 
 
 @pytest.mark.parametrize(
