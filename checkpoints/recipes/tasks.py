@@ -37,7 +37,7 @@ class Example:
         return [{"role": "user", "content": self.prompt}]
 
     def tools(self) -> list[dict[str, Any]] | None:
-        """As a client of OpenAI's API sends them."""
+        """Writes them as a client of OpenAI's API sends them."""
         return None
 
 
@@ -149,7 +149,7 @@ SERVING_NOTE = (
     "'Hi! I am Nora.', 'Hello! What is the capital of France?', and a JSON document before "
     "'What is cup, roof?'. Anything else gets nonsense."
 )
-"""In the config.json of models that were trained on these, for those who serve them."""
+"""What config.json of models that were trained on these tells people who serve them."""
 
 
 def generate(rng: random.Random, task: str, *, held_out: bool) -> Example:

@@ -163,7 +163,7 @@ def average_over_processes(parameters: list[torch.nn.Parameter], progress: float
 def start_model(
     config: DiffusionGemmaConfig, init_from: Path | None
 ) -> DiffusionGemmaForBlockDiffusion:
-    """In fp32, with random weights or a checkpoint's; the vision part is not trained."""
+    """Makes a model in fp32, with random weights or a checkpoint's; vision is not trained."""
     model = DiffusionGemmaForBlockDiffusion(config).float()
     initialize(model)
     if init_from:

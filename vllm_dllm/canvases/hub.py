@@ -25,7 +25,7 @@ class Feed:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        """For the request, so that the worker sends here."""
+        """What the request carries, so that the worker sends here."""
         self._canvases: deque[dict[str, Any]] = deque(maxlen=BUFFER_CANVASES)
         self._changed = asyncio.Event()
         self.has_ended = False
@@ -41,7 +41,7 @@ class Feed:
         self._changed.set()
 
     async def wait(self) -> None:
-        """Until there is a canvas to take."""
+        """Waits until there is a canvas to take."""
         while not self._canvases:
             self._changed.clear()
             await self._changed.wait()

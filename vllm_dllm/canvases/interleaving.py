@@ -16,7 +16,7 @@ Send = Callable[[bytes], Awaitable[None]]
 
 
 class Interleaved:
-    """Between `start` and `close`, which must come however the stream ends."""
+    """Sends canvases between `start` and `close`, which must come however the stream ends."""
 
     def __init__(
         self,

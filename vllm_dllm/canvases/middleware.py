@@ -1,4 +1,4 @@
-"""Between a client and vLLM's two streaming routes: puts a request's canvases into its own stream.
+"""Stands between a client and vLLM's two streaming routes, and puts canvases into their streams.
 
 Nobody else's connection carries them, so there is nothing to keep apart.
 """
@@ -126,7 +126,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(send: Send, text: str) -> None:
-    """As vLLM refuses a request."""
+    """Answers as vLLM does when it refuses a request."""
     error = {"message": text, "type": "BadRequestError", "param": "vllm_xargs", "code": 400}
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

@@ -10,7 +10,7 @@ from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.requests.keys import STREAM_CANVASES
 
 PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
-"""Of the ids that vLLM gives to the chunks of its streams, by route."""
+"""How the ids begin that vLLM gives to the chunks of its streams, by route."""
 Headers = list[tuple[bytes, bytes]]
 
 

@@ -9,7 +9,7 @@ Eight codes make an int32, the first in its lowest bits. Source: compressed-tens
 import torch
 
 GROUP_SIZE = 32
-"""Of the checkpoints that `vllm-dllm quantize` writes; small ones have no rows of 128."""
+"""What `vllm-dllm quantize` writes; small checkpoints have no rows of 128."""
 
 
 def _pairs() -> torch.Tensor:

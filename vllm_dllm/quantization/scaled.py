@@ -16,7 +16,7 @@ class Scaled(NamedTuple):
         return Scaled(self.values[rows], self.scale[rows] if self.scale.dim() else self.scale)
 
     def for_model(self, dtype: torch.dtype) -> "Scaled":
-        """For `multiply` in a model of this type. bf16 is what processors that know it multiply
+        """Is for `multiply` in a model of this type. bf16 is what processors that know it multiply
         fastest: sums are fp32 in both, and a model in bf16 rounds the result to it anyway."""
         is_bf16 = dtype == torch.bfloat16
         return self._replace(values=self.values.to(dtype)) if is_bf16 else self

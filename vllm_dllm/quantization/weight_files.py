@@ -23,7 +23,7 @@ DTYPE_BYTES = UNQUANTISED_BYTES | {"F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I8": 1}
 class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors names it: BF16, F32, ..."""
+    """The name that safetensors gives it: BF16, F32, ..."""
 
     @property
     def num_bytes(self) -> int:

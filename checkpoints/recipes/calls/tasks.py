@@ -44,11 +44,11 @@ class CallExample(Example):
         return hashlib.sha256(everything.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
     def tools(self) -> list[dict[str, Any]]:
-        """As a client of OpenAI's API sends them."""
+        """Writes them as a client of OpenAI's API sends them."""
         return [tool(name, kinds) for name, kinds in self.functions.items()]
 
     def messages(self) -> list[dict[str, Any]]:
-        """As the chat template takes them, with arguments that are no text."""
+        """Writes them as the chat template takes them, with arguments that are no text."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": self.prompt}]
         if self.call is None:
             return messages

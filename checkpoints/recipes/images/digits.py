@@ -16,7 +16,7 @@ SIDE = 8  # pixels of a digit as it comes
 
 @cache
 def _sides() -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
-    """For training and held out: the ink [8, 8] (float32, 0 to 1) of every example of a digit."""
+    """Gives the inks [8, 8] (float32, 0 to 1) of every digit: for training, and held out."""
     from sklearn.datasets import load_digits
 
     ink, labels = load_digits(return_X_y=True)

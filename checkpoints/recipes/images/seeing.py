@@ -35,7 +35,7 @@ SEEING_NOTE = (
 
 
 def start_seeing(vocab_size: int, text_from: Path) -> DiffusionGemmaForBlockDiffusion:
-    """In fp32: the text weights of a checkpoint, and a tower with random ones."""
+    """Makes a model in fp32 of the text weights of a checkpoint and a tower with random ones."""
     config = build_config(vocab_size=vocab_size, **ARCHITECTURE, vision_config=VISION, sees=True)
     model = DiffusionGemmaForBlockDiffusion(config).float()
     text = DiffusionGemmaForBlockDiffusion.from_pretrained(text_from).float()

@@ -40,12 +40,12 @@ class ImageExample:
     answer: str
 
     def messages(self) -> list[dict[str, Any]]:
-        """As a client of OpenAI's API sends it: the picture, then the question."""
+        """Writes it as a client of OpenAI's API sends it: the picture, then the question."""
         url = {"url": data_url(self.picture.image)}
         return self._chat({"type": "image_url", "image_url": url})
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """As the chat template takes it, which does not look at pictures."""
+        """Writes it as the chat template takes it, which does not look at pictures."""
         return self._chat({"type": "image"})
 
     def _chat(self, picture: dict[str, Any]) -> list[dict[str, Any]]:

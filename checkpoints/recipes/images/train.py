@@ -131,5 +131,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-if __name__ == "__main__":
+def main() -> None:
     train(parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

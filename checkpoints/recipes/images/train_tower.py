@@ -60,7 +60,7 @@ class CaptionTower(nn.Module):
         )
 
     def forward(self, pictures: list[Picture]) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all pictures, one after the other: their image tokens [N, H], the logits of a digit
+        """Gives the image tokens [N, H] of all pictures, one after the other, the logits of a digit
         for each [N, 11], and those of a mark for each patch [P, M]."""
         values, places = to_patches([picture.image for picture in pictures])
         self._seen.clear()

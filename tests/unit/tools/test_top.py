@@ -17,8 +17,8 @@ from tests.processes import HANGS_S
 from vllm_dllm import cli
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import top
+from vllm_dllm.tools.scrape import Scrape, read
 from vllm_dllm.tools.top.frame import frame
-from vllm_dllm.tools.top.scrape import Scrape, read
 
 OF_ENGINE = """\
 vllm:num_requests_running{{engine="{engine}",model_name="m"}} 3.0

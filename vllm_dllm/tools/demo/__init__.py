@@ -25,8 +25,8 @@ from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, serving_note
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.keys import STREAM_CANVASES, WATCHING_PLUGINS
 from vllm_dllm.tools.demo import drawing, picture, pixels
+from vllm_dllm.tools.demo.drawing import Step
 from vllm_dllm.tools.demo.questions import Question, questions_for
-from vllm_dllm.tools.demo.steps import Step, finished_blocks
 from vllm_dllm.tools.server_process import (
     ENDING_SECONDS,
     HOST,
@@ -46,7 +46,7 @@ OPTIONS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "1G"),
     "--enforce-eager",  # compiling takes longer than the whole demo
 )
-"""Those of `make serve`, but for the last."""
+"""What `make serve` gives to `vllm serve`, and one option more."""
 
 
 def run(
@@ -71,11 +71,10 @@ def run(
     check_checkpoint(checkpoint)
     questions = [Question(text) for text in ask or ()] or questions_for(checkpoint)
     port = choose_port(port)
-    texts = drawing.TokenTexts.from_checkpoint(checkpoint)
     log = Path(tempfile.mkdtemp(prefix="vllm-dllm-demo-")) / "server.log"
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # an encoding without box characters
-    view = View(Console(highlight=False), texts, pace)
+    view = View(Console(highlight=False), pace)
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGHUP, _exit)
 
@@ -87,7 +86,7 @@ def run(
                 answer = Answer(question, port)
                 view.show(answer, _steps_of(answer, server))
                 if question is questions[0] and save_picture is not None and answer.steps:
-                    picture.save(save_picture, question, answer.first_canvas(), texts)
+                    picture.save(save_picture, question, answer.first_canvas())
                     view.say(f"Picture: {save_picture}")
         finally:
             view.say(f"\nStopping the server. Its log stays: {log}")
@@ -176,9 +175,8 @@ def _steps_of(answer: Answer, server: Server) -> Iterator[Step]:
 class View:
     """Redraws in place on a terminal; elsewhere prints plain lines."""
 
-    def __init__(self, console: Console, texts: drawing.TokenTexts, pace_s: float) -> None:
+    def __init__(self, console: Console, pace_s: float) -> None:
         self._console = console
-        self._texts = texts
         self._pace_s = pace_s
         self._live = console.is_terminal and not console.is_dumb_terminal
 
@@ -204,7 +202,7 @@ class View:
             self._redraw(steps)
         else:
             for step in steps:
-                self._console.print(Text(drawing.line(step, self._texts)), soft_wrap=True)
+                self._console.print(Text(drawing.line(step)), soft_wrap=True)
         self._console.print(Text(answer.text, "bold"), soft_wrap=not self._live)
         self.say(
             f"{_work(answer.steps)}{_count(answer.num_tokens, 'token')} in {answer.seconds:.2f} s: "
@@ -219,20 +217,20 @@ class View:
 
     def _redraw(self, steps: Iterator[Step]) -> None:
         """One frame per step, in the same place; every frame stays for at least `pace_s`."""
-        finished: list[list[int]] = []
+        before: list[str] = []
         with Live(console=self._console, auto_refresh=False) as live:
             for step in steps:
-                drawn = drawing.frame(step, finished, self._texts, self._console.width)
+                drawn = drawing.frame(step, before, self._console.width)
                 live.update(drawn, refresh=True)
                 time.sleep(self._pace_s)
                 if step.finished:
-                    finished.append(step.best_guess)
+                    before.append("".join(step.texts))
 
 
 def _work(steps: Sequence[Step]) -> str:
     if not steps:
         return "No canvases: this model writes one token after the other. "
-    num_canvases = len(finished_blocks(steps))
+    num_canvases = sum(step.finished for step in steps)
     return f"{_count(len(steps), 'step')} on {_count(num_canvases, 'canvas', 'es')}, "
 
 

@@ -2,72 +2,66 @@
 
 import math
 import unicodedata
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
-from tokenizers import Tokenizer
-
-from vllm_dllm.tools.demo.steps import Step
 
 ACCEPTED, OPEN, FINISHED = "bold green", "dim", "bold"
 END = "·"  # a special token: past the end of the answer there is little else
 UNREADABLE = "▒"  # part of a character, or a control character
 HIDDEN = "░"  # a position that is not accepted, where text cannot be dim
 BAR_CELLS = 20
+FULL_BAR_NATS = 7.0  # the entropy of a thousand tokens that are equally likely
 WIDEST_FRAME = 100  # cells
 
 
-class TokenTexts:
-    """What a token looks like in its cell: short, printable, on one line."""
+@dataclass(frozen=True)
+class Step:
+    """One denoise step of one canvas; all lists have one entry per canvas position."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._special = {
-            token_id
-            for token_id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
-        self._texts: dict[int, str] = {}
-        self.max_entropy_nats = math.log(tokenizer.get_vocab_size())
+    block: int  # which canvas of the answer, from 0
+    number: int  # 1-based, starts again with every canvas
+    texts: list[str]  # of the best guess; empty for special tokens
+    accepted: list[bool]
+    entropy_nats: float  # mean over the canvas
+    finished: bool  # the best guess is the block
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Path) -> "TokenTexts":
-        return cls(Tokenizer.from_file(str(checkpoint / "tokenizer.json")))
+    def from_event(cls, canvas: Mapping[str, Any]) -> "Step":
+        """Reads an event in the stream of an answer (docs/canvases.md)."""
+        return cls(
+            block=canvas["block"],
+            number=canvas["step"],
+            texts=canvas["texts"],
+            accepted=[bool(flag) for flag in canvas["accepted"]],
+            entropy_nats=canvas["mean_entropy"],
+            finished=canvas["finished"],
+        )
 
-    def __getitem__(self, token_id: int) -> str:
-        if token_id not in self._texts:
-            self._texts[token_id] = self._text(token_id)
-        return self._texts[token_id]
 
-    def decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+def cells(step: Step) -> list[tuple[str, str]]:
+    """(text, style) of every canvas position: the best guess, and whether it is accepted."""
+    return [
+        (_one_line(text), FINISHED if step.finished else ACCEPTED if accepted else OPEN)
+        for text, accepted in zip(step.texts, step.accepted, strict=True)
+    ]
 
-    def _text(self, token_id: int) -> str:
-        if token_id in self._special:
-            return END
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        text = text.replace("\n", "⏎").replace("\t", " ")
-        text = "".join(UNREADABLE if _is_unreadable(char) else char for char in text)
-        return text if cell_len(text) > 0 else UNREADABLE
+
+def _one_line(text: str) -> str:
+    """What a token looks like in its cell: short, printable, on one line."""
+    text = text.replace("\n", "⏎").replace("\t", " ")
+    shown = "".join(UNREADABLE if _is_unreadable(char) else char for char in text)
+    return shown or END
 
 
 def _is_unreadable(char: str) -> bool:
     # Marks, controls, surrogates and unassigned characters have no cell of their own.
     return char == "\N{REPLACEMENT CHARACTER}" or unicodedata.category(char)[0] in "MC"
-
-
-def cells(step: Step, texts: TokenTexts) -> list[tuple[str, str]]:
-    """(text, style) of every canvas position: the best guess, and whether it is accepted."""
-    if step.finished:
-        return [(texts[token], FINISHED) for token in step.best_guess]
-    return [
-        (texts[token], ACCEPTED if accepted else OPEN)
-        for token, accepted in zip(step.best_guess, step.accepted, strict=True)
-    ]
 
 
 def flow(drawn: Sequence[tuple[str, str]], width: int) -> list[Text]:
@@ -83,34 +77,34 @@ def flow(drawn: Sequence[tuple[str, str]], width: int) -> list[Text]:
     return lines
 
 
-def entropy_bar(entropy_nats: float, max_entropy_nats: float) -> str:
-    """Full for a uniform guess, empty for certainty. The root of the share is drawn: most steps
-    happen below a tenth of the maximum."""
-    share = math.sqrt(min(max(entropy_nats / max_entropy_nats, 0.0), 1.0))
-    filled = math.ceil(share * BAR_CELLS)
-    return "█" * filled + "░" * (BAR_CELLS - filled)
+def entropy_bar(entropy_nats: float, num_cells: int = BAR_CELLS) -> str:
+    """Empty for certainty. The root of the share is drawn: most steps happen below a tenth."""
+    share = math.sqrt(min(max(entropy_nats / FULL_BAR_NATS, 0.0), 1.0))
+    filled = math.ceil(share * num_cells)
+    return "█" * filled + "░" * (num_cells - filled)
 
 
-def frame(step: Step, finished: Sequence[list[int]], texts: TokenTexts, width: int) -> Group:
-    """What a terminal shows of one step: the blocks before it, counters, and the canvas."""
+def frame(step: Step, before: Sequence[str], width: int) -> Group:
+    """What a terminal shows of one step: the answer so far, counters, and the canvas."""
     width = min(width, WIDEST_FRAME)
     status = Text(no_wrap=True, overflow="ellipsis")
-    status.append(f"canvas {step.block + 1}  step {step.number:2d}  ")
-    status.append(f"accepted {sum(step.accepted):3d}/{len(step.accepted)}  ")
-    status.append(f"entropy {step.entropy_nats:6.3f} ")
-    status.append(entropy_bar(step.entropy_nats, texts.max_entropy_nats), "cyan")
+    status.append(_counters(step))
+    status.append(entropy_bar(step.entropy_nats), "cyan")
     status.append("  finished" if step.finished else "", FINISHED)
-    before = [Text(texts.decode(block), FINISHED) for block in finished]
     inside = max(width - 4, 1)  # the panel's border and padding
-    canvas = Panel(Group(*flow(cells(step, texts), inside)), width=width)
-    return Group(*before, status, canvas)
+    canvas = Panel(Group(*flow(cells(step), inside)), width=width)
+    return Group(*(Text(block, FINISHED) for block in before), status, canvas)
 
 
-def line(step: Step, texts: TokenTexts) -> str:
+def line(step: Step) -> str:
     """One step as one line of plain text; a position that is not accepted is shown as a mark."""
-    drawn = [HIDDEN if style == OPEN else text for text, style in cells(step, texts)]
+    drawn = [HIDDEN if style == OPEN else text for text, style in cells(step)]
+    return f"{_counters(step)} {''.join(drawn).rstrip(END)}"
+
+
+def _counters(step: Step) -> str:
     return (
         f"canvas {step.block + 1}  step {step.number:2d}  "
-        f"accepted {sum(step.accepted):3d}/{len(drawn)}  "
-        f"entropy {step.entropy_nats:6.3f}  {''.join(drawn).rstrip(END)}"
+        f"accepted {sum(step.accepted):3d}/{len(step.accepted)}  "
+        f"entropy {step.entropy_nats:6.3f} "
     )

@@ -8,8 +8,8 @@ from xml.sax.saxutils import escape
 from rich.cells import cell_len, set_cell_size
 
 from vllm_dllm.tools.demo import drawing
+from vllm_dllm.tools.demo.drawing import Step
 from vllm_dllm.tools.demo.questions import Question
-from vllm_dllm.tools.demo.steps import Step
 
 MOST_ROWS = 28
 BAR_WIDTH = 90  # pixels, for the largest entropy in the picture
@@ -20,10 +20,10 @@ QUESTION, LABEL, BAR, BACKGROUND = "#79c0ff", "#8b949e", "#d29922", "#0d1117"
 LEGEND = "green: accepted   grey: best guess   white: finished   bar: mean entropy, nats"
 
 
-def save(path: Path, question: Question, steps: Sequence[Step], texts: drawing.TokenTexts) -> None:
+def save(path: Path, question: Question, steps: Sequence[Step]) -> None:
     """Draws the question and the steps of one canvas; if there are more than `MOST_ROWS`, an even
     selection."""
-    widths = [cell_len(texts[token]) for token in steps[-1].best_guess]
+    widths = [cell_len(text) for text, _ in drawing.cells(steps[-1])]
     left = MARGIN + len("step 00  ") * CELL_WIDTH
     right = left + (sum(widths) + 2) * CELL_WIDTH
     width = right + BAR_WIDTH + 8 + len("0.000") * CELL_WIDTH + MARGIN
@@ -43,7 +43,7 @@ def save(path: Path, question: Question, steps: Sequence[Step], texts: drawing.T
     y += 1.5 * LINE_HEIGHT
     for step in spread(steps, MOST_ROWS):
         parts.append(_text(MARGIN, y, f"step {step.number:2d}", LABEL))
-        parts += _row(left, y, drawing.cells(step, texts), widths)
+        parts += _row(left, y, drawing.cells(step), widths)
         bar = step.entropy_nats / max_entropy_nats * BAR_WIDTH
         parts.append(_rectangle(right, y - 10, max(bar, 1), 10, BAR))
         parts.append(_text(right + BAR_WIDTH + 8, y, f"{step.entropy_nats:.3f}", LABEL))
@@ -62,7 +62,7 @@ def save(path: Path, question: Question, steps: Sequence[Step], texts: drawing.T
 
 
 def spread(steps: Sequence[Step], count: int) -> list[Step]:
-    """At most `count` of the steps, evenly spread, first and last included."""
+    """Takes at most `count` of the steps, evenly spread, the first and the last among them."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]

@@ -9,7 +9,7 @@ SHADES = " ░▒▓█"  # from paper to ink
 
 
 def half_blocks(image: Image.Image) -> Text:  # RGB
-    """In colours, the upper pixel as a character's foreground and the lower as its background."""
+    """Draws in colours: a character's foreground is the upper pixel, its background the lower."""
     lines = []
     for pixels in _pairs_of_rows(image):
         line = Text()
@@ -20,7 +20,7 @@ def half_blocks(image: Image.Image) -> Text:  # RGB
 
 
 def shades(image: Image.Image) -> str:
-    """Where there are no colours: the darker, the fuller."""
+    """Draws where there are no colours: the darker a pixel, the fuller its character."""
     lines = []
     for pixels in _pairs_of_rows(image):
         darkness = 1 - pixels.mean(axis=(1, 2)) / 255  # [width]

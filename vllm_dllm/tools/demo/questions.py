@@ -63,7 +63,7 @@ PICTURE_QUESTIONS = (
     Question("How many red stars?", _PICTURES / "count.png"),
     Question("What number is shown?", _PICTURES / "row.png"),
 )
-"""Of checkpoints/held_out_images.jsonl."""
+"""Questions of checkpoints/held_out_images.jsonl."""
 
 
 def questions_for(checkpoint: Path) -> Sequence[Question]:

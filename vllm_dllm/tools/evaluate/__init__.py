@@ -22,7 +22,7 @@ from vllm_dllm.tools.evaluate import report
 from vllm_dllm.tools.evaluate.harness import evaluate
 from vllm_dllm.tools.evaluate.plot import plot
 from vllm_dllm.tools.evaluate.report import Row
-from vllm_dllm.tools.evaluate.server_numbers import read_counters, read_weight_bytes
+from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics, read_weight_bytes
 from vllm_dllm.tools.evaluate.serving import quiet, serve_options, served
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.server_process import HOST, check_checkpoint
@@ -100,7 +100,7 @@ def _evaluate_checkpoint(
     with served(checkpoint, settings.serve_options or (), console, logs) as port:
         weight_bytes = read_weight_bytes(port)
         for name, task in tasks.items():
-            before = read_counters(port)
+            before = read_metrics(port)
             with _progress(console, name, task, settings.limit) as on_answer:
                 outcome = evaluate(
                     task,
@@ -113,7 +113,7 @@ def _evaluate_checkpoint(
                     on_answer=on_answer,
                 )
             console.print(f"{name}: {outcome.num_prompts} prompts, {outcome.seconds:.0f} s")
-            done = read_counters(port) - before
+            done = Counters.since(before, port)
             yield from report.rows(checkpoint, name, outcome, done, weight_bytes)
 
 

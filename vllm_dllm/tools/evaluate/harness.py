@@ -65,7 +65,7 @@ def sampling_of(checkpoint: Path) -> dict[str, object]:
 @dataclass(frozen=True)
 class Score:
     name: str
-    """Of the metric, and of the filter that found the answer in the text."""
+    """The names of the metric, and of the filter that found the answer in the text."""
     value: float
     stderr: float | None
     by_prompt: Mapping[int, object]

@@ -31,18 +31,18 @@ class Row:
     checkpoint: str
     task: str
     score: str
-    """Of the metric, and of the filter that found the answer in the text."""
+    """The names of the metric, and of the filter that found the answer in the text."""
     accuracy: float
     stderr: float | None
     prompts: int
     tokens: int
-    """Generated, up to and including the end of the answers."""
+    """Tokens generated, up to and including the end of the answers."""
     seconds: float
     steps_per_block: float | None
     disk_bytes: int
-    """Of all weight files."""
+    """The size of all weight files."""
     weight_bytes: int
-    """In the memory of the server's workers."""
+    """What the weights take in the memory of the server's workers."""
     recovery: float | None = None
     """Accuracy, as a share of the first checkpoint's."""
 
@@ -69,7 +69,7 @@ def rows(
             prompts=outcome.num_prompts,
             tokens=done.tokens,
             seconds=outcome.seconds,
-            steps_per_block=done.steps_per_block(),
+            steps_per_block=done.steps_per_block,
             disk_bytes=disk_bytes,
             weight_bytes=weight_bytes,
         )
@@ -92,7 +92,7 @@ def asked(rows: Sequence[Row], concurrency: int) -> str:
 
 
 def as_table(rows: Sequence[Row], asked: str) -> Table:
-    """As narrow as possible; what all rows share is in the caption."""
+    """Makes a narrow table; what all rows share is in the caption."""
     table = Table(
         box=SIMPLE_HEAD,
         caption=f"{asked}. Recovery is the accuracy as a share of the "

@@ -4,61 +4,48 @@ import http.client
 import json
 from dataclasses import dataclass
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from vllm_dllm.errors import InputError
+from vllm_dllm.tools.scrape import Change, Scrape, scrape
 from vllm_dllm.tools.server_process import HOST
 
 WEIGHT_SIZES = "vllm_dllm.tools.evaluate.weight_sizes.WeightSizes"
 OPTIONS = ("--worker-extension-cls", WEIGHT_SIZES)
+ANSWER_SECONDS = 600.0
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # enables /collective_rpc; only we use the server
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What the server has done since its start."""
+    """What a server has done between two scrapes."""
 
     tokens: int
     forwards: int  # denoise steps and commits
-    canvas_positions: int  # computed by those forwards
-    committed: int  # tokens in blocks, including those after the end of an answer
+    steps_per_block: float | None
+    """Denoise steps per canvas, as `vllm bench serve` computes them: exact if all canvases have the
+    same width. None for a model without canvases."""
 
-    def __sub__(self, before: "Counters") -> "Counters":
-        return Counters(
-            self.tokens - before.tokens,
-            self.forwards - before.forwards,
-            self.canvas_positions - before.canvas_positions,
-            self.committed - before.committed,
+    @classmethod
+    def since(cls, before: Scrape, port: int) -> "Counters":
+        change = Change(before, read_metrics(port))
+
+        def total(name: str) -> int:
+            return int(change.of(f"vllm:{name}_total"))
+
+        positions = total("diffusion_num_canvas_positions")  # computed by those forwards
+        committed = total("diffusion_num_committed_tokens")  # those after an answer's end, too
+        return cls(
+            tokens=total("generation_tokens"),
+            forwards=total("diffusion_num_denoising_steps"),
+            steps_per_block=positions / committed - 1 if committed else None,
         )
 
-    def steps_per_block(self) -> float | None:
-        """Denoise steps per canvas, as `vllm bench serve` computes them: exact if all
-        canvases have the same width. None for a model without canvases."""
-        if not self.committed:
-            return None
-        return self.canvas_positions / self.committed - 1
 
-
-def read_counters(port: int) -> Counters:
-    text = _ask(port, "GET", "/metrics")
-    totals: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0) + sample.value
-
-    def total(name: str) -> int:
-        return int(totals.get(f"vllm:{name}_total", 0))
-
-    return Counters(
-        tokens=total("generation_tokens"),
-        forwards=total("diffusion_num_denoising_steps"),
-        canvas_positions=total("diffusion_num_canvas_positions"),
-        committed=total("diffusion_num_committed_tokens"),
-    )
+def read_metrics(port: int) -> Scrape:
+    return scrape(f"http://{HOST}:{port}", ANSWER_SECONDS)
 
 
 def read_weight_bytes(port: int) -> int:
-    """Of all workers together."""
+    """Asks how much memory the weights take in all workers together."""
     answer = _ask(port, "POST", "/collective_rpc", {"method": "weight_sizes"})
     return sum(worker["bytes"] for worker in json.loads(answer)["results"])
 
@@ -70,7 +57,7 @@ def warm_up(port: int, model: str) -> None:
 
 def _ask(port: int, method: str, path: str, body: dict[str, object] | None = None) -> str:
     # Not urllib: it would ask a proxy, if the environment names one.
-    connection = http.client.HTTPConnection(HOST, port, timeout=600)
+    connection = http.client.HTTPConnection(HOST, port, timeout=ANSWER_SECONDS)
     try:
         headers = {"Content-Type": "application/json"}
         connection.request(method, path, json.dumps(body) if body else None, headers)

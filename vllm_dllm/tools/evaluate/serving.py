@@ -45,8 +45,8 @@ def serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequen
 
 
 def _default_options(longest_answer: int) -> list[str]:
-    """On a CPU a small KV cache, since vLLM's default takes most of the memory, and a context that
-    fits answers of this many tokens; none on a GPU."""
+    """Gives none on a GPU. On a CPU they are a small KV cache, since vLLM's default takes most of
+    the memory, and a context that fits answers of this many tokens."""
     if torch.cuda.is_available():
         return []
     context = CONTEXT if longest_answer <= CONTEXT // 2 else longest_answer + CONTEXT

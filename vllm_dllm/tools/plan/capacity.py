@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 USED = 0.92  # of the memory: vLLM's --gpu-memory-utilization
 WORKSPACE_GIB = 3.0
-"""For activations, CUDA graphs and libraries: an assumption. vLLM measures it when it starts."""
+"""Assumed for activations, CUDA graphs and libraries. vLLM measures it when it starts."""
 BLOCK_SIZE = 16  # tokens: vLLM's on GPUs
 TOKEN_BUDGET = 8192  # of a step: vLLM's on GPUs of this size
 
@@ -37,12 +37,12 @@ class Plan:
 
     @property
     def left(self) -> int:
-        """For requests."""
+        """What is left for requests."""
         return self.memory - self.weights - self.workspace - self.sampling
 
     @property
     def num_requests(self) -> int:
-        """That memory has room for."""
+        """How many requests memory has room for."""
         return max(0, self.left // (self.kv + self.state))
 
 

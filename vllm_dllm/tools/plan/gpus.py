@@ -20,4 +20,4 @@ GPUS = {
     "b200": GPU(178.4),
 }
 ELEMENT_BYTES = {"auto": 2, "fp8": 1}
-"""Of a key or a value, by --kv-cache-dtype."""
+"""The size of a key's or a value's element, by --kv-cache-dtype."""

@@ -29,7 +29,7 @@ class Layer:
     window: int | None  # tokens; None: full attention
 
     def bytes_per_token(self, element_bytes: int, ranks: int) -> int:
-        """On each of `ranks` GPUs: heads are spread over them, and copied where they are fewer."""
+        """Counts on one of `ranks` GPUs: heads are spread over them, copied where they are few."""
         return 2 * math.ceil(self.num_kv_heads / ranks) * self.head_size * element_bytes
 
     def num_tokens(self, context: int, canvas_length: int) -> int:
@@ -64,8 +64,8 @@ class Shape:
 
 
 def read_shape(folder: Path, most_images: int | None = None) -> Shape:
-    """Of a checkpoint in a folder: its config.json and the headers of its weight files. The vision
-    tower counts only where it is loaded. `most_images`: of a prompt, None: any number.
+    """Reads a checkpoint's config.json and the headers of its weight files. The vision tower
+    counts only where it is loaded. `most_images`: of a prompt, None: any number.
 
     Raises InputError if it is not a diffusion language model, or its files are damaged.
     """
@@ -92,7 +92,7 @@ def read_shape(folder: Path, most_images: int | None = None) -> Shape:
 
 
 def _serves_images(folder: Path, config: PretrainedConfig) -> bool:
-    """As `models/image_processor.py` decides."""
+    """Decides as `models/image_processor.py` does."""
     if getattr(config, "vision_config", None) is None:
         return False
     try:

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 
 from vllm_dllm.errors import InputError
+from vllm_dllm.tools.scrape import Scrape, read
 from vllm_dllm.tools.top.frame import frame
-from vllm_dllm.tools.top.scrape import Scrape, read
 
 __all__ = ["run"]
 
@@ -22,7 +22,7 @@ WINDOW_SECONDS = 10.0
 
 
 def run(url: str, once: bool) -> None:
-    """Until `q` or Ctrl-C; one frame of text if `once`, or where there is no terminal.
+    """Shows the server until `q` or Ctrl-C; one frame of text if `once`, or without a terminal.
 
     Raises:
         InputError: there is no server, or it has no metrics of canvases.
@@ -75,7 +75,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 
 def _is_q_typed(seconds: float) -> bool:
-    """Within so many seconds; other keys are read and forgotten."""
+    """Waits so many seconds for a q; other keys are read and forgotten."""
     end, keyboard = time.monotonic() + seconds, sys.stdin.fileno()
     while (left := end - time.monotonic()) > 0:
         if select.select([keyboard], [], [], left)[0]:

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vllm_dllm.tools.top.scrape import Change, Scrape
+from vllm_dllm.tools.scrape import Change, Scrape
 
 BAR = 24  # characters
 NONE = "–"

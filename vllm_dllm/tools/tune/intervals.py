@@ -15,7 +15,7 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float], z: float = Z_95) -> Interval:
-    """Of values from 0 to 1: Wilson's score interval of their mean, 95% unless `z` says otherwise.
+    """Wilson's score interval of the mean of values from 0 to 1; 95% unless `z` says otherwise.
     Made for values of 0 and 1; others vary less, so the interval is then wider than it need be.
 
     Source: Wilson, Probable inference, J. Am. Stat. Assoc. 22 (1927).
@@ -28,7 +28,7 @@ def mean_interval(values: Sequence[float], z: float = Z_95) -> Interval:
 
 
 def difference_interval(values: Sequence[float], before: Sequence[float]) -> Interval:
-    """Of the mean of `values` less that of `before`, prompt by prompt, each from 0 to 1; 95%.
+    """The 95% interval of how much the mean of `values`, from 0 to 1, is above that of `before`.
     The share of gains and the share of losses have an interval each, of 97.5%."""
     changes = [after - other for after, other in zip(values, before, strict=True)]
     gain = mean_interval([max(change, 0.0) for change in changes], Z_97_5)

@@ -24,7 +24,7 @@ class Confirmed:
     measured: Measured
     accuracy: Interval
     difference: Interval
-    """Of the accuracy, to that of the checkpoint's own settings."""
+    """How much the accuracy is above that of the checkpoint's own settings."""
 
     @classmethod
     def against(cls, own: Measured, tried: Tried, measured: Measured) -> "Confirmed":

@@ -17,7 +17,7 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.evaluate.harness import evaluate
 from vllm_dllm.tools.evaluate.report import machine, sha256_sums
-from vllm_dllm.tools.evaluate.server_numbers import read_counters
+from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics
 from vllm_dllm.tools.evaluate.serving import quiet, serve_options, served
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.server_process import HOST, check_checkpoint
@@ -42,11 +42,11 @@ class Settings:
     api: str
     """`chat` or `completions`."""
     limit: int | None
-    """Prompts, for both halves together; None for all."""
+    """How many prompts both halves have together; None for all."""
     trials: int
     """Settings to try, the checkpoint's own among them."""
     max_loss: float
-    """Of accuracy, beside the checkpoint's own settings, in percentage points."""
+    """How far accuracy may be below that of the checkpoint's own settings, in points of 100."""
     concurrency: int
     """Prompts at once."""
     serve_options: Sequence[str] | None
@@ -135,7 +135,7 @@ def _halves(task: Task, limit: int | None) -> tuple[Sequence[int], Sequence[int]
 
 def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -> Measure:
     def measure(prompts: Sequence[int], keys: Mapping[str, Value]) -> Measured:
-        before = read_counters(port)
+        before = read_metrics(port)
         outcome = evaluate(
             task,
             model,
@@ -148,7 +148,7 @@ def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -
             prompts=prompts,
             options=keys,
         )
-        done = read_counters(port) - before
+        done = Counters.since(before, port)
         score = outcome.scores[0]
         scores = tuple(score_of(score.by_prompt.get(prompt), score.name) for prompt in prompts)
         return Measured(scores, done.tokens, done.forwards, outcome.seconds)

@@ -26,7 +26,7 @@ class Measured:
     tokens: int
     """Generated, up to and including the end of each answer."""
     forwards: int
-    """Of canvases: denoise steps and commits."""
+    """How many forwards of canvases there were: denoise steps and commits."""
     seconds: float
 
     @property
@@ -98,8 +98,8 @@ def _finished(study: optuna.Study) -> list[Tried]:
 
 
 def front(tried: list[Tried]) -> list[Tried]:
-    """Those that no other beats in accuracy without being slower, or the other way round; by rising
-    speed. Of equals the first."""
+    """Picks the settings that no other beats in accuracy without being slower, or the other way
+    round, and of equal ones the first. They are ordered by rising speed."""
     ordered = sorted(
         tried, key=lambda t: (-t.measured.tokens_per_forward, -t.measured.accuracy, t.number)
     )

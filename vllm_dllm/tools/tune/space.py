@@ -18,7 +18,7 @@ _CHOICES = ("entropy_bound", "confidence", "top_k")
 
 
 class Space:
-    """Around what a checkpoint's own files say.
+    """The values that are tried lie around what a checkpoint's own files say.
 
     Args:
         checkpoint: its folder, with config.json and generation_config.json.
@@ -98,7 +98,7 @@ class Space:
 
 
 def _log(trial: optuna.trial.BaseTrial, name: str, own: float, least: float, most: float) -> float:
-    """Between `least` and `most` times the checkpoint's own value."""
+    """Draws between `least` and `most` times the checkpoint's own value."""
     return trial.suggest_float(name, least * own, most * own, log=True)
 
 

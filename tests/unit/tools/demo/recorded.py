@@ -2,29 +2,19 @@
 
 from PIL import Image
 
-from checkpoints.recipes.tokenizer import EOS_ID, build_tokenizer
-from vllm_dllm.tools.demo import drawing
-from vllm_dllm.tools.demo.steps import Step
-
-TOKENIZER = build_tokenizer()
-TEXTS = drawing.TokenTexts(TOKENIZER.backend_tokenizer)
+from vllm_dllm.tools.demo.drawing import Step
 
 RED, BLACK, GREY, WHITE = (255, 0, 0), (0, 0, 0), (128, 128, 128), (255, 255, 255)
 PIXELS = Image.new("RGB", (2, 3))
 PIXELS.putdata([RED, WHITE, BLACK, WHITE, GREY, WHITE])
 
 
-def token(text: str) -> int:
-    (token_id,) = TOKENIZER.encode(text, add_special_tokens=False)
-    return token_id
-
-
-def event(number: int, guess: list[str], accepted: list[int], entropy: float) -> dict[str, object]:
+def event(number: int, texts: list[str], accepted: list[int], entropy: float) -> dict[str, object]:
     """What a stream says of one step; an empty text stands for the end of the turn."""
     return {
         "block": 0,
         "step": number,
-        "tokens": [token(text) if text else EOS_ID for text in guess],
+        "texts": texts,
         "accepted": accepted,
         "mean_entropy": entropy,
         "finished": all(accepted),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import HANGS_S, is_running, wait_for
-from tests.unit.tools.demo.recorded import RECORDED, TOKENIZER
+from tests.unit.tools.demo.recorded import RECORDED
 from vllm_dllm import cli
 from vllm_dllm.tools import demo
 from vllm_dllm.tools.demo import pixels
@@ -66,7 +66,7 @@ def stub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[list[dict[str, object]]], Path]:
     """Makes the demo start the stub server, which streams these canvases; returns a checkpoint."""
-    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # must not be asked
@@ -126,7 +126,7 @@ def test_a_server_that_dies_while_it_answers(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_server(tmp_path: Path, number: signal.Signals) -> None:
-    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")
     forever = "import os, time; print(os.getpid(), flush=True); time.sleep(10**6)"
     script = (

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from PIL import Image
 
-from tests.unit.tools.demo.recorded import PIXELS, RECORDED, TEXTS, steps
+from tests.unit.tools.demo.recorded import PIXELS, RECORDED, steps
 from vllm_dllm.tools.demo import picture
 from vllm_dllm.tools.demo.questions import Question
 
 
 def test_picture(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "canvas.svg"
-    picture.save(path, Question("Sort: <dog> & cat"), steps(*RECORDED), TEXTS)
+    picture.save(path, Question("Sort: <dog> & cat"), steps(*RECORDED))
     texts = [element.text for element in ElementTree.parse(path).iter() if element.text]
     words = [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts]
     assert "Sort: <dog> & cat" in words
@@ -28,7 +28,7 @@ def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Que
     path = tmp_path / "canvas.svg"
     heights = []
     for question in (Question(with_picture.text), with_picture):
-        picture.save(path, question, steps(*RECORDED), TEXTS)
+        picture.save(path, question, steps(*RECORDED))
         root = ElementTree.parse(path).getroot()
         heights.append(float(root.attrib["viewBox"].split()[3]))
         shown = list(root.iter("{http://www.w3.org/2000/svg}image"))
@@ -42,7 +42,7 @@ def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Que
 
 def test_a_long_question_does_not_widen_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "canvas.svg"
-    picture.save(path, Question("Sort: " + "b a " * 200), steps(*RECORDED), TEXTS)
+    picture.save(path, Question("Sort: " + "b a " * 200), steps(*RECORDED))
     root = ElementTree.parse(path).getroot()
     width = float(root.attrib["viewBox"].split()[2])
     ends = [

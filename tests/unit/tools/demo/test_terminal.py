@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from PIL import Image
 from rich.console import Console
 
-from tests.unit.tools.demo.recorded import PIXELS, RECORDED, TEXTS, steps
+from tests.unit.tools.demo.recorded import PIXELS, RECORDED, steps
 from vllm_dllm.tools import demo
 from vllm_dllm.tools.demo import pixels
 from vllm_dllm.tools.demo.questions import Question
@@ -21,7 +21,7 @@ def draw(console: Console, question: Question = SORT) -> None:
     answer = SimpleNamespace(
         question=question, text="cat dog", steps=recorded, num_tokens=4, seconds=0.5
     )
-    demo.View(console, TEXTS, pace_s=0).show(answer, iter(recorded))
+    demo.View(console, pace_s=0).show(answer, iter(recorded))
 
 
 def test_plain_lines_when_piped() -> None:
@@ -41,7 +41,7 @@ def test_plain_lines_when_piped() -> None:
 def test_a_model_without_canvases_is_called_one() -> None:
     out = io.StringIO()
     answer = SimpleNamespace(question=SORT, text="cat", steps=[], num_tokens=1, seconds=0.5)
-    demo.View(Console(file=out, width=100), TEXTS, pace_s=0).show(answer, iter([]))
+    demo.View(Console(file=out, width=100), pace_s=0).show(answer, iter([]))
     assert out.getvalue().splitlines()[-1] == (
         "No canvases: this model writes one token after the other. 1 token in 0.50 s: 2 tokens/s"
     )

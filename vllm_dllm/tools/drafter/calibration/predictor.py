@@ -20,13 +20,13 @@ VALIDATION_SHARE = 0.15  # of the training prompts, to choose an epoch
 class Trained:
     predictor: BlockPilot
     epoch: int
-    """The one that is kept: the lowest loss on the validation prompts."""
+    """The epoch whose weights are kept, for its lowest loss on the validation prompts."""
     losses: list[tuple[float, float]]
-    """Of each epoch, in nats: training, validation."""
+    """The losses of each epoch, in nats: training, validation."""
 
 
 def train_predictor(data: Measured, config: PredictorConfig, seed: int) -> Trained:
-    """On the CPU, for a few thousand prompts; the same numbers from the same seed."""
+    """Trains on the CPU, in seconds for a few thousand prompts; a seed gives the same weights."""
     torch.manual_seed(seed)
     predictor = BlockPilot(config)
     order = torch.randperm(len(data))

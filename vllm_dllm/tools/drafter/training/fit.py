@@ -44,9 +44,9 @@ class Options:
     max_tokens: int = 256
     """Longest answer."""
     blocks_per_sequence: int = 8
-    """At most; each after a different anchor."""
+    """The most blocks of a sequence in a step, each after a different anchor."""
     tokens_per_batch: int = 4096
-    """Context and block slots of a step."""
+    """How many tokens of context and slots of blocks a step may have."""
     narrow_share: float = 0.25
     """Share of blocks narrower than block_size, so that short drafts are learnt as well."""
 
@@ -115,7 +115,7 @@ def fit(
 
 
 def _progress(options: Options, step: int, elapsed_s: float) -> float:
-    """From 0 to 1, by steps or by time, as the options say."""
+    """Says how far the run is, from 0 to 1, by steps or by time, as the options ask."""
     if options.steps is not None:
         return step / options.steps
     assert options.minutes is not None

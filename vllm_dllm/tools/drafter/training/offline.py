@@ -31,7 +31,8 @@ class Replayed:
     answer: list[int]
     first_logits: Tensor  # [V] float32 on the CPU: what the first token is chosen from
     matches: list[int]
-    """At each answer token but the last: correct drafted tokens before the first wrong one."""
+    """How many drafted tokens are right before the first wrong one, at each answer token but the
+    last."""
 
     def lengths(self, verify_width: int) -> list[int]:
         """Tokens emitted by each verification that takes `verify_width` of the drafted tokens."""

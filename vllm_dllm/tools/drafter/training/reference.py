@@ -31,7 +31,7 @@ ARCHITECTURE = "DFlashDraftModel"
 WEIGHTS_FILE = "model.safetensors"
 
 ContextKV = list[tuple[Tensor, Tensor]]
-"""Of each layer: keys, with norm and rotation, and values; [B, kv_heads, C, head_dim] each."""
+"""Each layer's keys, with norm and rotation, and values; [B, kv_heads, C, head_dim] each."""
 
 
 def drafter_config(

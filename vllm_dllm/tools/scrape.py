@@ -22,7 +22,7 @@ class Scrape:
     samples: Mapping[str, list[tuple[Labels, float]]]  # by name
 
     def total(self, name: str, **labels: str) -> float:
-        """Of all engines, and of all samples with these labels. 0: there are none."""
+        """Adds up the samples of all engines that have these labels; 0 if there are none."""
         return sum(
             value for found, value in self.samples.get(name, ()) if labels.items() <= found.items()
         )
@@ -42,7 +42,7 @@ class Scrape:
 
 @dataclass(frozen=True)
 class Change:
-    """From one scrape to the next; None instead of the first: from the server's start."""
+    """What has happened since the scrape `before`, or if it is None, since the server's start."""
 
     before: Scrape | None
     now: Scrape
@@ -60,7 +60,7 @@ class Change:
         return self.ratio(f"{histogram}_sum", f"{histogram}_count")
 
     def rate(self, name: str) -> float | None:
-        """Per second."""
+        """Gives the change per second."""
         if self.before is None or self.now.at <= self.before.at:
             return None
         return self.of(name) / (self.now.at - self.before.at)
@@ -71,9 +71,9 @@ class Change:
         return {value: part / whole for value, part in found.items() if part} if whole else {}
 
 
-def read(url: str) -> Scrape:
-    """Raises InputError if there is no server at `url`, or none whose canvases are counted."""
-    text = _get(url)
+def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
+    """Raises InputError if no server at `url` answers with metrics in that time."""
+    text = _get(url, timeout_s)
     samples: dict[str, list[tuple[Labels, float]]] = {}
     try:
         for family in text_string_to_metric_families(text):
@@ -81,6 +81,13 @@ def read(url: str) -> Scrape:
                 samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except ValueError as error:
         raise InputError(f"{url}/metrics is not a list of metrics ({error}).") from error
+    return Scrape(time.monotonic(), samples)
+
+
+def read(url: str) -> Scrape:
+    """Raises InputError if there is no server at `url`, or none whose canvases are counted."""
+    found = scrape(url)
+    samples = found.samples
     if not any(name.startswith("vllm:") for name in samples):
         raise InputError(
             f"the server at {url} has no metrics of vLLM's: it is not vLLM, or was started with "
@@ -91,16 +98,16 @@ def read(url: str) -> Scrape:
             f"the server at {url} counts no canvases: it serves no diffusion model, or was started "
             f"without vllm-dllm."
         )
-    return Scrape(time.monotonic(), samples)
+    return found
 
 
-def _get(url: str) -> str:
+def _get(url: str, timeout_s: float) -> str:
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise InputError(f"--url must be like http://127.0.0.1:8000, got '{url}'.")
     # A proxy of the environment has no business here.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{url}/metrics", timeout=TIMEOUT_SECONDS) as answer:
+        with opener.open(f"{url}/metrics", timeout=timeout_s) as answer:
             return answer.read().decode()
     except urllib.error.HTTPError as error:
         raise InputError(
