@@ -305,10 +305,11 @@ def test_dry_run(checkpoint, tmp_path, scheme, share, capsys):
 
 def test_progress_is_shown(checkpoint, tmp_path, capsys):
     quantize(checkpoint, "fp8-dynamic", tmp_path / "out")
-    shown = capsys.readouterr().err
-    assert "checking weights" in shown and "quantising to fp8-dynamic" in shown
+    said = capsys.readouterr()
+    assert "checking weights" in said.err and "quantising to fp8-dynamic" in said.err
+    assert said.out == f"Wrote {tmp_path / 'out'}\n"
     count = len(read(checkpoint))
-    assert f"{count}/{count}" in shown
+    assert f"{count}/{count}" in said.err
 
 
 def test_experts_without_tokens_are_counted_and_take_their_layer_s_scale(

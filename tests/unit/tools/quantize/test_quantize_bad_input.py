@@ -165,24 +165,6 @@ def test_width_that_groups_of_16_do_not_divide(tmp_path, prompts):
     assert not (tmp_path / "out" / INDEX).exists()
 
 
-PROMPT_FILES = {
-    "empty": ("\n\n", r"prompts\.jsonl holds no prompts"),
-    "no JSON": ('{"prompt": "Hi"}\nHello\n', r"prompts\.jsonl, line 2 is not JSON"),
-    "no prompt": ('{"question": "Hi"}\n', r'line 1: expected \{"messages"'),
-    "a number": ('{"prompt": 5}\n', r"line 1 cannot be encoded"),
-    "too long": (json.dumps({"prompt": "dog " * 5000}), r"line 1 has \d+ tokens, expected 1 to"),
-}
-
-
-@pytest.mark.parametrize(("text", "message"), PROMPT_FILES.values(), ids=PROMPT_FILES.keys())
-def test_prompts_that_cannot_be_used(checkpoint, tmp_path, text, message):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(text)
-    with pytest.raises(InputError, match=message):
-        quantize(checkpoint, "nvfp4", tmp_path / "out", prompts)
-    assert list(tmp_path.iterdir()) == [prompts]
-
-
 def test_options_that_do_not_fit(checkpoint, prompts, tmp_path, capsys):
     def run(*options: object) -> str:
         assert cli.main(["quantize", str(checkpoint), *map(str, options)]) == 1

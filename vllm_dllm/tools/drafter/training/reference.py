@@ -29,6 +29,11 @@ from vllm_dllm.errors import InputError
 
 ARCHITECTURE = "DFlashDraftModel"
 WEIGHTS_FILE = "model.safetensors"
+FROM_TARGET = (
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rope_parameters"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 ContextKV = list[tuple[Tensor, Tensor]]
 """Each layer's keys, with norm and rotation, and values; [B, kv_heads, C, head_dim] each."""
@@ -45,21 +50,9 @@ def drafter_config(
     """A drafter as wide as its target, in the layout of the published ones (z-lab/…-DFlash)."""
     return Qwen3Config(
         architectures=[ARCHITECTURE],
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
         num_hidden_layers=num_layers,
         layer_types=["full_attention"] * num_layers,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
-        head_dim=target.head_dim,
-        rms_norm_eps=target.rms_norm_eps,
-        max_position_embeddings=target.max_position_embeddings,
-        rope_parameters=target.rope_parameters,
         tie_word_embeddings=False,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-        pad_token_id=target.pad_token_id,
         use_cache=False,
         block_size=block_size,
         num_target_layers=target.num_hidden_layers,
@@ -67,6 +60,7 @@ def drafter_config(
             "mask_token_id": mask_token_id,
             "target_layer_ids": list(target_layer_ids),
         },
+        **{name: getattr(target, name) for name in FROM_TARGET},
     )
 
 
