@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm_dllm.attention import gpu_backend
 from vllm_dllm.compat import spans
 from vllm_dllm.compat.ending import end_start_in_time
+from vllm_dllm.config import tiles
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
@@ -154,6 +155,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
 def finish(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     """What the start of every diffusion model checks and sets."""
     check_options(extension.defaults, known=frozenset())
+    tiles.offer()
     if extension.trace_path is not None:
         check_file("trace_path", Path(extension.trace_path))
     if vllm_config.shutdown_timeout == 0:  # vLLM's default, to end all requests at once

@@ -1,0 +1,72 @@
+"""vLLM finds our tiles where it has none: under the name it asks for, for the numbers of rows it
+asks about."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from vllm.model_executor.layers.fused_moe import fused_moe
+from vllm.platforms import current_platform
+
+from bench.dummy_checkpoint import SHAPE_26B
+from vllm_dllm.config import tiles
+
+EXPERTS, WIDTH = SHAPE_26B["num_experts"], SHAPE_26B["moe_intermediate_size"]
+
+
+@pytest.fixture(autouse=True)
+def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setenv(tiles.VARIABLE, "none yet")
+    monkeypatch.delenv(tiles.VARIABLE)
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    fused_moe.get_moe_configs.cache_clear()
+    fused_moe.get_device_name_as_file_name.cache_clear()
+
+
+def tiles_of(rows: int, dtype: str | None = "fp8_w8a8") -> dict[str, int]:
+    """What vLLM would run for a step of `rows` tokens."""
+    hidden = SHAPE_26B["hidden_size"]
+    first, second = (EXPERTS, 2 * WIDTH, hidden), (EXPERTS, hidden, WIDTH)
+    top_k = SHAPE_26B["top_k_experts"]
+    return fused_moe.try_get_optimal_moe_config(first, second, top_k, dtype, rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n"), [(256, 64), (300, 64), (2048, 128), (4096, 128), (8192, 128)]
+)
+def test_found_by_vllm(rows: int, n: int) -> None:
+    tiles.offer()
+    found = tiles_of(rows)
+    assert found["BLOCK_SIZE_N"] == n and found["num_warps"] == 4
+    assert found["BLOCK_SIZE_M"] == (32 if rows < 1000 else 128)
+
+
+def test_other_types_keep_vllm_s() -> None:
+    before = tiles_of(2048, None)
+    forget()
+    tiles.offer()
+    assert tiles_of(2048, None) == before
+
+
+def test_every_file_has_a_name_that_vllm_asks_for() -> None:
+    for file in tiles.FOLDER.iterdir():
+        assert file.name == fused_moe.get_config_file_name(EXPERTS, WIDTH, "fp8_w8a8")
+
+
+def test_the_user_s_folder_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tiles.VARIABLE, "/mine")
+    tiles.offer()
+    assert os.environ[tiles.VARIABLE] == "/mine"
+
+
+def test_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: False)
+    tiles.offer()
+    assert tiles.VARIABLE not in os.environ

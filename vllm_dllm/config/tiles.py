@@ -1,0 +1,21 @@
+"""Tiles of vLLM's Triton experts for steps of canvases, where vLLM has none of its own.
+
+Files are named and written as vLLM's, which looks for them in `VLLM_TUNED_CONFIG_FOLDER` before its
+own folder. One step of canvases gives each expert more rows than decoding does and fewer than a
+prompt, and vLLM ships nothing for the 26B model's experts.
+"""
+
+import os
+from pathlib import Path
+
+from vllm.platforms import current_platform
+
+FOLDER = Path(__file__).parent / "tuned"
+VARIABLE = "VLLM_TUNED_CONFIG_FOLDER"
+
+
+def offer() -> None:
+    """Lets this process and those it starts find our tiles on a GPU, unless the user named a
+    folder. Repeatable."""
+    if current_platform.is_cuda():
+        os.environ.setdefault(VARIABLE, str(FOLDER))
