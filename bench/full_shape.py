@@ -1,30 +1,36 @@
 """A denoising step at the size of the 26B model, ours and stock vLLM's, with made-up weights.
 
     python -m bench.full_shape --scheme fp8-dynamic
+    python -m bench.full_shape --scheme bf16 --cells 1x128 1x32768 --trace 1x128
 
-Canvases of 256, bf16 or quantised weights, prompts of 128 tokens, two canvases per request, a fixed
-number of steps each: outputs mean nothing, times do. One engine after the other, so that each has
-the GPU to itself. Before that, ours answers held-out prompts with the shipped checkpoint of the
-same scheme. The last line is JSON, which also lands in bench/results/<machine>/.
+Canvases of 256, bf16 or quantised weights, a fixed number of steps each: outputs mean nothing,
+times do. A cell is so many requests at once behind so many tokens of context. Experts are routed
+evenly (`even_routing.py`). Both engines are started at once, then measured in turns, the other one
+stopped. Before that, ours answers held-out prompts with the shipped checkpoint of the same scheme.
+The last line is JSON, which also lands in --out, bench/results/<machine>/, after every cell.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import dummy_checkpoint, harness, workload
+from bench import dummy_checkpoint, harness, timeline, workload
 from bench.dummy_checkpoint import CANVAS, SCHEMES, SHAPES
-from bench.full_shape_engine import BLOCKS, OURS, STOCK
-from bench.system import Call, taking_turns
+from bench.full_shape_engine import OURS, STOCK
+from bench.system import System, SystemDied, taking_turns
 
 STEPS = 16
-CONCURRENCY = {OURS: (1, 32, 64), STOCK: (1, 32)}
 SHIPPED = {
     "bf16": "diffusiongemma-tiny",
     "fp8-dynamic": "diffusiongemma-tiny-FP8-dynamic",
@@ -32,8 +38,39 @@ SHIPPED = {
 }
 CHECK_ROWS = 64
 LEAST_RIGHT = 0.92  # the evaluation's lowest is 0.97, on 506 prompts
-BARS = {1: 1.25, 32: 1.5}  # how many times as fast as stock vLLM, by concurrency
 MODULE = "bench.full_shape_engine"
+LONG_CONTEXT = 8192  # tokens, from which on a request has one canvas instead of two
+LONGEST_CONTEXT = 32_768
+
+
+class Cell(NamedTuple):
+    concurrency: int
+    context: int  # tokens
+
+    @classmethod
+    def read(cls, text: str) -> "Cell":
+        """Of `8x1024`."""
+        return cls(*map(int, text.split("x")))
+
+    def __str__(self) -> str:
+        return f"{self.concurrency}x{self.context}"
+
+    @property
+    def blocks(self) -> int:
+        return 1 if self.context >= LONG_CONTEXT else 2
+
+
+CELLS = [Cell(n, 128) for n in (1, 8, 16, 32, 64)]
+CELLS += [Cell(1, 1024), Cell(1, LONG_CONTEXT), Cell(1, LONGEST_CONTEXT)]
+
+
+def bar(scheme: str, cell: Cell) -> float | None:
+    """At most so many of stock's ms a step; None: nothing is asked of this cell."""
+    if cell.context >= LONGEST_CONTEXT:
+        return 0.75
+    if scheme == "bf16":
+        return 0.85 if cell.concurrency == 1 else None
+    return {1: 0.8, 8: 0.67, 16: 0.67, 32: 0.67}.get(cell.concurrency)
 
 
 def check(scheme: str, options: list[str]) -> float:
@@ -55,107 +92,235 @@ def check(scheme: str, options: list[str]) -> float:
     return right
 
 
-def measure(call: Call, name: str, concurrencies: list[int], rounds: int) -> dict[str, Any]:
-    machine = call(name, "machine")
-    floor_ms = 1000 * machine["weight_bytes"] / machine["copy_bytes_per_second"]
-    cells = {}
-    for concurrency in concurrencies:
-        runs = [
-            call(name, "measure", concurrency=concurrency, seed=turn) for turn in range(rounds + 1)
-        ]
-        for run in runs:
-            require_every_step(name, run)
-        cell: dict[str, Any] = {
-            key: harness.spread([run[key] for run in runs[1:]])  # the first warms up
-            for key in ("ms_per_step", "tokens_per_second")
-        }
-        cell["share_of_bandwidth_floor"] = floor_ms / cell["ms_per_step"]["median"]
-        cell["peak_gib"] = max(run["peak_bytes"] for run in runs) / 2**30
-        cells[str(concurrency)] = cell
-        print(f"{name}, {concurrency} at once: {cell['ms_per_step']['median']:.1f} ms per step")
-    return {"floor_ms": floor_ms, "weight_gib": machine["weight_bytes"] / 2**30, "cells": cells}
+@contextlib.contextmanager
+def started(
+    commands: dict[str, list[str]], start_by: float, in_turn: bool
+) -> Iterator[tuple[dict[str, System], dict[str, Any]]]:
+    """The engines that have started by then, stopped, and what is to report of each."""
+    reports: dict[str, Any] = {}
+    alive: dict[str, System] = {}
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        begun = {}
+        for number, (name, arguments) in enumerate(commands.items()):
+            begun[name] = System(MODULE, arguments, logs / f"{number}.log")
+            stack.callback(begun[name].kill)
+            if in_turn:
+                begun[name].wait(start_by)
+        for name, engine in begun.items():
+            try:
+                if not in_turn:
+                    engine.wait(start_by)
+            except SystemDied as failure:
+                reports[name] = {"failed": str(failure)[-3000:]}
+                print(f"{name}: {failure}", flush=True)
+                engine.kill()
+                continue
+            reports[name] = {"start_seconds": engine.start_seconds, "cells": {}}
+            print(f"{name}: started in {engine.start_seconds:.0f} s", flush=True)
+            engine.pause()
+            alive[name] = engine
+        yield alive, reports
 
 
-def require_every_step(name: str, run: dict[str, float]) -> None:
+@contextlib.contextmanager
+def alone(engine: System) -> Iterator[None]:
+    engine.resume()
+    try:
+        yield
+    finally:
+        engine.pause()
+
+
+def measure(engine: System, name: str, cell: Cell, rounds: int, floor_ms: float) -> dict[str, Any]:
+    runs = [
+        engine.call("measure", **cell._asdict(), blocks=cell.blocks, seed=turn)
+        for turn in range(rounds + 1)
+    ]
+    for run in runs:
+        require_every_step(name, run, cell.blocks)
+    timed = runs[1:]  # the first warms up
+    found: dict[str, Any] = {
+        key: harness.spread([run[key] for run in timed])
+        for key in ("ms_per_step", "tokens_per_second", "first_token_ms", "host_ms_per_step")
+    }
+    found["share_of_bandwidth_floor"] = floor_ms / found["ms_per_step"]["median"]
+    found["peak_gib"] = max(run["peak_bytes"] for run in runs) / 2**30
+    found["experts_read"] = runs[0]["experts_read"]
+    found["steps_ms"] = timed[-1]["steps_ms"]
+    step, tokens, first, host = (
+        found[key]["median"]
+        for key in ("ms_per_step", "tokens_per_second", "first_token_ms", "host_ms_per_step")
+    )
+    print(
+        f"{name}, {cell}: {step:.2f} ms a step, {tokens:.0f} tokens a second, first after "
+        f"{first:.0f} ms, host {host:.2f} ms a step, {found['experts_read']} experts read",
+        flush=True,
+    )
+    return found
+
+
+def trace(engine: System, name: str, cell: Cell, path: Path) -> dict[str, Any]:
+    """A kernel timeline in a file of its own, and its table by kind of work."""
+    engine.call("trace", path=str(path), **cell._asdict(), blocks=1, seed=0)
+    try:
+        found = timeline.summary(timeline.read(path))
+    except ValueError as failure:
+        print(f"{name}, {cell}: {failure}", flush=True)
+        return {"failed": str(failure)}
+    print(f"{name}, {cell}:", *timeline.lines(found), sep="\n", flush=True)
+    return found
+
+
+def require_every_step(name: str, run: dict[str, Any], blocks: int) -> None:
     """Raises Refused unless all canvases took all steps and all requests got all tokens."""
-    if run["steps_per_block"] != STEPS or run["shortest"] != BLOCKS * CANVAS:
+    if run["steps_per_block"] != STEPS or run["shortest"] != blocks * CANVAS:
         raise harness.Refused(
             f"{name} took {run['steps_per_block']:.2f} steps per canvas, expected {STEPS}; its "
-            f"shortest answer has {run['shortest']} tokens, expected {BLOCKS * CANVAS}."
+            f"shortest answer has {run['shortest']} tokens, expected {blocks * CANVAS}."
         )
 
 
-def compare(results: dict[str, Any]) -> dict[str, Any]:
-    """How many times as fast as stock vLLM a step is, and whether that is enough."""
+def compare(scheme: str, results: dict[str, Any]) -> dict[str, Any]:
+    """Our ms a step over stock vLLM's, and whether that is little enough.
+
+    Raises:
+        Refused: they read different numbers of experts, so their times compare nothing.
+    """
+    ours, stock = (results.get(name, {}).get("cells", {}) for name in (OURS, STOCK))
     found = {}
-    for concurrency, least in BARS.items():
-        medians = [
-            results[name]["cells"].get(str(concurrency), {}).get("ms_per_step", {}).get("median")
-            for name in (OURS, STOCK)
-        ]
-        if None not in medians:
-            ratio = medians[1] / medians[0]
-            found[f"{concurrency} at once"] = {"ratio": ratio, "bar": least, "met": ratio >= least}
+    for key in ours.keys() & stock.keys():
+        read = [cells[key]["experts_read"] for cells in (ours, stock)]
+        if read[0] != read[1]:
+            raise harness.Refused(f"{key}: ours reads {read[0]} experts a layer, stock {read[1]}.")
+        ratio = ours[key]["ms_per_step"]["median"] / stock[key]["ms_per_step"]["median"]
+        most = bar(scheme, Cell.read(key))
+        met = most is None or ratio <= most
+        found[key] = {"share_of_stock_s_step": ratio, "bar": most, "met": met}
     return found
 
 
 def print_table(results: dict[str, Any]) -> None:
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("system", "at once", "ms per step", "share of floor", "tokens/s", "peak GiB"):
-        table.add_column(title, justify="left" if title == "system" else "right")
+    titles = ("requests x context", "ms per step", "of floor", "tokens/s", "first ms", "host ms")
+    table = Table("system", box=box.SIMPLE_HEAD)
+    for title in (*titles, "peak GiB"):
+        table.add_column(title, justify="right")
     for name, found in results.items():
-        for concurrency, cell in found["cells"].items():
-            step, tokens = cell["ms_per_step"], cell["tokens_per_second"]
+        for cell, of in found.get("cells", {}).items():
+            step = of["ms_per_step"]
             table.add_row(
                 name,
-                concurrency,
+                cell,
                 f"{step['median']:.1f} ({step['min']:.1f} to {step['max']:.1f})",
-                f"{cell['share_of_bandwidth_floor']:.0%}",
-                f"{tokens['median']:.0f}",
-                f"{cell['peak_gib']:.1f}",
+                f"{of['share_of_bandwidth_floor']:.0%}",
+                f"{of['tokens_per_second']['median']:.0f}",
+                f"{of['first_token_ms']['median']:.0f}",
+                f"{of['host_ms_per_step']['median']:.2f}",
+                f"{of['peak_gib']:.1f}",
             )
-    Console(width=100).print(table)
+    Console(width=110).print(table)
 
 
-def main() -> None:
+def measure_all(
+    alive: dict[str, System], results: dict[str, Any], args: argparse.Namespace, until: float
+) -> Iterator[None]:
+    """Every cell and trace of engines that have started, in turns; something is new at each
+    `yield`. What an engine that dies has measured stays."""
+    for name, engine in alive.items():
+        with alone(engine):
+            machine = engine.call("machine")
+        bytes_per_ms = machine["copy_bytes_per_second"] / 1000
+        results[name]["weight_gib"] = machine["weight_bytes"] / 2**30
+        results[name]["floor_ms"] = machine["weight_bytes"] / bytes_per_ms
+    work = [(cell, False) for cell in args.cells] + [(cell, True) for cell in args.trace]
+    for (cell, is_traced), name in itertools.product(work, list(alive)):
+        too_many = name == STOCK and cell.concurrency > args.stock_most
+        if too_many or name not in alive or time.monotonic() > until:
+            continue
+        engine, found = alive[name], results[name]
+        try:
+            with alone(engine):
+                if is_traced:
+                    short = "ours" if name == OURS else "stock"
+                    path = args.out / f"trace-{short}-{args.scheme}-{cell}.json.gz"
+                    found.setdefault("traces", {})[str(cell)] = trace(engine, name, cell, path)
+                else:
+                    floor = found["floor_ms"]
+                    found["cells"][str(cell)] = measure(engine, name, cell, args.rounds, floor)
+        except SystemDied as failure:
+            print(f"{name}, {cell}: {failure}", flush=True)
+            found["failed"] = str(failure)[-3000:]
+            del alive[name]
+        yield
+
+
+def commands(args: argparse.Namespace, folder: str) -> dict[str, list[str]]:
+    """The arguments of each engine."""
+    most = max(cell.concurrency for cell in args.cells)
+    longest = max(c.context + c.blocks * CANVAS for c in [*args.cells, *args.trace])
+    found = {}
+    for name in args.systems:
+        seqs = most if name == OURS else min(most, args.stock_most)
+        found[name] = [folder, "--canvas-length", str(CANVAS), "--system", name, "--dummy"]
+        found[name] += ["--max-num-seqs", str(seqs), "--max-model-len", str(longest)]
+        found[name] += ["--kv-cache-gib", str(args.kv_cache_gib), "--options", args.options]
+        found[name] += ["--eager"] if args.eager else []
+    return found
+
+
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scheme", choices=SCHEMES, default="bf16")
     parser.add_argument("--shape", choices=SHAPES, default="26B")
-    parser.add_argument("--systems", choices=CONCURRENCY, nargs="+", default=list(CONCURRENCY))
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 64])
+    parser.add_argument("--systems", choices=(OURS, STOCK), nargs="+", default=[OURS, STOCK])
+    parser.add_argument("--cells", type=Cell.read, nargs="+", default=CELLS)
+    parser.add_argument("--trace", type=Cell.read, nargs="+", default=[], help="cells")
+    parser.add_argument("--stock-most", type=int, default=32, help="requests at once of stock's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-cache-gib", type=int, default=16, help="64 requests need 10 at 26B")
     parser.add_argument("--eager", action="store_true", help="no compiler, no CUDA graphs")
-    args = parser.parse_args()
-    asked = {name: [n for n in CONCURRENCY[name] if n in args.concurrency] for name in args.systems}
-    if not all(asked.values()):
-        parser.error(f"--concurrency must name some of each system's {CONCURRENCY}")
-    machine = harness.machine()
-    eager = ["--eager"] if args.eager else []
-    right = check(args.scheme, eager)
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        dummy_checkpoint.write(Path(folder), args.shape, args.scheme, STEPS)
-        for name, counts in asked.items():
-            arguments = [folder, "--canvas-length", str(CANVAS), "--system", name, "--dummy"]
-            arguments += ["--max-num-seqs", str(max(counts))]
-            arguments += ["--kv-cache-gib", str(args.kv_cache_gib), *eager]
-            with taking_turns({name: (MODULE, arguments)}) as (_, call):
-                results[name] = measure(call, name, counts, args.rounds)
-    print_table(results)
-    report = {
+    parser.add_argument("--options", default="{}", help="of vLLM's LLM, as JSON, for both")
+    parser.add_argument("--unchecked", action="store_true", help="answers were checked elsewhere")
+    parser.add_argument("--in-turn", action="store_true", help="start one engine after the other")
+    parser.add_argument("--start-by", type=float, default=900, help="seconds from now")
+    parser.add_argument("--end-by", type=float, default=3600, help="no cell begins later")
+    parser.add_argument("--turn", type=Path, help="measure when this file is there")
+    parser.add_argument("--out", type=Path, default=harness.results_folder())
+    return parser.parse_args()
+
+
+def main() -> None:
+    begun, args = time.monotonic(), read_arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {
         "bench": "full_shape",
-        "machine": machine,
+        "machine": harness.machine(),
         "shape": args.shape,
         "scheme": args.scheme,
         "eager": args.eager,
+        "options": json.loads(args.options),
         "steps": STEPS,
-        "right_of_the_shipped_checkpoint": {"share": right, "rows": CHECK_ROWS},
-        "results": results,
-        "bars": compare(results) if len(results) == len(CONCURRENCY) else {},
+        "right_of_the_shipped_checkpoint": None,
     }
-    name = "-".join(["full_shape", args.shape, args.scheme, *(["eager"] if args.eager else [])])
-    harness.publish(report, harness.results_folder() / f"{name}.json")
+    if not args.unchecked:
+        share = check(args.scheme, ["--eager"] if args.eager else [])
+        report["right_of_the_shipped_checkpoint"] = {"share": share, "rows": CHECK_ROWS}
+    eager = ["eager"] if args.eager else []
+    path = args.out / f"{'-'.join(['full_shape', args.shape, args.scheme, *eager])}.json"
+    with tempfile.TemporaryDirectory() as folder:
+        dummy_checkpoint.write(Path(folder), args.shape, args.scheme, STEPS)
+        engines = started(commands(args, folder), begun + args.start_by, args.in_turn)
+        with engines as (alive, results):
+            report["results"] = results
+            while args.turn and not args.turn.exists():
+                time.sleep(0.2)
+            for _ in measure_all(alive, results, args, begun + args.end_by):
+                path.write_text(json.dumps(report, indent=2) + "\n")
+    print_table(results)
+    report["bars"] = compare(args.scheme, results)
+    harness.publish(report, path)
+    if not any(found.get("cells") for found in results.values()):
+        sys.exit("no engine has measured anything")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One engine of `bench.full_shape`, ours or stock vLLM's, and what it measures in its worker."""
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -18,8 +19,8 @@ from bench.dummy_checkpoint import CANVAS
 from bench.engine import CanvasEngine
 
 OURS, STOCK = "vllm-dllm", "stock vLLM"
-PROMPT = 128  # tokens
-BLOCKS = 2  # of a request
+ROUTING, EVEN = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "bench_even"  # see even_routing.py
+FIRST_ID, LAST_ID = 10, 10_000  # of drawn prompts
 COPIED = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes
 
 
@@ -27,23 +28,27 @@ class WorkerProbe:
     """vLLM mixes this into its worker (`worker_extension_cls`); called with `collective_rpc`.
 
     A step is timed from one call of the worker to the next: on a GPU nothing waits for it within a
-    step, and the model's own `forward` is not called when a CUDA graph is replayed.
+    step, and the model's own `forward` is not called when a CUDA graph is replayed. The host's time
+    of a step is the CPU time of the thread that runs it; plain steps do not wait for the device.
     """
 
     model_runner: Any  # the worker's
     device: torch.device  # the worker's
     execute_model: Callable[..., Any]  # the worker's
     _started_ms: list[float] | None = None
+    _host_ms: list[float]
 
     def num_forwards(self) -> int:
         """How often the model was asked to run since this was first called."""
         if self._started_ms is None:
             self._started_ms = started = []
+            self._host_ms = host = []
             inner = self.execute_model
 
             def timed(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
                 if scheduled.total_num_scheduled_tokens:
                     started.append(1000 * time.perf_counter())
+                    host.append(1000 * time.thread_time())
                 return inner(scheduled, *args, **kwargs)
 
             self.execute_model = timed
@@ -53,6 +58,22 @@ class WorkerProbe:
         """How long each took, from call number `first` on."""
         assert self._started_ms is not None
         return [after - before for before, after in pairwise(self._started_ms[first:])]
+
+    def host_ms(self, first: int) -> list[float]:
+        """CPU time of each on the host, from call number `first` on."""
+        return [after - before for before, after in pairwise(self._host_ms[first:])]
+
+    def start_trace(self) -> None:
+        activity = torch.profiler.ProfilerActivity
+        kind = activity.CUDA if self.device.type == "cuda" else activity.CPU
+        self._trace = torch.profiler.profile(activities=[kind])
+        self._wait()
+        self._trace.start()
+
+    def stop_trace(self, path: str) -> None:
+        self._wait()
+        self._trace.stop()
+        self._trace.export_chrome_trace(path)
 
     def weight_bytes(self) -> int:
         """Of the text model: what a step of full canvases reads once, all experts included."""
@@ -91,7 +112,12 @@ class WorkerProbe:
 
 class FullShapeEngine(CanvasEngine):
     def handlers(self) -> Mapping[str, Callable[..., Any]]:
-        return {"run": self.run, "machine": self.machine, "measure": self.measure}
+        return {
+            "run": self.run,
+            "machine": self.machine,
+            "measure": self.measure,
+            "trace": self.trace,
+        }
 
     def machine(self) -> dict[str, float]:
         """What the floor of a step's time depends on."""
@@ -101,27 +127,41 @@ class FullShapeEngine(CanvasEngine):
             "copy_bytes_per_second": ask("copy_bandwidth")[0],
         }
 
-    def measure(self, concurrency: int, seed: int) -> dict[str, float]:
-        """Runs `concurrency` requests at once, each of BLOCKS canvases after PROMPT tokens."""
+    def measure(self, concurrency: int, context: int, blocks: int, seed: int) -> dict[str, Any]:
+        """Runs `concurrency` requests at once, each of `blocks` canvases after `context` tokens."""
         draw = random.Random(seed)
-        prompts = [[draw.randrange(10, 10_000) for _ in range(PROMPT)] for _ in range(concurrency)]
+        prompts = [
+            [draw.randrange(FIRST_ID, LAST_ID) for _ in range(context)] for _ in range(concurrency)
+        ]
         ask = self.llm.collective_rpc
         first = ask("num_forwards")[0]
         ask("start_peak_memory")
         run = self.run(
             prompts,
             batch=concurrency,
-            max_tokens=BLOCKS * CANVAS,
+            max_tokens=blocks * CANVAS,
             ignore_eos=True,
             detokenize=False,
         )
+        steps_ms = ask("steps_ms", args=(first,))[0]
         return {
-            "ms_per_step": statistics.median(ask("steps_ms", args=(first,))[0]),
+            "ms_per_step": statistics.median(steps_ms),
+            "steps_ms": [round(ms, 3) for ms in steps_ms],
+            "host_ms_per_step": statistics.median(ask("host_ms", args=(first,))[0]),
+            "first_token_ms": 1000 * statistics.median(run["first_token_seconds"]),
             "tokens_per_second": sum(map(len, run["outputs"])) / run["seconds"],
             "steps_per_block": run["steps_per_block"],
             "shortest": min(map(len, run["outputs"])),
             "peak_bytes": ask("peak_memory")[0],
+            "experts_read": ask("experts_read", args=(concurrency * CANVAS,))[0],
         }
+
+    def trace(self, path: str, **cell: int) -> dict[str, Any]:
+        """The same, with a kernel timeline in the file `path`."""
+        self.llm.collective_rpc("start_trace")
+        found = self.measure(**cell)
+        self.llm.collective_rpc("stop_trace", args=(path,))
+        return found
 
 
 def main() -> None:
@@ -129,23 +169,30 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--canvas-length", type=int, required=True)
     parser.add_argument("--system", choices=[OURS, STOCK], default=OURS)
-    parser.add_argument("--dummy", action="store_true", help="make the weights up")
+    parser.add_argument("--dummy", action="store_true", help="make the weights up, route evenly")
     parser.add_argument("--eager", action="store_true", help="no compiler, no CUDA graphs")
     parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-cache-gib", type=int, default=1)
+    parser.add_argument("--options", type=json.loads, default={}, help="of vLLM's LLM, as JSON")
     args = parser.parse_args()
     options: dict[str, Any] = dict(
         dtype="bfloat16",
         enforce_eager=args.eager,
         max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
         max_num_batched_tokens=args.max_num_seqs * args.canvas_length + 2048,
         kv_cache_memory_bytes=args.kv_cache_gib << 30,
+        # The cache's size is given; vLLM only checks that so much is free, beside another engine.
+        gpu_memory_utilization=0.25,
         worker_extension_cls="bench.full_shape_engine.WorkerProbe",
     )
     if args.dummy:
-        options |= dict(load_format="dummy")
+        os.environ[ROUTING] = EVEN
+        options |= dict(load_format="dummy", worker_extension_cls="bench.even_routing.EvenProbe")
     if args.system == STOCK:
         options |= dict(language_model_only=True)
+    options |= args.options
 
     def start() -> tuple[dict[str, Any], Any]:
         engine = FullShapeEngine(args.checkpoint, args.canvas_length, **options)

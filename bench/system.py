@@ -6,6 +6,7 @@ stdout and sends everything else that is printed there to stderr, because engine
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ class System:
         self.module = module
         self._log_path = log
         self._log = log.open("w")
-        started = time.monotonic()
+        self._started = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
@@ -48,8 +49,22 @@ class System:
             # process is killed the kernel continues and ends the group (SIGHUP, SIGCONT).
             process_group=0,
         )
-        self.description: dict[str, Any] = self._read()
-        self.start_seconds = time.monotonic() - started
+        self.description: dict[str, Any] = {}
+        self.start_seconds = 0.0
+
+    def wait(self, until: float | None = None) -> None:
+        """For its start, until `time.monotonic()` is `until`.
+
+        Raises:
+            SystemDied: it ended, or has not started by then.
+        """
+        assert self._process.stdout is not None
+        if until is not None:
+            patience = max(0.0, until - time.monotonic())
+            if not select.select([self._process.stdout], [], [], patience)[0]:
+                raise SystemDied(f"{self.module} did not start in time; {self._end_of_log()}")
+        self.description = self._read()
+        self.start_seconds = time.monotonic() - self._started
 
     def call(self, name: str, **arguments: Any) -> Any:
         assert self._process.stdin is not None
@@ -63,6 +78,13 @@ class System:
 
     def resume(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """All processes of the system."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
 
     def close(self) -> None:
         """Ends the child: it leaves its loop when its input ends. One that does not is killed with
@@ -82,10 +104,12 @@ class System:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            self._log.flush()
-            tail = "\n".join(self._log_path.read_text().splitlines()[-15:])
-            raise SystemDied(f"{self.module} ended; the end of {self._log_path}:\n{tail}")
+            raise SystemDied(f"{self.module} ended; {self._end_of_log()}")
         return json.loads(line)
+
+    def _end_of_log(self) -> str:
+        lines = self._log_path.read_text(errors="replace").splitlines()[-15:]
+        return f"the end of {self._log_path}:\n" + "\n".join(lines)
 
 
 @contextmanager
@@ -100,6 +124,7 @@ def taking_turns(
         for index, (name, (module, arguments)) in enumerate(commands.items()):
             systems[name] = System(module, arguments, logs / f"{index}.log")
             stack.callback(systems[name].close)
+            systems[name].wait()
             print(f"{name}: started in {systems[name].start_seconds:.0f} s", flush=True)
             systems[name].pause()
 

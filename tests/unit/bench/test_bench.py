@@ -201,6 +201,7 @@ def test_system_answers_over_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "noisy_child.py").write_text(CHILD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     child = System("noisy_child", [], tmp_path / "log")
+    child.wait()
     assert child.description == {"system": "child"}
     child.pause()
     child.resume()
@@ -228,6 +229,7 @@ def test_a_system_that_does_not_end_is_killed_with_its_processes(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(system, "CLOSE_SECONDS", 0.5)
     child = System("stubborn_child", [], tmp_path / "log")
+    child.wait()
     helper = psutil.Process(child.description["helper"])
     child.close()
     wait_for(lambda: not is_running(helper.pid), "the end of a process of the system")
@@ -240,6 +242,7 @@ from bench.system import System
 from tests.processes import HANGS_S, wait_for
 
 child = System("noisy_child", [], Path(sys.argv[1]))
+child.wait()
 child.pause()
 print(child._process.pid, flush=True)
 sys.stdin.read()

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import full_shape, harness
+from bench import even_routing, full_shape, harness
+from bench.full_shape import Cell
 from bench.full_shape_engine import OURS, STOCK, WorkerProbe
 
 
@@ -21,19 +22,67 @@ from bench.full_shape_engine import OURS, STOCK, WorkerProbe
 def test_refuses_runs_of_other_lengths(run: dict[str, float], refused: bool) -> None:
     if refused:
         with pytest.raises(harness.Refused):
-            full_shape.require_every_step(OURS, run)
+            full_shape.require_every_step(OURS, run, blocks=2)
     else:
-        full_shape.require_every_step(OURS, run)
+        full_shape.require_every_step(OURS, run, blocks=2)
+
+
+def cells(experts: int, **medians: float) -> dict[str, object]:
+    return {
+        "cells": {
+            name[1:]: {"ms_per_step": {"median": ms}, "experts_read": experts}
+            for name, ms in medians.items()
+        }
+    }
 
 
 def test_comparison() -> None:
-    def cells(**medians: float) -> dict[str, object]:
-        return {"cells": {c[1:]: {"ms_per_step": {"median": ms}} for c, ms in medians.items()}}
+    ours, stock = cells(128, _1x128=10, _32x128=50, _64x128=90), cells(128, _1x128=12, _32x128=75)
+    found = full_shape.compare("fp8-dynamic", {OURS: ours, STOCK: stock})
+    assert found == {
+        "1x128": {"share_of_stock_s_step": 10 / 12, "bar": 0.8, "met": False},
+        "32x128": {"share_of_stock_s_step": 50 / 75, "bar": 0.67, "met": True},
+    }
+    assert full_shape.compare("fp8-dynamic", {OURS: ours}) == {}
 
-    found = full_shape.compare({OURS: cells(_1=10, _32=50, _64=90), STOCK: cells(_1=12, _32=75)})
-    assert found["1 at once"] == {"ratio": 1.2, "bar": 1.25, "met": False}
-    assert found["32 at once"] == {"ratio": 1.5, "bar": 1.5, "met": True}
-    assert "32 at once" not in full_shape.compare({OURS: cells(_1=10), STOCK: cells(_1=12)})
+
+def test_engines_that_read_different_experts_are_not_compared() -> None:
+    results = {OURS: cells(64, _1x128=10), STOCK: cells(70, _1x128=12)}
+    with pytest.raises(harness.Refused, match="ours reads 64 experts a layer, stock 70"):
+        full_shape.compare("bf16", results)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "cell", "most"),
+    [
+        ("fp8-dynamic", Cell(1, 1024), 0.8),
+        ("fp8-dynamic", Cell(64, 128), None),
+        ("bf16", Cell(1, 128), 0.85),
+        ("bf16", Cell(8, 128), None),
+        ("bf16", Cell(1, 32_768), 0.75),
+    ],
+)
+def test_bars(scheme: str, cell: Cell, most: float | None) -> None:
+    assert full_shape.bar(scheme, cell) == most
+    assert Cell.read(str(cell)) == cell
+
+
+def test_even_routing_is_even_the_same_and_counted() -> None:
+    routing = even_routing.EvenRouting()
+    with pytest.raises(RuntimeError, match=r"experts of 4 rows or more, got \[\]"):
+        routing.experts_read(4)
+    states, logits = torch.zeros(4096, 8), torch.zeros(4096, 16)
+    weights, experts = routing.route_tokens(states, logits, 4, torch.int32)
+    assert experts.dtype == torch.int32 and weights.sum(-1).allclose(torch.ones(4096))
+    assert all(len(row.unique()) == 4 for row in experts[:64])
+    rows = torch.bincount(experts.flatten(), minlength=16)
+    assert rows.min() > 0.9 * 1024 and rows.max() < 1.1 * 1024  # of 1,024 each
+    again = even_routing.EvenRouting().route_tokens(states[:7], logits[:7], 4)[1]
+    assert (again == experts[:7]).all()
+    experts[:] = 0  # what is given away may be written to
+    assert routing.experts_read(4096) == 16
+    routing.called = {1, 4096}
+    assert routing.experts_read(1) == len(again[0].unique())
 
 
 def test_probe() -> None:
