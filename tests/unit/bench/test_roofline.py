@@ -1,59 +1,41 @@
-"""The predictions keep to what cannot be otherwise, and say what they miss."""
+"""The model of a step is held against what was measured, and its pages say what it says."""
 
 import pytest
 
 from bench import roofline
-from bench.roofline import CHIPS, SCHEMES, Prediction, floor_s, step_s
-from tests import tolerances
-from tests.gpu_dry_run.test_launches import CANVAS, MOST, VOCABULARY
+from bench.full_shape import Cell
+from tests.paths import ROOT
 
-CASES = [(chip, scheme) for chip in CHIPS for scheme in SCHEMES]
-
-
-@pytest.mark.parametrize(("chip", "scheme"), CASES)
-def test_no_step_is_below_the_floor_and_more_work_takes_longer(chip: str, scheme: str) -> None:
-    for system in roofline.SYSTEMS:
-        times = []
-        for batch, context in ((1, 0), (1, 8192), (8, 8192), (32, 65_536)):
-            each = (CHIPS[chip], SCHEMES[scheme], batch, context)
-            times.append(step_s(*each, system))
-            assert times[-1] > floor_s(*each)
-        assert times == sorted(times)
+CELLS = list(roofline.reproduced())
 
 
-def test_weights_are_those_of_the_26b_model() -> None:
-    scheme = roofline.Scheme(1, 1)
-    found = {p.name: p for p in roofline.parts(CHIPS["H200"], scheme, 64, 0, "stock")}
-    weights = found["projections"].num_bytes + found["experts"].num_bytes
-    assert weights + found["LM head"].num_bytes / 2 == pytest.approx(25.2e9, rel=tolerances.COUNT)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c.system} {c.scheme} {c.cell}")
+def test_reproduces_what_was_measured(cell: roofline.Reproduced) -> None:
+    assert abs(cell.error) <= 0.1
 
 
-def test_launches_are_those_of_the_dry_run() -> None:
-    assert (roofline.CANVAS, roofline.VOCABULARY) == (CANVAS, VOCABULARY)
-    assert roofline.launches(CANVAS, "ours") == MOST[1]
-    # Requests of several kinds launch a few more than the model counts.
-    assert 0.9 * MOST[4] <= roofline.launches(4 * CANVAS, "ours") <= MOST[4]
+def test_every_measured_step_is_held_against() -> None:
+    measured = {
+        (scheme, system, cell)
+        for scheme in roofline.PEAK
+        for system, found in roofline.results("steps.json")[scheme].items()
+        for cell in found["cells"]
+    }
+    assert {(c.scheme, c.system, c.cell) for c in CELLS} == measured
+    assert len(measured) == 13
 
 
-def test_the_model_can_be_wrong_about_what_was_published() -> None:
-    """One unknown, how many forwards a canvas takes, cannot fit two chips."""
-    found = roofline.calibrate()
-    low, high = sorted(found.errors.values())
-    assert low < 0 < high
-    assert 1 < found.forwards <= 49
+@pytest.mark.parametrize("scheme", roofline.PEAK)
+@pytest.mark.parametrize("system", roofline.SYSTEMS)
+def test_no_step_is_below_the_floor_and_more_work_takes_longer(scheme: str, system: str) -> None:
+    times = []
+    for cell in (Cell(1, 0), Cell(1, 8192), Cell(8, 8192), Cell(32, 65_536)):
+        times.append(sum(roofline.step(system, scheme, cell).values()))
+        assert times[-1] > roofline.floor_ms(scheme, cell)
+    assert times == sorted(times)
 
 
-@pytest.mark.parametrize(
-    ("prediction", "missed"),
-    [
-        (Prediction("bf16", 1, 0, ours_ms=10.0, stock_ms=13.0, floor_ms=9.0), []),
-        (Prediction("bf16", 1, 0, ours_ms=10.0, stock_ms=12.0, floor_ms=9.0), ["1.25x stock"]),
-        (Prediction("bf16", 8, 0, ours_ms=10.0, stock_ms=9.0, floor_ms=9.0), []),
-        (
-            Prediction("bf16", 32, 0, ours_ms=10.0, stock_ms=14.0, floor_ms=5.0),
-            ["1.5x stock", "1.25x floor"],
-        ),
-    ],
-)
-def test_goals(prediction: Prediction, missed: list[str]) -> None:
-    assert prediction.missed == missed
+@pytest.mark.parametrize("lines", [roofline.measured_lines, roofline.predicted_lines])
+def test_the_page_has_its_tables(lines: roofline.Lines) -> None:
+    page = (ROOT / "docs" / "evidence" / "step-on-an-h200.md").read_text().splitlines()
+    assert [line for line in lines() if line not in page] == []
