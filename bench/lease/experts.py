@@ -1,0 +1,231 @@
+"""The experts of a layer of the 26B model under even routing, by every kernel that may run them.
+
+    python -m bench.lease.experts
+
+CUTLASS in FP8 runs tiles of 16 tokens (`swap_ab`) where all permuted rows are at most 64, in
+Python and once more in C++ by the rows of its argument. A canvas gives each of 128 experts 16 rows,
+2,048 in all, so it never does. To learn what it would give, "swapped" passes a view of the first 64
+rows, with offsets that reach the others: a measurement, not a product. Every result is compared
+with fp32 products. A line of JSON for each; on a CPU, the definition alone, in a small shape.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.lease.timing import error, timed_ms
+
+FP8 = torch.float8_e4m3fn
+Run = Callable[[], torch.Tensor]
+FEW_ROWS = 64  # of an argument, from which CUTLASS concludes that experts have few
+
+
+@dataclass
+class Problem:
+    """Rows of tokens that are sorted by expert, and the weights."""
+
+    tokens: int
+    top_k: int
+    states: torch.Tensor  # [T, K] bf16
+    ids: torch.Tensor  # [T, top_k] int32
+    gate_up: torch.Tensor  # [E, 2 * N, K] bf16
+    down: torch.Tensor  # [E, K, N] bf16
+
+    @property
+    def weights(self) -> torch.Tensor:  # [T, top_k]
+        shape = (self.tokens, self.top_k)
+        return torch.full(shape, 1 / self.top_k, device=self.states.device)
+
+    def definition(self, num_tokens: int) -> torch.Tensor:  # [num_tokens, K]
+        """Of the first tokens, in fp32."""
+        found = torch.zeros(num_tokens, self.states.shape[1], device=self.states.device)
+        for token in range(num_tokens):
+            state = self.states[token].float()
+            for expert in self.ids[token].tolist():
+                gate, up = (self.gate_up[expert].float() @ state).chunk(2)
+                inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
+                found[token] += self.down[expert].float() @ inner / self.top_k
+        return found
+
+
+def draw(tokens: int, shape: tuple[int, int, int, int], device: str) -> Problem:
+    experts, width, hidden, top_k = shape
+    torch.manual_seed(0)
+
+    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(size, device=device, dtype=torch.bfloat16) * scale
+
+    ids = torch.rand(tokens, experts, device=device).topk(top_k, dim=-1).indices.int()
+    gate_up = normal(experts, 2 * width, hidden, scale=0.02)
+    return Problem(
+        tokens, top_k, normal(tokens, hidden), ids, gate_up,
+        normal(experts, hidden, width, scale=0.02),
+    )  # fmt: skip
+
+
+def triton_experts(problem: Problem, is_fp8: bool, tuned: bool) -> Run:
+    """vLLM's Triton kernel with its default tiles, or with those that we ship."""
+    from vllm.model_executor.layers.fused_moe import MoEActivation, override_config
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    from vllm_dllm.config import tiles
+
+    weights, quant = (problem.gate_up, problem.down), None
+    if is_fp8:
+        weights = tuple(each.to(FP8) for each in weights)
+        scales = [torch.ones(*each.shape[:2], 1, device=each.device) for each in weights]
+        quant = fp8_w8a8_moe_quant_config(
+            w1_scale=scales[0],
+            w2_scale=scales[1],
+            per_act_token_quant=True,
+            per_out_ch_quant=True,
+        )
+    scores = problem.weights
+
+    def run() -> torch.Tensor:
+        return fused_experts(
+            problem.states,
+            *weights,
+            scores,
+            problem.ids,
+            activation=MoEActivation.GELU_TANH,
+            quant_config=quant,
+        )
+
+    if not tuned:
+        return run
+    (file,) = tiles.FOLDER.glob("E=128,N=704,*dtype=fp8_w8a8.json")
+    table = json.loads(file.read_text())
+    table.pop("triton_version")
+    nearest = min(table, key=lambda rows: abs(int(rows) - problem.tokens))
+
+    def run_tuned() -> torch.Tensor:
+        with override_config(table[nearest]):
+            return run()
+
+    return run_tuned
+
+
+def marlin_experts(problem: Problem) -> Run:
+    """NVFP4 weights, bf16 products: what vLLM runs on Hopper."""
+    from vllm.model_executor.layers.fused_moe import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+    from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+        rand_marlin_weight_nvfp4_like,
+    )
+    from vllm.scalar_type import scalar_types
+
+    def packed(weight: torch.Tensor) -> list[torch.Tensor]:
+        each = [rand_marlin_weight_nvfp4_like(expert, group_size=16)[1:] for expert in weight]
+        return [torch.stack(parts) for parts in zip(*each, strict=True)]
+
+    (w1, s1, g1), (w2, s2, g2) = packed(problem.gate_up), packed(problem.down)
+    scores = problem.weights
+
+    def run() -> torch.Tensor:
+        return fused_marlin_moe(
+            problem.states, w1, w2, None, None, s1, s2, scores, problem.ids,
+            quant_type_id=scalar_types.float4_e2m1f.id,
+            activation=MoEActivation.GELU_TANH,
+            global_scale1=g1,
+            global_scale2=g2,
+        )  # fmt: skip
+
+    return run
+
+
+def cutlass_products(problem: Problem, swapped: bool) -> tuple[Run, Callable[[], float]]:
+    """Both products of CUTLASS in FP8, without what is around them, and their error."""
+    from vllm import _custom_ops as ops
+
+    experts, double, hidden = problem.gate_up.shape
+    width, device = double // 2, problem.states.device
+    counts = torch.bincount(problem.ids.flatten().long(), minlength=experts)
+    first = torch.zeros(experts + 1, device=device, dtype=torch.int64)
+    first[1:] = counts.cumsum(0)
+    rows = problem.tokens * problem.top_k
+    inputs = [torch.randn(rows, size, device=device).to(FP8) for size in (hidden, width)]
+    weights = [problem.gate_up.to(FP8), problem.down.to(FP8)]
+    scales = [torch.ones(experts, each.shape[1], device=device) for each in weights]
+    row_scales = torch.ones(rows, 1, device=device)
+    sizes = [torch.empty(experts, 3, device=device, dtype=torch.int32) for _ in range(2)]
+    ops.get_cutlass_moe_mm_problem_sizes_from_expert_offsets(first, *sizes, width, hidden, swapped)
+    outputs = [
+        torch.full((rows, each.shape[1]), float("nan"), device=device, dtype=torch.bfloat16)
+        for each in weights
+    ]
+    strides = [
+        tuple(
+            torch.full((experts,), stride, device=device, dtype=torch.int64)
+            for stride in (weight.shape[2], weight.shape[2], weight.shape[1])
+        )
+        for weight in weights
+    ]
+
+    def run() -> torch.Tensor:
+        for i in range(2):
+            seen = inputs[i][:FEW_ROWS] if swapped else inputs[i]
+            ops.cutlass_moe_mm(
+                outputs[i], seen, weights[i], row_scales, scales[i], first[:-1], sizes[i],
+                *strides[i], True, True,
+            )  # fmt: skip
+        return outputs[1]
+
+    def off() -> float:
+        expert = int(counts.argmax())
+        here = slice(int(first[expert]), int(first[expert + 1]))
+        return max(
+            error(outputs[i][here], inputs[i][here].float() @ weights[i][expert].float().T)
+            for i in range(2)
+        )
+
+    return run, off
+
+
+def candidates(problem: Problem, device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """By name: what makes the function to time, or that and its error."""
+    if device == "cpu":
+        yield "definition, fp32", lambda: lambda: problem.definition(4)
+        return
+    yield "CUTLASS FP8, products, as vLLM has it", lambda: cutlass_products(problem, False)
+    yield "CUTLASS FP8, products, swapped", lambda: cutlass_products(problem, True)
+    yield "Triton FP8, vLLM's tiles", lambda: triton_experts(problem, True, False)
+    yield "Triton FP8, our tiles", lambda: triton_experts(problem, True, True)
+    yield "Triton bf16, vLLM's tiles", lambda: triton_experts(problem, False, False)
+    yield "Marlin NVFP4", lambda: marlin_experts(problem)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape, counts = (128, 704, 2816, 8), [256, 512, 1024, 2048, 4096, 8192]
+    if device == "cpu":
+        shape, counts = (16, 32, 64, 4), [8]
+        print("experts: CUTLASS, Triton's kernel and Marlin need a GPU; the definition alone")
+    for tokens in counts:
+        problem = draw(tokens, shape, device)
+        expected = problem.definition(min(4, tokens))
+        for name, make in candidates(problem, device):
+            found: dict[str, Any] = {"experts": name, "tokens": tokens}
+            # One that does not run here is reported, and the others run.
+            try:
+                made = make()
+                run, off = made if isinstance(made, tuple) else (made, None)
+                found["ms"] = timed_ms(run, device)
+                if off is not None:
+                    found["error"] = off()
+                elif name != "Marlin NVFP4":  # its weights are random ones of its own
+                    found["error"] = error(run()[: len(expected)], expected)
+            except Exception as failure:
+                found["failed"] = repr(failure)[:400]
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The stages of a quarter of an hour, by value, with the commands and limits of each."""
+
+from dataclasses import dataclass, field
+
+KERNELS = ["tests/unit/attention_kernels", "tests/unit/attention", "tests/unit/denoise"]
+KERNELS += ["tests/unit/step", "tests/unit/drafters"]
+PAIR = ["bench.full_shape", "--unchecked", "--rounds", "2", "--stock-most", "16"]
+SMALL = ["bench.full_shape", "--unchecked", "--rounds", "1", "--shape", "small", "--eager"]
+SMALL += ["--kv-cache-gib", "1", "--cells", "1x128"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    shows: str
+    command: list[str]  # behind `python -m`
+    small: list[str]  # for a rehearsal on a CPU
+    seconds: int  # it takes so long, as far as anybody knows
+    limit: int  # seconds, from when its turn comes; then it is ended
+    early: int = 0
+    """Seconds that its engines take to start: they do so from the first stage on, and wait for
+    their turn to measure."""
+    needs: list[str] = field(default_factory=list)  # archives of the bundle
+
+
+def full_shape(scheme: str, cells: str, trace: str, *more: str) -> list[str]:
+    wanted = ["--cells", *cells.split(), "--trace", *trace.split()]
+    return [*PAIR, "--scheme", scheme, *wanted, *more]
+
+
+STAGES = [
+    Stage(
+        "kernels",
+        "tests of all kernels, against float64 and their definitions",
+        ["bench.lease.kernel_tests", *KERNELS],
+        ["bench.lease.kernel_tests", "tests/unit/step/test_settle_triton.py", "--without-gpu"],
+        seconds=70,
+        limit=120,
+    ),
+    Stage(
+        "experts",
+        "a layer's experts, routed evenly: CUTLASS FP8 as vLLM has it and with swap_ab, Triton's "
+        "default and our tiles, Marlin, bf16",
+        ["bench.lease.experts"],
+        ["bench.lease.experts"],
+        seconds=40,
+        limit=80,
+    ),
+    Stage(
+        "linears",
+        "dense products of a step: CUTLASS FP8, cuBLASLt FP8, bf16",
+        ["bench.lease.linears"],
+        ["bench.lease.linears"],
+        seconds=15,
+        limit=40,
+    ),
+    Stage(
+        "attention",
+        "our Triton, our FlashAttention-4, vLLM's FlashAttention-4, alone",
+        ["bench.attention", "--without", "flex_attention", "--rounds", "3"],
+        ["bench.lease.gpu_only", "bench.attention"],
+        seconds=75,
+        limit=110,
+        needs=["dsl"],
+    ),
+    Stage(
+        "fp8",
+        "ours and stock vLLM in FP8, 1 to 32 requests, long contexts, timelines",
+        full_shape(
+            "fp8-dynamic",
+            "1x128 8x128 16x128 32x128 1x1024 1x8192 1x32768",
+            "1x128 16x128 1x32768",
+            *("--kv-cache-gib", "9", "--start-by", "260"),
+        ),
+        [*SMALL, "--scheme", "fp8-dynamic", "--systems", "vllm-dllm", "--trace", "1x128"],
+        seconds=70,
+        limit=150,
+        early=170,
+        needs=["dsl"],
+    ),
+    Stage(
+        "nvfp4",
+        "ours in NVFP4, with the kernels that vLLM picks on this chip",
+        full_shape(
+            "nvfp4",
+            "1x128 8x128",
+            "1x128",
+            *("--systems", "vllm-dllm", "--kv-cache-gib", "4", "--start-by", "170"),
+        ),
+        [*SMALL, "--scheme", "nvfp4", "--systems", "vllm-dllm"],
+        seconds=145,
+        limit=190,
+        needs=["dsl"],
+    ),
+    Stage(
+        "bf16",
+        "ours and stock vLLM in bf16, one request",
+        full_shape(
+            "bf16",
+            "1x128 1x8192",
+            "1x128",
+            *("--kv-cache-gib", "3", "--start-by", "170"),
+        ),
+        [*SMALL, "--scheme", "bf16"],
+        seconds=155,
+        limit=200,
+        needs=["dsl"],
+    ),
+    Stage(
+        "serve",
+        "`vllm serve` and `vllm bench serve` at 1 and 16 requests: random, 1,024 tokens in, 1,024 "
+        "out, FP8, 16 fixed steps",
+        ["bench.lease.serve", "--start-by", "100"],
+        ["bench.lease.serve", "--shape", "small", "--tokens", "256", "--concurrency", "1", "2"],
+        seconds=130,
+        limit=180,
+        needs=["dsl"],
+    ),
+    Stage(
+        "one-step",
+        "one step at the 26B model's widths, a layer of each kind, bf16, prompts to 65,536 tokens, "
+        "against transformers on the same GPU",
+        ["pytest", "-q", "-s", "-m", "thorough", "tests/engine/test_full_width.py"],
+        ["pytest", "-q", "-m", "", "tests/engine/test_one_step.py", "-k", "plain"],
+        seconds=60,
+        limit=120,
+    ),
+    Stage(
+        "shipped",
+        "the shipped checkpoints answer: images, a drafter, masked, grammars, NVFP4",
+        ["bench.lease.shipped"],
+        ["bench.lease.shipped", "--rows", "4"],
+        seconds=90,
+        limit=150,
+    ),
+]

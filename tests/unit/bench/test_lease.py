@@ -1,0 +1,198 @@
+"""A quarter of an hour on a GPU: what happens to its stages, and how it gets to the host."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from bench.lease import install, pack
+from bench.lease.__main__ import Lease, end_session
+from bench.lease.stages import STAGES, Stage
+from tests.paths import ROOT
+from tests.processes import is_running, wait_for
+
+MINUTES = 15 * 60
+
+
+def stage(name: str, limit: int = 60, early: int = 0) -> Stage:
+    """Whose program is the module of its name, see `write`."""
+    return Stage(name, "", [name], [name], seconds=1, limit=limit, early=early)
+
+
+@pytest.fixture
+def lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lease:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return Lease(tmp_path / "out", rehearsing=False)
+
+
+def write(folder: Path, **programs: str) -> None:
+    for name, code in programs.items():
+        (folder / f"{name}.py").write_text(code)
+
+
+def test_stages_go_on_after_one_that_fails_and_results_come_as_they_are(
+    lease: Lease, tmp_path: Path
+) -> None:
+    write(
+        tmp_path,
+        right="""print('a line'); print('{"ms": 1.5}')""",
+        wrong="""print('{"ms": 2}'); raise SystemExit(3)""",
+        last="""print('{not JSON')""",
+    )
+    lease.run([stage(name) for name in ("right", "wrong", "last")])
+    found = (lease.out / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in found] == [
+        {"stage": "right", "ms": 1.5},
+        {"stage": "wrong", "ms": 2},
+    ]
+    assert sorted(p.name for p in (lease.out / "done").glob("[!.]*")) == ["last", "right"]
+    log = (lease.out / "lease.log").read_text()
+    assert "wrong: FAILED, status 3" in log and "last: {not JSON" in log
+
+
+LEAVES_ONE_BEHIND = """
+import pathlib, subprocess, sys, time
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"])
+print(left.pid)
+time.sleep(10**6)
+"""
+
+
+def test_a_stage_that_takes_too_long_is_ended_with_what_it_started(
+    lease: Lease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, slow=LEAVES_ONE_BEHIND, next="print('next')")
+    monkeypatch.setattr("bench.lease.__main__.TERM_S", 1)
+    lease.run([stage("slow", limit=5), stage("next")])
+    log = (lease.out / "lease.log").read_text()
+    assert "slow: FAILED: its time is up" in log and "next: done" in log
+    (left,) = [int(line.rpartition(" ")[2]) for line in log.splitlines() if line[-1].isdigit()]
+    wait_for(lambda: not is_running(left), "the end of what the stage has started")
+
+
+def test_engines_that_start_early_wait_for_their_turn(lease: Lease, tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        first="print('first')",
+        engines="""
+import pathlib, time
+print("starting")
+turn = pathlib.Path(__file__).parent / "out" / "done" / ".turn-engines"
+while not turn.exists():
+    time.sleep(0.05)
+print("measuring")
+""",
+    )
+    lease.run([stage("first"), stage("engines", early=1)])
+    log = (lease.out / "lease.log").read_text()
+    assert log.index("first: done") < log.index("engines: measuring")
+    assert (lease.out / "done" / "engines").exists()
+
+
+def test_a_second_call_leaves_out_what_is_done(tmp_path: Path) -> None:
+    names = {each.name for each in STAGES}
+    done = tmp_path / "done"
+    done.mkdir()
+    for name in names:
+        (done / name).touch()
+    command = ["bash", "bench/lease.sh", "--out", str(tmp_path), "--for", "1"]
+    process = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"LEASE_SITE": "none"}
+    )
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout.splitlines()[-1])
+    assert set(found["done"]) == names and found["left"] == []
+
+
+def test_the_plan_fits_a_quarter_of_an_hour() -> None:
+    """With what else the host takes: 45 s."""
+    at = 0
+    for each in STAGES:
+        at = max(at, each.early) + each.seconds
+        assert each.limit >= each.seconds
+    assert at <= MINUTES - 45
+    assert len({each.name for each in STAGES}) == len(STAGES)
+
+
+@pytest.mark.parametrize("each", STAGES, ids=lambda each: each.name)
+def test_programs_of_stages_exist(each: Stage) -> None:
+    for command in (each.command, each.small):
+        if command[0] != "pytest":
+            assert (ROOT / (command[0].replace(".", "/") + ".py")).exists()
+        for word in command[1:]:
+            if word.startswith("tests/"):
+                assert (ROOT / word).exists()
+
+
+def test_uploads_are_filled_in_order_and_join_to_what_they_were(tmp_path: Path) -> None:
+    archives = {}
+    for name, size in (("one", 70), ("two", 50), ("three", 60)):
+        path = tmp_path / f"{name}.tar.xz"
+        archives[path] = os.urandom(size)
+        path.write_bytes(archives[path])
+    rooms = {tmp_path / "a": 100, tmp_path / "b": 90}
+    pack.split(archives, rooms)
+    for upload, room in rooms.items():
+        assert sum(p.stat().st_size for p in upload.glob("*.tar.xz.*")) <= room
+    for path, data in archives.items():
+        parts = sorted(tmp_path.glob(f"[ab]/{path.name}.*"), key=lambda part: part.suffix)
+        assert b"".join(part.read_bytes() for part in parts) == data
+        (count,) = {p.read_text() for p in tmp_path.glob(f"[ab]/{path.name[:-7]}.parts")}
+        assert int(count) == len(parts)
+    with pytest.raises(ValueError, match="three to fit"):
+        pack.split(archives, {tmp_path / "a": 100, tmp_path / "b": 79})
+
+
+def test_unpacks_an_archive_when_all_of_its_parts_are_there(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("VALUE = 1")
+    tar = tmp_path / "vllm.tar"
+    with tarfile.open(tar, "w") as archive:
+        archive.add(tmp_path / "module.py", "module.py")
+    packed = pack.compress(tar)
+    half = packed.stat().st_size // 2
+    uploads = {tmp_path / "a": half, tmp_path / "b": packed.stat().st_size}
+    pack.split([packed], uploads)
+    places = {"LEASE_BUNDLE": str(tmp_path / "bundle"), "LEASE_SITE": str(tmp_path / "site")}
+    places["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    said = []
+    for upload in uploads:
+        # In a folder of its own: compiling the whole project takes a minute.
+        script = (ROOT / "bench" / "lease.sh").read_text().replace("-q -j 16", "-q -j 1 -x .")
+        copy = tmp_path / "project" / "bench" / "lease.sh"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(script)
+        process = subprocess.run(
+            ["bash", str(copy), "--unpack", str(upload)],
+            capture_output=True,
+            text=True,
+            env=os.environ | places | {"PYTHONPATH": str(ROOT)},
+        )
+        assert process.returncode == 0, process.stderr
+        said.append(process.stdout)
+    assert "vllm: 1 of 2 parts" in said[0] and "vllm: unpacked" in said[1]
+    assert (tmp_path / "site" / "module.py").read_text() == "VALUE = 1"
+
+
+def test_leaves_what_an_installation_would(tmp_path: Path) -> None:
+    install.install(tmp_path)
+    (info,) = tmp_path.glob("vllm_dllm-*.dist-info")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    written = (info / "entry_points.txt").read_text()
+    for entries in (project["scripts"], *project["entry-points"].values()):
+        for name, target in entries.items():
+            assert f"{name} = {target}" in written
+
+
+def test_only_processes_of_the_session_are_ended() -> None:
+    sleeping = [sys.executable, "-c", "import time; time.sleep(10**6)"]
+    inside = subprocess.Popen(sleeping, start_new_session=True)
+    outside = subprocess.Popen(sleeping, start_new_session=True)
+    end_session(inside.pid)
+    assert inside.wait() < 0 and outside.poll() is None
+    outside.kill()
+    outside.wait()
