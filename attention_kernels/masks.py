@@ -22,8 +22,9 @@ image, (0, 0) for a query of no image. This is what transformers' DiffusionGemma
 in all layers; Gemma 4 itself keeps the window and leaves its full layers causal. The keys that a
 query sees stay one range, since its own is in both.
 
-`reference.py`, the CPU adapter (`vllm_dllm/attention/cpu.py`) and the picture of the masks call
-the functions here. Kernels cannot. They restate the rules, and tests check that they agree:
+`reference.py`, the adapter for CPUs (`vllm_dllm/cpu/attention/backend.py`) and the picture of the
+masks call the functions here. Kernels cannot. They restate the rules, and tests check that they
+agree:
 
 - `triton_kernels._visible` is `visible`: `test_triton.py::test_visibility`.
 - `tiling.key_range` is `visible_range`: `test_triton.py::test_visits_all_keys_that_are_seen_...`.

@@ -40,7 +40,7 @@ Cells = dict[str, dict[str, Any]]
 
 def served_here() -> list[str]:
     """All formats, or all but int8 where servers refuse it."""
-    from vllm_dllm.compat.cpu_ops import int8_sums_are_exact
+    from vllm_dllm.cpu.compat.ops import int8_sums_are_exact
 
     if int8_sums_are_exact():
         return list(FORMATS)

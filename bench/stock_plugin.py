@@ -6,14 +6,14 @@ from vllm.model_executor.models.config import (
     VerifyAndUpdateConfig,
 )
 
-from vllm_dllm import cpu
-from vllm_dllm.compat import admission
+from vllm_dllm.compat.model_configs import set_serving_config
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA
+from vllm_dllm.cpu.install import install
 
 
 def register() -> None:
-    cpu.install()
-    admission.set_serving_config(DIFFUSION_GEMMA, StockServingConfig)
+    install()
+    set_serving_config(DIFFUSION_GEMMA, StockServingConfig)
 
 
 class StockServingConfig(VerifyAndUpdateConfig):

@@ -70,7 +70,7 @@ BOXES = {
         "The forward",
         (
             "models/diffusion_gemma.py: forward",
-            "attention/gpu.py, attention/cpu.py: forward",
+            "attention/gpu.py, cpu/attention/backend.py: forward",
         ),
     ),
     "read": Box(

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import vllm_dllm
+from vllm_dllm.compat.patches import PATCHES, Patch
 from vllm_dllm.compat.seams import SEAMS, SIGNATURES
+from vllm_dllm.compat.seams.seam import Seam
 from vllm_dllm.compat.version import is_at_least
 from vllm_dllm.cpu.kernels import native_kernels
 
@@ -60,6 +62,30 @@ class Sources:
             nodes = found.body
         return found
 
+    def home(self, place: str) -> str:
+        """Where the function that stands at `place` is defined: a module may have imported it."""
+        module_name, _, name = place.partition(":")
+        module = self.module(module_name)
+        for node in module[1].body if module and self.definition(place) is None else ():
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if name in (alias.asname, alias.name):
+                        below = str(node.module).removeprefix("vllm").lstrip(".")
+                        return f"{below}:{alias.name}"
+        return place
+
+    def binds(self, place: str) -> bool:
+        """Whether something stands at "module:name", "module:Class.name" or "module:object.name".
+        What an object has is not read."""
+        module_name, _, names = place.partition(":")
+        name, _, inner = names.partition(".")
+        if (module := self.module(module_name)) is None or name not in _bound(module[1]):
+            return False
+        owner = self.definition(f"{module_name}:{name}")
+        if not inner or not isinstance(owner, ast.ClassDef) or inner.startswith("__"):
+            return True
+        return inner in _bound(owner)
+
     def text(self, place: str) -> str | None:
         module = self.module(place.partition(":")[0])
         if module is None:
@@ -74,11 +100,15 @@ class Sources:
         return None if found is None or isinstance(found, ast.ClassDef) else found.args
 
 
+def of_version(what: Seam | Patch, version: str) -> bool:
+    """Whether it concerns this vLLM."""
+    begun = is_at_least(what.since, version)
+    return begun and (what.until is None or not is_at_least(what.until, version))
+
+
 def moved_seams(sources: Sources) -> Iterator[str]:
     for seam in SEAMS:
-        if not is_at_least(seam.since, sources.version):
-            continue
-        if seam.until is not None and is_at_least(seam.until, sources.version):
+        if not of_version(seam, sources.version):
             continue
         text = sources.text(seam.place)
         if text is None:
@@ -88,8 +118,16 @@ def moved_seams(sources: Sources) -> Iterator[str]:
 
 
 def changed_signatures(sources: Sources) -> Iterator[str]:
-    """Functions that we replace or call, and whose parameters have changed."""
-    for place, expected in SIGNATURES.items():
+    """Functions that we replace or call, and whose parameters have changed; other names that we
+    replace and that are gone."""
+    expected_of = dict(SIGNATURES)
+    for patch in PATCHES:
+        if of_version(patch, sources.version):
+            if patch.takes is not None:
+                expected_of[sources.home(patch.target)] = patch.takes
+            elif not sources.binds(patch.target.removesuffix("[]")):
+                yield f"vllm.{patch.target} is gone"
+    for place, expected in expected_of.items():
         if (found := sources.parameters(place)) is None:
             yield f"vllm.{place} is gone"
         elif _names(found) != expected.split():

@@ -42,8 +42,7 @@ class Collector:
         }
 
     def wait_for(self, name: str, count: int, since: int = 0) -> list[SpanRecord]:
-        """All that came after the first `since`, once so many of this name are among them. A
-        request's span is sent last, as it ends last."""
+        """All that came after the first `since`, once so many of this name are among them."""
 
         def have() -> bool:
             return sum(span.name == name for span in self.spans[since:]) >= count

@@ -14,7 +14,8 @@ from itertools import pairwise
 
 import torch
 
-from vllm_dllm.quantization.nvfp4 import E2M1, E2M1_MAX, E4M3_MAX, GROUP_SIZE
+from vllm_dllm.cpu.quantization.nvfp4 import E2M1, E2M1_MAX, E4M3_MAX
+from vllm_dllm.quantization.schemes import GROUP_SIZE
 
 # Replaces a group scale that rounds to zero; 0.125 is compressed-tensors' choice.
 SMALLEST_GROUP_SCALE = 0.125

@@ -30,9 +30,10 @@ def register() -> None:
 
 def _register() -> None:
     from vllm import envs
+    from vllm.platforms import current_platform
 
-    from vllm_dllm import attention, cpu
-    from vllm_dllm.compat import drafting, ending, metrics, token_texts
+    from vllm_dllm import attention
+    from vllm_dllm.compat import ending, metrics, token_texts
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.config import canvas_feeds
     from vllm_dllm.metrics.drafts import DraftMetrics
@@ -45,14 +46,10 @@ def _register() -> None:
     ending.stop_gracefully()
     metrics.carry(CanvasMetrics, DraftMetrics)
     register_custom_attention_backend(attention.GPU_BACKEND)
-    drafting.set_draft_schedulers(
-        {
-            drafting.StockScheduler: "vllm_dllm.drafters.scheduler.DraftWidthScheduler",
-            drafting.StockAsyncScheduler: "vllm_dllm.drafters.scheduler.DraftWidthAsyncScheduler",
-        },
-    )
-    drafting.set_dflash_speculator("vllm_dllm.drafters.dflash.WidthDFlashSpeculator")
-    cpu.install()
+    if current_platform.is_cpu():
+        from vllm_dllm.cpu.install import install
+
+        install()
     hooks.install()
     if CANVASES in (envs.VLLM_PLUGINS or ()):
         canvas_feeds.make_folder(envs.VLLM_RPC_BASE_PATH)
@@ -64,9 +61,10 @@ def _register() -> None:
 
 
 def _register_models() -> None:
-    """With what their starts check; DiffusionGemma itself comes later."""
-    from vllm_dllm.compat import admission
-    from vllm_dllm.compat.model_configs import set_config_class
+    """Registers the models with what their starts check; DiffusionGemma itself comes later."""
+    from transformers import AutoConfig
+
+    from vllm_dllm.compat.model_configs import set_serving_config
     from vllm_dllm.models.fast_dllm_config import FastDLLMQwenConfig
     from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
     from vllm_dllm.models.nemotron_labs_config import NemotronLabsDiffusionConfig
@@ -81,16 +79,16 @@ def _register_models() -> None:
         NemotronLabsDiffusionConfig,
         FastDLLMQwenConfig,
     ):
-        set_config_class(config_class.model_type, config_class)
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     for architecture, module in MASKED_MODELS.items():
         ModelRegistry.register_model(architecture, f"{module}:{architecture}")
-        admission.set_serving_config(architecture, MaskedServingConfig)
-    admission.set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
+        set_serving_config(architecture, MaskedServingConfig)
+    set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
 
 
 def _check_requests() -> None:
-    """What a request may ask for, on its way through vLLM's processes."""
-    from vllm_dllm.compat import admission, grammar, http, limits, media_cache, tool_parsers, usage
+    """Installs the checks of what a request may ask for, on its way through vLLM's processes."""
+    from vllm_dllm.compat import admission, grammar, http, limits, tool_parsers, usage
     from vllm_dllm.config.masked import FAMILIES
     from vllm_dllm.requests.accepted_tokens import accepted_tokens
     from vllm_dllm.requests.grammar import check_structured_outputs
@@ -124,7 +122,6 @@ def _check_requests() -> None:
     http.answer_bad_bodies(wrong_type)
     http.set_beam_search_check(refuse_beam_search)
     usage.count_in_usage(accepted_tokens)
-    media_cache.send_what_is_cached()
     limits.set_limit_checks(check_parameters, check_tokens)
 
 

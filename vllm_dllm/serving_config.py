@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
@@ -17,7 +18,6 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import gpu_backend
-from vllm_dllm.compat import spans
 from vllm_dllm.compat.ending import end_start_in_time
 from vllm_dllm.config import tiles
 from vllm_dllm.config.denoise import read_denoise_config
@@ -26,7 +26,6 @@ from vllm_dllm.config.files import check_file
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.config.step_sizes import canvases_at_once, capture_sizes
 from vllm_dllm.config.workers import GPU_WORKER
-from vllm_dllm.cpu import compilation
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
 from vllm_dllm.requests.keys import check_options
@@ -40,6 +39,8 @@ LOGITS_MEMORY_BYTES = 4 << 30
 CPU_PAGE = 128
 """Tokens of a page of the KV cache that vLLM chooses on CPUs, after models had their say."""
 SCHEDULER = "vllm_dllm.scheduling.scheduler.make_scheduler"
+PROCESSOR_ONLY: Any = "processor_only"
+"""What vLLM chooses by itself where an engine and several API servers share no cache."""
 _CANVASES_OF_PROMPT = 4
 """Tokens of a prompt in a step that others share, in canvases."""
 _FEWEST_REQUESTS = 8  # stock vLLM's default
@@ -61,7 +62,7 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
         if current_platform.is_cpu():
             attention_config.backend = backend  # stock picks Triton before asking the platform
-            compilation.choose(vllm_config)
+            choose_forward(vllm_config)
         elif backend in (None, ours := gpu_backend(vllm_config)) and ours is not None:
             attention_config.backend = ours
             # Stock picks 4 for layers of different head sizes; to our backend it is a user's wish.
@@ -131,7 +132,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
                 "leave in the cache is not final. Leave it out."
             )
         if current_platform.is_cpu():
-            compilation.choose(vllm_config)
+            choose_forward(vllm_config)
         else:
             use_our_attention(vllm_config)
         end_start_in_time()
@@ -160,8 +161,6 @@ def finish(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
         check_file("trace_path", Path(extension.trace_path))
     if vllm_config.shutdown_timeout == 0:  # vLLM's default, to end all requests at once
         vllm_config.shutdown_timeout = extension.drain_seconds
-    if spans.endpoint_of(vllm_config) is not None:
-        spans.receive()
     check_weight_files(vllm_config)
     check_stop_tokens(vllm_config)
 
@@ -191,7 +190,7 @@ def use_our_classes(vllm_config: VllmConfig) -> None:
     scheduler_config, parallel_config = vllm_config.scheduler_config, vllm_config.parallel_config
     if scheduler_config.scheduler_cls is None:
         scheduler_config.scheduler_cls = SCHEDULER
-    # On CPUs `cpu.prepare` names the worker, for drafters too.
+    # On CPUs `cpu.install` names the worker, for drafters too.
     if parallel_config.worker_cls == "auto" and current_platform.is_cuda_alike():
         parallel_config.worker_cls = GPU_WORKER
 
@@ -224,7 +223,20 @@ def prepare_images(vllm_config: VllmConfig) -> None:
     if 0 < config.long_prefill_token_threshold < num_tokens:
         config.long_prefill_token_threshold = num_tokens
     config.disable_chunked_mm_input = True
+    if mm_config.mm_processor_cache_type == "lru":
+        # vLLM's default keeps processed images in the engine, and only names in the API server. A
+        # request that is refused after its images were processed leaves names of images that the
+        # engine never got, and the next request with one of them is answered with HTTP 500
+        # (`docs/upstream/refused-images.md`). So the API server keeps them.
+        mm_config.mm_processor_cache_type = PROCESSOR_ONLY
     read_carefully()
+
+
+def choose_forward(vllm_config: VllmConfig) -> None:
+    """How a CPU runs the model."""
+    from vllm_dllm.cpu import compilation
+
+    compilation.choose(vllm_config)
 
 
 def obstacle_to_images(vllm_config: VllmConfig, num_tokens: int) -> str | None:

@@ -17,7 +17,7 @@ from tests.engine.masked import Reference, Rule, make_checkpoint
 from tests.engine.masked_requests import VOCABULARY, params_of
 from tests.engine.nemotron import SeededReference
 from tests.engine.one_step import random_ids
-from vllm_dllm.compat.cpu_ops import int8_sums_are_exact
+from vllm_dllm.cpu.compat.ops import int8_sums_are_exact
 from vllm_dllm.tools.quantize.quantize import quantize
 
 pytestmark = pytest.mark.numerics

@@ -20,7 +20,7 @@ from tests.engine import quantized, reference
 from tests.engine.conftest import CHECKPOINTS, HELD_OUT, TRAINED, Engine
 from tests.engine.one_step import Prompt, random_ids, read_one_step
 from tests.engine.rounding import assert_same, decided
-from vllm_dllm.compat.cpu_ops import int8_sums_are_exact
+from vllm_dllm.cpu.compat.ops import int8_sums_are_exact
 from vllm_dllm.tools.quantize.quantize import quantize
 
 pytestmark = pytest.mark.numerics

@@ -29,7 +29,7 @@ def collector() -> Iterator[Collector]:
 
 
 def blocks_of(request: SpanRecord, found: list[SpanRecord]) -> list[SpanRecord]:
-    return [s for s in found if s.name == "diffusion_block" and s.parent == request.span_id]
+    return [s for s in found if s.name == "diffusion_block" and s.trace_id == request.trace_id]
 
 
 def test_blocks_of_requests(
@@ -50,7 +50,9 @@ def test_blocks_of_requests(
         assert len(blocks) == 3
         steps = served.steps(str(request.attributes["gen_ai.request.id"]))
         check_blocks(steps, blocks)
-        assert {block.trace_id for block in blocks} == {request.trace_id}
+        (root,) = (s for s in found if s.span_id == request.parent)
+        assert (root.name, root.parent) == ("diffusion_request", "")
+        assert {block.parent for block in blocks} == {root.span_id}
         assert began <= request.start_ns <= blocks[0].start_ns
         assert blocks[-1].end_ns <= request.end_ns <= time.time_ns()
         assert all(a.end_ns <= b.end_ns for a, b in itertools.pairwise(blocks))
@@ -59,7 +61,7 @@ def test_blocks_of_requests(
 def test_of_a_clients_trace(
     engine: Callable[..., Engine], tiny: Callable[[int], Path], collector: Collector
 ) -> None:
-    """The request's span belongs to the client's, and its blocks to the request's."""
+    """The spans of the request and of its blocks belong to the client's."""
     served = engine(tiny(64), disable_log_stats=False, otlp_traces_endpoint=collector.url)
     core, before = served.llm.llm_engine, len(collector.spans)
     core.add_request(
@@ -74,8 +76,7 @@ def test_of_a_clients_trace(
     (request,) = (span for span in found if span.name == "llm_request")
     assert (request.trace_id, request.parent) == ("ab" * 16, "cd" * 8)
     (block,) = blocks_of(request, found)
-    assert block.trace_id == "ab" * 16
-    assert "vllm_dllm-spans" not in request.attributes
+    assert block.parent == "cd" * 8
 
 
 def test_without_tracing(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> None:

@@ -9,15 +9,15 @@ import psutil
 import pytest
 
 from tests.server.conftest import CHECKPOINT, Server
-from vllm_dllm.startup.early import serves_our_model
+from vllm_dllm.cpu.early import serves_our_model
 
 REFUSED = "import everything anew"
 
 PROGRAM = """
 import json, os, sys
-from vllm_dllm.compat import engine_processes
+from vllm_dllm.cpu.compat import engine_processes
 from vllm_dllm.config.workers import cpu_variables
-from vllm_dllm.processes import fork_server
+from vllm_dllm.cpu import fork_server
 
 early = os.environ | engine_processes.variables() | cpu_variables(os.environ)
 from vllm.engine.arg_utils import AsyncEngineArgs

@@ -17,7 +17,7 @@ from vllm_dllm.compat import attention as vllm_attention
 
 logger = init_logger(__name__)
 
-CPU_BACKEND = "vllm_dllm.attention.cpu.CpuCanvasBackend"
+CPU_BACKEND = "vllm_dllm.cpu.attention.backend.CpuCanvasBackend"
 GPU_BACKEND = "vllm_dllm.attention.gpu.GpuCanvasBackend"
 
 

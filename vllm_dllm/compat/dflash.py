@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm import _custom_ops
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_dllm.compat.attention import cache_scales
-from vllm_dllm.compat.cpu_ops import cpp_rms_norm
 
 
 class DFlashHooks(DFlashSpeculator):
@@ -170,7 +170,7 @@ class DFlashModelHooks(DFlashQwen3Model):
             return super()._normalize_context_k(all_k)
         normed = torch.empty_like(all_k)
         for out, keys, weight in zip(normed, all_k, self._k_norm_weights, strict=True):
-            cpp_rms_norm(out, keys, weight, self._rms_norm_eps)
+            _custom_ops.rms_norm(out, keys, weight, self._rms_norm_eps)
         return normed
 
     def context_weights(self) -> dict[str, Any] | None:

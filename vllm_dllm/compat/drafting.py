@@ -1,20 +1,18 @@
 """Private names around drafting: the schedulers, and how they and the runner talk of widths."""
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from vllm.config import SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
-from vllm.v1.worker.gpu import spec_decode
 
-from vllm_dllm.compat.prompt_privacy import keep_prompts_private
+from vllm_dllm.compat.patching import replace
 from vllm_dllm.compat.scheduler import SchedulerHooks
 
 
@@ -72,24 +70,6 @@ class DraftSchedulerHooks(SchedulerHooks):
 
 
 StockScheduler, StockAsyncScheduler = Scheduler, AsyncScheduler
-_stock_get_scheduler_cls = SchedulerConfig.get_scheduler_cls
-
-
-def set_draft_schedulers(schedulers: Mapping[type, str]) -> None:
-    """Replaces vLLM's schedulers, keys of `schedulers`, by the classes at the paths that are its
-    values, where a DFlash drafter is served and nobody named a scheduler. Repeatable."""
-
-    def get_scheduler_cls(self: SchedulerConfig) -> Any:
-        stock = _stock_get_scheduler_cls(self)
-
-        def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-            path = schedulers[stock] if drafts_blocks(vllm_config.speculative_config) else None
-            scheduler = resolve_obj_by_qualname(path) if path else stock
-            return scheduler(vllm_config, *args, **kwargs)
-
-        return make_scheduler if self.scheduler_cls is None else stock
-
-    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
 
 
 _OTHER_DFLASH = {  # with speculators of their own
@@ -110,23 +90,19 @@ def drafts_blocks(speculative: SpeculativeConfig | None) -> bool:
     )
 
 
-def set_dflash_speculator(path: str) -> None:
-    """Makes model runner v2 draft with the class at `path` where a DFlash drafter is served.
-    Repeatable."""
+def draft_with(path: str) -> None:
+    """Model runners of this process, which is a worker, draft with the speculator class at `path`
+    where a DFlash drafter is served. Repeatable."""
 
-    def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
-        keep_prompts_private()
-        if drafts_blocks(vllm_config.speculative_config):
-            _tell_speculator_widths()
-            return resolve_obj_by_qualname(path)(vllm_config, device, req_states)
-        return _stock_init_speculator(vllm_config, device, req_states)
+    def make(stock: Any) -> Any:
+        def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
+            if drafts_blocks(vllm_config.speculative_config):
+                return resolve_obj_by_qualname(path)(vllm_config, device, req_states)
+            return stock(vllm_config, device, req_states)
 
-    spec_decode.init_speculator = init_speculator
-    if runner := sys.modules.get("vllm.v1.worker.gpu.model_runner"):  # has copied the name
-        setattr(runner, "init_speculator", init_speculator)  # noqa: B010 mypy knows no such name
+        return init_speculator
 
-
-_stock_init_speculator = spec_decode.init_speculator
+    replace("v1.worker.gpu.model_runner:init_speculator", make)
 
 
 def set_draft_widths(output: SchedulerOutput, widths: dict[str, int]) -> None:
@@ -150,31 +126,15 @@ def predicted_widths(output: ModelRunnerOutput) -> Mapping[str, int]:
     return getattr(output, "predicted_widths", {})
 
 
-def _tell_speculator_widths() -> None:
-    """The runner's speculator hears of each step's draft widths before the step and answers with
-    those it predicts. Repeatable."""
-    # Made this process' worker.
-    from vllm.v1.worker.gpu.async_utils import AsyncOutput
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+def tell_widths(runner: Any, scheduler_output: SchedulerOutput) -> None:
+    """The runner's speculator hears how many tokens to draft after a step that is about to run."""
+    if (widths := getattr(scheduler_output, "draft_widths", None)) is not None:
+        runner.speculator.step_begins(scheduler_output, widths)
 
-    if GPUModelRunner.sample_tokens.__module__ == __name__:
-        return
-    stock_execute_model = GPUModelRunner.execute_model
-    stock_sample_tokens = GPUModelRunner.sample_tokens
 
-    def execute_model(
-        self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
-    ) -> Any:
-        if (widths := getattr(scheduler_output, "draft_widths", None)) is not None:
-            self.speculator.step_begins(scheduler_output, widths)
-        return stock_execute_model(self, scheduler_output, *args, **kwargs)
-
-    def sample_tokens(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
-        output = stock_sample_tokens(self, *args, **kwargs)
-        take_widths = getattr(self.speculator, "take_predicted_widths", None)
-        if take_widths is not None and isinstance(output, AsyncOutput):
-            output.model_runner_output.predicted_widths = take_widths()
-        return output
-
-    GPUModelRunner.execute_model = execute_model
-    GPUModelRunner.sample_tokens = sample_tokens
+def send_predicted_widths(runner: Any, output: Any) -> Any:
+    """`output` of a worker's step, and with it the widths that its speculator predicts."""
+    take_widths = getattr(runner.speculator, "take_predicted_widths", None)
+    if take_widths is not None and isinstance(output, AsyncModelRunnerOutput):
+        output.model_runner_output.predicted_widths = take_widths()
+    return output

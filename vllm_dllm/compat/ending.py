@@ -11,7 +11,6 @@ import concurrent.futures
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from http import HTTPStatus
@@ -22,6 +21,8 @@ from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 from vllm.logger import init_logger
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.system_utils import kill_process_tree
+
+from vllm_dllm.compat.patching import is_server, replace
 
 logger = init_logger(__name__)
 
@@ -47,17 +48,14 @@ class ServerStopping(GracefulHTTPError, RetryableRequestError):
 def stop_gracefully() -> None:
     """For servers of diffusion models and DFlash drafters. Repeatable, and nothing in a process
     that is no server."""
-    launcher: Any = sys.modules.get("vllm.entrypoints.launchers.launcher")
-    if launcher is None:
-        return
-    from vllm.v1.engine.async_llm import AsyncLLM
+    if is_server():
+        replace("v1.engine.async_llm:AsyncLLM.shutdown", _shutdown)
+        replace("v1.engine.async_llm:AsyncLLM.check_admission", _check_admission)
+        replace("entrypoints.launchers.launcher:NoSignalServer.shutdown", _close)
 
-    if AsyncLLM.shutdown.__module__ == __name__:
-        return
-    stock_shutdown, stock_check_admission = AsyncLLM.shutdown, AsyncLLM.check_admission
-    stock_close = launcher.NoSignalServer.shutdown
 
-    def shutdown(self: AsyncLLM, timeout: float | None = None) -> None:
+def _shutdown(stock: Any) -> Any:
+    def shutdown(self: Any, timeout: float | None = None) -> None:
         # None: the engine is garbage, or never started.
         if timeout is not None and _is_ours(self.vllm_config):
             if not _in_event_loop() and not getattr(self, _STOPPING, False):
@@ -66,22 +64,28 @@ def stop_gracefully() -> None:
                 # Nobody waits for outputs any more: an engine that has to be killed is no error.
                 cancel_task_threadsafe(self.output_handler)
             timeout = ENGINE_S
-        stock_shutdown(self, timeout)
+        stock(self, timeout)
 
-    def check_admission(self: AsyncLLM, n: int = 1, request_id: str | None = None) -> None:
+    return shutdown
+
+
+def _check_admission(stock: Any) -> Any:
+    def check_admission(self: Any, n: int = 1, request_id: str | None = None) -> None:
         if getattr(self, _STOPPING, False):
             raise ServerStopping
-        stock_check_admission(self, n, request_id)
+        stock(self, n, request_id)
 
+    return check_admission
+
+
+def _close(stock: Any) -> Any:
     async def close(self: Any, sockets: Any = None) -> None:
         engine = getattr(self.config.app.state, "engine_client", None)
         if engine is not None and _is_ours(engine.vllm_config):
             self.config.timeout_graceful_shutdown = CONNECTIONS_S
-        await stock_close(self, sockets)
+        await stock(self, sockets)
 
-    AsyncLLM.shutdown = shutdown
-    AsyncLLM.check_admission = check_admission
-    launcher.NoSignalServer.shutdown = close
+    return close
 
 
 def end_start_in_time() -> None:

@@ -1,6 +1,5 @@
 """Requests as they come over HTTP, before they are sampling parameters and a prompt."""
 
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +7,8 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
+
+from vllm_dllm.compat.patching import is_server, replace
 
 
 def set_http_check(
@@ -17,9 +18,8 @@ def set_http_check(
     diffusion model for chat, completions and responses before anything is made of it, `check_size`
     chats and completions with the tokens of each of their prompts. Repeatable, and nothing in a
     process that is no server."""
-    if "vllm.entrypoints.launchers.launcher" not in sys.modules:
+    if not is_server():
         return
-    from vllm.renderers.online_renderer import OnlineRenderer
 
     def checked(render: Callable[..., Any]) -> Callable[..., Any]:
         async def render_checked(self: Any, request: Any, **kwargs: Any) -> Any:
@@ -44,9 +44,7 @@ def set_http_check(
         return [len(one.get("prompt_token_ids") or ()) for one in inputs] if is_list else []
 
     for name in ("render_chat", "render_completion", "render_responses"):
-        render = getattr(OnlineRenderer, name)
-        if render.__module__ != __name__:
-            setattr(OnlineRenderer, name, checked(render))
+        replace(f"renderers.online_renderer:OnlineRenderer.{name}", checked)
 
 
 def _knows_the_form_of_calls(parser: type) -> bool:
@@ -61,46 +59,44 @@ def _knows_the_form_of_calls(parser: type) -> bool:
 def set_beam_search_check(check: Callable[[], None]) -> None:
     """`check` is called when a diffusion model is to be searched by beams, offline too.
     Repeatable."""
-    if InputProcessor.resolve_watermarking.__module__ == __name__:
-        return
-    stock_resolve_watermarking = InputProcessor.resolve_watermarking
 
-    def resolve_watermarking(
-        self: InputProcessor, params: SamplingParams | BeamSearchParams
-    ) -> bool:
-        if self.model_config.is_diffusion and isinstance(params, BeamSearchParams):
-            check()
-        return stock_resolve_watermarking(self, params)
+    def make(stock: Any) -> Any:
+        def resolve_watermarking(
+            self: InputProcessor, params: SamplingParams | BeamSearchParams
+        ) -> bool:
+            if self.model_config.is_diffusion and isinstance(params, BeamSearchParams):
+                check()
+            return bool(stock(self, params))
 
-    InputProcessor.resolve_watermarking = resolve_watermarking
+        return resolve_watermarking
+
+    replace("v1.engine.input_processor:InputProcessor.resolve_watermarking", make)
 
 
 def answer_bad_bodies(complain: Callable[[str, Any], Exception]) -> None:
     """vLLM's checks of a body come before those of its types, and take some for granted: a number
     where they look for an object ends in HTTP 500. `complain(parameter, value)` makes the error
     that is answered instead. Repeatable, and nothing in a process that is no server."""
-    if "vllm.entrypoints.launchers.launcher" not in sys.modules:
+    if not is_server():
         return
-    from vllm.entrypoints.launchers import app as server
 
-    if server.init_exception_handler.__module__ == __name__:
-        return
-    stock_init_exception_handler = server.init_exception_handler
+    def make(stock: Any) -> Any:
+        def init_exception_handler(app: Any) -> None:
+            stock(app)
+            stock_handler = app.exception_handlers[Exception]
 
-    def init_exception_handler(app: Any) -> None:
-        stock_init_exception_handler(app)
-        stock_handler = app.exception_handlers[Exception]
+            async def handler(request: Any, error: Exception) -> Any:
+                if (found := _checked_value(error)) is not None:
+                    error = complain(*found)
+                return await stock_handler(request, error)
 
-        async def handler(request: Any, error: Exception) -> Any:
-            if (found := _checked_value(error)) is not None:
-                error = complain(*found)
-            return await stock_handler(request, error)
+            # Starlette looks for the handler of an exception's own class first.
+            for kind in (AttributeError, LookupError):
+                app.exception_handler(kind)(handler)
 
-        # Starlette looks for the handler of an exception's own class first.
-        for kind in (AttributeError, LookupError):
-            app.exception_handler(kind)(handler)
+        return init_exception_handler
 
-    server.init_exception_handler = init_exception_handler
+    replace("entrypoints.launchers.app:init_exception_handler", make)
 
 
 def _checked_value(error: Exception) -> tuple[str, Any] | None:

@@ -12,8 +12,10 @@ FAILED_START = {
 ENGINE_FAILED = "Engine core initialization failed."
 """How the parent's own exception begins. It knows no more than that the child ended."""
 
-NO_TRITON = {
+WRONG_ON_CPUS = {
     "vllm.triton_utils.importing": "Triton is installed, but doesn't include CPU backend.",
     "vllm.platforms.cpu": "Triton is not installed.",
+    "vllm.utils.torch_utils": "OMP_NUM_THREADS=%s is set; leaving Torch threads at",
 }
-"""Logger -> how its line begins. Triton is installed, and nothing here needs its CPU backend."""
+"""Logger -> how its line begins. Triton is installed, and nothing here needs its CPU backend. The
+threads of a CPU's worker are what computes, and not what is in the way."""

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prometheus_client import Counter
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.compat.drafting import drafts_blocks
+from vllm_dllm.compat.patching import put, replace
 
 
 @dataclass
@@ -27,6 +26,8 @@ class CarryingStats(SpecDecodingStats):
         self.num_accepted_tokens += num_accepted_tokens
 
 
+_OnTheWay = CarryingStats | None
+
 Labels = Mapping[int, Sequence[Any]]  # by engine
 
 
@@ -40,47 +41,47 @@ class DraftMetrics(Protocol):
     ) -> None: ...
 
 
-_stock_init, _stock_observe = SpecDecodingProm.__init__, SpecDecodingProm.observe
-
-
 def carry(
     make_canvas_metrics: Callable[[Sequence[str], Labels], CanvasMetrics],
     make_draft_metrics: Callable[[Sequence[str], Labels], DraftMetrics],
 ) -> None:
     """In an API process of a diffusion model the first one is called with the names of vLLM's
     labels and their values by engine, and what it makes observes each cargo. In one of a model with
-    a DFlash drafter, the second one, and what it makes observes vLLM's counts by position.
-    Repeatable."""
+    a DFlash drafter, the second one, and what it makes observes vLLM's counts by position. Not
+    where Ray collects the metrics: it has classes of its own for them. Repeatable."""
     # What messages to the API process are decoded as.
-    SchedulerStats.__annotations__["spec_decoding_stats"] = CarryingStats | None
+    put("v1.metrics.stats:SchedulerStats.__annotations__", "spec_decoding_stats", _OnTheWay)
 
-    def init(
-        self: Any,
-        speculative_config: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-        is_diffusion: bool = False,
-    ) -> None:
-        _stock_init(self, speculative_config, labelnames, per_engine_labelvalues, is_diffusion)
-        # Not where Ray collects the metrics: it has classes of its own for them.
-        is_ours = self._counter_cls is Counter
-        labels = (labelnames, per_engine_labelvalues)
-        self.of_canvases = make_canvas_metrics(*labels) if is_diffusion and is_ours else None
-        drafts = drafts_blocks(speculative_config) and is_ours
-        self.of_drafts = make_draft_metrics(*labels) if drafts else None
+    def make(stock: Any) -> Any:
+        class Metrics(stock):
+            def __init__(
+                self,
+                speculative_config: Any,
+                labelnames: list[str],
+                per_engine_labelvalues: dict[int, list[object]],
+                is_diffusion: bool = False,
+            ) -> None:
+                super().__init__(
+                    speculative_config, labelnames, per_engine_labelvalues, is_diffusion
+                )
+                labels = (labelnames, per_engine_labelvalues)
+                self.of_canvases = make_canvas_metrics(*labels) if is_diffusion else None
+                drafts = drafts_blocks(speculative_config)
+                self.of_drafts = make_draft_metrics(*labels) if drafts else None
 
-    def observe(self: Any, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
-        _stock_observe(self, spec_decoding_stats, engine_idx)
-        cargo = getattr(spec_decoding_stats, "cargo", None)
-        if self.of_canvases is not None and cargo is not None:
-            self.of_canvases.observe(cargo, engine_idx)
-        if self.of_drafts is not None:
-            self.of_drafts.observe(
-                spec_decoding_stats.num_drafts,
-                spec_decoding_stats.num_accepted_tokens_per_pos,
-                spec_decoding_stats.num_draft_tokens_per_pos,
-                engine_idx,
-            )
+            def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
+                super().observe(spec_decoding_stats, engine_idx)
+                cargo = getattr(spec_decoding_stats, "cargo", None)
+                if self.of_canvases is not None and cargo is not None:
+                    self.of_canvases.observe(cargo, engine_idx)
+                if self.of_drafts is not None:
+                    self.of_drafts.observe(
+                        spec_decoding_stats.num_drafts,
+                        spec_decoding_stats.num_accepted_tokens_per_pos,
+                        spec_decoding_stats.num_draft_tokens_per_pos,
+                        engine_idx,
+                    )
 
-    SpecDecodingProm.__init__ = init
-    SpecDecodingProm.observe = observe
+        return Metrics
+
+    replace("v1.metrics.loggers:PrometheusStatLogger._spec_decoding_cls", make)

@@ -1,10 +1,9 @@
-"""Which class reads a checkpoint's config.json."""
+"""Which class adjusts vLLM's configuration for a model."""
 
-from transformers import PretrainedConfig
-from vllm.transformers_utils import config as vllm_transformers_config
+from vllm_dllm.compat.patching import put
 
 
-def set_config_class(model_type: str, config_class: type[PretrainedConfig]) -> None:
-    """Checkpoints of `model_type` are read with `config_class`, and not with code that they bring.
-    Repeatable."""
-    vllm_transformers_config._CONFIG_REGISTRY[model_type] = config_class
+def set_serving_config(architecture: str, serving_config: type) -> None:
+    """Makes `serving_config`, a VerifyAndUpdateConfig, adjust vLLM's configuration for models of
+    `architecture`."""
+    put("model_executor.models.config:MODELS_CONFIG_MAP", architecture, serving_config)

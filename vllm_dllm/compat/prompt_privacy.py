@@ -13,19 +13,24 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
-def keep_prompts_private() -> None:
-    """A worker scores the rows of a prompt and no others, and forgets the tokens of requests that
-    leave. Repeatable."""
-    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker  # this process'
-    from vllm.v1.worker.gpu.states import RequestState
+def keep_prompts_private(runner: Any) -> None:
+    """`runner`, a model runner that has loaded its model, scores the rows of a prompt and no
+    others."""
+    if runner.prompt_logprobs_worker is not None:
+        runner.prompt_logprobs_worker = PromptScores(runner.prompt_logprobs_worker)
 
-    if RequestState.remove_request.__module__ == __name__:
-        return
-    stock_compute_prompt_logprobs = PromptLogprobsWorker.compute_prompt_logprobs
-    stock_remove_request = RequestState.remove_request
+
+class PromptScores:
+    """vLLM's `PromptLogprobsWorker`, whose scores end with the prompt."""
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
 
     def compute_prompt_logprobs(
-        self: PromptLogprobsWorker,
+        self,
         logits_fn: Any,
         hidden_states: torch.Tensor,
         input_batch: InputBatch,
@@ -33,8 +38,7 @@ def keep_prompts_private() -> None:
         num_computed_tokens: torch.Tensor,
         prompt_lens: np.ndarray,  # [max_num_reqs], by slot
     ) -> dict[str, LogprobsTensors]:
-        found = stock_compute_prompt_logprobs(
-            self,
+        found: dict[str, LogprobsTensors] = self._stock.compute_prompt_logprobs(
             logits_fn,
             hidden_states,
             input_batch,
@@ -52,12 +56,3 @@ def keep_prompts_private() -> None:
                 if kept > 0:
                     found[request_id] = LogprobsTensors(*(rows[:kept] for rows in scores[:3]))
         return found
-
-    def remove_request(self: RequestState, req_id: str) -> int | None:
-        slot = stock_remove_request(self, req_id)
-        if slot is not None:
-            self.all_token_ids.gpu[slot].zero_()
-        return slot
-
-    PromptLogprobsWorker.compute_prompt_logprobs = compute_prompt_logprobs
-    RequestState.remove_request = remove_request

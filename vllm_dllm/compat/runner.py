@@ -1,18 +1,13 @@
-"""Model runner v2: what it takes for a prefill, how it scores prompts and verifies drafts, and that
-it runs without Triton."""
+"""Model runner v2: what it takes for a prefill, and how it scores prompts."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-import vllm.config.vllm as vllm_config_module
-from vllm import envs
-from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_dllm.compat import version
+from vllm_dllm.compat.patching import replace
 
 
 @torch.inference_mode()
@@ -45,76 +40,5 @@ def numbers_of(output: ModelRunnerOutput) -> Any:
 
 def score_prompts_by(num_rows: int) -> None:
     """A worker's prompt log-probabilities are made of the logits of so many rows at a time, or of
-    vLLM's 1024 if that is less. Repeatable."""
-    from vllm.v1.worker.gpu.sample import prompt_logprob  # made this process' worker
-
-    prompt_logprob.CHUNK_SIZE = min(num_rows, PROMPT_ROWS)
-
-
-PROMPT_ROWS = 1024
-"""vLLM's own."""
-
-
-def replace_rejection_sample(replacement: Callable[..., Any]) -> None:
-    """Makes this process verify drafts with `replacement`. Repeatable."""
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler  # made this process' worker
-
-    def without_fly(*args: Any, fly_window_size: int = 0, **kwargs: Any) -> Any:
-        """0.33 passes the settings of FLY with every call; a window of 0 turns it off."""
-        if fly_window_size > 0:
-            return stock_rejection_sample(*args, fly_window_size=fly_window_size, **kwargs)
-        fly = ("fly_entropy_threshold", "fly_entropy_top_k")
-        return replacement(*args, **{key: kwargs[key] for key in kwargs.keys() - set(fly)})
-
-    knows_fly = version.is_at_least("0.33")
-    rejection_sampler.rejection_sample = without_fly if knows_fly else replacement
-
-
-def stock_rejection_sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
-
-    return rejection_sampler_utils.rejection_sample(*args, **kwargs)
-
-
-def allow_v2_worker_without_triton() -> None:
-    """In a process that is about to make a worker of `allow_v2_runner_without_triton`: from 0.33 on
-    the worker asks for Triton by itself. Repeatable."""
-    if version.is_at_least("0.33"):
-        from vllm.v1.worker import gpu_worker  # made this process' worker
-
-        gpu_worker.HAS_TRITON = True
-
-
-STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
-
-
-_stock_use_v2_model_runner: Callable[[VllmConfig], bool] = VllmConfig.use_v2_model_runner.fget
-
-
-_stock_validate_v2_model_runner = VllmConfig._validate_v2_model_runner
-
-
-def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> None:
-    """Diffusion models and DFlash drafters get model runner v2, and `VLLM_USE_V2_MODEL_RUNNER=1` is
-    honoured, although vLLM has no Triton; `prepare` then completes their configuration. Others keep
-    vLLM's choice."""
-
-    def use_v2_model_runner(self: VllmConfig) -> bool:
-        is_diffusion = self.model_config is not None and self.model_config.is_diffusion
-        speculative = self.speculative_config
-        drafts_blocks = speculative is not None and speculative.method == "dflash"
-        if (is_diffusion or drafts_blocks) and envs.VLLM_USE_V2_MODEL_RUNNER is None:
-            return True
-        return _stock_use_v2_model_runner(self)
-
-    def validate_v2_model_runner(self: VllmConfig) -> None:
-        has_triton = vllm_config_module.HAS_TRITON
-        vllm_config_module.HAS_TRITON = True
-        try:
-            _stock_validate_v2_model_runner(self)
-        finally:
-            vllm_config_module.HAS_TRITON = has_triton
-        prepare(self)
-
-    VllmConfig.use_v2_model_runner = property(use_v2_model_runner)
-    VllmConfig._validate_v2_model_runner = validate_v2_model_runner
+    vLLM's own number if that is less. Repeatable."""
+    replace("v1.worker.gpu.sample.prompt_logprob:CHUNK_SIZE", lambda stock: min(num_rows, stock))

@@ -12,6 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_dllm.compat import version
+from vllm_dllm.compat.patching import replace
 
 
 class SchedulerHooks(Scheduler):
@@ -21,9 +22,11 @@ class SchedulerHooks(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _ask_for_draft_tokens_only_if_needed()
-        _forget_what_old_weights_computed()
-        _limit_cache_hits(self.kv_cache_manager, self.prefill_end)
+        ask_for_draft_tokens_only_if_needed()
+        self.kv_cache_manager = _WholePrefixes(
+            self.kv_cache_manager,  # type: ignore[has-type]
+            self.prefill_end,
+        )
 
     def check_blocks_by(self, make_check: Callable[[Any], Any]) -> None:
         """What is emitted is checked by `make_check` of vLLM's `StructuredOutputManager`, and no
@@ -129,48 +132,19 @@ class SchedulerHooks(Scheduler):
         return kept, stopped
 
 
-def _ask_for_draft_tokens_only_if_needed() -> None:
+def ask_for_draft_tokens_only_if_needed() -> None:
     """After each step the engine asks the worker for draft tokens, a round trip between processes
-    (0.7 ms of 15 on two cores). A scheduler that knows them spares it. Repeatable."""
-    from vllm.v1.engine.core import EngineCore  # loaded by now: it makes the scheduler
+    (0.7 ms of 15 on two cores). A scheduler that knows them spares it. For the process of an
+    engine. Repeatable."""
 
-    if EngineCore.post_step.__module__ == __name__:
-        return
-    stock_post_step = EngineCore.post_step
+    def make(stock: Any) -> Any:
+        def post_step(self: Any, model_executed: bool) -> None:
+            if not getattr(self.scheduler, "knows_draft_tokens", False):
+                stock(self, model_executed)
 
-    def post_step(self: EngineCore, model_executed: bool) -> None:
-        if not getattr(self.scheduler, "knows_draft_tokens", False):
-            stock_post_step(self, model_executed)
+        return post_step
 
-    EngineCore.post_step = post_step
-
-
-def _forget_what_old_weights_computed() -> None:
-    """An engine whose workers have reloaded their weights drops the keys and values of the old
-    ones, and computes those of running requests again. Repeatable."""
-    from vllm.v1.engine.core import EngineCore  # as above
-
-    if EngineCore.collective_rpc.__module__ == __name__:
-        return
-    stock_rpc = EngineCore.collective_rpc
-
-    # vLLM reads these parameters when a client calls.
-    def collective_rpc(
-        self: EngineCore,
-        method: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if method != "reload_weights":
-            return stock_rpc(self, method, timeout, args, kwargs)
-        try:
-            return stock_rpc(self, method, timeout, args, kwargs)
-        finally:
-            self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-            self.reset_encoder_cache()
-
-    EngineCore.collective_rpc = collective_rpc
+    replace("v1.engine.core:EngineCore.post_step", make)
 
 
 def scheduled_at(output: SchedulerOutput) -> float:
@@ -178,27 +152,33 @@ def scheduled_at(output: SchedulerOutput) -> float:
     return output.scheduled_at
 
 
-def _limit_cache_hits(manager: Any, prefill_end: Callable[[Request, int], int]) -> None:
-    """Makes `manager`, a KV cache manager, find no prefix that ends where a prefill may not."""
-    find, coordinator = manager.get_computed_blocks, manager.coordinator
-    stock_find_longest = coordinator.find_longest_cache_hit
+class _WholePrefixes:
+    """vLLM's manager of the KV cache, which finds no prefix that ends where a prefill may not."""
 
-    def get_computed_blocks(request: Request, *args: Any, **kwargs: Any) -> Any:
-        found = find(request, *args, **kwargs)
+    def __init__(self, manager: Any, prefill_end: Callable[[Request, int], int]) -> None:
+        self._manager, self._prefill_end = manager, prefill_end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        found = self._manager.get_computed_blocks(request, *args, **kwargs)
         # Not by leaving out blocks of what was found: layers with a window have only its last ones.
-        while (longest := prefill_end(request, found[1])) < found[1]:
-
-            def find_shorter(hashes: Any, most_tokens: int, longest: int = longest) -> Any:
-                return stock_find_longest(hashes, min(most_tokens, longest))
-
-            coordinator.find_longest_cache_hit = find_shorter
-            try:
-                found = find(request, *args, **kwargs)
-            finally:
-                coordinator.find_longest_cache_hit = stock_find_longest
+        while (longest := self._prefill_end(request, found[1])) < found[1]:
+            shorter = _Shorter(request, longest)
+            found = self._manager.get_computed_blocks(shorter, *args, **kwargs)
         return found
 
-    manager.get_computed_blocks = get_computed_blocks
+
+class _Shorter:
+    """A request, as if its prompt were so short that at most `longest` tokens may be cached: all
+    but the last one."""
+
+    def __init__(self, request: Request, longest: int) -> None:
+        self._request, self.num_tokens = request, longest + 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 def tokens_in_flight(request: Request, num_kept: int) -> int:

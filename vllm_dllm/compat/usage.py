@@ -1,9 +1,10 @@
 """What `usage` says about an answer's tokens, in vLLM's chats and completions, streamed or not."""
 
 import json
-import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
+
+from vllm_dllm.compat.patching import is_server, replace
 
 
 class Counter(Protocol):
@@ -19,58 +20,60 @@ class Counter(Protocol):
 def count_in_usage(start: Callable[[Any, Any], Counter | None]) -> None:
     """`start(request, tokenizer)` makes a counter for a request to a diffusion model, or None.
     Repeatable, and nothing in a process that is no server."""
-    if "vllm.entrypoints.launchers.launcher" not in sys.modules:
+    if not is_server():
         return
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-
-    if OpenAIServingChat.chat_completion_stream_generator.__module__ == __name__:
-        return
-    stock_chat_stream = OpenAIServingChat.chat_completion_stream_generator
-    stock_chat = OpenAIServingChat.chat_completion_full_generator
-    stock_stream = OpenAIServingCompletion.completion_stream_generator
-    stock_completion = OpenAIServingCompletion.request_output_to_completion_response
 
     def counter_of(serving: Any, request: Any) -> Counter | None:
         is_ours = serving.model_config.is_diffusion
         return start(request, serving.renderer.tokenizer) if is_ours else None
 
-    def chat_stream(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-        if (counter := counter_of(self, request)) is None:
-            return stock_chat_stream(self, request, results, *args, **kwargs)
-        counted = _counted(results, counter)
-        return _with_counts(stock_chat_stream(self, request, counted, *args, **kwargs), counter)
+    def chat_stream(stock: Any) -> Any:
+        def stream(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
+            if (counter := counter_of(self, request)) is None:
+                return stock(self, request, results, *args, **kwargs)
+            counted = _counted(results, counter)
+            return _with_counts(stock(self, request, counted, *args, **kwargs), counter)
 
-    async def chat(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-        if (counter := counter_of(self, request)) is None:
-            return await stock_chat(self, request, results, *args, **kwargs)
-        # One result, which holds the whole answers.
-        counted = _counted(results, counter)
-        return _put(await stock_chat(self, request, counted, *args, **kwargs), counter)
+        return stream
 
-    def completion_stream(
-        self: Any, request: Any, inputs: Any, results: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if (counter := counter_of(self, request)) is None:
-            return stock_stream(self, request, inputs, results, *args, **kwargs)
-        counted = _counted(results, counter)
-        stream = stock_stream(self, request, inputs, counted, *args, **kwargs)
-        return _with_counts(stream, counter)
+    def chat(stock: Any) -> Any:
+        async def answer(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
+            if (counter := counter_of(self, request)) is None:
+                return await stock(self, request, results, *args, **kwargs)
+            # One result, which holds the whole answers.
+            counted = _counted(results, counter)
+            return _put(await stock(self, request, counted, *args, **kwargs), counter)
 
-    def completion(self: Any, results: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        response = stock_completion(self, results, request, *args, **kwargs)
-        if (counter := counter_of(self, request)) is None:
-            return response
-        for prompt, result in enumerate(results):
-            _count(counter, prompt, result)
-        return _put(response, counter)
+        return answer
 
-    serving_chat: Any = OpenAIServingChat
-    serving_completion: Any = OpenAIServingCompletion
-    serving_chat.chat_completion_stream_generator = chat_stream
-    serving_chat.chat_completion_full_generator = chat
-    serving_completion.completion_stream_generator = completion_stream
-    serving_completion.request_output_to_completion_response = completion
+    def completion_stream(stock: Any) -> Any:
+        def stream(
+            self: Any, request: Any, inputs: Any, results: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if (counter := counter_of(self, request)) is None:
+                return stock(self, request, inputs, results, *args, **kwargs)
+            counted = _counted(results, counter)
+            return _with_counts(stock(self, request, inputs, counted, *args, **kwargs), counter)
+
+        return stream
+
+    def completion(stock: Any) -> Any:
+        def answer(self: Any, results: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            response = stock(self, results, request, *args, **kwargs)
+            if (counter := counter_of(self, request)) is None:
+                return response
+            for prompt, result in enumerate(results):
+                _count(counter, prompt, result)
+            return _put(response, counter)
+
+        return answer
+
+    of_chat = "entrypoints.openai.chat_completion.serving:OpenAIServingChat"
+    of_completion = "entrypoints.openai.completion.serving:OpenAIServingCompletion"
+    replace(f"{of_chat}.chat_completion_stream_generator", chat_stream)
+    replace(f"{of_chat}.chat_completion_full_generator", chat)
+    replace(f"{of_completion}.completion_stream_generator", completion_stream)
+    replace(f"{of_completion}.request_output_to_completion_response", completion)
 
 
 def _count(counter: Counter, prompt: int, result: Any) -> None:

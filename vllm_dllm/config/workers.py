@@ -1,9 +1,16 @@
-"""The worker classes of diffusion models, named by string: importing one loads the model runner."""
+"""The worker classes, and what goes with them, named by string: importing one loads the model
+runner."""
 
 from collections.abc import Mapping
 
 GPU_WORKER = "vllm_dllm.step.worker.CanvasWorker"
 CPU_WORKER = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"
+
+STOCK_GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+DRAFT_WORKER = "vllm_dllm.drafters.worker.DraftWorker"
+DRAFT_SCHEDULER = "vllm_dllm.drafters.scheduler.make_scheduler"
+SPECULATOR = "vllm_dllm.drafters.dflash.WidthDFlashSpeculator"
+"""Of targets with a DFlash drafter."""
 
 PREFILL_EMITTED_TOKENS = (GPU_WORKER, CPU_WORKER)
 """Those that take a finished block for a part of its request's prefill."""

@@ -11,8 +11,8 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from vllm_dllm.compat.expert_kernels import FusedMoEConfig, StockExperts, prefer_on_cpus
 from vllm_dllm.cpu import experts
+from vllm_dllm.cpu.compat.expert_kernels import FusedMoEConfig, StockExperts, prefer_on_cpus
 from vllm_dllm.cpu.compilation import cpu_vendor
 
 LEAST_ROWS = 32

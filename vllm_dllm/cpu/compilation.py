@@ -55,12 +55,12 @@ def choose(vllm_config: VllmConfig) -> None:
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
-def reuse_compiled_models() -> None:
+def reuse_compiled_models(vllm_config: VllmConfig) -> None:
     """Lets this worker load what an earlier start compiled, if it would be the same. Repeatable."""
-    from vllm_dllm.compat import compiled_models
+    from vllm_dllm.cpu.compat import compiled_models
 
     compiled_models.load_what_inductor_compiled()
-    compiled_models.add_to_cache_key(cache_key)
+    compiled_models.add_to_cache_key(vllm_config, cache_key())
     compiled_models.announce_compilation(_announce)
 
 

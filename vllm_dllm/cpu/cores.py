@@ -10,7 +10,7 @@ import os
 
 from vllm.logger import init_logger
 
-from vllm_dllm.compat import cpu_cores
+from vllm_dllm.cpu.compat import cores as cpu_cores
 
 logger = init_logger(__name__)
 

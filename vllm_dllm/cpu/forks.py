@@ -5,16 +5,17 @@ loaded. A forked worker has loaded it, so its threads share all of its cores. On
 faster; on machines of many, where it has not been measured, workers are spawned as before.
 """
 
+import multiprocessing
 import os
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
 
-from vllm_dllm.compat import cpu_cores, engine_processes
 from vllm_dllm.config.workers import CPU_IMPORTS, CPU_WORKER
-from vllm_dllm.cpu import cores
-from vllm_dllm.processes import fork_server
+from vllm_dllm.cpu import cores, fork_server
+from vllm_dllm.cpu.compat import cores as cpu_cores
+from vllm_dllm.cpu.compat import engine_processes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +27,8 @@ _set_num_threads = torch.set_num_threads  # vLLM's worker replaces it
 
 def install() -> None:
     """For this process. Repeatable."""
+    if multiprocessing.parent_process() is not None:  # else it has no workers
+        cpu_cores.choose_cores(cores.choose, CPU_WORKER)
     if fork_server.is_forked():
         if cpu_cores.available_cpu_count() <= cores.FEW_CORES:
             engine_processes.start_workers(fork_server.ForkContext)

@@ -5,7 +5,7 @@ from types import FunctionType
 from typing import Any
 
 from attention_kernels.interpreter import interpret_language
-from vllm_dllm.compat.triton import is_placeholder_constexpr, real_triton_module
+from vllm_dllm.cpu.compat.triton import is_placeholder_constexpr, real_triton_module
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_dllm.compat import triton
+from vllm_dllm.cpu.compat import triton
 from vllm_dllm.cpu.interpret import interpreted
 
 logger = init_logger(__name__)

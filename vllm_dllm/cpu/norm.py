@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm import ir
 from vllm.config import VllmConfig
 
-from vllm_dllm.compat.cpu_ops import cpp_rms_norm
+from vllm_dllm.cpu.compat.ops import cpp_rms_norm
 
 PROVIDER = "vllm_dllm_cpu"
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_dllm.compat.runner import stock_rejection_sample
+from vllm_dllm.cpu.compat.runner import stock_rejection_sample
 from vllm_dllm.cpu.random_numbers import gumbel, philox_uniform
 from vllm_dllm.cpu.verification import Draws, verify
 

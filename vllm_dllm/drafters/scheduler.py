@@ -7,7 +7,9 @@ tokens to draft for each request.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -19,7 +21,7 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.drafters.step_costs import Step, StepClock
 from vllm_dllm.drafters.width import make_policy
-from vllm_dllm.processes.parents import end_with_parent
+from vllm_dllm.parents import end_with_parent
 
 logger = init_logger(__name__)
 
@@ -145,3 +147,10 @@ class DraftWidthScheduler(_DraftWidths, drafting.StockScheduler):
 
 class DraftWidthAsyncScheduler(_DraftWidths, drafting.StockAsyncScheduler):
     pass
+
+
+def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> _DraftWidths:
+    """The `scheduler_cls` of targets with a DFlash drafter."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    scheduler_cls = DraftWidthAsyncScheduler if is_async else DraftWidthScheduler
+    return scheduler_cls(vllm_config, *args, **kwargs)

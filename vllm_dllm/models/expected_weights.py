@@ -24,8 +24,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from vllm_dllm.quantization import scales
-from vllm_dllm.quantization.int4 import GROUP_SIZE as INT4_GROUP_SIZE
-from vllm_dllm.quantization.nvfp4 import GROUP_SIZE
+from vllm_dllm.quantization.schemes import GROUP_SIZE, INT4_GROUP_SIZE
 
 _MOST_NAMED = 8
 FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted when loaded

@@ -1,13 +1,11 @@
 """vLLM's configuration of a compressed-tensors checkpoint, checked, and completed for CPUs."""
 
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from transformers import PretrainedConfig
 from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
@@ -27,7 +25,8 @@ from vllm_dllm.quantization.schemes import Scheme, check_method, describe, recog
 
 logger = init_logger(__name__)
 
-_LINEAR = torch.nn.Linear(1, 1, device="meta")  # what an expert's projection is in a checkpoint
+LINEAR = torch.nn.Linear(1, 1, device="meta")
+"""What an expert's projection is in a checkpoint."""
 
 
 def adapt(
@@ -57,10 +56,10 @@ def adapt_masked(config: QuantizationConfig | None) -> QuantizationConfig | None
     """`config` as a masked model needs it: what is not of compressed-tensors is vLLM's alone."""
     if not isinstance(config, CompressedTensorsConfig):
         return config
-    return _copy(config, CpuCompressedTensors)
+    return _copy(config, CompressedTensorsOfOurs)
 
 
-_Kind = TypeVar("_Kind", bound="CpuCompressedTensors")
+_Kind = TypeVar("_Kind", bound="CompressedTensorsOfOurs")
 
 
 def _copy(config: CompressedTensorsConfig, kind: type[_Kind]) -> _Kind:
@@ -94,66 +93,23 @@ def _leave_to_vllm(scheme: str, layers: str) -> None:
     )
 
 
-def _log_emulation(kind: Scheme, has_experts: bool) -> None:
-    if kind is Scheme.NVFP4 or (kind is not Scheme.INT8 and has_experts):
-        logger.info_once(
-            "vLLM has no CPU kernel for %s: %s run in an emulation of the GPU's "
-            "arithmetic that unpacks the weights at every use. It is exact but slow.",
-            kind.name if kind is Scheme.NVFP4 else f"experts in {kind.name}",
-            "these layers" if kind is Scheme.NVFP4 else "they",
-        )
+def _on_cpu() -> Any:
+    """`cpu.quantization.layers`, which nobody on a GPU loads."""
+    return import_module("vllm_dllm.cpu.quantization.layers")
 
 
-def _check_inputs(scheme: dict[str, Any] | None) -> None:
-    """Raises ValueError for int8 inputs on a CPU that cannot multiply them."""
-    inputs: QuantizationArgs | None = scheme and scheme.get("input_activations")
-    if inputs is not None and inputs.type == QuantizationType.INT:
-        from vllm_dllm.compat.cpu_ops import check_int8
-
-        check_int8()
-
-
-class CpuCompressedTensors(CompressedTensorsConfig):
+class CompressedTensorsOfOurs(CompressedTensorsConfig):
     """vLLM's configuration, plus linears and experts that CPUs can run."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if current_platform.is_cpu():
-            # Importing it registers the kernels for linears.
-            from vllm_dllm.quantization import linear as linear
-
-            if isinstance(layer, RoutedExperts):
-                return self._experts_on_cpu(layer, prefix)
-            if isinstance(layer, LinearBase):
-                _check_inputs(self.get_scheme_dict(layer, prefix))
+            method: QuantizeMethodBase | None = _on_cpu().experts_method(self, layer, prefix)
+            if method is not None:
+                return method
         return super().get_quant_method(layer, prefix)
 
-    def _experts_on_cpu(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
-        from vllm_dllm.quantization.methods import (
-            CompressedTensorsFp8MoEMethodOnCpu,
-            CompressedTensorsInt4MoEMethodOnCpu,
-            CompressedTensorsInt8MoEMethodOnCpu,
-            CompressedTensorsNvfp4MoEMethodOnCpu,
-        )
 
-        first = f"{prefix}.0.{layer.ckpt_gate_proj_name}"
-        scheme = self.get_scheme_dict(_LINEAR, first)
-        if scheme is None:
-            return UnquantizedFusedMoEMethod(layer.moe_config)
-        weights, inputs = scheme["weights"], scheme["input_activations"]
-        _check_inputs(scheme)
-        kind = recognize(first, scheme, on_cpu=True)
-        _log_emulation(kind, has_experts=True)
-        match kind:
-            case Scheme.NVFP4:
-                return CompressedTensorsNvfp4MoEMethodOnCpu(layer.moe_config)
-            case Scheme.INT8:
-                return CompressedTensorsInt8MoEMethodOnCpu(weights, inputs, layer.moe_config)
-            case Scheme.W4A16:
-                return CompressedTensorsInt4MoEMethodOnCpu(weights, layer.moe_config)
-        return CompressedTensorsFp8MoEMethodOnCpu(weights, inputs, layer.moe_config)
-
-
-class ServedCompressedTensors(CpuCompressedTensors):
+class ServedCompressedTensors(CompressedTensorsOfOurs):
     """DiffusionGemma's, all of whose layers are known here."""
 
     def check(self, text_config: PretrainedConfig) -> None:
@@ -164,7 +120,7 @@ class ServedCompressedTensors(CpuCompressedTensors):
             names = (
                 name
                 for name in layer_names.linears(text_config)
-                if self.get_scheme_dict(_LINEAR, IN_VLLM + name) is scheme
+                if self.get_scheme_dict(LINEAR, IN_VLLM + name) is scheme
             )
             if (first := next(names, None)) is None:
                 continue
@@ -174,7 +130,7 @@ class ServedCompressedTensors(CpuCompressedTensors):
                 layers = f"{IN_CHECKPOINT}{first} and others of this scheme"
                 _leave_to_vllm(describe(scheme), layers)
             elif on_cpu:
-                _log_emulation(kind, has_experts)
+                _on_cpu().log_emulation(kind, has_experts)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         is_embedding = isinstance(layer, VocabParallelEmbedding)

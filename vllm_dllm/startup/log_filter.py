@@ -1,19 +1,19 @@
-"""Two lines of vLLM's log that contradict each other, left out where both mislead.
+"""Lines of vLLM's log that are wrong on a CPU, left out there.
 
-On a CPU vLLM warns in each of its processes that Triton has no backend for it, then that Triton is
-not installed. It is, and the kernels that vLLM writes in it are replaced here (`vllm_dllm.cpu`).
+vLLM warns in each of its processes that Triton has no backend for it, then that Triton is not
+installed. It is, and the kernels that vLLM writes in it are replaced here (`vllm_dllm.cpu`).
 """
 
 import logging
 
-from vllm_dllm.compat.log_lines import NO_TRITON
+from vllm_dllm.compat.log_lines import WRONG_ON_CPUS
 
 
 def install() -> None:
     """Before vLLM looks for Triton, and so without importing vLLM. Repeatable."""
-    for name in NO_TRITON:
+    for name in WRONG_ON_CPUS:
         logging.getLogger(name).addFilter(_is_wanted)
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(NO_TRITON[record.name])
+    return not str(record.msg).startswith(WRONG_ON_CPUS[record.name])

@@ -1,5 +1,7 @@
 """What vLLM's model runner asks of a sampler, answered by `CanvasStep`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from types import SimpleNamespace
 
@@ -9,7 +11,6 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from vllm_dllm.compat.prompt_privacy import keep_prompts_private
 from vllm_dllm.compat.runner import score_prompts_by
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.step.canvas_step import CanvasStep
@@ -28,7 +29,7 @@ class DiffusionSampler:
         self.req_states = step.requests.req_states
         self.sampling_states = step.requests.sampling_states
         self._max_rows = max_rows
-        keep_prompts_private()
+        self._asked_for: SamplingParams | None = None
         score_prompts_by(whole_rows(step.vocab_size, step.memory.budget_bytes))
 
     @property
@@ -36,7 +37,16 @@ class DiffusionSampler:
         return self.step.requests.prefills_emitted_tokens
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        self.step.requests.add(req_idx, sampling_params)
+        self.step.requests.add(req_idx, self._asked_for or sampling_params)
+
+    @contextmanager
+    def asked_for(self, params: SamplingParams) -> Iterator[None]:
+        """Requests that are added meanwhile count as asking for `params`, whatever they say."""
+        self._asked_for = params
+        try:
+            yield
+        finally:
+            self._asked_for = None
 
     @cached_property
     def _most_bytes(self) -> int:

@@ -4,12 +4,13 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.compat.ending import leave_signals_to_engine
+from vllm_dllm.compat.prompt_privacy import keep_prompts_private
 from vllm_dllm.compat.runner import prefill_emitted_tokens, send_numbers
-from vllm_dllm.compat.warm_up import warm_up
-from vllm_dllm.processes.parents import end_with_parent
+from vllm_dllm.parents import end_with_parent
 
 WARMED_UP = (
     SamplingParams(),
@@ -17,7 +18,8 @@ WARMED_UP = (
     SamplingParams(top_p=0.9),
     SamplingParams(logprobs=5),
 )
-"""Requests whose steps run kernels that others' do not."""
+"""Requests whose steps run kernels that others' do not. vLLM warms up with one that asks for
+everything, and our sampler computes less for those who ask for less."""
 
 
 class CanvasWorker(Worker):
@@ -25,10 +27,16 @@ class CanvasWorker(Worker):
         end_with_parent()
         super().__init__(*args, **kwargs)
 
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        keep_prompts_private(self.model_runner)
+
     def compile_or_warm_up_model(self) -> Any:
         # Before graphs are captured: what they read must not be allocated anew.
         if self.vllm_config.kernel_config.enable_jit_warmup:
-            warm_up(self.model_runner, self.execute_model, self.sample_tokens, WARMED_UP)
+            for params in WARMED_UP:
+                with self.model_runner.sampler.asked_for(params):
+                    warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
         done = super().compile_or_warm_up_model()
         leave_signals_to_engine()
         return done

@@ -21,8 +21,10 @@ from scripts.vllm_seams import (
     missing_imports,
     moved_seams,
 )
-from vllm_dllm.compat import runner, version
+from tests.patched import patched
+from vllm_dllm.compat import version
 from vllm_dllm.compat.seams import SEAMS
+from vllm_dllm.cpu.compat import runner
 
 VLLM = Path(vllm.__file__).parent
 
@@ -124,11 +126,6 @@ def test_runner_calls_only_these_functions_of_triton() -> None:
     assert used <= known, f"runner v2 calls more of Triton: {used - known}"
 
 
-def test_prompts_are_scored_in_chunks_of_vllms_size() -> None:
-    (seam,) = (seam for seam in SEAMS if seam.what == "in chunks of so many rows")
-    assert seam.line.strip() == f"CHUNK_SIZE = {runner.PROMPT_ROWS}"
-
-
 @pytest.mark.parametrize("window", [0, 2])
 def test_drafts_are_verified_natively_unless_fly_may_accept_them(
     window: int, monkeypatch: pytest.MonkeyPatch
@@ -137,15 +134,16 @@ def test_drafts_are_verified_natively_unless_fly_may_accept_them(
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    monkeypatch.setattr(rejection_sampler, "rejection_sample", None)
     monkeypatch.setattr(runner, "stock_rejection_sample", lambda *args, **kwargs: kwargs)
-    runner.replace_rejection_sample(lambda *args, **kwargs: (args, kwargs))
+    with patched("v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample"):
+        runner.replace_rejection_sample(lambda *args, **kwargs: (args, kwargs))
+        verify = rejection_sampler.rejection_sample
     fly = {
         "fly_window_size": window,
         "fly_entropy_threshold": 0.3,
         "fly_entropy_top_k": 3,
     }
-    answer = rejection_sampler.rejection_sample("logits", use_fp64=True, **fly)
+    answer = verify("logits", use_fp64=True, **fly)
     assert answer == (
         (("logits",), {"use_fp64": True}) if window == 0 else {"use_fp64": True, **fly}
     )

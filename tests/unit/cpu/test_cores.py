@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 from vllm.utils import ompmultiprocessing
 from vllm.utils.cpu_resource_utils import LogicalCPUInfo
+from vllm.v1.executor import multiproc_executor
 
-from vllm_dllm import cpu
-from vllm_dllm.compat import cpu_cores
-from vllm_dllm.compat.runner import STOCK_CPU_WORKER
+from tests.patched import patched
 from vllm_dllm.config.workers import CPU_WORKER
 from vllm_dllm.cpu import cores
+from vllm_dllm.cpu.compat import cores as cpu_cores
+from vllm_dllm.cpu.compat.runner import STOCK_CPU_WORKER
 from vllm_dllm.cpu.threads import LEAST_WORK, StepThreads
 
 USER = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
@@ -65,7 +66,6 @@ def given(
     monkeypatch.setattr(utils, "get_allowed_cpu_list", lambda *_: found)
     monkeypatch.setattr(utils, "get_visible_memory_node", lambda *_: [0])
     monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: num_cores)
-    cpu.install()
     parallel = SimpleNamespace(
         worker_cls=worker,
         local_world_size=1,
@@ -74,7 +74,9 @@ def given(
         _api_process_count=1,
     )
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=kv_transfer)
-    manager = ompmultiprocessing.OMPProcessManager(config)
+    with patched("v1.executor.multiproc_executor:OMPProcessManager"):
+        cpu_cores.choose_cores(cores.choose, CPU_WORKER)
+        manager = multiproc_executor.OMPProcessManager(config)
     return manager.cpu_lists, manager.reserved_cpu_list
 
 

@@ -7,8 +7,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
 from tests import tolerances
-from vllm_dllm.compat import expert_kernels
+from tests.patched import patched
 from vllm_dllm.cpu import bf16_experts, experts
+from vllm_dllm.cpu.compat import expert_kernels
 
 pytestmark = pytest.mark.numerics
 
@@ -138,15 +139,12 @@ def test_not_for_models_without_canvases(zen: VllmConfig, monkeypatch: pytest.Mo
     assert not is_faster(zen)
 
 
-def test_vllm_asks_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        unquantized, "backend_to_kernel_cls", unquantized.backend_to_kernel_cls
-    )  # restored after the test
-    bf16_experts.prefer()
-    bf16_experts.prefer()
+def test_vllm_asks_it_first() -> None:
     backends = unquantized.UnquantizedMoeBackend
-    asked = unquantized.backend_to_kernel_cls(backends.CPU)
-    assert asked[0] is bf16_experts.Bf16Experts
-    assert asked.count(bf16_experts.Bf16Experts) == 1
-    assert expert_kernels.StockExperts in asked
-    assert bf16_experts.Bf16Experts not in unquantized.backend_to_kernel_cls(backends.TRITON)
+    with patched("model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls"):
+        bf16_experts.prefer()
+        bf16_experts.prefer()
+        asked = unquantized.backend_to_kernel_cls(backends.CPU)
+        assert asked[:2] == [bf16_experts.Bf16Experts, expert_kernels.OwnExperts]
+        assert len(asked) == len(set(asked)) and expert_kernels.StockExperts not in asked
+        assert bf16_experts.Bf16Experts not in unquantized.backend_to_kernel_cls(backends.TRITON)

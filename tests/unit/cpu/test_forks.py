@@ -2,23 +2,25 @@
 
 import logging
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.v1.executor import multiproc_executor
 
-from vllm_dllm.compat import cpu_cores, engine_processes
+from tests.patched import patched
 from vllm_dllm.config.workers import CPU_WORKER
-from vllm_dllm.cpu import forks
-from vllm_dllm.processes import fork_server
+from vllm_dllm.cpu import fork_server, forks
+from vllm_dllm.cpu.compat import cores as cpu_cores
+from vllm_dllm.cpu.compat import engine_processes
 
 
 @pytest.fixture(autouse=True)
-def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fork_server, "start", lambda imports: None)
-    stock = multiproc_executor.get_mp_context
-    monkeypatch.setattr(multiproc_executor, "get_mp_context", stock)
+    with patched("v1.executor.multiproc_executor:get_mp_context"):
+        yield
 
 
 def config(worker_cls: str = CPU_WORKER, numa_bind: bool = False) -> Any:

@@ -5,14 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import vllm.platforms
 from vllm.engine.arg_utils import EngineArgs
 
 from attention_kernels.interpreter import interpret_language
 from checkpoints.recipes.tiny import make_tiny_checkpoint
-from vllm_dllm import cpu, plugin
-from vllm_dllm.compat import runner, triton
+from vllm_dllm import plugin
 from vllm_dllm.config.workers import SHORT_SPINS
+from vllm_dllm.cpu import install
+from vllm_dllm.cpu.compat import runner, triton
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 OURS = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"
@@ -32,15 +32,7 @@ def refuse(*args: object) -> None:
 def test_a_machine_whose_vllm_has_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "has_triton", lambda: True)
     monkeypatch.setattr(runner, "allow_v2_runner_without_triton", refuse)
-    cpu.install()
-
-
-def test_a_gpu_machine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = SimpleNamespace(is_cpu=lambda: False)
-    monkeypatch.setattr(vllm.platforms, "_current_platform", gpu)
-    monkeypatch.setattr(triton, "has_triton", lambda: False)
-    monkeypatch.setattr(runner, "allow_v2_runner_without_triton", refuse)
-    cpu.install()
+    install.install()
 
 
 def config_with_worker(worker_cls: str) -> SimpleNamespace:
@@ -52,16 +44,16 @@ def config_with_worker(worker_cls: str) -> SimpleNamespace:
 
 def test_prepare_replaces_only_vllms_own_worker(no_openmp_settings: None) -> None:
     stock, custom = map(config_with_worker, (runner.STOCK_CPU_WORKER, "my.Worker"))
-    cpu.prepare(stock)
-    cpu.prepare(custom)
+    install.prepare(stock)
+    install.prepare(custom)
     assert stock.parallel_config.worker_cls == OURS
     assert custom.parallel_config.worker_cls == "my.Worker"
     assert not stock.kernel_config.enable_jit_warmup  # its requests would be no canvases
 
 
 def test_waiting_threads_sleep_soon(no_openmp_settings: None) -> None:
-    cpu.prepare(config_with_worker("any"))
-    found = {name: cpu.os.environ.get(name) for name in OPENMP}
+    install.prepare(config_with_worker("any"))
+    found = {name: os.environ.get(name) for name in OPENMP}
     assert found == {"OMP_WAIT_POLICY": None, **SHORT_SPINS}
 
 
@@ -70,8 +62,8 @@ def test_prepare_keeps_the_users_openmp_settings(
     setting: str, no_openmp_settings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(setting, "active")
-    cpu.prepare(config_with_worker("any"))
-    assert [name for name in OPENMP if name in cpu.os.environ] == [setting]
+    install.prepare(config_with_worker("any"))
+    assert [name for name in OPENMP if name in os.environ] == [setting]
 
 
 @pytest.fixture(scope="module")

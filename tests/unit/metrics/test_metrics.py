@@ -12,11 +12,12 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as strict_text
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from tests.metrics import check_histogram, ours, since
 from tests.paths import ROOT
@@ -172,7 +173,7 @@ def drafting() -> Iterator[Callable[[str], Any]]:
         speculative: Any = SimpleNamespace(
             method=method, draft_model_config=drafter, num_speculative_tokens=4
         )
-        return SpecDecodingProm(speculative, LABELS, {0: ["m", "0"]})
+        return PrometheusStatLogger._spec_decoding_cls(speculative, LABELS, {0: ["m", "0"]})
 
     yield make
     unregister_vllm_metrics()
@@ -215,7 +216,10 @@ def test_many_at_once_are_as_one_by_one() -> None:
 
 
 def test_models_that_are_not_ours_have_no_metrics(drafting: Callable[[str], Any]) -> None:
-    for metrics in (drafting("ngram"), SpecDecodingProm(None, LABELS, {0: ["m", "0"]})):
+    for metrics in (
+        drafting("ngram"),
+        PrometheusStatLogger._spec_decoding_cls(None, LABELS, {0: ["m", "0"]}),
+    ):
         metrics.observe(SpecDecodingStats.new(4))
         assert metrics.of_canvases is None and metrics.of_drafts is None
 

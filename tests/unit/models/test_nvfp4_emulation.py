@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import tolerances
-from vllm_dllm.quantization import nvfp4
+from vllm_dllm.cpu.quantization import nvfp4
 
 pytestmark = pytest.mark.numerics
 

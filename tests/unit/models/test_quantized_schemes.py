@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from bench.dummy_checkpoint import SHAPE_26B
 from tests.unit.models.building import build
-from vllm_dllm.compat import cpu_ops
+from vllm_dllm.cpu.compat import ops as cpu_ops
 from vllm_dllm.quantization import config as quantization_config
 
 

@@ -178,7 +178,7 @@ def test_whole_logits_count_too(kind: str, asked: str) -> None:
 def stock_chunks() -> Iterator[None]:
     kernel_of("sample.logprob._ranks_kernel")  # the native ones
     yield
-    runner.score_prompts_by(runner.PROMPT_ROWS)
+    runner.score_prompts_by(1024)  # vLLM's own
 
 
 def test_prompt_logprobs_keep_to_it_too(model: Model, stock_chunks: None) -> None:

@@ -42,23 +42,11 @@ SEAMS = [
         "config.vllm:VllmConfig.try_verify_and_update_config",
         "MODELS_CONFIG_MAP.get(architecture, None)",
     ),
-    Seam(
-        "configuration classes by model type",
-        "transformers_utils.config:HFConfigParser.parse",
-        "config_class = _CONFIG_REGISTRY[model_type]",
-    ),
     # --- images -----------------------------------------------------------------------------------
     Seam(
         "the scheduler asks how far a prompt with images goes in a step",
         f"{_SCHEDULER}.schedule",
         "self._try_schedule_encoder_inputs(",
-    ),
-    Seam(
-        "the longest prefix in the cache is looked for by",
-        "v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
-        """self.coordinator.find_longest_cache_hit(
-                request.block_hashes, max_cache_hit_length
-            )""",
     ),
     Seam(
         "an image is prepared, counted and named by steps of its own",
@@ -74,14 +62,6 @@ SEAMS = [
         "its tensors are made by",
         "multimodal.processing.processor:BaseMultiModalProcessor._apply_hf_processor",
         "mm_processed_data = self._apply_hf_processor_main(",
-    ),
-    Seam(
-        "where processed images are kept depends on",
-        "multimodal.cache.factories:processor_cache_from_config",
-        """cache_type = _get_cache_type(vllm_config)
-    if cache_type is None:
-        return None
-    elif cache_type == "processor_only":""",
     ),
     # --- structured outputs -----------------------------------------------------------------------
     Seam(
@@ -235,6 +215,21 @@ SEAMS = [
             self.num_draft_tokens_per_pos[i] += 1""",
     ),
     Seam(
+        "a prefix in the cache is no longer than this",
+        "v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+        "max_cache_hit_length = request.num_tokens - 1",
+    ),
+    Seam(
+        "processed images are kept where the configuration says",
+        "multimodal.cache.factories:_get_cache_type",
+        "return mm_config.mm_processor_cache_type",
+    ),
+    Seam(
+        "and may be kept in the API server alone",
+        "multimodal.cache.factories:processor_cache_from_config",
+        'elif cache_type == "processor_only":',
+    ),
+    Seam(
         "metrics of drafts are made with their labels",
         "v1.metrics.loggers:PrometheusStatLogger.__init__",
         """self.spec_decoding_prom = self._spec_decoding_cls(
@@ -264,16 +259,6 @@ SEAMS = [
             if draft_token_ids is not None:
                 self.scheduler.update_draft_token_ids(draft_token_ids)""",
     ),
-    Seam(
-        "a client's call of the workers goes through the engine",
-        "v1.engine.core:EngineCore.collective_rpc",
-        "return self.model_executor.collective_rpc(method, timeout, args, kwargs)",
-    ),
-    Seam(
-        "by the parameters that it has",
-        "v1.engine.core:EngineCoreProc._convert_msgspec_args",
-        "arg_types = signature(method).parameters.values()",
-    ),
     # --- spans of OpenTelemetry -----------------------------------------------------------------
     Seam(
         "a request's output has its trace headers",
@@ -284,17 +269,6 @@ SEAMS = [
         "its span is in their context",
         "v1.engine.output_processor:OutputProcessor.do_tracing",
         "trace_context = extract_trace_context(engine_core_output.trace_headers)",
-    ),
-    Seam(
-        "and made at once",
-        "v1.engine.output_processor:OutputProcessor.do_tracing",
-        """instrument_manual(
-            span_name="llm_request",
-            start_time=arrival_time_ns,
-            attributes=attributes,
-            context=trace_context,
-            kind=SpanKind.SERVER,
-        )""",
     ),
     Seam(
         "without headers, in the context of the process",

@@ -1,6 +1,6 @@
 """Seams in how processes start and end, and where a CPU worker computes."""
 
-from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_START, NO_TRITON
+from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_START, WRONG_ON_CPUS
 from vllm_dllm.compat.seams.seam import Seam
 
 SEAMS = [
@@ -34,9 +34,9 @@ SEAMS = [
     Seam(
         "Triton has no backend for CPUs",
         "triton_utils.importing",
-        NO_TRITON["vllm.triton_utils.importing"],
+        WRONG_ON_CPUS["vllm.triton_utils.importing"],
     ),
-    Seam("and is taken for absent", "platforms.cpu", NO_TRITON["vllm.platforms.cpu"]),
+    Seam("and is taken for absent", "platforms.cpu", WRONG_ON_CPUS["vllm.platforms.cpu"]),
     Seam(
         "a server freezes its objects",
         "entrypoints.launchers.utils.server_utils",
@@ -94,10 +94,9 @@ from vllm.transformers_utils.config import (""",
         since="0.33",
     ),
     Seam(
-        "ranks on a CPU gather through shared memory",
-        "distributed.device_communicators.cpu_communicator:"
-        "_CPUSHMDistributed.all_gather_into_tensor",
-        "torch.ops._C.shm_all_gather(self.handle, input, output)",
+        "ranks are told to exchange by a class that the platform names",
+        "distributed.device_communicators.cpu_communicator:CpuCommunicator.all_gather",
+        "self.dist_module.all_gather_into_tensor(",
     ),
     Seam("the stand-ins for Triton", "triton_utils", "triton = TritonPlaceholder()"),
     Seam("the stand-in for its language", "triton_utils", "tl = TritonLanguagePlaceholder()"),
@@ -152,9 +151,9 @@ from vllm.transformers_utils.config import (""",
         "loaded_fn._artifacts.compiled_fn.finalize_loading(model.vllm_config)",
     ),
     Seam(
-        "a compiled model is looked for by a key",
-        "compilation.decorators:_support_torch_compile",
-        "factors.append(_model_hash_key(self.forward))",
+        "a compiled model is looked for by a key that has the additional configuration",
+        "config.vllm:VllmConfig.compute_hash",
+        "json.dumps(additional_config, sort_keys=True)",
     ),
     Seam(
         "what cannot be loaded is compiled",
@@ -202,9 +201,9 @@ from vllm.transformers_utils.config import (""",
         "limit = _cgroup_cpu_limit()",
     ),
     Seam(
-        "the threads of a worker that has loaded its model",
-        "v1.worker.gpu_worker:Worker.load_model",
-        "set_torch_threads_for_runtime()",
+        "what is said of a worker's threads",
+        "utils.torch_utils:set_torch_threads_for_runtime",
+        f'"{WRONG_ON_CPUS["vllm.utils.torch_utils"]}',
     ),
     # --- how a server ends ----------------------------------------------------------------------
     Seam(

@@ -151,45 +151,11 @@ SEAMS = [
         )""",
     ),
     Seam(
-        "the runner frees a slot",
-        f"{_RUNNER}._remove_request",
-        "req_idx = self.req_states.remove_request(req_id)",
+        "the runner's prompt scores are an object of its own",
+        f"{_RUNNER}.load_model",
+        "self.prompt_logprobs_worker = PromptLogprobsWorker(",
     ),
-    Seam(
-        "tokens of a request that comes are written to its slot",
-        "v1.worker.gpu.states:RequestState.add_request",
-        "self.all_token_ids.stage_write(req_idx, 0, all_token_ids)",
-    ),
-    # --- weights that are loaded anew -------------------------------------------------------------
-    Seam(
-        "linears pack their weights for CPUs",
-        "model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
-        """from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-            dispatch_cpu_unquantized_gemm(layer, remove_weight=True)""",
-    ),
-    Seam(
-        "the embeddings do, for the LM head",
-        "model_executor.layers.vocab_parallel_embedding"
-        ":UnquantizedEmbeddingMethod.process_weights_after_loading",
-        "dispatch_cpu_unquantized_gemm(layer, remove_weight=False)",
-    ),
-    Seam(
-        "what is packed is an address, which this object frees",
-        "_custom_ops:CPUDNNLGEMMHandler.__del__",
-        "self.dtor(self.handler_tensor.item())",
-    ),
-    Seam(
-        "experts are packed when they are loaded for the first time",
-        "model_executor.layers.fused_moe.unquantized_fused_moe_method"
-        ":UnquantizedFusedMoEMethod._setup_kernel",
-        """if not is_weight_update:""",
-    ),
-    Seam(
-        "a layer that waits for its weights has the old ones aside",
-        "model_executor.model_loader.reload.layerwise:finalize_layerwise_processing",
-        "_place_kernel_tensors(layer, info)",
-    ),
+    # --- memory while a server sleeps, and before it serves ---------------------------------------
     Seam(
         "memory that every sleep keeps, and what is allocated with the weights, which one does not",
         "device_allocator.sleep_mode_backend:CuMemBackend.suspend",
@@ -199,11 +165,6 @@ SEAMS = [
         "the state of requests is allocated where the weights are",
         "v1.worker.gpu_worker:Worker.load_model",
         'self._maybe_get_memory_pool_context(tag="weights"),',
-    ),
-    Seam(
-        "the requests of a warm-up",
-        "v1.worker.gpu.warmup:_warmup_kernels",
-        "sampling_params = SamplingParams.for_sampler_warmup()",
     ),
     # --- drafters ---------------------------------------------------------------------------------
     Seam(

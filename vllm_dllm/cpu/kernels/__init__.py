@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import vllm
 
-from vllm_dllm.compat import kernels
+from vllm_dllm.cpu.compat import kernels
 from vllm_dllm.cpu.kernels import (
     block_table,
     buffers,

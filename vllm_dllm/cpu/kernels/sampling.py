@@ -4,7 +4,7 @@
 import numpy as np
 import torch
 
-from vllm_dllm.compat.kernels import draft_seeds
+from vllm_dllm.cpu.compat.kernels import draft_seeds
 from vllm_dllm.cpu.random_numbers import gumbel
 
 Grid = tuple[int, ...]

@@ -21,8 +21,7 @@ from compressed_tensors.quantization import (
 )
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.quantization.int4 import GROUP_SIZE as INT4_GROUP_SIZE
-from vllm_dllm.quantization.nvfp4 import GROUP_SIZE
+from vllm_dllm.quantization.schemes import GROUP_SIZE, INT4_GROUP_SIZE
 from vllm_dllm.quantization.weight_files import TensorInfo
 
 PRESETS = {  # of compressed-tensors

@@ -4,8 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from vllm_dllm.quantization.int4 import GROUP_SIZE as INT4_GROUP_SIZE
-from vllm_dllm.quantization.nvfp4 import GROUP_SIZE
+from vllm_dllm.quantization.schemes import GROUP_SIZE, INT4_GROUP_SIZE
 from vllm_dllm.quantization.weight_files import TensorInfo
 from vllm_dllm.tools.quantize.plan import Linear, Plan
 

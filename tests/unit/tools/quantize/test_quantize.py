@@ -13,7 +13,7 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 from tests import nvfp4_format, tolerances
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, read
 from vllm_dllm import cli
-from vllm_dllm.quantization import int4 as int4_format
+from vllm_dllm.cpu.quantization import int4 as int4_format
 from vllm_dllm.quantization.weight_files import TensorInfo
 from vllm_dllm.tools.quantize import calibrate as calibrate_module
 from vllm_dllm.tools.quantize import quantize as quantize_module

@@ -1,0 +1,145 @@
+"""Quantised experts and products on a CPU, in both of the types that models have here."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tolerances
+from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8, int8_sums_are_exact
+from vllm_dllm.cpu.quantization import experts, fp8, int4
+
+pytestmark = pytest.mark.numerics
+
+FP8 = torch.float8_e4m3fn
+EXPERTS, HIDDEN, INNER, ROWS, CHOSEN = 4, 64, 32, 19, 2
+
+
+def test_e4m3_is_read_exactly() -> None:
+    """All but the two NaNs."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 127) != 127].view(FP8)
+    assert torch.equal(fp8.values(codes), codes.float())
+
+
+def test_int4_is_read_exactly() -> None:
+    codes = torch.arange(16).repeat(2, 4)  # [2, 64]
+    packed = torch.zeros(2, 8, dtype=torch.int64)
+    for place in range(8):
+        packed |= codes.view(2, 8, 8)[..., place] << 4 * place
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    scale = torch.tensor([[1.0, 0.5], [3.0, 0.25]])
+    expected = (codes - 8) * scale.repeat_interleave(32, 1)
+    assert torch.equal(int4.decode(packed, scale), expected)
+    assert torch.equal(int4.decode(packed, scale.bfloat16()), expected.bfloat16())
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fp8_weights(n: int, k: int, seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """The arguments of an operation, and the matrices that they stand for: [E, n, k] float64."""
+    scale = drawn(EXPERTS, n, 1, seed=seed).abs() + 0.1
+    values = (100 * drawn(EXPERTS, n, k, seed=seed + 1)).clamp(-448, 448).to(FP8)
+    scale = scale / 100
+    return (values, scale), values.double() * scale.double()
+
+
+def int8_weights(n: int, k: int, seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    scale = (drawn(EXPERTS, n, 1, seed=seed).abs() + 0.1) / 40
+    values = (40 * drawn(EXPERTS, n, k, seed=seed + 1)).clamp(-128, 127).to(torch.int8)
+    return (values, scale), values.double() * scale.double()
+
+
+def of_fp8(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
+    (w13, s13), up = fp8_weights(2 * INNER, HIDDEN, 0)
+    (w2, s2), down = fp8_weights(HIDDEN, INNER, 10)
+    return lambda *rows: experts.fp8_experts(*rows, w13, s13, w2, s2), [up, down]
+
+
+def of_int8(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
+    (w13, s13), up = int8_weights(2 * INNER, HIDDEN, 0)
+    (w2, s2), down = int8_weights(HIDDEN, INNER, 10)
+    first, second = Int8Weights(w13, s13, dtype), Int8Weights(w2, s2, dtype)
+
+    def run(*rows: Any) -> torch.Tensor:
+        return experts.int8_experts(*rows, first.handles, second.handles, INNER)
+
+    return run, [up, down]
+
+
+def of_int4(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
+    def weights(n: int, k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        packed = torch.randint(-(2**31), 2**31, (EXPERTS, n, k // 8), generator=generator)
+        scale = ((drawn(EXPERTS, n, k // 32, seed=seed).abs() + 0.1) / 4).to(dtype)
+        packed = packed.to(torch.int32)
+        each = [int4.decode(*pair) for pair in zip(packed, scale, strict=True)]
+        return packed, scale, torch.stack(each).double()
+
+    w13, s13, up = weights(2 * INNER, HIDDEN, 0)
+    w2, s2, down = weights(HIDDEN, INNER, 10)
+    return lambda *rows: experts.int4_experts(*rows, w13, s13, w2, s2), [up, down]
+
+
+# (what is served, by what share of a row's largest number its inputs are rounded)
+FORMATS: dict[str, tuple[Callable[..., Any], float]] = {
+    "fp8": (of_fp8, 2.0**-4),
+    "int8": (of_int8, 1 / 254),
+    "int4": (of_int4, 0.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts(name: str, dtype: torch.dtype) -> None:
+    """Against float64, element by element as if all roundings went the same way, and on average."""
+    build, step = FORMATS[name]
+    if name == "int8" and not int8_sums_are_exact():
+        with pytest.raises(ValueError, match="need a processor with VNNI"):
+            check_int8()
+        return
+    run, (gate_up, down) = build(dtype)
+    x = drawn(ROWS, HIDDEN, seed=5).to(dtype)
+    weights = drawn(ROWS, CHOSEN, seed=6).abs()
+    order = drawn(ROWS, EXPERTS, seed=7).argsort(-1)
+    ids = order[:, :CHOSEN].to(torch.int32)
+    ids[0, 0] = -1  # of another rank
+    found = run(x, weights, ids, "gelu_tanh").double()
+
+    expected, largest = (torch.zeros(ROWS, HIDDEN, dtype=torch.float64) for _ in range(2))
+    for row, choice in product(range(ROWS), range(CHOSEN)):
+        if (expert := int(ids[row, choice])) < 0:
+            continue
+        weight, own = weights[row, choice].double(), x[row].double()
+        gate, up = (gate_up[expert] @ own).chunk(2)
+        hidden = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        expected[row] += weight * (down[expert] @ hidden)
+        gate, up = (gate_up[expert].abs().sum(-1) * own.abs().amax()).chunk(2)
+        largest[row] += weight * down[expert].abs().sum(-1) * (gate * up).amax()
+    share = tolerances.quantised_experts(step, dtype)
+    tolerances.assert_within(found, expected, share * largest)
+    off = (found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
+    assert 0 < off < share
+
+
+def test_no_expert_is_of_this_rank() -> None:
+    run, _ = of_fp8(torch.float32)
+    ids = torch.full((ROWS, CHOSEN), -1, dtype=torch.int32)
+    out = run(drawn(ROWS, HIDDEN, seed=5), torch.ones(ROWS, CHOSEN), ids, "gelu_tanh")
+    assert torch.equal(out, torch.zeros(ROWS, HIDDEN))
+
+
+def test_int8_is_tried_in_a_bf16_model_as_in_any() -> None:
+    """The processor is asked while a model is made, whose type is then the default of new tensors.
+    Int8 checkpoints in bf16 did not start."""
+    expected = int8_sums_are_exact()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert int8_sums_are_exact.__wrapped__() == expected
+    finally:
+        torch.set_default_dtype(before)

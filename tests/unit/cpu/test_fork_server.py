@@ -1,0 +1,150 @@
+"""A process from the fork server is like a spawned one, but has imported everything."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import is_running, wait_for
+from vllm_dllm.cpu.fork_server import changes
+
+PROGRAM = """
+import json, multiprocessing, os, pathlib, signal, sys, time
+from vllm_dllm import parents
+from vllm_dllm.cpu import fork_server
+
+def write(path, **what):
+    path = pathlib.Path(path)
+    path.with_suffix(".part").write_text(json.dumps(what))
+    path.with_suffix(".part").rename(path)
+
+def child(folder, depth):
+    parents.end_with_parent()
+    print("from a child", flush=True)
+    write(
+        folder / f"child{depth}",
+        pid=os.getpid(),
+        server=os.getppid(),
+        imported="colorsys" in sys.modules,
+        environment=dict(os.environ),
+        cores=sorted(os.sched_getaffinity(0)),
+        usual_signals=(
+            signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            and signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        ),
+    )
+    if depth:
+        fork_server.ForkContext().Process(target=child, args=(folder, depth - 1)).start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    time.sleep(10**6)
+
+if __name__ == "__main__":
+    folder, imports = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    os.environ.update(GONE="later", STAYS="1")
+    fork_server.start(imports, {"EARLY": "1"})
+    write(folder / "started", pid=multiprocessing.forkserver._forkserver._forkserver_pid)
+    assert fork_server.obstacle() is None and "EARLY" not in os.environ
+    fork_server.start(["no_such_module"])  # there is one
+    os.environ["ADDED"] = "1"
+    del os.environ["GONE"]
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+    output = os.open(folder / "output", os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    process = fork_server.ForkContext().Process(target=child, args=(folder, 1))
+    process.start()
+    process.join()
+    write(folder / "ended", code=process.exitcode)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    (tmp_path / "endless_import.py").write_text("import time\ntime.sleep(10**6)\n")
+    return path
+
+
+@pytest.fixture
+def running(program: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """With two children, each of the other's; in a process group of their own."""
+    process = start(program, "colorsys")
+    yield process
+    kill_group(process)
+
+
+def start(program: Path, *imports: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, str(program), str(program.parent), *imports],
+        env=os.environ | {"PYTHONPATH": f"{os.getcwd()}:{program.parent}"},
+        start_new_session=True,
+    )
+
+
+def kill_group(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
+
+
+def note(program: Path, name: str) -> Any:
+    path = program.parent / name
+    wait_for(path.exists)
+    return json.loads(path.read_text())
+
+
+def test_what_a_child_inherits(program: Path, running: "subprocess.Popen[bytes]") -> None:
+    server = note(program, "started")["pid"]
+    for depth in (1, 0):  # the child, and its child
+        child = note(program, f"child{depth}")
+        environment = child["environment"]
+        assert child["server"] == server
+        assert child["imported"] and child["usual_signals"]
+        assert environment["ADDED"] == environment["STAYS"] == "1"
+        assert not {"GONE", "EARLY"} & environment.keys()
+        assert len(child["cores"]) == 1
+    assert (program.parent / "output").read_text() == "from a child\n" * 2
+
+
+def test_signals_for_all_leave_the_server_to_the_last(
+    program: Path, running: "subprocess.Popen[bytes]"
+) -> None:
+    note(program, "child0")
+    os.killpg(running.pid, signal.SIGTERM)
+    assert note(program, "ended")["code"] == 7  # as the server told
+    wait_for(lambda: not is_running(note(program, "started")["pid"]))
+
+
+def test_nothing_is_left_when_the_parent_is_killed(
+    program: Path, running: "subprocess.Popen[bytes]"
+) -> None:
+    pids = [note(program, name)["pid"] for name in ("started", "child1", "child0")]
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait()
+    for pid in pids:
+        wait_for(lambda pid=pid: not is_running(pid))
+
+
+def test_nor_while_the_server_imports(program: Path) -> None:
+    process = start(program, "endless_import")
+    server = note(program, "started")["pid"]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: not is_running(server))
+
+
+def test_variables_that_count() -> None:
+    before = {"OMP_NUM_THREADS": "2", "HOME": "/a", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    assert changes(before, {"HOME": "/b", "OMP_NUM_THREADS": "2"}) == set()
+    now = {"HOME": "/a", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    assert changes(before, now) == {"OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL"}

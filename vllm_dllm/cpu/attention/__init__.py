@@ -1,0 +1,1 @@
+"""Attention on a CPU."""

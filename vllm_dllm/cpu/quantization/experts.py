@@ -1,0 +1,128 @@
+"""Quantised experts on a CPU, unpacked one at a time for the rows they get. Each format is one
+PyTorch operation, see `cpu.experts`."""
+
+from collections.abc import Callable
+
+import torch
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from vllm_dllm.cpu.compat.ops import int8_product, quantize_to_int8
+from vllm_dllm.cpu.experts import Projection, mix
+from vllm_dllm.cpu.quantization import fp8, int4, nvfp4
+from vllm_dllm.cpu.quantization.scaled import Scaled, multiply
+
+
+def _scaled(
+    quantize: Callable[[torch.Tensor], Scaled],
+    weight: Callable[[int], Scaled],
+    dtype: torch.dtype,  # of the model
+) -> Projection:
+    return Projection(
+        lambda x: quantize(x).for_model(dtype),
+        lambda rows, expert: multiply(rows, weight(expert).for_model(dtype)),
+    )
+
+
+def fp8_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    w13: torch.Tensor,  # [E, 2 I, H] float8_e4m3fn
+    w13_scale: torch.Tensor,  # [E, 2 I, 1] fp32
+    w2: torch.Tensor,  # [E, H, I] float8_e4m3fn
+    w2_scale: torch.Tensor,  # [E, H, 1] fp32
+) -> torch.Tensor:
+    return mix(
+        x,
+        topk_weights,
+        topk_ids,
+        activation,
+        _scaled(fp8.quantize, lambda e: fp8.decode(w13[e], w13_scale[e]), x.dtype),
+        _scaled(fp8.quantize, lambda e: fp8.decode(w2[e], w2_scale[e]), x.dtype),
+    )
+
+
+def nvfp4_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    w13: torch.Tensor,  # [E, 2 I, H / 2] uint8
+    w13_block_scale: torch.Tensor,  # [E, 2 I, H / 16] float8_e4m3fn
+    w13_scale: torch.Tensor,  # [E] fp32, multiplies
+    w2: torch.Tensor,  # [E, H, I / 2] uint8
+    w2_block_scale: torch.Tensor,  # [E, H, I / 16] float8_e4m3fn
+    w2_scale: torch.Tensor,  # [E] fp32, multiplies
+    x_global_scale: torch.Tensor,  # [] fp32, divides
+    hidden_global_scale: torch.Tensor,  # [] fp32, divides
+) -> torch.Tensor:
+    return mix(
+        x,
+        topk_weights,
+        topk_ids,
+        activation,
+        _scaled(
+            lambda rows: nvfp4.quantize(rows, x_global_scale),
+            lambda e: nvfp4.decode(w13[e], w13_block_scale[e], w13_scale[e]),
+            x.dtype,
+        ),
+        _scaled(
+            lambda rows: nvfp4.quantize(rows, hidden_global_scale),
+            lambda e: nvfp4.decode(w2[e], w2_block_scale[e], w2_scale[e]),
+            x.dtype,
+        ),
+    )
+
+
+def int8_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    w13: torch.Tensor,  # [E] int64, handles of [2 I, H]
+    w2: torch.Tensor,  # [E] int64, handles of [H, I]
+    num_inner: int,  # I
+) -> torch.Tensor:
+    def projection(handles: torch.Tensor, num_out: int) -> Projection:
+        def product(rows: Scaled, expert: int) -> torch.Tensor:
+            out = x.new_empty(len(rows.values), num_out)
+            return int8_product(rows.values, rows.scale, handles[expert], out)
+
+        return Projection(lambda rows: Scaled(*quantize_to_int8(rows)), product)
+
+    gate_up, down = projection(w13, 2 * num_inner), projection(w2, x.shape[1])
+    return mix(x, topk_weights, topk_ids, activation, gate_up, down)
+
+
+def int4_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    w13: torch.Tensor,  # [E, 2 I, H / 8] int32
+    w13_scale: torch.Tensor,  # [E, 2 I, H / group]
+    w2: torch.Tensor,  # [E, H, I / 8] int32
+    w2_scale: torch.Tensor,  # [E, H, I / group]
+) -> torch.Tensor:
+    def projection(packed: torch.Tensor, scale: torch.Tensor) -> Projection:
+        return Projection(
+            lambda rows: rows, lambda rows, e: rows @ int4.decode(packed[e], scale[e]).t()
+        )
+
+    gate_up, down = projection(w13, w13_scale), projection(w2, w2_scale)
+    return mix(x, topk_weights, topk_ids, activation, gate_up, down)
+
+
+def _like_x(x: torch.Tensor, *args: object) -> torch.Tensor:
+    """What the compiler needs to know about the operations."""
+    return torch.empty_like(x)
+
+
+for name, run in (
+    ("fp8", fp8_experts),
+    ("nvfp4", nvfp4_experts),
+    ("int8", int8_experts),
+    ("int4", int4_experts),
+):
+    direct_register_custom_op(f"vllm_dllm_{name}_experts", run, fake_impl=_like_x)

@@ -1,1 +1,0 @@
-"""How the processes of a server start, and that none outlives its parent. No vLLM."""
