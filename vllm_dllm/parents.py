@@ -8,7 +8,7 @@ _WATCH = "ParentWatch"
 
 
 def end_with_parent() -> None:
-    """From now on this process, if another Python process started it, ends when that one is gone,
+    """Lets this process, if another Python process started it, end when that one is gone,
     however it went. Repeatable."""
     parent = multiprocessing.parent_process()
     if parent is None or any(thread.name == _WATCH for thread in threading.enumerate()):

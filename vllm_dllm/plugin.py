@@ -126,6 +126,6 @@ def _check_requests() -> None:
 
 
 def _log_like_vllm() -> None:
-    """Our loggers are not children of vLLM's by name. Made so by hand, they follow its handlers
+    """Makes our loggers children of vLLM's, which they are not by name: they follow its handlers
     and level, also when vLLM configures logging later."""
     logging.getLogger("vllm_dllm").parent = logging.getLogger("vllm")

@@ -96,7 +96,7 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
 
 
 class MaskedServingConfig(VerifyAndUpdateConfig):
-    """For models whose canvases are blocks of masks (`config.masked`)."""
+    """Adjusts vLLM's for models whose canvases are blocks of masks (`config.masked`)."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -207,8 +207,8 @@ def leave_room_beside_prompts(vllm_config: VllmConfig) -> None:
 
 
 def prepare_images(vllm_config: VllmConfig) -> None:
-    """For a server of images: a step has room for a whole one, and bytes are read with care. Where
-    images cannot be served, text is, without the vision tower; the log says why."""
+    """Prepares a server of images: a step has room for a whole one, and bytes are read with care.
+    Where images cannot be served, text is, without the vision tower; the log says why."""
     from vllm_dllm.requests.image_bytes import read_carefully  # not for the start of other servers
 
     config, mm_config = vllm_config.scheduler_config, vllm_config.model_config.multimodal_config
@@ -240,7 +240,7 @@ def choose_forward(vllm_config: VllmConfig) -> None:
 
 
 def obstacle_to_images(vllm_config: VllmConfig, num_tokens: int) -> str | None:
-    """Of `num_tokens` at most each. None: there is none."""
+    """Why images of at most `num_tokens` each cannot be served. None: they can."""
     config, model_config = vllm_config.scheduler_config, vllm_config.model_config
     if model_config.multimodal_config.enable_mm_embeds:
         return "--enable-mm-embeds asks for embeddings, which this model does not take."
@@ -334,7 +334,8 @@ def choose_steps(vllm_config: VllmConfig) -> None:
 
 
 def has_cuda_graphs(vllm_config: VllmConfig) -> bool:
-    """Before vLLM has settled the mode: what it makes of None is the optimization level's."""
+    """Whether steps become CUDA graphs, asked before vLLM has settled the mode: where none was
+    named, the optimization level decides."""
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is None and vllm_config.optimization_level == OptimizationLevel.O0:
         mode = CUDAGraphMode.NONE

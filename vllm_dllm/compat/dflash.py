@@ -192,12 +192,12 @@ class DFlashModelHooks(DFlashQwen3Model):
         )
 
     def cache_addresses(self) -> tuple[int, ...]:
-        """Where the layers' caches are. vLLM makes them anew after it has profiled the memory that
-        CUDA graphs take, and when a server wakes up."""
+        """Says where the layers' caches are. vLLM makes them anew after it has profiled the memory
+        that CUDA graphs take, and when a server wakes up."""
         return tuple(layer.self_attn.attn.kv_cache.data_ptr() for layer in self.layers)
 
     def context_caches(self) -> ContextCaches | None:
-        """None unless keys and values of a token lie side by side, as for FlashAttention."""
+        """The caches, if keys and values of a token lie side by side, as for FlashAttention."""
         layers = [layer.self_attn.attn for layer in self.layers]
         keys, values = [], []
         for layer in layers:

@@ -46,8 +46,8 @@ class ServerStopping(GracefulHTTPError, RetryableRequestError):
 
 
 def stop_gracefully() -> None:
-    """For servers of diffusion models and DFlash drafters. Repeatable, and nothing in a process
-    that is no server."""
+    """Changes how servers of diffusion models and DFlash drafters end. Repeatable, and nothing in a
+    process that is no server."""
     if is_server():
         replace("v1.engine.async_llm:AsyncLLM.shutdown", _shutdown)
         replace("v1.engine.async_llm:AsyncLLM.check_admission", _check_admission)

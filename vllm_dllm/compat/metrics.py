@@ -45,10 +45,10 @@ def carry(
     make_canvas_metrics: Callable[[Sequence[str], Labels], CanvasMetrics],
     make_draft_metrics: Callable[[Sequence[str], Labels], DraftMetrics],
 ) -> None:
-    """In an API process of a diffusion model the first one is called with the names of vLLM's
-    labels and their values by engine, and what it makes observes each cargo. In one of a model with
-    a DFlash drafter, the second one, and what it makes observes vLLM's counts by position. Not
-    where Ray collects the metrics: it has classes of its own for them. Repeatable."""
+    """Metrics of canvases and drafts are made, with the names of vLLM's labels and their values by
+    engine, and observe what arrives: canvases of a diffusion model each cargo, drafts of a DFlash
+    drafter vLLM's counts by position. Ray, which has classes of its own, collects none of them.
+    Repeatable."""
     # What messages to the API process are decoded as.
     put("v1.metrics.stats:SchedulerStats.__annotations__", "spec_decoding_stats", _OnTheWay)
 

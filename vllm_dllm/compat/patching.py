@@ -61,7 +61,7 @@ def put_first(target: str, key: Any, value: Any) -> None:
 
 @contextmanager
 def replaced(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """As `replace`, and vLLM's own again at the end."""
+    """Does as `replace`, and puts vLLM's own back at the end."""
     stock = stock_of(target)
     replace(target, make)
     try:

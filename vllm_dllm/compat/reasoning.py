@@ -34,13 +34,14 @@ def parser_of(
 
 @lru_cache(maxsize=8)
 def _tokens_of(tokenizer: Any) -> tuple[frozenset[int], int]:
-    """Those added to its vocabulary, which special ones are, and one of text."""
+    """The tokens that were added to its vocabulary, as special ones are, and one of text."""
     added = frozenset(tokenizer.get_added_vocab().values())
     return added, next(token for token in tokenizer.get_vocab().values() if token not in added)
 
 
 def ends_of(parser: ReasoningParser) -> Ends | None:
-    """None: as `parser` sees it, all is answer. `NO_ENDS`: no token alone ends its reasoning."""
+    """Returns None if all is answer, as `parser` sees it, and `NO_ENDS` if no token alone ends its
+    reasoning."""
     if isinstance(parser, ParserEngineReasoningAdapter):
         ends = parser.reasoning_end_token_ids
         opening = frozenset(end for end in ends if parser.find_reasoning_end([end]).implicit)

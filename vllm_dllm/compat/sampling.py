@@ -8,5 +8,5 @@ MAX_STOP_TOKENS = 128
 
 
 def most_bad_word_tokens() -> int:
-    """Of all bad words together; an environment variable sets it."""
+    """The most that all bad words may have together; an environment variable sets it."""
     return envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS

@@ -93,7 +93,7 @@ class SchedulerHooks(Scheduler):
         return found
 
     def prefill_end(self, request: Request, end: int) -> int:
-        """Where a part of `request`'s prompt that may go to the position `end` is to end."""
+        """Returns the position where a part of `request`'s prompt ends that may go to `end`."""
         return end
 
     def take_new_blocks_to_zero(self) -> list[int]:
@@ -133,9 +133,8 @@ class SchedulerHooks(Scheduler):
 
 
 def ask_for_draft_tokens_only_if_needed() -> None:
-    """After each step the engine asks the worker for draft tokens, a round trip between processes
-    (0.7 ms of 15 on two cores). A scheduler that knows them spares it. For the process of an
-    engine. Repeatable."""
+    """This process' engine no longer asks its worker for draft tokens after each step, a round trip
+    between processes (0.7 ms of 15 on two cores), where its scheduler knows them. Repeatable."""
 
     def make(stock: Any) -> Any:
         def post_step(self: Any, model_executed: bool) -> None:
@@ -182,7 +181,7 @@ class _Shorter:
 
 
 def tokens_in_flight(request: Request, num_kept: int) -> int:
-    """For `SchedulerHooks.request_stopped`: tokens of a step whose output is still to come, which
+    """Counts, for `SchedulerHooks.request_stopped`, tokens of a step whose output is to come, which
     vLLM counts as computed, and takes off again when it caches blocks."""
     if version.is_at_least("0.33"):
         return request.num_in_flight_tokens

@@ -107,5 +107,5 @@ def is_faster(moe_config: FusedMoEConfig) -> bool:
 
 
 def prefer() -> None:
-    """For models that this process builds. Repeatable."""
+    """Models that this process builds are offered this kernel first. Repeatable."""
     prefer_on_cpus(Bf16Experts)

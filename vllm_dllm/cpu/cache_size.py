@@ -25,7 +25,7 @@ LEAST_BYTES = 1 << 30
 def cache_bytes(
     available_bytes: int, specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig"
 ) -> int:
-    """Of a worker that has `available_bytes` for it, and these layers."""
+    """The size for a worker that has `available_bytes` for it, and these layers."""
     requests = vllm_config.scheduler_config.max_num_seqs
     longest = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
     wanted = max(ROOM * requests * longest, LEAST_BYTES)

@@ -96,7 +96,7 @@ def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cpu_vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """As the processor calls it, such as `AuthenticAMD` or `GenuineIntel`; empty where unknown."""
+    """The vendor's name by the processor, `AuthenticAMD` or `GenuineIntel`; empty where unknown."""
     return _first_line(cpuinfo, ("vendor_id",)) or ""
 
 

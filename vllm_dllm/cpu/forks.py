@@ -26,7 +26,7 @@ _set_num_threads = torch.set_num_threads  # vLLM's worker replaces it
 
 
 def install() -> None:
-    """For this process. Repeatable."""
+    """Has what this process starts fork, where it can. Repeatable."""
     if multiprocessing.parent_process() is not None:  # else it has no workers
         cpu_cores.choose_cores(cores.choose, CPU_WORKER)
     if fork_server.is_forked():
@@ -50,7 +50,7 @@ def _context(config: "VllmConfig") -> engine_processes.Context | None:
 
 
 def compute_on_chosen_cores() -> None:
-    """For a forked worker, before it computes anything."""
+    """Binds a forked worker to its cores, before it computes anything."""
     if fork_server.is_forked() and (chosen := engine_processes.worker_cores()):
         os.sched_setaffinity(0, chosen)
         _set_num_threads(len(chosen))

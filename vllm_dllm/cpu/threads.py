@@ -35,7 +35,7 @@ class StepThreads:
         self._used = most
 
     def choose(self, num_rows: int) -> None:
-        """Before a step of so many tokens, those of canvases included."""
+        """Sets the threads of the step to come, of so many tokens with those of canvases."""
         wanted = self._most if max(num_rows, LEAST_ROWS) >= self._least_rows else 1
         if wanted != self._used:
             self._set_num_threads(wanted)
@@ -43,7 +43,7 @@ class StepThreads:
 
 
 def of_worker(model: nn.Module, num_layers: int) -> StepThreads | None:
-    """For a worker in its own process. None in the user's process, where other code has threads."""
+    """Returns None in the user's process, where other code has threads, too."""
     if multiprocessing.parent_process() is None or torch.get_num_threads() == 1:
         return None
     weights = sum(parameter.numel() for parameter in model.parameters())

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class CanvasRow(NamedTuple):
-    """Of one canvas."""
+    """What a step says of one canvas."""
 
     request: int  # index in the step's batch
     length: int  # canvas positions
@@ -15,6 +15,11 @@ class CanvasRow(NamedTuple):
     accepted: int  # positions
     entropy_nats: float  # mean over the canvas
     cause: str | None  # why it is finished; None: it is not
+
+    @property
+    def is_denoised(self) -> bool:
+        """Otherwise the step has committed the canvas, or taken it back."""
+        return self.step > 0
 
 
 class CanvasNumbers(NamedTuple):

@@ -24,7 +24,7 @@ class CountedHistogram(Histogram):
     """Takes equal values at once: hundreds of requests have few different ones."""
 
     def observe_many(self, value: int, times: int) -> None:
-        """As `observe`, so many times, for which Prometheus' client has no way."""
+        """Observes a value so many times, for which Prometheus' client has no way."""
         self._sum.inc(value * times)
         self._buckets[bisect_left(self._upper_bounds, value)].inc(times)
 
@@ -38,7 +38,7 @@ class _OfEngine(NamedTuple):
 
 
 class DraftMetrics:
-    """Of the engines whose statistics come to this process."""
+    """The metrics of the engines whose statistics come to this process."""
 
     def __init__(
         self, labelnames: Sequence[str], labels_by_engine: Mapping[int, Sequence[Any]]

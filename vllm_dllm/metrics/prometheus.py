@@ -55,7 +55,7 @@ _registered: list[Counter | Gauge | Histogram] = []
 
 
 class CanvasMetrics:
-    """Of the engines whose statistics come to this process."""
+    """The metrics of the engines whose statistics come to this process."""
 
     def __init__(
         self, labelnames: Sequence[str], labels_by_engine: Mapping[int, Sequence[Any]]

@@ -23,7 +23,7 @@ class _Blocks:
 
 
 class BlockSpans:
-    """For a scheduler of a server that traces. vLLM has set up OpenTelemetry in its process."""
+    """Makes the spans, in the engine of a server that traces: vLLM has set up OpenTelemetry."""
 
     def __init__(self) -> None:
         # Not installed everywhere.

@@ -36,13 +36,13 @@ class CanvasCounter:
     def request_received(self, acceptance: str) -> None:
         self._counts.requests[acceptance] += 1
 
-    def step_ended(
+    def count_step(
         self,
         scheduled: SchedulerOutput,
         output: ModelRunnerOutput,
         requests: Mapping[str, Request],  # those that are not over
     ) -> None:
-        """Before the requests get what the step brings them."""
+        """Counts what a step has brought, before its requests get it. Call it once a step."""
         self._committed.clear()
         if scheduled.total_num_scheduled_tokens == 0:
             return
@@ -54,10 +54,10 @@ class CanvasCounter:
         self._counts.sampling_memory_bound_bytes = numbers.sampling_bound_bytes
         for row in numbers.rows():
             request_id = output.req_ids[row.request]
-            if row.step == 0:
-                self._committed.add(request_id)
-            else:
+            if row.is_denoised:
                 self._denoised(row, requests.get(request_id), scheduled_at(scheduled))
+            else:
+                self._committed.add(request_id)
 
     def _denoised(self, row: CanvasRow, request: Request | None, began: float) -> None:
         counts = self._counts

@@ -21,7 +21,7 @@ from vllm_dllm.config.limits import RequestLimits
 
 _CANVASES_ON_CPUS = 2
 REMEMBERED_STEPS = 32
-"""For so many steps after the last that others shared, a request takes no more than its share."""
+"""How many steps after the last one that others shared a request takes no more than its share."""
 
 
 class FairShare:
@@ -39,14 +39,14 @@ class FairShare:
         return cls(canvases, max(canvases, most // 2))
 
     def sitting_out(self, running: Sequence[Request], waiting: Iterable[Request]) -> list[Request]:
-        """Those that run, and leave the next step to others. Called once a step, first."""
+        """Running requests that leave the next step to others. Call it once a step, first."""
         names = _names(running)
         is_shared = len({*names, *_names(waiting)}) > 1
         self._steps_alone = 0 if is_shared else self._steps_alone + 1
         return _beyond(self.canvases, running, names, Counter()) if self._shares else []
 
     def held_back(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Request]:
-        """Those that wait, and go on waiting while others come first."""
+        """Waiting requests that go on waiting while others come first."""
         counts, waiting = Counter(_names(running)), list(waiting)
         most = self.canvases if self._shares else self.places
         return _beyond(most, waiting, _names(waiting), counts)
@@ -64,7 +64,7 @@ def _names(requests: Iterable[Request]) -> list[str]:
 def _beyond(
     most: int, requests: Sequence[Request], names: Sequence[str], counts: Counter[str]
 ) -> list[Request]:
-    """Of requests in their order, those of which there are `most` before by their names."""
+    """The requests of which there are `most` before in their order, by their names."""
     found = []
     for request, name in zip(requests, names, strict=True):
         counts[name] += 1

@@ -4,10 +4,9 @@ A prompt's last rows and the first denoise step share a forward: their query row
 the prompt's causal, the canvas' seeing everything. A finished block is emitted by the step that
 finishes it, and its tokens are then prefilled like a prompt's, next to the next canvas: that is its
 commit. The last block is not committed, because nobody would read its keys and values. No canvas is
-wider than the tokens that its request may still get (`canvas_width`).
+wider than the tokens that its request may still get (`families`).
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -24,42 +23,22 @@ from vllm_dllm.compat.scheduler import (
     SchedulerHooks,
     StockDiffusionAsyncScheduler,
     StockDiffusionScheduler,
-    stock_canvas_width,
     tokens_in_flight,
 )
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.requests.ends import was_foreseen
-from vllm_dllm.requests.masked import with_defaults
-from vllm_dllm.requests.options import (
-    RequestOptions,
-    fit_canvas,
-    fits_canvases,
-    fitted_width,
-    is_read_only,
-    mark,
-)
+from vllm_dllm.requests.options import RequestOptions, fit_canvas, is_read_only, mark
+from vllm_dllm.scheduling.added_blocks import append_blocks
 from vllm_dllm.scheduling.block_spans import BlockSpans
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
 from vllm_dllm.scheduling.fair_share import FairShare
-from vllm_dllm.scheduling.spared_forwards import (
-    has_own_steps,
-    joins_canvases,
-    joins_commits,
-    spares_last_commit,
-)
+from vllm_dllm.scheduling.families import family_of
+from vllm_dllm.scheduling.prompt_scores import HeldPromptScores
+from vllm_dllm.scheduling.spared_forwards import joins_commits, spares_last_commit
 from vllm_dllm.scheduling.whole_images import before_image
 
 logger = init_logger(__name__)
-
-
-def canvas_width(request: Request, canvas_length: int) -> int:
-    """Tokens of the canvas that `request` is at, or of the one that follows its tokens so far."""
-    width = stock_canvas_width(request, canvas_length)
-    if fits_canvases(request.sampling_params):
-        width = min(width, fitted_width(request.max_tokens - request.num_output_tokens))
-    return width
 
 
 class CanvasScheduling(SchedulerHooks):
@@ -71,14 +50,9 @@ class CanvasScheduling(SchedulerHooks):
         self.check_blocks_by(BlockCheck)
         self.spares_last_commit = spares_last_commit(self.vllm_config)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
-        self.masked = MaskedConfig.of(self.vllm_config)
-        self.is_seeded = self.masked is not None and self.masked.family.is_seeded
-        is_causal = self.masked is not None and self.masked.family.is_causal
-        self.by_blocks = self.masked is not None and not is_causal
-        self.fits_canvas = config.fit_canvas and self.masked is None
-        self.defaults = self._defaults(config)
+        self.family = family_of(self.vllm_config, self.num_spec_tokens)
+        self.family.check(self.block_size)
         self.fair_share = FairShare.of(self.vllm_config, config.limits)
-        self.joins_canvases = joins_canvases(self.vllm_config) and not is_causal
         self.joins_commits = joins_commits(self.vllm_config)
         self._spared_commits: list[int] = []  # widths, until they are in the statistics
         # Requests whose block the step that just ended has finished, and committed, too.
@@ -88,49 +62,15 @@ class CanvasScheduling(SchedulerHooks):
             traces = self.vllm_config.observability_config.otlp_traces_endpoint is not None
             spans = BlockSpans() if traces else None
             self._counter = CanvasCounter(
-                self.canvas_width,
+                self.family.width,
                 spans,
-                joins_canvases=self.joins_canvases and not self.is_seeded,
+                joins_canvases=self.family.joins_canvases and not self.family.is_seeded,
             )
-        # Log-probabilities of prompts, by request, until its first block is emitted.
-        self._prompt_scores: dict[str, tuple[Any, Any]] = {}
-        if self.masked is not None:
-            self._check_blocks(self.masked)
-
-    def _check_blocks(self, config: MaskedConfig) -> None:
-        """Raises ValueError for a server that cannot hold a masked model's blocks together."""
-        config.check_cache(self.block_size, "--block-size")
-        if (unit := self.cache_config.prefix_match_unit) is not None:
-            config.check_cache(unit, "--prefix-match-unit")
-        if not has_own_steps(self.vllm_config):
-            raise ValueError(
-                "A masked model needs our worker and steps that are not one CUDA graph, got "
-                f"--worker-cls {self.vllm_config.parallel_config.worker_cls} and cudagraph_mode "
-                f"{self.vllm_config.compilation_config.cudagraph_mode}: finished blocks are "
-                "prefilled. Leave them out."
-            )
-
-    def _defaults(self, config: ExtensionConfig) -> Mapping[str, Any]:
-        """The server's values for keys that a request leaves out."""
-        if self.masked is not None:
-            config = with_defaults(config, self.masked.family.threshold)
-        return config.defaults
-
-    def canvas_width(self, request: Request) -> int:
-        """Tokens of the canvas that `request` is at, or of the one that follows its tokens so far.
-        A masked model's ends with a block; blocks are counted from the request's first token."""
-        if self.by_blocks:
-            return self.num_spec_tokens - request.num_tokens % self.num_spec_tokens
-        return canvas_width(request, self.num_spec_tokens)
-
-    def num_recomputed(self, num_known: int) -> int:
-        """Of so many known tokens, those that every step computes anew until their block is
-        finished: they see what may change."""
-        return num_known % self.num_spec_tokens if self.by_blocks else 0
+        self._prompt_scores = HeldPromptScores()
 
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
-        fits = self.fits_canvas and fit_canvas(params, self.num_spec_tokens)
+        fits = self.family.fits_canvases and fit_canvas(params, self.num_spec_tokens)
         is_counted = self._counter is not None
         mark(
             params,
@@ -140,7 +80,7 @@ class CanvasScheduling(SchedulerHooks):
             reasoning=self.structured_output_manager.open_reasoning(request),
         )
         if self._counter is not None and params is not None:
-            options = RequestOptions.from_sampling_params(params, self.defaults)
+            options = RequestOptions.from_sampling_params(params, self.family.defaults)
             self._counter.request_received(options.acceptance)
         super().add_request(request)
 
@@ -158,7 +98,7 @@ class CanvasScheduling(SchedulerHooks):
     def complete_output(self, output: SchedulerOutput) -> None:
         """Schedules the canvas of every request whose prefill this step completes, if the token
         budget and the KV cache have room for it. Otherwise the next step does."""
-        if not self.joins_canvases:
+        if not self.family.joins_canvases:
             return
         most_tokens = min(
             self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens
@@ -171,8 +111,7 @@ class CanvasScheduling(SchedulerHooks):
             computed = request.num_computed_tokens + num_tokens
             if request_id in output.scheduled_spec_decode_tokens or computed < request.num_tokens:
                 continue
-            # Such a canvas takes its first token from this forward.
-            if self.is_seeded and computed % self.num_spec_tokens == 0:
+            if self.family.begins_with_token_of(computed):
                 continue
             # vLLM's prompt log-probabilities take every row of the request for a prompt row.
             params = request.sampling_params
@@ -182,7 +121,7 @@ class CanvasScheduling(SchedulerHooks):
             if num_tokens == 1 and request.num_computed_tokens > 0:
                 continue
             width = min(
-                self.canvas_width(request),
+                self.family.width(request),
                 self.max_model_len - computed,
             )
             if not 0 < width <= budget:
@@ -194,7 +133,7 @@ class CanvasScheduling(SchedulerHooks):
             output.num_scheduled_tokens[request_id] += width
             output.total_num_scheduled_tokens += width
             output.scheduled_spec_decode_tokens[request_id] = [-1] * width
-            _append_blocks(output, request_id, blocks.get_block_ids(allow_none=True))
+            append_blocks(output, request_id, blocks.get_block_ids(allow_none=True))
         if new_blocks := self.take_new_blocks_to_zero():
             output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *new_blocks]
 
@@ -205,7 +144,7 @@ class CanvasScheduling(SchedulerHooks):
         num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         num_tokens = output.num_scheduled_tokens[request_id]
         room = self.max_model_len - request.num_computed_tokens - num_tokens
-        width = self.canvas_width(request)
+        width = self.family.width(request)
         if not 0 < num_drafts < min(num_tokens, width) or room <= 0:
             return 0
         del output.scheduled_spec_decode_tokens[request_id]
@@ -218,26 +157,10 @@ class CanvasScheduling(SchedulerHooks):
         what may change: the next step computes them again."""
         num_drafts = len(output.scheduled_spec_decode_tokens.get(request.request_id, ()))
         known = request.num_computed_tokens - num_drafts
-        request.num_computed_tokens -= self.num_recomputed(known)
-
-    # --- a prompt's log-probabilities -------------------------------------------------------
+        request.num_computed_tokens -= self.family.num_recomputed(known)
 
     def output_arrived(self, output: ModelRunnerOutput) -> None:
-        """Holds back the log-probabilities of a prompt until the request's first block: vLLM
-        expects them with the first tokens, which other models sample in the prompt's last step."""
-        scores = (output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict)
-        for request_id in {*scores[0], *scores[1]}:
-            self._prompt_scores[request_id] = tuple(s.pop(request_id, None) for s in scores)
-        for request_id in list(self._prompt_scores):
-            index = output.req_id_to_index.get(request_id)
-            if index is not None and output.sampled_token_ids[index]:
-                for by_request, held in zip(
-                    scores, self._prompt_scores.pop(request_id), strict=True
-                ):
-                    if held is not None:
-                        by_request[request_id] = held
-            elif request_id not in self.requests:  # aborted
-                del self._prompt_scores[request_id]
+        self._prompt_scores.hold(output, self.requests)
 
     # --- finished blocks --------------------------------------------------------------------
 
@@ -251,12 +174,10 @@ class CanvasScheduling(SchedulerHooks):
             # vLLM counted the canvas as accepted drafts, but the next step computes its tokens.
             request.num_computed_tokens -= block_length
         elif request.num_computed_tokens > 0:  # else preempted while this step ran
-            request.num_computed_tokens += self.num_recomputed(request.num_tokens - block_length)
-        # These are still the last block's drafts.
-        width = 0 if self.is_seeded and self.joins_commits else self.canvas_width(request)
-        if self.by_blocks:
-            request.spec_token_ids = [-1] * width  # the first canvas may have been narrower
-        request.spec_token_ids = request.spec_token_ids[:width]
+            request.num_computed_tokens += self.family.num_recomputed(
+                request.num_tokens - block_length
+            )
+        request.spec_token_ids = self.family.drafts_after_block(request, self.joins_commits)
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
         if self._counter is not None:
@@ -288,7 +209,7 @@ class CanvasScheduling(SchedulerHooks):
             () if numbers is None else (req_ids[i] for i in numbers.committed())
         )
         if self._counter is not None:
-            self._counter.step_ended(scheduler_output, model_runner_output, self.requests)
+            self._counter.count_step(scheduler_output, model_runner_output, self.requests)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(
@@ -313,7 +234,7 @@ class CanvasScheduling(SchedulerHooks):
 
 
 class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
-    """For steps that wait for the tokens of the one before."""
+    """Schedules steps that wait for the tokens of the one before."""
 
     knows_draft_tokens = True  # only vLLM's way with grammars needs to see them
 
@@ -322,32 +243,30 @@ class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             if not request.is_prefill_chunk:
-                width = self.canvas_width(request)
+                width = self.family.width(request)
                 request.spec_token_ids = [-1] * width
             self.take_back_recomputed(output, request)
 
 
 class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
-    """For steps that are scheduled before the tokens of the one before are known."""
+    """Schedules steps before the tokens of the one before are known."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Narrows the drafts of running requests, one placeholder per token of the served canvas,
         to what may still come. vLLM itself narrows them to what the request asks for."""
-        for request in self.running if self.fits_canvas or self.by_blocks else ():
-            if self.by_blocks or (
-                request.max_tokens - request.num_output_tokens < len(request.spec_token_ids)
-            ):
-                width = self.canvas_width(request)
-                request.spec_token_ids = request.spec_token_ids[:width]
+        for request in self.running:
+            if self.family.may_narrow(request):
+                request.spec_token_ids = request.spec_token_ids[: self.family.width(request)]
         return super().schedule(*args, **kwargs)
 
     def sitting_out(self) -> list[Request]:
-        """Also those whose canvas shares its block with the prompt, while a step of it runs: if
+        """Adds those whose canvas shares its block with the prompt, while a step of it runs: if
         that finishes the block, the next canvas is a wider one. All later ones are whole blocks."""
         waiting_for_block = [
             request
             for request in self.running
-            if request.num_output_placeholders > 0 and self.num_recomputed(request.num_tokens)
+            if request.num_output_placeholders > 0
+            and self.family.num_recomputed(request.num_tokens)
         ]
         return [*super().sitting_out(), *waiting_for_block]
 
@@ -355,7 +274,7 @@ class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             # Of others no known token is in this step, and their earlier ones may not be counted.
-            if request.is_prefill_chunk or self.num_recomputed(request.num_tokens):
+            if request.is_prefill_chunk or self.family.num_recomputed(request.num_tokens):
                 self.take_back_recomputed(output, request)
 
 
@@ -373,26 +292,3 @@ def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Canvas
         "on" if is_async else "off",
     )
     return scheduler_cls(vllm_config, *args, **kwargs)
-
-
-def _append_blocks(
-    output: SchedulerOutput, request_id: str, block_ids: tuple[list[int], ...] | None
-) -> None:
-    """Tells the worker of more cache blocks [KV cache groups][blocks] for the request."""
-    if block_ids is None:
-        return
-    for new in output.scheduled_new_reqs:
-        if new.req_id == request_id:
-            new.block_ids = _joined(new.block_ids, block_ids)
-            return
-    cached = output.scheduled_cached_reqs
-    i = cached.req_ids.index(request_id)
-    cached.new_block_ids[i] = _joined(cached.new_block_ids[i], block_ids)
-
-
-def _joined(
-    before: tuple[list[int], ...] | None, added: tuple[list[int], ...]
-) -> tuple[list[int], ...]:
-    if before is None:
-        return added
-    return tuple([*group, *more] for group, more in zip(before, added, strict=True))

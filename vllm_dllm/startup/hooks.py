@@ -19,7 +19,7 @@ logger = init_logger(__name__)
 
 
 def install() -> None:
-    """For this process. Repeatable."""
+    """Installs them in this process. Repeatable."""
     startup.at_start(_check, _complete)
     startup.explain_unusable_address(explain_address)
     last_line.install()

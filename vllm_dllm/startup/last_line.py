@@ -25,7 +25,7 @@ FILE = "DLLM_FIRST_ERROR_FILE"
 
 
 def install() -> None:
-    """For this process; those that it starts do the same. Repeatable."""
+    """Installs it in this process; those that it starts do the same. Repeatable."""
     for name in FAILED_START:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, _FirstError) for handler in logger.handlers):
@@ -76,7 +76,7 @@ def last_line(error: BaseException) -> str | None:
 
 
 def forget() -> None:
-    """Before this process, the first of its tree, starts another engine."""
+    """Drops what is left, before this process, the first of its tree, starts another engine."""
     if multiprocessing.parent_process() is None:
         take_first_error()
 

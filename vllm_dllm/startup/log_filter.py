@@ -10,7 +10,7 @@ from vllm_dllm.compat.log_lines import WRONG_ON_CPUS
 
 
 def install() -> None:
-    """Before vLLM looks for Triton, and so without importing vLLM. Repeatable."""
+    """Call it before vLLM looks for Triton; it imports nothing of vLLM. Repeatable."""
     for name in WRONG_ON_CPUS:
         logging.getLogger(name).addFilter(_is_wanted)
 

@@ -103,7 +103,7 @@ def counted(*steps: dict[str, Any]) -> CanvasCounts:
         output = ModelRunnerOutput(req_ids=list("abcd"), req_id_to_index={})
         output.canvas_numbers = numbers(**step)
         scheduled: Any = SimpleNamespace(total_num_scheduled_tokens=9, scheduled_at=0.0)
-        counter.step_ended(scheduled, output, {"b": request})
+        counter.count_step(scheduled, output, {"b": request})
     counter.block_emitted(request, spares_commit=False)
     return counter.take()
 
@@ -154,7 +154,7 @@ def test_memory_is_what_the_last_step_says(metrics: CanvasMetrics) -> None:
     for peak in (30, 50):
         said = numbers()._replace(sampling_peak_bytes=peak, sampling_bound_bytes=80)
         output.canvas_numbers = said
-        counter.step_ended(scheduled, output, {})
+        counter.count_step(scheduled, output, {})
         metrics.observe(vars(counter.take()), engine=0)
     metrics.observe(vars(counter.take()), engine=0)
     samples = ours(generate_latest(REGISTRY).decode())

@@ -13,9 +13,9 @@ available_cpu_count = torch_utils.available_cpu_count
 
 
 def choose_cores(choose: Callable[[list[list[int]]], list[list[int]]], worker_cls: str) -> None:
-    """Where the user leaves the choice open, workers of `worker_cls` get the cores that `choose`
-    returns, of those that vLLM could give each: the ids of its node's cores. For the process of an
-    engine. Repeatable."""
+    """This process' engine gives workers of `worker_cls` the cores that `choose` returns of those
+    that vLLM could give each, the ids of its node's cores, where the user leaves the choice open.
+    Repeatable."""
 
     def make(stock: Any) -> Any:
         class ChosenCores(stock):

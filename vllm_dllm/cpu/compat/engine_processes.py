@@ -46,8 +46,8 @@ def start_workers(context: Context) -> None:
 
 
 def worker_cores() -> list[int]:
-    """Those that vLLM chose for this worker, in the environment that OpenMP's library reads when it
-    is loaded. None if it leaves the choice to the user."""
+    """The cores that vLLM chose for this worker, in the environment that OpenMP's library reads
+    when it is loaded; empty if it leaves the choice to the user."""
     from vllm import envs
 
     if envs.VLLM_CPU_OMP_THREADS_BIND == "nobind":

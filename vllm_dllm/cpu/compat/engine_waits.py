@@ -11,7 +11,7 @@ millisecond."""
 
 
 def fall_asleep_soon() -> None:
-    """In this process, whose engine shares few cores with its workers. vLLM's readers stay awake
+    """Lets readers of this process sleep, whose engine shares few cores. vLLM's stay awake
     for a second after each message, and where all cores compute, that is taken from the model: 12
     to 20% of a step of 267 million parameters on two cores. Repeatable."""
 

@@ -16,7 +16,7 @@ Launch = Callable[..., None]
 
 
 def dflash_inputs(native: Launch, vllm_version: str) -> Launch:
-    """Before 0.33, nobody asks which rows of a batch of drafts are padding."""
+    """Leaves out which rows of a batch of drafts are padding, before 0.33 asks for it."""
     if version.is_at_least("0.33", vllm_version):
         return native
 

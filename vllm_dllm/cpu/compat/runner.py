@@ -34,8 +34,8 @@ def stock_rejection_sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tor
 
 
 def allow_v2_worker_without_triton() -> None:
-    """In a process that is about to make a worker of `allow_v2_runner_without_triton`: from 0.33 on
-    the worker asks for Triton by itself. Repeatable."""
+    """Lets this process make a worker of `allow_v2_runner_without_triton`: from 0.33 on the worker
+    asks for Triton by itself. Repeatable."""
     if version.is_at_least("0.33"):
         replace("v1.worker.gpu_worker:HAS_TRITON", lambda stock: True)
 

@@ -29,7 +29,7 @@ logger = init_logger(__name__)
 def experts_method(
     config: CompressedTensorsConfig, layer: torch.nn.Module, prefix: str
 ) -> QuantizeMethodBase | None:
-    """None where vLLM chooses: for linears, among kernels that this process now has.
+    """Returns None where vLLM chooses: for linears, among kernels that this process now has.
 
     Raises:
         ValueError: this CPU cannot compute the layer.

@@ -16,8 +16,8 @@ class Scaled(NamedTuple):
         return Scaled(self.values[rows], self.scale[rows] if self.scale.dim() else self.scale)
 
     def for_model(self, dtype: torch.dtype) -> "Scaled":
-        """Is for `multiply` in a model of this type. bf16 is what processors that know it multiply
-        fastest: sums are fp32 in both, and a model in bf16 rounds the result to it anyway."""
+        """Returns what `multiply` takes in a model of this type. Processors that know bf16 multiply
+        it fastest: sums are fp32 in both, and a model in bf16 rounds the result to it anyway."""
         is_bf16 = dtype == torch.bfloat16
         return self._replace(values=self.values.to(dtype)) if is_bf16 else self
 

@@ -1,0 +1,124 @@
+"""What the scheduler asks of a model's family about its canvases."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.request import Request
+
+from vllm_dllm.compat.scheduler import stock_canvas_width
+from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.masked import MaskedConfig
+from vllm_dllm.requests.masked import with_defaults
+from vllm_dllm.requests.options import fits_canvases, fitted_width
+from vllm_dllm.scheduling.spared_forwards import has_own_steps, joins_canvases
+
+
+class UniformCanvases:
+    """DiffusionGemma's canvases begin as noise, and behind the tokens that are known."""
+
+    def __init__(self, vllm_config: VllmConfig, canvas_length: int) -> None:
+        """`canvas_length`: of the served canvases, in tokens."""
+        self.canvas_length = canvas_length
+        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+        self.fits_canvases = extension.fit_canvas
+        """Whether a request for few tokens may have a narrower canvas than others."""
+        self.joins_canvases = joins_canvases(vllm_config)
+        """Whether a canvas may share the forward of the tokens before it."""
+        self.defaults: Mapping[str, Any] = extension.defaults
+        """The server's values for keys that a request leaves out."""
+
+    is_seeded = False
+    """Whether a canvas' first token is known before its first step."""
+
+    def check(self, block_size: int) -> None:
+        """Raises ValueError for a server that cannot hold canvases together. `block_size`: tokens
+        of a page of the KV cache."""
+
+    def width(self, request: Request) -> int:
+        """Tokens of the canvas that `request` is at, or of the one that follows its tokens so
+        far."""
+        width: int = stock_canvas_width(request, self.canvas_length)
+        if fits_canvases(request.sampling_params):
+            width = min(width, fitted_width(request.max_tokens - request.num_output_tokens))
+        return width
+
+    def num_recomputed(self, num_known: int) -> int:
+        """How many of so many known tokens every step computes anew until their block is finished:
+        they see what may change."""
+        return 0
+
+    def begins_with_token_of(self, num_known: int) -> bool:
+        """Whether the canvas behind so many known tokens has to wait for the forward of the last
+        one, which foretells its first token."""
+        return self.is_seeded and num_known % self.canvas_length == 0
+
+    def drafts_after_block(self, request: Request, joins_commits: bool) -> list[int]:
+        """Placeholders of the canvas after a block that `request` has just got. Those that it has
+        are still that block's. `joins_commits`: the next step prefills the block."""
+        width = 0 if self.is_seeded and joins_commits else self.width(request)
+        return list(request.spec_token_ids[:width])
+
+    def may_narrow(self, request: Request) -> bool:
+        """Whether the canvas of a running request may be narrower than its placeholders."""
+        left = request.max_tokens - request.num_output_tokens
+        return self.fits_canvases and left < len(request.spec_token_ids)
+
+
+class MaskedCanvases(UniformCanvases):
+    """A masked model's canvases are blocks of masks, as long as the served canvas."""
+
+    def __init__(self, vllm_config: VllmConfig, canvas_length: int, masked: MaskedConfig) -> None:
+        super().__init__(vllm_config, canvas_length)
+        self.vllm_config, self.masked = vllm_config, masked
+        self.is_seeded = masked.family.is_seeded
+        self.fits_canvases = False
+        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+        self.defaults = with_defaults(extension, masked.family.threshold).defaults
+
+    def check(self, block_size: int) -> None:
+        self.masked.check_cache(block_size, "--block-size")
+        if (unit := self.vllm_config.cache_config.prefix_match_unit) is not None:
+            self.masked.check_cache(unit, "--prefix-match-unit")
+        if not has_own_steps(self.vllm_config):
+            raise ValueError(
+                "A masked model needs our worker and steps that are not one CUDA graph, got "
+                f"--worker-cls {self.vllm_config.parallel_config.worker_cls} and cudagraph_mode "
+                f"{self.vllm_config.compilation_config.cudagraph_mode}: finished blocks are "
+                "prefilled. Leave them out."
+            )
+
+
+class CausalBlocks(MaskedCanvases):
+    """Known tokens see what is before them alone; blocks begin where the prompt ends."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.joins_canvases = False
+
+
+class AlignedBlocks(MaskedCanvases):
+    """All tokens see their whole block; blocks are counted from the request's first token, and so a
+    request's first canvas may share its block with the prompt."""
+
+    def width(self, request: Request) -> int:
+        return self.canvas_length - int(request.num_tokens) % self.canvas_length
+
+    def num_recomputed(self, num_known: int) -> int:
+        return num_known % self.canvas_length
+
+    def drafts_after_block(self, request: Request, joins_commits: bool) -> list[int]:
+        # The first canvas may have been narrower.
+        return [-1] * (0 if self.is_seeded and joins_commits else self.width(request))
+
+    def may_narrow(self, request: Request) -> bool:
+        return True
+
+
+def family_of(vllm_config: VllmConfig, canvas_length: int) -> UniformCanvases:
+    """Returns the served model's. `canvas_length`: see `UniformCanvases`."""
+    masked = MaskedConfig.of(vllm_config)
+    if masked is None:
+        return UniformCanvases(vllm_config, canvas_length)
+    kind = CausalBlocks if masked.family.is_causal else AlignedBlocks
+    return kind(vllm_config, canvas_length, masked)
