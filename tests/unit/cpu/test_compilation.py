@@ -1,17 +1,18 @@
 """Which way a CPU runs the forward."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.compilation import decorators
+from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Artifact
 from vllm.config import CompilationMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 import vllm_dllm
 from checkpoints.recipes.tiny import make_tiny_checkpoint
+from tests.patched import patched
 from vllm_dllm.cpu import compilation, norm
 
 
@@ -68,17 +69,18 @@ def test_a_compiler_without_the_headers_is_none(monkeypatch: pytest.MonkeyPatch)
     assert not compilation.has_compiler()
 
 
-def forward() -> None:
-    pass
-
-
 @pytest.fixture
-def key(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """Of a compiled model in vLLM's cache, as far as it depends on the model's class and on us."""
-    for name in ("_model_hash_key", "_try_load_aot_compiled_fn"):
-        monkeypatch.setattr(decorators, name, getattr(decorators, name))
-    compilation.reuse_compiled_models()
-    return lambda: decorators._model_hash_key(forward)
+def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    """What vLLM's key of a compiled model has of the configuration."""
+    monkeypatch.setattr(Artifact, "finalize_loading", None, raising=False)
+    config = VllmConfig(additional_config={"vllm_dllm": {}})
+
+    def find() -> str:
+        compilation.reuse_compiled_models(config)
+        return config.compute_hash()
+
+    with patched("compilation.decorators:_try_load_aot_compiled_fn"):
+        yield find
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,10 @@ def test_not_for_models_without_canvases(zen: VllmConfig, monkeypatch: pytest.Mo
 def test_vllm_asks_it_first() -> None:
     backends = unquantized.UnquantizedMoeBackend
     with patched("model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls"):
+        stock = unquantized.backend_to_kernel_cls(backends.CPU)
         bf16_experts.prefer()
         bf16_experts.prefer()
-        asked = unquantized.backend_to_kernel_cls(backends.CPU)
-        assert asked[:2] == [bf16_experts.Bf16Experts, expert_kernels.OwnExperts]
-        assert len(asked) == len(set(asked)) and expert_kernels.StockExperts not in asked
+        first, *others = unquantized.backend_to_kernel_cls(backends.CPU)
+        assert first is bf16_experts.Bf16Experts
+        assert others == [expert_kernels.own_experts(each) for each in stock]
         assert bf16_experts.Bf16Experts not in unquantized.backend_to_kernel_cls(backends.TRITON)

@@ -1,12 +1,14 @@
 """Each rank's part of a layer of experts on CPUs."""
 
+from typing import Any
+
 import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-from vllm_dllm.cpu.compat.expert_kernels import OwnExperts
+from vllm_dllm.cpu.compat.expert_kernels import own_experts
 
 T, H, INNER, E, K = 5, 32, 64, 8, 3
 
@@ -30,6 +32,7 @@ def test_the_ranks_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         output.copy_((each * weights[..., None]).sum(1))
 
     monkeypatch.setattr(cpu_moe, "cpu_fused_moe", sum_of_experts)
+    kernel: Any = own_experts(cpu_moe.CPUUnquantizedExperts)
     generator = torch.Generator().manual_seed(0)
     # Whole numbers, whose sums are exact.
     x = torch.randint(-3, 4, (T, H), generator=generator).float()
@@ -38,7 +41,7 @@ def test_the_ranks_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.randint(1, 4, (T, K), generator=generator).float()
 
     def run(own: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-        layer = OwnExperts.__new__(OwnExperts)
+        layer = kernel.__new__(kernel)
         layer._use_zentorch, layer.isa = False, ""
         layer.quant_config = FusedMoEQuantConfig.make()
         output = torch.empty(T, INNER)

@@ -17,7 +17,7 @@ def run(monkeypatch: pytest.MonkeyPatch, ran: Any = None, **changes: bool) -> An
     worker = TritonFreeCPUWorker.__new__(TritonFreeCPUWorker)
     worker.model_config = SimpleNamespace(is_diffusion=setting["is_diffusion"])
     worker.scheduler_config = SimpleNamespace(async_scheduling=setting["async_scheduling"])
-    worker.model_runner = SimpleNamespace(sampler=None)
+    worker.model_runner = SimpleNamespace(sampler=None, speculator=None)
     monkeypatch.setattr(CPUWorker, "execute_model", lambda *_: ran)
     monkeypatch.setattr(CPUWorker, "sample_tokens", lambda *_: TOKENS)
     return worker.execute_model(

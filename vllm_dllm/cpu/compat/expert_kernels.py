@@ -5,6 +5,7 @@ numbers of experts of all ranks, and the first request ended the worker.
 """
 
 import inspect
+from functools import cache
 from typing import Any
 
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -16,34 +17,40 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 
 from vllm_dllm.compat.patching import replace
 
-__all__ = ["FusedMoEConfig", "OwnExperts", "StockExperts", "prefer_on_cpus"]
+__all__ = ["FusedMoEConfig", "StockExperts", "own_experts", "prefer_on_cpus"]
 
 _APPLY = inspect.signature(StockExperts.apply)
 
 
-class OwnExperts(StockExperts):
-    """A rank computes its own experts; those of others count nothing there."""
+@cache
+def own_experts(stock: type[StockExperts]) -> type[StockExperts]:
+    """A kernel like `stock` with which a rank computes its own experts; those of others count
+    nothing there."""
 
-    def apply(self, *args: Any, **kwargs: Any) -> None:
-        call = _APPLY.bind(self, *args, **kwargs)
-        of_call = call.arguments
-        if (expert_map := of_call["expert_map"]) is not None:
-            own = expert_map[of_call["topk_ids"].long()]  # [T, k], -1 for those of other ranks
-            of_call["topk_weights"] = of_call["topk_weights"].masked_fill(own < 0, 0.0)
-            of_call["topk_ids"] = own.clamp(min=0).to(of_call["topk_ids"].dtype)
-            of_call["expert_map"] = None
-        super().apply(*call.args[1:], **call.kwargs)
+    class OwnExperts(stock):  # type: ignore[valid-type,misc]
+        def apply(self, *args: Any, **kwargs: Any) -> None:
+            call = _APPLY.bind(self, *args, **kwargs)
+            of_call = call.arguments
+            if (expert_map := of_call["expert_map"]) is not None:
+                own = expert_map[of_call["topk_ids"].long()]  # [T, k], -1 for those of other ranks
+                of_call["topk_weights"] = of_call["topk_weights"].masked_fill(own < 0, 0.0)
+                of_call["topk_ids"] = own.clamp(min=0).to(of_call["topk_ids"].dtype)
+                of_call["expert_map"] = None
+            super().apply(*call.args[1:], **call.kwargs)
+
+    return OwnExperts
 
 
 def prefer_on_cpus(kernel: type[StockExperts]) -> None:
-    """`kernel` is asked first whether it supports a layer, then `OwnExperts`. Repeatable."""
+    """`kernel` is asked first whether it supports a layer, then what `own_experts` makes of vLLM's.
+    Repeatable."""
 
     def make(stock: Any) -> Any:
         def classes(backend: UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
             found: list[type[FusedMoEExperts]] = stock(backend)
             if backend != UnquantizedMoeBackend.CPU:
                 return found
-            return [kernel, *(OwnExperts if each is StockExperts else each for each in found)]
+            return [kernel, *map(own_experts, found)]
 
         return classes
 
