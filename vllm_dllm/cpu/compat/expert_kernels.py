@@ -23,11 +23,11 @@ _APPLY = inspect.signature(StockExperts.apply)
 
 
 @cache
-def own_experts(stock: type[StockExperts]) -> type[StockExperts]:
+def own_experts(stock: Any) -> Any:
     """A kernel like `stock` with which a rank computes its own experts; those of others count
     nothing there."""
 
-    class OwnExperts(stock):  # type: ignore[valid-type,misc]
+    class OwnExperts(stock):
         def apply(self, *args: Any, **kwargs: Any) -> None:
             call = _APPLY.bind(self, *args, **kwargs)
             of_call = call.arguments
@@ -50,7 +50,7 @@ def prefer_on_cpus(kernel: type[StockExperts]) -> None:
             found: list[type[FusedMoEExperts]] = stock(backend)
             if backend != UnquantizedMoeBackend.CPU:
                 return found
-            return [kernel, *map(own_experts, found)]
+            return [kernel, *(own_experts(each) for each in found)]
 
         return classes
 
