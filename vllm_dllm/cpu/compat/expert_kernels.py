@@ -47,7 +47,7 @@ def prefer_on_cpus(kernel: type[StockExperts]) -> None:
 
     def make(stock: Any) -> Any:
         def classes(backend: UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
-            found: list[type[FusedMoEExperts]] = stock(backend)
+            found: list[Any] = stock(backend)
             if backend != UnquantizedMoeBackend.CPU:
                 return found
             return [kernel, *(own_experts(each) for each in found)]
