@@ -23,6 +23,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from bench.dummy_checkpoint import SHAPE_26B
 from tests.unit.models.building import build
 from vllm_dllm.cpu.compat import ops as cpu_ops
+from vllm_dllm.cpu.quantization import layers
 from vllm_dllm.quantization import config as quantization_config
 
 
@@ -101,6 +102,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     logger.setLevel("INFO")
     logger.handlers = [handler]
     monkeypatch.setattr(quantization_config, "logger", logger)
+    monkeypatch.setattr(layers, "logger", logger)
     return messages
 
 
