@@ -12,9 +12,9 @@ import pytest
 import vllm
 
 from scripts import upstream_table
+from scripts.vllm_seams import of_version
 from tests.paths import ROOT
 from vllm_dllm.compat.patches import CPU, MOST, PATCHES
-from scripts.vllm_seams import of_version
 
 ONLY_DURING_A_CALL = "v1.engine.utils:get_mp_context"
 
