@@ -35,13 +35,13 @@ def num_known(prompt_len: int, block_size: int) -> int:
 
 
 def reference_cache(
-    config: DiffusionGemmaTextConfig, length: int, dtype: torch.dtype
+    config: DiffusionGemmaTextConfig, length: int, dtype: torch.dtype, device: torch.device
 ) -> DynamicCache:
     cache = DynamicCache(config=config)
     for layer in range(config.num_hidden_layers):
         shape = config.per_layer_config[layer]
         drawn = draw(layer, length, shape.num_key_value_heads, shape.head_dim)
-        cache.update(*(each.to(dtype).transpose(0, 1)[None] for each in drawn), layer)
+        cache.update(*(each.to(device, dtype).transpose(0, 1)[None] for each in drawn), layer)
     return cache
 
 
@@ -87,9 +87,13 @@ class KnownContext(KVConnectorBase_V1):
             )
             for name, layer in attention.items():
                 number = int(name.partition(".layers.")[2].partition(".")[0])
+                device = layer.kv_cache.device
                 drawn = draw(number, length, layer.num_kv_heads, layer.head_size)
                 layer.impl.do_kv_cache_update(
-                    layer, *drawn, layer.kv_cache, slots.flatten()[:length]
+                    layer,
+                    *(each.to(device) for each in drawn),
+                    layer.kv_cache,
+                    slots.flatten()[:length].to(device),
                 )
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -1,5 +1,6 @@
 """The 26B model's widths, one layer of each kind, in bf16: a denoising step is transformers',
-behind contexts of up to 64k tokens. Six minutes of a core, and 13 GiB."""
+behind contexts of up to 64k tokens. Six minutes of a core, and 13 GiB. Where there is a GPU, both
+run there."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from tests.engine.one_step import random_ids, read_one_step
 
 pytestmark = [pytest.mark.numerics, pytest.mark.thorough]
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CANVAS, BLOCK = 256, 128
 LENGTHS = [20, 1_500, 8_192, 65_536]
 """Of prompts: within the window of 1,024 tokens and behind it."""
@@ -80,7 +82,7 @@ def noting_routers(
 
     def note(number: int, _: object, __: object, output: Any) -> None:
         logits = output[0] if isinstance(output, tuple) else output
-        noted[number] = logits.flatten(0, -2)[-CANVAS:].float()
+        noted[number] = logits.flatten(0, -2)[-CANVAS:].float().cpu()
 
     hooks = [
         model.get_submodule(f"{layers}.{number}.router{name}").register_forward_hook(
@@ -99,19 +101,20 @@ def expected(path: Path, dtype: torch.dtype) -> dict[int, Step]:
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(
         path, dtype=dtype, attn_implementation="eager"
     ).eval()
+    model.to(DEVICE)
     found = {}
     for length in LENGTHS:
         prompt, canvas = prompt_of(length)
         known = known_context.num_known(length, BLOCK)
         noted: dict[int, torch.Tensor] = {}
         with noting_routers(model, "model.decoder.layers", ".proj", noted):
-            cache = known_context.reference_cache(model.config.text_config, known, dtype)
+            cache = known_context.reference_cache(model.config.text_config, known, dtype, DEVICE)
             logits = model(
-                input_ids=torch.tensor([prompt[known:]]),
+                input_ids=torch.tensor([prompt[known:]], device=DEVICE),
                 past_key_values=cache,
-                decoder_input_ids=torch.tensor([canvas]),
+                decoder_input_ids=torch.tensor([canvas], device=DEVICE),
             ).logits
-        found[length] = Step(logits[0].log_softmax(-1), list(noted.values()))
+        found[length] = Step(logits[0].log_softmax(-1).cpu(), list(noted.values()))
     return found
 
 
@@ -141,6 +144,7 @@ def test_one_step(checkpoint: Path, engine: Callable[..., Engine]) -> None:
         enable_prefix_caching=False,
         kv_cache_memory_bytes=2 << 30,
         kv_transfer_config=known_context.OPTIONS,
+        **({"gpu_memory_utilization": 0.5} if DEVICE.type == "cuda" else {}),
     )
     for length, truth in exact.items():
         tokens, ours = computed(served, length)
