@@ -73,7 +73,7 @@ def test_even_routing_is_even_the_same_and_counted() -> None:
         routing.experts_read(4)
     states, logits = torch.zeros(4096, 8), torch.zeros(4096, 16)
     weights, experts = routing.route_tokens(states, logits, 4, torch.int32)
-    assert experts.dtype == torch.int32 and weights.sum(-1).allclose(torch.ones(4096))
+    assert experts.dtype == torch.int32 and (weights.sum(-1) == 1).all()
     assert all(len(row.unique()) == 4 for row in experts[:64])
     rows = torch.bincount(experts.flatten(), minlength=16)
     assert rows.min() > 0.9 * 1024 and rows.max() < 1.1 * 1024  # of 1,024 each

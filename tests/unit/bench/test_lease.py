@@ -1,16 +1,25 @@
 """A quarter of an hour on a GPU: what happens to its stages, and how it gets to the host."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 import tarfile
 import tomllib
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.fused_moe import fused_moe
+from vllm.model_executor.layers.fused_moe.experts import marlin_moe
+from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
-from bench.lease import install, pack
+from bench.lease import experts, install, linears, pack
 from bench.lease.__main__ import Lease, end_session
 from bench.lease.stages import STAGES, Stage
 from tests.paths import ROOT
@@ -196,3 +205,65 @@ def test_only_processes_of_the_session_are_ended() -> None:
     assert inside.wait() < 0 and outside.poll() is None
     outside.kill()
     outside.wait()
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """GPU functions of vLLM that only take their arguments as they would; the names of those that
+    were called."""
+    called: list[str] = []
+
+    def bind(owner: Any, name: str, answer: Callable[..., Any]) -> None:
+        signature = inspect.signature(getattr(owner, name))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return answer(**signature.bind(*args, **kwargs).arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    bind(ops, "get_cutlass_moe_mm_problem_sizes_from_expert_offsets", lambda **_: None)
+    bind(ops, "cutlass_moe_mm", lambda **_: None)
+    bind(ops, "cutlass_scaled_mm", lambda a, b, **_: torch.zeros(len(a), b.shape[1]))
+    bind(ops, "scaled_fp8_quant", lambda input, **_: (input, torch.ones(len(input), 1)))
+    bind(fused_moe, "fused_experts", lambda hidden_states, **_: hidden_states)
+    bind(marlin_moe, "fused_marlin_moe", lambda hidden_states, **_: hidden_states)
+    packed = (torch.zeros(1), torch.zeros(2), torch.zeros(3), torch.zeros(1))
+    bind(marlin_utils_fp4, "rand_marlin_weight_nvfp4_like", lambda **_: packed)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: torch.zeros(len(a), b.shape[1]))
+    return called
+
+
+def test_experts_call_vllm_s_kernels_as_they_are(bound: list[str]) -> None:
+    problem = experts.draw(8, (16, 32, 64, 4), "cpu")
+    for name, make in experts.candidates(problem, "cuda"):
+        made = make()
+        run, off = made if isinstance(made, tuple) else (made, None)
+        assert run().shape[1] == 64
+        assert (off is not None) == ("products" in name)
+    assert bound.count("cutlass_moe_mm") == 4 and bound.count("fused_experts") == 3
+    assert bound.count("fused_marlin_moe") == 1
+
+
+def test_linears_call_vllm_s_kernels_as_they_are(bound: list[str]) -> None:
+    states, weights = torch.ones(4, 32).bfloat16(), [torch.ones(16, 32).bfloat16()] * 2
+    names = []
+    for name, run in linears.candidates(states, weights, "cuda"):
+        assert run().shape == (4, 16)
+        names.append(name)
+    assert len(names) == 4 and bound.count("cutlass_scaled_mm") == 2
+
+
+def test_the_definition_of_experts_is_a_sum_over_those_that_are_chosen() -> None:
+    problem = experts.draw(3, (4, 8, 16, 2), "cpu")
+    one = experts.Problem(
+        problem.tokens,
+        1,
+        problem.states,
+        problem.ids[:, :1],
+        problem.gate_up,
+        problem.down,
+    )
+    other = replace(one, ids=problem.ids[:, 1:])
+    both = (one.definition(3) + other.definition(3)) / 2
+    assert (problem.definition(3) == both).all()
