@@ -1,9 +1,10 @@
 """Paged attention with a causal flag per request and one- or two-sided windows, in Triton.
 
 A program computes a tile of queries of one request, for the query heads that share a key head (as
-many as the tile holds), over a share of the keys that the tile sees (split-KV). A second, small
-kernel joins the shares. The grid depends only on shapes, so a captured CUDA graph stays valid
-whatever the tensors hold at replay.
+many as the tile holds), over a share of the keys that the tile sees (split-KV), and joins the
+shares if it is the last one. The grid depends only on shapes, so a captured CUDA graph stays valid
+whatever the tensors hold at replay; it has room for the shares of the longest context, and a tile
+makes as many as its own keys are worth.
 
 Legend: T queries in all, Hq / Hkv query / key heads, D head size, G = Hq / Hkv, S splits.
 """
@@ -16,10 +17,14 @@ import triton
 
 from attention_kernels.support import check_contiguous, check_last_strides
 from attention_kernels.tiles import Tiles
-from attention_kernels.triton_kernels import _attention_kernel, _join_kernel
+from attention_kernels.triton_kernels import _attention_kernel
 
 MAX_SPLITS = 16
-MIN_KEYS_PER_SPLIT = 256  # below this, joining costs more than parallel work gains
+MIN_KEYS_PER_SPLIT = 128
+"""Below this, joining costs more than parallel work gains: on an H200 a step of 64 keys takes a
+program 3.9 us on sliding layers of the 26B model (of kernel timelines: 15.8 us for two steps, 27.3
+for five)."""
+_MOST_JOINED = 1 << 16  # tiles whose keys are split; only those too few for the GPU's processors
 
 
 def attention(
@@ -42,7 +47,8 @@ def attention(
     spans: torch.Tensor | None = None,  # [T, 2] int32; None: no images
     num_splits: int | None = None,  # None: enough to fill the GPU
 ) -> None:
-    """See `api.attention`, which checks the rest.
+    """See `api.attention`, which checks the rest. Launches on one device must follow one another:
+    those that split keys share what counts their shares.
 
     Raises:
         ValueError: for a tensor that is not contiguous along its last dimension; for tensors that
@@ -65,23 +71,23 @@ def attention(
     if len(query) == 0 or len(seq_lens) == 0:
         return
     cut = _Cut.choose(query, key_cache, len(seq_lens), window_left, max_seq_len, num_splits)
-    partial_output = partial_lse = output  # unused unless the keys are split
+    partial_output = partial_lse = arrivals = output  # unused unless the keys are split
     if cut.num_splits > 1:
         shape = (cut.num_splits, *query.shape[:2])
         partial_output = query.new_empty(*shape, query.shape[2], dtype=torch.float32)
         partial_lse = query.new_empty(shape, dtype=torch.float32)
+        arrivals = _arrivals(query.device)
+        assert cut.num_tiles * cut.num_parts * key_cache.shape[2] <= len(arrivals)
     _attend(
         (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, causal, symmetric),
         spans,
         (key_scale, value_scale),
-        (output, partial_output, partial_lse),
+        (output, partial_output, partial_lse, arrivals),
         cut,
         scale=scale,
         window_left=window_left,
         softcap=softcap,
     )
-    if cut.num_splits > 1:
-        _join(partial_output, partial_lse, output, query_start_loc, cut.num_reqs)
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ def _attend(
     inputs: tuple[torch.Tensor, ...],  # those of `attention`, from `query` to `symmetric`
     spans: torch.Tensor | None,  # [T, 2] int32
     scales: tuple[torch.Tensor | None, torch.Tensor | None],  # of keys, of values
-    outputs: tuple[torch.Tensor, ...],  # whole; of each share: partial, log-sum-exp
+    outputs: tuple[torch.Tensor, ...],  # whole; of each share: partial, log-sum-exp; arrivals
     cut: _Cut,
     *,
     scale: float,
@@ -167,36 +173,13 @@ def _attend(
         BLOCK_N=tiles.block_n,
         LAGS=tiles.lags,
         SPLITS=cut.num_splits,
+        LEAST_SHARE=max(1, MIN_KEYS_PER_SPLIT // tiles.block_n),
         HAS_WINDOW=window_left >= 0,
         HAS_SOFTCAP=softcap > 0,
         HAS_KEY_SCALE=scales[0] is not None,
         HAS_VALUE_SCALE=scales[1] is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-    )
-
-
-def _join(
-    partial_output: torch.Tensor,  # [S, T, Hq, D] fp32
-    partial_lse: torch.Tensor,  # [S, T, Hq] fp32
-    output: torch.Tensor,  # [T, Hq, D]
-    query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
-    num_reqs: int,
-) -> None:
-    num_splits, num_tokens, num_heads, head_size = partial_output.shape
-    _join_kernel[(num_tokens, num_heads)](
-        partial_output,
-        partial_lse,
-        output,
-        query_start_loc,
-        num_reqs,
-        num_tokens,
-        *output.stride()[:2],
-        HQ=num_heads,
-        D=head_size,
-        D_PADDED=triton.next_power_of_2(head_size),
-        SPLITS=num_splits,
-        SPLITS_PADDED=triton.next_power_of_2(num_splits),
     )
 
 
@@ -223,6 +206,18 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """[_MOST_JOINED] int32: zeros, which a launch leaves as they were. One address for all graphs.
+
+    Raises:
+        RuntimeError: in the capture of a CUDA graph, whose first replay alone would clear them.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("attention must have run once before it is captured in a CUDA graph")
+    return torch.zeros(_MOST_JOINED, dtype=torch.int32, device=device)
+
+
+@cache
 def _num_processors(device: torch.device) -> int:
     """Streaming multiprocessors of the GPU; 1 for the interpreter, which runs programs in turn."""
     on_gpu = device.type == "cuda"
@@ -230,8 +225,8 @@ def _num_processors(device: torch.device) -> int:
 
 
 def _choose_splits(num_programs: int, num_keys: int, num_processors: int) -> int:
-    """How many shares to split the keys into: enough to give each processor a program, unless the
-    shares would be too short. A power of two, because each number is compiled separately."""
-    wanted = triton.next_power_of_2(triton.cdiv(num_processors, num_programs))
-    possible = max(1, min(num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
-    return min(wanted, 1 << (possible.bit_length() - 1))
+    """How many shares to split the keys into: as many as the processors have programs for at once,
+    unless the shares would be too short. A power of two, because each number is compiled
+    separately."""
+    possible = min(num_processors // num_programs, num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS)
+    return 1 << (max(possible, 1).bit_length() - 1)

@@ -1,5 +1,11 @@
-"""The Triton kernels of `triton_fwd`. Legend: T queries in all, Hq / Hkv query / key heads, D head
-size, G = Hq / Hkv, S splits.
+"""The Triton kernel of `triton_fwd`. Legend: T queries in all, Hq / Hkv query / key heads, D head
+size, G = Hq / Hkv, S splits, M rows of a tile.
+
+A launch has room for S shares of the keys. How many a tile makes of its keys it finds out on the
+device, so that a short context is not cut up for the longest one that a captured graph may meet.
+The program that finishes its share last joins them: it finds in `arrivals` that the others have
+come. A share is written before its program arrives, and read after, in the memory order of
+PyTorch Inductor's grid barrier (`torch/_inductor/runtime/triton_helpers.py`, `x_grid_barrier`).
 
 Where a product feeds another one, Triton gives each warp rows of its own; and with fewer rows than
 the warps take, they repeat each other's work. With few rows (`LAGS`), a pass of the loop therefore
@@ -105,8 +111,9 @@ def _attention_kernel(
     key_scale,  # [1] fp32; unused without HAS_KEY_SCALE
     value_scale,  # [1] fp32
     output,  # [T, Hq, D]
-    partial_output,  # [S, T, Hq, D] fp32; unused when SPLITS is 1
+    partial_output,  # [S, T, Hq, D] fp32; unused when SPLITS is 1, as are the next two
     partial_lse,  # [S, T, Hq] fp32, base-2 log of the sum of exponentials
+    arrivals,  # [tiles * key heads * PARTS] int32, zero before and after
     num_reqs,
     num_tokens,
     window_left,
@@ -134,6 +141,7 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,  # keys per step
     LAGS: tl.constexpr,  # values are added one pass after their keys
     SPLITS: tl.constexpr,
+    LEAST_SHARE: tl.constexpr,  # steps of a share of the keys, unless there are fewer
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_KEY_SCALE: tl.constexpr,
@@ -161,13 +169,6 @@ def _attention_kernel(
     is_row = (step < query_len) & (group_head < GROUP)
     row = (first_row + step).to(tl.int64)
     head = key_head * GROUP + group_head
-    channel = tl.arange(0, D_PADDED)
-    is_channel = channel < D
-    q = tl.load(
-        query + (row * query_stride_t + head * query_stride_h)[:, None] + channel[None, :],
-        mask=is_row[:, None] & is_channel[None, :],
-        other=0.0,
-    )
     seen_from, seen_end = _visible(
         context_len + step,
         context_len,
@@ -196,10 +197,23 @@ def _attention_kernel(
         start, end = with_images(start, end, image_start, image_end)
     first_tile = start // BLOCK_N
     num_tiles = tl.cdiv(end, BLOCK_N) - first_tile
-    share = tl.cdiv(num_tiles, SPLITS)
+    share = num_tiles
+    shares = 1
+    if SPLITS > 1:
+        share = max(tl.cdiv(num_tiles, SPLITS), LEAST_SHARE)
+        shares = max(tl.cdiv(num_tiles, share), 1)
+        if split >= shares:
+            return
     from_tile = first_tile + split * share
     to_tile = min(from_tile + share, first_tile + num_tiles)
 
+    channel = tl.arange(0, D_PADDED)
+    is_channel = channel < D
+    q = tl.load(
+        query + (row * query_stride_t + head * query_stride_h)[:, None] + channel[None, :],
+        mask=is_row[:, None] & is_channel[None, :],
+        other=0.0,
+    )
     if HAS_KEY_SCALE:
         scale *= tl.load(key_scale)
     if not HAS_SOFTCAP:
@@ -288,53 +302,78 @@ def _attention_kernel(
     if HAS_VALUE_SCALE:
         result *= tl.load(value_scale)
     mask = is_row[:, None] & is_channel[None, :]
-    if SPLITS == 1:
-        tl.store(
-            output + (row * output_stride_t + head * output_stride_h)[:, None] + channel[None, :],
-            result.to(output.dtype.element_ty),
-            mask=mask,
-        )
-    else:
-        flat = (split.to(tl.int64) * num_tokens + row) * HQ + head
-        tl.store(partial_output + flat[:, None] * D + channel[None, :], result, mask=mask)
+    to_rows = output + row * output_stride_t + head * output_stride_h
+    if shares == 1:
+        tl.store(to_rows[:, None] + channel[None, :], result.to(output.dtype.element_ty), mask=mask)
+    elif SPLITS > 1:
+        flat = row * HQ + head
+        shares_apart = num_tokens.to(tl.int64) * HQ
+        mine = split * shares_apart + flat
+        tl.store(partial_output + mine[:, None] * D + channel[None, :], result, mask=mask)
         lse = tl.where(total > 0, maximum + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-        tl.store(partial_lse + flat, lse, mask=is_row)
+        tl.store(partial_lse + mine, lse, mask=is_row)
+        tl.debug_barrier()  # all threads have written before one of them says so
+        mine_arrives = arrivals + tile * tl.num_programs(1) + part
+        if tl.atomic_add(mine_arrives, 1, sem="acq_rel", scope="gpu") == shares - 1:
+            tl.store(mine_arrives, 0)  # for the next launch
+            _join(
+                partial_output,
+                partial_lse,
+                to_rows,
+                flat,
+                is_row,
+                shares,
+                shares_apart,
+                BLOCK_Q * HEADS,
+                D,
+                D_PADDED,
+            )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
-def _join_kernel(
-    partial_output,  # [S, T, Hq, D] fp32
-    partial_lse,  # [S, T, Hq] fp32
-    output,  # [T, Hq, D]
-    query_start_loc,  # [num_reqs + 1] int32
-    num_reqs,
-    num_tokens,
-    output_stride_t,
-    output_stride_h,
-    HQ: tl.constexpr,
+@triton.jit
+def _join(
+    partial_output,
+    partial_lse,
+    to_rows,  # [M] pointers to the output's rows
+    flat,  # [M] numbers of the rows in a share
+    is_row,  # [M]
+    shares,
+    shares_apart,  # from a row of a share to the same of the next one
+    M: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    if row >= tl.load(query_start_loc + num_reqs):
-        return  # padding of a CUDA graph, which belongs to no request
-    split = tl.arange(0, SPLITS_PADDED)
-    flat = (split.to(tl.int64) * num_tokens + row) * HQ + head
-    lse = tl.load(partial_lse + flat, mask=split < SPLITS, other=float("-inf"))
-    maximum = tl.max(lse, 0)
-    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
-    total = tl.sum(weights, 0)
-    channel = tl.arange(0, D_PADDED)
-    parts = tl.load(
-        partial_output + flat[:, None] * D + channel[None, :],
-        mask=(split < SPLITS)[:, None] & (channel < D)[None, :],
-        other=0.0,
-    )
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(
-        output + row * output_stride_t + head * output_stride_h + channel,
-        result.to(output.dtype.element_ty),
-        mask=channel < D,
-    )
+    """Always in the same order, whoever comes last. Caches of this processor are passed by: other
+    ones have written."""
+    CHANNELS: tl.constexpr = min(D_PADDED, 64)  # at once, or registers run out
+    maximum = tl.full([M], float("-inf"), tl.float32)
+    for share in range(shares):
+        lse_of = partial_lse + share * shares_apart + flat
+        lse = tl.load(lse_of, mask=is_row, other=float("-inf"), cache_modifier=".cg")
+        maximum = tl.maximum(maximum, lse)
+    maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
+    for first in range(0, D_PADDED, CHANNELS):
+        channel = first + tl.arange(0, CHANNELS)
+        mask = is_row[:, None] & (channel < D)[None, :]
+        total = tl.zeros([M], tl.float32)
+        result = tl.zeros([M, CHANNELS], tl.float32)
+        for share in range(shares):
+            of_rows = share * shares_apart + flat
+            lse = tl.load(
+                partial_lse + of_rows, mask=is_row, other=float("-inf"), cache_modifier=".cg"
+            )
+            weight = tl.exp2(lse - maximum)
+            total += weight
+            part = tl.load(
+                partial_output + of_rows[:, None] * D + channel[None, :],
+                mask=mask,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            result += part * weight[:, None]
+        result /= tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(
+            to_rows[:, None] + channel[None, :],
+            result.to(to_rows.dtype.element_ty),
+            mask=mask,
+        )

@@ -3,7 +3,7 @@
 make codegen                                     # with each version that the file compares
 python -m bench.codegen                          # what is out of date, for this Triton
 python -m bench.codegen --all
-python -m bench.codegen --print 'sm_90 join of key splits'   # JSON, writes nothing
+python -m bench.codegen --print 'sm_90 attention, full layer, bf16'   # JSON, writes nothing
 """
 
 import argparse
@@ -28,7 +28,9 @@ from bench.codegen.table import Row
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="what is up to date, too")
-    parser.add_argument("--print", nargs="+", metavar="NAME", help="'sm_90 join of key splits'")
+    parser.add_argument(
+        "--print", nargs="+", metavar="NAME", help="'sm_90 attention, full layer, bf16'"
+    )
     options = parser.parse_args()
     if options.print is None:
         update(options.all)

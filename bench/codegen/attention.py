@@ -4,12 +4,14 @@ import triton
 
 from attention_kernels import chunks, triton_kernels
 from attention_kernels.tiles import Tiles
+from attention_kernels.triton_fwd import MIN_KEYS_PER_SPLIT
 from bench.codegen.case import Case
 
 _POINTERS = {
     **dict.fromkeys(("query", "output"), "bf16"),
     **dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "causal", "symmetric"), "i32"),
     **dict.fromkeys(("key_scale", "value_scale", "partial_output", "partial_lse"), "fp32"),
+    "arrivals": "i32",
     **dict.fromkeys(("chunk_start_loc", "chunk_seq_lens", "chunk_block_table", "bands"), "i32"),
 }
 _IMAGES = ("spans", "chunk_images")  # None without images
@@ -42,6 +44,7 @@ def attend(
         "BLOCK_N": tiles.block_n,
         "LAGS": tiles.lags,
         "SPLITS": 4,
+        "LEAST_SHARE": MIN_KEYS_PER_SPLIT // tiles.block_n,
         "HAS_WINDOW": head_size < 512,
         "HAS_SOFTCAP": False,
         "HAS_KEY_SCALE": cache != "bf16",
@@ -58,12 +61,6 @@ def attend(
         loads_ahead=True,
         loop_flops=2 * 2 * tiles.block_q * tiles.heads * tiles.block_n * padded,
     )
-
-
-def join(head_size: int, group: int) -> Case:
-    padded = triton.next_power_of_2(head_size)
-    sizes = {"HQ": 2 * group, "D": head_size, "D_PADDED": padded, "SPLITS": 4, "SPLITS_PADDED": 4}
-    return Case(triton_kernels._join_kernel, _POINTERS, sizes)
 
 
 def cut(page: int, images: bool = False) -> Case:

@@ -22,6 +22,8 @@ PREDICTED = (90, 100)  # chips of `bench.roofline`, which compares with stock's
 WINDOW = 1024  # of sliding layers, tokens
 # Why a loop may spill, by layer, type of the cache and chip. Other tiles spill more, or cost more.
 SPILLS = {
+    ("full layer", "bf16", 120): "with Triton 3.7.1, 13 of 1,353 instructions; registers hold "
+    "results of 512 channels, and with the other version they just suffice",
     ("full layer", FP8, 100): "of a thread's registers, results on their way take 128, descriptors "
     "of 36 products some 70, and keys that become bf16 more than the rest",
 }
@@ -44,7 +46,6 @@ def _attention(chip: int) -> Iterator[tuple[str, Case]]:
         if chip == 90:
             case = attention.attend(chip, head_size, group, page, "bf16", images=True)
             yield f"attention, {layer}, bf16, images", case
-    yield "join of key splits", attention.join(head_size=512, group=8)
     yield "chunks for FlashAttention-4", attention.cut(page=16)
     yield "chunks for FlashAttention-4, images", attention.cut(page=16, images=True)
 

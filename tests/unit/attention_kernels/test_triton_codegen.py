@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.codegen.attention import attend, cut, join
+from bench.codegen.attention import attend, cut
 from bench.codegen.case import Case
 from tests.triton_for_gpus import check, compile_apart
 
@@ -22,7 +22,6 @@ SHAPES = {  # chip, head size, query heads a key head, page, cache dtype
 CASES: dict[str, tuple[int, Case]] = {}
 for name, (chip, head_size, group, page, cache_dtype) in SHAPES.items():
     CASES[name] = chip, attend(chip, head_size, group, page, cache_dtype)
-    CASES[f"{name}, join"] = chip, join(head_size, group)
     CASES[f"{name}, cut"] = chip, cut(page)
     if not name.endswith(("fp8", "group")):
         CASES[f"{name}, images"] = (
