@@ -7,6 +7,7 @@ from types import ModuleType
 def import_fa4() -> ModuleType:
     """The FlashAttention-4 version. Raises ImportError that says what to install."""
     try:
+        importlib.import_module("flash_attn.cute.interface")
         return importlib.import_module("attention_kernels.fa4_fwd")
     except ImportError as error:
         raise ImportError(

@@ -1,21 +1,37 @@
-"""The same attention with FlashAttention-4 (package flash-attn-4), on Hopper and Blackwell.
+"""The same attention with FlashAttention-4, on Hopper and Blackwell.
 
 FlashAttention-4 has one causal flag and one window per launch, but accepts a mask function with
 tensors of its own. So the batch is cut into chunks (`chunks.py`), which still skips keys that no
 query sees, and `band_mask` masks inside each chunk, or `image_mask` in a step with images. The
 function's hash is part of FlashAttention-4's compile key, so no variant is mistaken for another.
+
+Whose FlashAttention-4 runs is an argument: that of the package flash-attn-4, or a copy of it. The
+file itself needs the compiler of both alone, nvidia-cutlass-dsl.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import cutlass.cute as cute
 import torch
 from cutlass import Int32
-from flash_attn.cute.interface import _flash_attn_fwd  # unlike the public one, it takes `out`
-from flash_attn.cute.utils import scalar_to_ssa
 
 from attention_kernels.chunks import CHUNK, Chunks
 from attention_kernels.support import check_contiguous, check_last_strides
 
+Forward = Callable[..., Any]
+"""FlashAttention-4 with the arguments that `attend_chunks` passes: those of vLLM's
+`flash_attn_varlen_func`."""
+
 _ALIGNMENT = 16  # bytes, for its vectorised loads
+
+
+@cute.jit
+def scalar_to_ssa(value, dtype):
+    """What masks compute with, as FlashAttention-4's `utils.scalar_to_ssa` makes it."""
+    vector = cute.make_rmem_tensor(1, dtype)
+    vector[0] = value
+    return vector.load()
 
 
 @cute.jit
@@ -61,6 +77,7 @@ def attention(
     value_scale: torch.Tensor | None = None,
     spans: torch.Tensor | None = None,  # [T, 2] int32; None: no images
     chunks: Chunks | None = None,  # from an earlier layer with the same batch and window
+    forward: Forward | None = None,  # None: that of the package flash-attn-4
 ) -> Chunks | None:
     """See `api.attention`, which checks the rest. Returns the chunks, for the next layer; None if
     there are no queries.
@@ -101,7 +118,7 @@ def attention(
             window_left=window_left,
             spans=spans,
         )
-    attend_chunks(query, key_cache, value_cache, chunks, output, scale, softcap)
+    attend_chunks(query, key_cache, value_cache, chunks, output, scale, softcap, forward)
     return chunks
 
 
@@ -113,26 +130,37 @@ def attend_chunks(
     output: torch.Tensor,  # [T, Hq, D]
     scale: float,
     softcap: float,
+    forward: Forward | None = None,
 ) -> None:
     """FlashAttention-4 over chunks, which it sees as requests."""
     mask, tensors = band_mask, [chunks.bands]
     if chunks.images is not None:
         mask, tensors = image_mask, [chunks.bands, chunks.images]
-    _flash_attn_fwd(
-        query,
-        key_cache,
-        value_cache,
+    (forward or _package_forward)(
+        q=query,
+        k=key_cache,
+        v=value_cache,
+        out=output,
         cu_seqlens_q=chunks.query_start_loc,
         seqused_k=chunks.seq_lens,
-        page_table=chunks.block_table,
+        block_table=chunks.block_table,
         max_seqlen_q=CHUNK,  # constant, because it is part of the compile key
         max_seqlen_k=chunks.block_table.shape[1] * key_cache.shape[1],
         softmax_scale=scale,
         softcap=softcap,
         mask_mod=mask,
         aux_tensors=tensors,
-        out=output,
+        num_splits=1,  # a chunk's keys are few; also part of the compile key
     )
+
+
+def _package_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_table: torch.Tensor, **options: Any
+) -> None:
+    """The package's own; the public one takes no `out`."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    _flash_attn_fwd(q, k, v, page_table=block_table, **options)
 
 
 def _check_alignment(name: str, tensor: torch.Tensor) -> None:

@@ -3,6 +3,7 @@ vLLM's are replaced by what they compute; FlashAttention-4 is compiled and not r
 
 import os
 import sys
+from functools import wraps
 from typing import Any
 
 import torch
@@ -12,12 +13,6 @@ from tests.cuda_build.device import GpuDevice
 from tests.gpu_dry_run import fake_cuda
 
 fake_cuda.STAND_INS.add(__file__)
-FA4 = (
-    ("FLASH_ATTENTION_ARCH", "sm_90"),
-    ("CUTE_DSL_ARCH", "sm_90a"),
-    ("FLASH_ATTENTION_NUM_SMS", "132"),
-)
-"""Variables of the environment that FlashAttention-4 reads when it is imported."""
 
 
 def replace(device: GpuDevice) -> None:
@@ -25,24 +20,29 @@ def replace(device: GpuDevice) -> None:
     from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
 
     _everywhere(ll_bf16.ll_bf16_gemm, _gemm)
-    if FA4[0][0] in os.environ:
+    if "FLASH_ATTENTION_ARCH" in os.environ:
         _compile_fa4(device)
 
 
 def _compile_fa4(device: GpuDevice) -> None:
-    from attention_kernels import fa4_fwd
+    from vllm.vllm_flash_attn.cute import interface
 
-    attend = fa4_fwd._flash_attn_fwd
+    attend = interface._flash_attn_fwd
 
-    def compile_only(*args: Any, **kwargs: Any) -> None:
+    @wraps(attend)  # whose cache of kernels goes along
+    def compile_only(*args: Any, **kwargs: Any) -> Any:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         device.launches.append("FlashAttention-4")
         device.kernels["FlashAttention-4"] = device.kernels.get("FlashAttention-4", 0) + 1
         device.reads(tensors)
+        number = len(attend.compile_cache.cache)
         with device._fake:  # by which it knows that there is nothing to run on
-            attend(*args, **kwargs)
+            made = attend(*args, **kwargs)
+        if len(attend.compile_cache.cache) > number:
+            device.compiled.append("FlashAttention-4")
+        return made
 
-    fa4_fwd._flash_attn_fwd = compile_only
+    interface._flash_attn_fwd = compile_only
 
 
 def _gemm(states: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

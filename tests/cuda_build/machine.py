@@ -16,6 +16,13 @@ from tests.gpu_dry_run.fake_cuda import CUDA, _guard_nothing
 
 GIB = 1 << 30
 Capability = tuple[int, int]
+FLASH_ATTENTION_4 = {  # what it reads of the environment when it is imported, where ours runs it
+    (9, 0): {
+        "FLASH_ATTENTION_ARCH": "sm_90",
+        "CUTE_DSL_ARCH": "sm_90a",
+        "FLASH_ATTENTION_NUM_SMS": "132",
+    }
+}
 
 
 class Chip(SimpleNamespace):
@@ -71,6 +78,7 @@ def install(host: Host) -> GpuDevice:
         "HF_HUB_OFFLINE": "1",
         "FLASHINFER_DISABLE_VERSION_CHECK": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would compile CUDA
+        **FLASH_ATTENTION_4.get(capability, {}),
         **dict(settings),
     }
     _answer_torch(capability, chip, num_gpus)

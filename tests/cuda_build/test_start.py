@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_build import chores, foreign
+from tests.cuda_build import chores
 from tests.cuda_build.engine import Report
 from tests.cuda_build.machine import A100, B200, H100, RTX, Host
 
@@ -20,7 +20,6 @@ PLAIN = {
 OURS = "CUSTOM"
 IN_PARTS = Host((9, 0), settings=(("VLLM_USE_BREAKABLE_CUDAGRAPH", "1"),))
 """Without a compiler, steps are captured in parts in this way alone."""
-WITH_FA4 = Host((9, 0), settings=foreign.FA4)
 TRITON_EXPERTS = {"moe_backend": "triton"}  # vLLM's choice would compile CUDA
 CUTLASS = {"moe_backend": "cutlass", "linear_backend": "cutlass"}  # as would FlashInfer
 MARLIN = {"moe_backend": "marlin", "linear_backend": "marlin"}  # as would HUMMING
@@ -45,8 +44,8 @@ CASES = {
     "an H100, without graphs": Case(graphs="NONE"),
     "an H100, steps in parts": Case(host=IN_PARTS, graphs="FULL_AND_PIECEWISE"),
     "two H100s, bf16": Case(host=Host((9, 0), num_gpus=2), options={"tensor_parallel_size": 2}),
-    "an H100, FlashAttention-4": Case(
-        host=WITH_FA4, options={"attention_config": {"flash_attn_version": 4}}
+    "an H100, FlashAttention-4 alone": Case(
+        options={"attention_config": {"flash_attn_version": 4}}
     ),
     "an H100, bf16, cache fp8": Case(options={"kv_cache_dtype": "fp8"}),
     "an H100, FP8": Case(scheme="fp8-dynamic"),
@@ -75,6 +74,8 @@ def test_it_starts_and_answers(on_host: Callable[..., Report], folder: Path, nam
     require_no_waits(report)
     assert report.facts["graphs"] == case.graphs
     assert report.facts["attention"] == [case.attention]
+    on_hopper = case.host.capability == (9, 0) and case.options.get("kv_cache_dtype") != "fp8"
+    assert ("FlashAttention-4" in report.kernels) == on_hopper
     if case.graphs != "NONE":  # or vLLM warms up few sizes of steps
         assert report.compiled_late == [], "requests wait for a compiler"
     assert (report.graphs > 0) == (report.replays > 0) == (case.graphs != "NONE")

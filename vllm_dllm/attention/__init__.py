@@ -37,6 +37,7 @@ class WindowRules:
 
     symmetric: torch.Tensor | None = None  # [num_reqs] int32, 1 = symmetric rule, 0 = reference
     spans: torch.Tensor | None = None  # [num_tokens, 2] int32
+    by_blocks: bool = False  # requests may be causal by blocks of more than one token
     shared: dict[Any, Any] = field(default_factory=dict)  # passed on between KV cache groups
 
 

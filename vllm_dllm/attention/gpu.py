@@ -1,12 +1,12 @@
 """GPU attention of diffusion models: vLLM's cache and metadata around `attention_kernels`.
 
-`--attention-backend CUSTOM`, the default for our models on a GPU. A layer runs the Triton version,
-or FlashAttention-4 if that was asked for (`--attention-config.flash_attn_version 4`) and supports
-the layer's head size. Sliding layers apply each request's window rule.
+`--attention-backend CUSTOM`, the default for our models on a GPU. A layer runs Triton or
+FlashAttention-4, whichever is the faster for the step (`choice.py`), or what
+`--attention-config.flash_attn_version` says: 4, or another number for Triton alone. Sliding layers
+apply each request's window rule.
 """
 
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -25,8 +25,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from attention_kernels import support, triton_fwd
-from attention_kernels.fa4 import import_fa4
 from vllm_dllm.attention import WindowRules
+from vllm_dllm.attention.choice import Choice, Layer, Times
+from vllm_dllm.attention.flash_attention import FlashAttention
 from vllm_dllm.compat.attention import cache_scales
 
 logger = init_logger(__name__)
@@ -44,12 +45,14 @@ class GpuCanvasMetadata:
     """N requests, T rows. The tensors are those of the runner and the model state."""
 
     num_actual_tokens: int  # T, without the padding of a CUDA graph
+    max_query_len: int
     query_start_loc: torch.Tensor  # [N + 1] int32
     seq_lens: torch.Tensor  # [N] int32
     max_seq_len: int
     block_table: torch.Tensor  # [N, max_blocks] int32
     slot_mapping: torch.Tensor  # [T] int64
     causal: torch.Tensor  # [N] int32
+    by_blocks: bool  # whether it may hold numbers above 1
     symmetric: torch.Tensor  # [N] int32
     spans: torch.Tensor | None = None  # [T, 2] int32
     chunks: dict[int, Any] = field(default_factory=dict)  # by window, passed on between layers
@@ -77,12 +80,14 @@ class GpuCanvasMetadataBuilder(AttentionMetadataBuilder[GpuCanvasMetadata]):
         assert window_rules is not None and window_rules.symmetric is not None
         return GpuCanvasMetadata(
             num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             max_seq_len=common.max_seq_len,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             causal=common.causal,
+            by_blocks=window_rules.by_blocks,
             symmetric=window_rules.symmetric,
             spans=window_rules.spans,
         )
@@ -95,9 +100,14 @@ class GpuCanvasImpl(TritonAttentionImpl):
         super().__init__(*args, **kwargs)
         # Queries stay as they are: only the cache is fp8.
         self.supports_quant_query_input = False
-        self._fa4: ModuleType | None = None
-        if runs_fa4(self.head_size, self.kv_cache_dtype):
-            self._fa4 = import_fa4()
+        layer = Layer(self.head_size, self.num_heads, has_window=self.sliding_window[0] >= 0)
+        self._choice, self._fa4 = choose_versions(layer, self.kv_cache_dtype)
+
+    @property
+    def least_rows_of_fa4(self) -> int | None:
+        """Of a step that runs FlashAttention-4; None: none does."""
+        rows = (rows for rows, version in self._choice.steps if version == "fa4")
+        return None if self._fa4 is None else next(rows, None)
 
     def forward(
         self,
@@ -120,69 +130,72 @@ class GpuCanvasImpl(TritonAttentionImpl):
         if self.kv_cache_dtype.startswith("fp8"):
             key_cache, value_cache = (t.view(self.fp8_dtype) for t in (key_cache, value_cache))
             key_scale, value_scale = cache_scales(layer)
-        arguments = (
-            query[:num_tokens],
-            key_cache,
-            value_cache,
+        tensors = (query[:num_tokens], key_cache, value_cache)
+        options: dict[str, Any] = dict(
+            scale=self.scale, window_left=self.sliding_window[0], softcap=self.logits_soft_cap
+        )
+        fa4 = self._fa4 if self._choice.version(num_tokens) == "fa4" else None
+        if fa4 is not None and fa4.takes(attn_metadata):
+            fa4.attend(attn_metadata, *tensors, output[:num_tokens], **options)
+            return output
+        triton_fwd.attention(
+            *tensors,
             attn_metadata.block_table,
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
             attn_metadata.causal,
-        )
-        window_left = self.sliding_window[0]
-        options = dict(
             symmetric=attn_metadata.symmetric,
             spans=attn_metadata.spans,
             output=output[:num_tokens],
-            scale=self.scale,
-            window_left=window_left,
-            softcap=self.logits_soft_cap,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            max_seq_len=attn_metadata.max_seq_len,
+            **options,
         )
-        if self._fa4 is None:
-            triton_fwd.attention(
-                *arguments,
-                **options,
-                key_scale=key_scale,
-                value_scale=value_scale,
-                max_seq_len=attn_metadata.max_seq_len,
-            )
-        else:
-            chunks = attn_metadata.chunks
-            chunks[window_left] = self._fa4.attention(
-                *arguments, **options, chunks=chunks.get(window_left)
-            )
         return output
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
 
 
-def runs_fa4(head_size: int, kv_cache_dtype: str) -> bool:
-    """Whether a layer of the model being built runs FlashAttention-4: if it was asked for and
-    supports the layer. Logs the answer."""
+def choose_versions(layer: Layer, kv_cache_dtype: str) -> tuple[Choice, FlashAttention | None]:
+    """What a layer of the model being built runs, and FlashAttention-4 if it is part of that. The
+    log says it, once for each kind of layer."""
+    triton = Choice(((0, "triton"),))
     config, capability = get_current_vllm_config_or_none(), current_platform.get_device_capability()
-    reason: str | None = "it was not asked for (--attention-config.flash_attn_version 4)"
-    if (
-        config is not None
-        and config.attention_config.flash_attn_version == 4
-        and capability is not None
-    ):
-        query_dtype = config.model_config.dtype
-        cache_dtype = _CACHE_DTYPES.get(kv_cache_dtype, query_dtype)
+    if config is None or capability is None:
+        return triton, None
+    asked_for = config.attention_config.flash_attn_version
+    choice, why = triton, "--attention-config.flash_attn_version asks for no FlashAttention-4"
+    if asked_for == 4:
+        choice, why = Choice(((0, "fa4"),)), "--attention-config.flash_attn_version 4"
+    elif asked_for is None:
+        times = Times.shipped((capability.major, capability.minor))
+        chosen = times and times.choose(layer, config.model_config.max_model_len)
+        choice = chosen or triton
+        why = f"measured on an {times.gpu}" if times and chosen else "no measured times"
+    fa4: FlashAttention | None = None
+    if choice != triton:
+        dtype = config.model_config.dtype
         case = support.Case(
-            (capability.major, capability.minor), head_size, query_dtype, cache_dtype
+            (capability.major, capability.minor),
+            layer.head_size,
+            dtype,
+            _CACHE_DTYPES.get(kv_cache_dtype, dtype),
         )
-        reason = support.fa4_reason(case)
-        reason = reason and f"it only takes {reason}"
-    if reason is None:
-        logger.info_once("Layers of head size %d run FlashAttention-4.", head_size)
-    else:
-        logger.info_once(
-            "Layers of head size %d run our Triton kernel, not FlashAttention-4: %s.",
-            head_size,
-            reason,
-        )
-    return reason is None
+        found = FlashAttention.of(case, layer.has_window)
+        if isinstance(found, FlashAttention):
+            fa4 = found
+        else:
+            choice, why = triton, f"not FlashAttention-4: {found}"
+    logger.info_once(
+        "Attention layers of head size %d %s a window run %s (%s).",
+        layer.head_size,
+        "with" if layer.has_window else "without",
+        str(choice),
+        why,
+    )
+    return choice, fa4
 
 
 class GpuCanvasBackend(TritonAttentionBackend):

@@ -54,7 +54,11 @@ class MaskedModelState(CausalModelState):
         return AttnRequests.whole(input_batch, block_tables)
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> int:
-        return self.step.canvas_length if self._block_spans is None else 1
+        return self.step.canvas_length if self.by_blocks else 1
+
+    @property
+    def by_blocks(self) -> bool:
+        return self._block_spans is None
 
     def image_spans(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode

@@ -133,6 +133,11 @@ class DiffusionModelState(ModelState):
             causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
         return causal
 
+    @property
+    def by_blocks(self) -> bool:
+        """Whether `causal` may be more than 1: `WindowRules.by_blocks`."""
+        return False
+
     def image_spans(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
     ) -> torch.Tensor | None:
@@ -171,7 +176,8 @@ class DiffusionModelState(ModelState):
             self._causal[input_batch.num_reqs : num_reqs] = 0
         causal, symmetric = self._causal[:num_reqs], self._symmetric[:num_reqs]
         spans = self.image_spans(input_batch, cudagraph_mode)
-        rules = WindowRules(symmetric, spans if spans is None else spans[:num_tokens])
+        spans = spans if spans is None else spans[:num_tokens]
+        rules = WindowRules(symmetric, spans, by_blocks=self.by_blocks)
         build = partial(
             build_attn_metadata,
             attn_groups=attn_groups,

@@ -7,6 +7,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_dllm.attention.warm_up import compile_flash_attention
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.prompt_privacy import keep_prompts_private
 from vllm_dllm.compat.runner import prefill_emitted_tokens, send_numbers
@@ -34,6 +35,12 @@ class CanvasWorker(Worker):
     def compile_or_warm_up_model(self) -> Any:
         # Before graphs are captured: what they read must not be allocated anew.
         if self.vllm_config.kernel_config.enable_jit_warmup:
+            compile_flash_attention(
+                self.vllm_config.compilation_config.static_forward_context.values(),
+                self.model_config.dtype,
+                self.scheduler_config.max_num_batched_tokens,
+                self.model_config.max_model_len,
+            )
             for params in WARMED_UP:
                 with self.model_runner.sampler.asked_for(params):
                     warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)

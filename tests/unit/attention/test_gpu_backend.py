@@ -15,15 +15,18 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+import vllm_dllm.attention.flash_attention
 import vllm_dllm.attention.gpu
-from attention_kernels import reference
 from attention_kernels.api import FP8
 from attention_kernels.fa4 import import_fa4
 from attention_kernels.testing import PagedBatch, Request, allowed
 from tests.triton_version import interpreted_without_gpu
 from vllm_dllm import plugin, serving_config
 from vllm_dllm.attention import WindowRules, gpu_backend, use_window_rules
-from vllm_dllm.attention.gpu import GpuCanvasBackend, runs_fa4
+from vllm_dllm.attention.choice import Choice, Layer
+from vllm_dllm.attention.flash_attention import FlashAttention
+from vllm_dllm.attention.gpu import GpuCanvasBackend, choose_versions
+from vllm_dllm.attention.warm_up import compile_flash_attention
 
 pytestmark = pytest.mark.numerics
 
@@ -42,7 +45,7 @@ REQUESTS = [
 HQ, HKV, D, PAGE, WINDOW = 4, 2, 32, 16, 12
 
 
-def metadata(batch: PagedBatch):
+def metadata(batch: PagedBatch, by_blocks: bool = False):
     builder = GpuCanvasBackend.get_builder_cls()(None, [], None, torch.device("cpu"))
     common = CommonAttentionMetadata(
         query_start_loc=batch.query_start_loc,
@@ -56,7 +59,8 @@ def metadata(batch: PagedBatch):
         slot_mapping=torch.zeros(len(batch.query), dtype=torch.int64),
         causal=batch.causal,
     )
-    return builder.build(0, common, window_rules=WindowRules(batch.symmetric, batch.spans))
+    rules = WindowRules(batch.symmetric, batch.spans, by_blocks)
+    return builder.build(0, common, window_rules=rules)
 
 
 def engine_layout(batch: PagedBatch) -> torch.Tensor:
@@ -65,9 +69,13 @@ def engine_layout(batch: PagedBatch) -> torch.Tensor:
 
 
 def attend(
-    batch: PagedBatch, kv_cache: torch.Tensor, cache_dtype: str = "auto", of_step: Any = None
+    batch: PagedBatch,
+    kv_cache: torch.Tensor,
+    cache_dtype: str = "auto",
+    of_step: Any = None,
+    window: int | None = WINDOW,
 ) -> torch.Tensor:
-    impl = GpuCanvasBackend.get_impl_cls()(HQ, D, 0.3, HKV, None, WINDOW, cache_dtype)
+    impl = GpuCanvasBackend.get_impl_cls()(HQ, D, 0.3, HKV, None, window, cache_dtype)
     layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
     padding = torch.full((5, HQ, D), torch.nan, dtype=batch.query.dtype)
     query = torch.cat((batch.query, padding))
@@ -199,56 +207,200 @@ def test_another_extension_keeps_the_name(gpu: Callable[[int, int], list[str]]) 
     assert gpu_backend(config()) is custom
 
 
+class StandIn:
+    """Computes what FlashAttention-4 does of the arguments that it is given, and notes them."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, **arguments: Any) -> None:
+        self.calls.append(arguments)
+        self.attend(**arguments)
+
+    def attend(
+        self,
+        q: torch.Tensor,  # [T, Hq, D]
+        k: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
+        v: torch.Tensor,
+        out: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seqused_k: torch.Tensor,
+        block_table: torch.Tensor,
+        softmax_scale: float,
+        aux_tensors: list[torch.Tensor] | None = None,
+        dynamic_causal: torch.Tensor | None = None,
+        **_: Any,
+    ) -> None:
+        for r, num_keys in enumerate(seqused_k.tolist()):
+            first, end = cu_seqlens_q[r : r + 2].tolist()
+            if first == end:
+                continue
+            row, key = torch.arange(end - first)[:, None], torch.arange(num_keys)
+            if aux_tensors is None:
+                assert dynamic_causal is not None
+                seen = (key - row <= num_keys - (end - first)) | (dynamic_causal[r] == 0)
+            else:
+                slope, low, high = aux_tensors[0][r].tolist()
+                seen = (key - slope * row >= low) & (key - slope * row <= high)
+                for images in aux_tensors[1:]:
+                    start, stop = images[r, : end - first, None].unbind(-1)
+                    seen |= (key >= start) & (key < stop)
+            pages = block_table[r, key // PAGE].long()
+            keys, values = (cache[pages, key % PAGE].double() for cache in (k, v))
+            group = q.shape[1] // k.shape[2]
+            for head in range(q.shape[1]):
+                scores = q[first:end, head].double() @ keys[:, head // group].T * softmax_scale
+                weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+                out[first:end, head] = (weights @ values[:, head // group]).to(out.dtype)
+
+
+ALL_FA4 = Choice(((0, "fa4"),))
+
+
+@pytest.fixture
+def fa4(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandIn]:
+    """Layers run FlashAttention-4, for which something stands in, wherever the choice says so."""
+
+    def install(choice: Choice = ALL_FA4, has_flags: bool = False, **kinds: bool) -> StandIn:
+        stand_in = StandIn()
+        attention = FlashAttention(stand_in, has_flags, **{"has_masks": True, **kinds})
+        monkeypatch.setattr(
+            vllm_dllm.attention.gpu, "choose_versions", lambda *_: (choice, attention)
+        )
+        return stand_in
+
+    return install
+
+
+@pytest.mark.fa4
 @pytest.mark.parametrize("requests", [REQUESTS, WITH_IMAGES], ids=["text", "images"])
-def test_dispatch_to_flash_attention_4(
-    monkeypatch: pytest.MonkeyPatch, requests: list[Request]
-) -> None:
-    """A stand-in for it takes what the backend hands over; its chunks reach the next layer."""
-    handed_on: list[object] = []
-
-    def fa4(*arguments: torch.Tensor, chunks: object, **options: Any) -> object:
-        handed_on.append(chunks)
-        reference.attention(*arguments, **options)
-        return "chunks of this step"
-
-    monkeypatch.setattr(vllm_dllm.attention.gpu, "runs_fa4", lambda *_: True)
-    stand_in = SimpleNamespace(attention=fa4)
-    monkeypatch.setattr(vllm_dllm.attention.gpu, "import_fa4", lambda: stand_in)
-    batch = random_batch(torch.float32, requests)
+def test_flash_attention_4_in_chunks(fa4: Callable[..., StandIn], requests: list[Request]) -> None:
+    """A batch is cut up once: the next layer takes the same chunks."""
+    stand_in, batch = fa4(), random_batch(torch.float32, requests)
     of_step = metadata(batch)
     right = allowed(batch, scale=0.3, window_left=WINDOW - 1)
     for _ in range(2):
         right.check(attend(batch, engine_layout(batch), of_step=of_step))
-    assert handed_on == [None, "chunks of this step"]
+    one, two = stand_in.calls
+    assert one["aux_tensors"][0] is two["aux_tensors"][0] and one["num_splits"] == 1
+    assert one["mask_mod"].__name__ == ("band_mask" if batch.spans is None else "image_mask")
 
 
-def test_a_kernel_a_layer_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention-4 where it was asked for and can serve, Triton in the other layers."""
+def test_flash_attention_4_by_flags(fa4: Callable[..., StandIn]) -> None:
+    stand_in, batch = fa4(has_flags=True, has_masks=False), random_batch(torch.float32)
+    output = attend(batch, engine_layout(batch), window=None)
+    allowed(batch, scale=0.3, window_left=-1).check(output)
+    (call,) = stand_in.calls
+    assert call["causal"] is True and call["dynamic_causal"] is batch.causal
+    assert call["max_seqlen_q"] == 256, "fewer are another compile key"
+    assert "mask_mod" not in call
+
+
+BLOCKS = [Request(12, 36, causal=4), Request(9, 17, causal=4)]
+LEFT_TO_TRITON = {  # requests, whether they are causal by blocks, rows from which on FA4 runs
+    "images, by flags": (WITH_IMAGES, False, 0),
+    "blocks": (BLOCKS, True, 0),
+    "a small step": (REQUESTS, False, 31),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_TO_TRITON)
+def test_what_flash_attention_4_cannot_do_or_does_slowly_runs_triton(
+    fa4: Callable[..., StandIn], case: str
+) -> None:
+    requests, by_blocks, rows = LEFT_TO_TRITON[case]
+    stand_in = fa4(Choice(((0, "triton"), (rows, "fa4"))), has_flags=True, has_masks=by_blocks)
+    batch = random_batch(torch.float32, requests)
+    of_step = metadata(batch, by_blocks)
+    output = attend(batch, engine_layout(batch), of_step=of_step, window=None)
+    allowed(batch, scale=0.3, window_left=-1).check(output)
+    assert stand_in.calls == []
+
+
+@pytest.mark.fa4
+def test_all_that_runs_is_compiled_before_requests_come(fa4: Callable[..., StandIn]) -> None:
+    """With few rows and with many, of which FlashAttention-4 makes two kernels; once for each kind
+    of layer."""
+    stand_in = fa4(Choice(((0, "triton"), (1024, "fa4"))))
+    attention = GpuCanvasBackend.get_impl_cls()
+    layers = [
+        SimpleNamespace(
+            impl=attention(HQ, D, 0.3, HKV, None, window, "auto"),
+            kv_cache=torch.zeros(3, HKV, PAGE, 2 * D),
+        )
+        for window in (WINDOW, WINDOW, None)
+    ]
+    stand_in.attend = lambda **_: None  # type: ignore[method-assign]
+    compile_flash_attention([*layers, SimpleNamespace()], torch.float32, 2300, longest=5000)
+    rows = {len(call["q"]) for call in stand_in.calls}
+    assert rows == {1024, 2048} and len(stand_in.calls) == 4
+
+
+Chosen = Callable[..., tuple[str, bool]]
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
+    """What the log says of a kind of layer, and whether FlashAttention-4 is part of it."""
     log: list[str] = []
     monkeypatch.setattr(
         vllm_dllm.attention.gpu.logger, "info_once", lambda text, *args: log.append(text % args)
     )
 
-    def runs(version: int | None, head_size: int, cache: str = "auto", chip=(9, 0)) -> bool:
+    def choose(
+        layer: Layer, version: int | None = None, cache: str = "auto", chip: Any = (9, 0)
+    ) -> tuple[str, bool]:
         config = SimpleNamespace(
             attention_config=AttentionConfig(flash_attn_version=version),
-            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=32768),
         )
-        monkeypatch.setattr(
-            vllm_dllm.attention.gpu, "get_current_vllm_config_or_none", lambda: config
-        )
+        gpu = vllm_dllm.attention.gpu
+        monkeypatch.setattr(gpu, "get_current_vllm_config_or_none", lambda: config)
         platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(*chip))
-        monkeypatch.setattr(vllm_dllm.attention.gpu, "current_platform", platform)
-        return runs_fa4(head_size, cache)
+        monkeypatch.setattr(gpu, "current_platform", platform)
+        choice, attention = choose_versions(layer, cache)
+        assert (attention is None) == (choice == Choice(((0, "triton"),)))
+        return log[-1], attention is not None
 
-    assert not runs(None, 256) and not runs(3, 256)
-    assert all("256 run our Triton kernel" in line and "not asked for" in line for line in log)
-    assert runs(4, 256) and "Layers of head size 256 run FlashAttention-4" in log[-1]
-    assert not runs(4, 512) and "head size 512 run our Triton kernel" in log[-1]
-    assert "got query with 512" in log[-1]
-    assert not runs(4, 256, cache="fp8") and "a key_cache of the query's dtype" in log[-1]
-    assert not runs(4, 256, cache="float16") and "got torch.float16" in log[-1]
-    assert not runs(4, 256, chip=(8, 0)) and "got sm_80" in log[-1]
+    return choose
+
+
+SLIDING, FULL = Layer(256, 16, has_window=True), Layer(512, 16, has_window=False)
+
+
+@pytest.mark.fa4
+def test_a_line_of_the_log_for_each_kind_of_layer(
+    monkeypatch: pytest.MonkeyPatch, chosen: Chosen
+) -> None:
+    module = vllm_dllm.attention.flash_attention
+    monkeypatch.setattr(module, "flash_attention_4", lambda: StandIn())
+    assert chosen(SLIDING) == (
+        "Attention layers of head size 256 with a window run Triton, FlashAttention-4 in steps of "
+        "1,024 rows and more (measured on an NVIDIA H200).",
+        True,
+    )
+    line, has_fa4 = chosen(FULL)
+    assert "512 without a window run FlashAttention-4 (measured" in line and has_fa4
+    line, has_fa4 = chosen(SLIDING, version=4)
+    assert "run FlashAttention-4 (--attention-config.flash_attn_version 4)" in line and has_fa4
+    for choose, why in (
+        (lambda: chosen(SLIDING, version=3), "asks for no FlashAttention-4"),
+        (lambda: chosen(FULL, cache="fp8"), "it takes a key_cache of the query's dtype"),
+        (lambda: chosen(FULL, cache="float16"), "got torch.float16"),
+        (lambda: chosen(FULL._replace(has_window=True), version=4), "got query with 512"),
+        (lambda: chosen(FULL, chip=(10, 0)), "no measured times"),
+        (lambda: chosen(FULL, version=4, chip=(10, 0)), "got query with 512"),
+        (lambda: chosen(SLIDING, version=4, chip=(8, 0)), "got sm_80"),
+    ):
+        line, has_fa4 = choose()
+        assert "run Triton (" in line and why in line and not has_fa4
+
+
+@pytest.mark.fa4
+def test_a_build_without_flash_attention_4_runs_triton(chosen: Chosen) -> None:
+    """As the CPU's."""
+    line, has_fa4 = chosen(FULL)
+    assert "run Triton (not FlashAttention-4: it is not there: " in line and not has_fa4
 
 
 def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +431,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     monkeypatch.setattr(serving_config, "current_platform", gpu)
     for name in (
         "use_our_classes",
+        "leave_room_beside_prompts",
         "check_token_budget",
         "read_denoise_config",
         "default_max_num_seqs",
@@ -313,7 +466,6 @@ def test_only_a_user_asks_for_flash_attention_4(serve: Serve, version: int | Non
 def test_the_log_says_which_attention_was_chosen(serve: Serve) -> None:
     (line,) = serve(AttentionConfig())
     assert line.startswith("Attention runs our kernels (--attention-backend CUSTOM)")
-    assert "Triton, or with --attention-config.flash_attn_version 4 FlashAttention-4" in line
 
 
 def test_the_log_claims_no_choice_of_the_users(serve: Serve) -> None:

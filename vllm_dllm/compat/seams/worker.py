@@ -62,6 +62,16 @@ SEAMS = [
         "v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
         "layer.isa = self.isa",
     ),
+    Seam(
+        "FlashAttention-4 takes a causal flag per request",
+        "vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func",
+        "dynamic_causal=dynamic_causal,",
+    ),
+    Seam(
+        "FlashAttention-4 takes a mask function",
+        "vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func",
+        "mask_mod=mask_mod,",
+    ),
     # --- the worker and its runner ----------------------------------------------------------------
     Seam(
         "the GPU platform keeps a worker that was named before",

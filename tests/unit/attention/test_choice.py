@@ -1,0 +1,93 @@
+"""Which version of attention runs: what the shipped times say, and how times decide."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_dllm.attention.choice import Cell, Choice, Layer, Times
+
+SLIDING, FULL = Layer(256, 16, has_window=True), Layer(512, 16, has_window=False)
+CANVAS = 256
+LONG = 262_144
+
+
+def hopper() -> Times:
+    times = Times.shipped((9, 0))
+    assert times is not None and times.gpu == "NVIDIA H200"
+    return times
+
+
+def chosen(layer: Layer, longest: int = LONG, times: Times | None = None) -> Choice:
+    choice = (times or hopper()).choose(layer, longest)
+    assert choice is not None
+    return choice
+
+
+def test_the_26b_model_on_hopper() -> None:
+    full, sliding = chosen(FULL), chosen(SLIDING)
+    for canvases in range(1, 33):
+        assert full.version(canvases * CANVAS) == "fa4"
+        assert sliding.version(canvases * CANVAS) == ("fa4" if canvases >= 4 else "triton")
+    assert sliding.version(4 * CANVAS - 1) == "triton"  # a prompt, or a padded graph
+    assert sliding.version(10_240) == "fa4"
+    assert str(full) == "FlashAttention-4"
+    assert str(sliding) == "Triton, FlashAttention-4 in steps of 1,024 rows and more"
+
+
+def test_a_rank_with_fewer_heads_has_less_work_a_row() -> None:
+    halved = chosen(SLIDING._replace(num_heads=8))
+    assert halved.version(7 * CANVAS) == "triton" and halved.version(8 * CANVAS) == "fa4"
+    assert chosen(FULL._replace(num_heads=2)).version(1) == "fa4"
+
+
+def test_contexts_that_a_server_does_not_allow_say_nothing() -> None:
+    """Without a context FlashAttention-4 is the faster even for one canvas."""
+    assert chosen(SLIDING, longest=1000).version(CANVAS) == "fa4"
+    assert chosen(SLIDING, longest=1024).version(CANVAS) == "triton"
+
+
+@pytest.mark.parametrize(
+    "layer", [SLIDING._replace(has_window=False), FULL._replace(has_window=True), Layer(128, 32, 0)]
+)
+def test_other_layers_and_chips_are_unknown(layer: Layer) -> None:
+    assert hopper().choose(layer, LONG) is None
+    for capability in ((8, 0), (10, 0), (12, 0)):
+        assert Times.shipped(capability) is None
+
+
+def times(*cells: tuple[int, int, float, float]) -> Times:
+    measured = (Cell(rows, context, {"triton": t, "fa4": f}) for rows, context, t, f in cells)
+    return Times("a GPU", {(256, True): (16, tuple(measured))})
+
+
+TABLES: dict[str, tuple[list[tuple[int, int, float, float]], tuple[tuple[int, str], ...]]] = {
+    "the faster": ([(256, 0, 2, 1)], ((0, "fa4"),)),
+    "equals": ([(256, 0, 1.01, 1)], ((0, "triton"),)),
+    "no longer equals": ([(256, 0, 1.03, 1)], ((0, "fa4"),)),
+    "of two that take turns, the one that loses less": (
+        [(256, 0, 1, 1.3), (256, 1024, 1.2, 1)],
+        ((0, "triton"),),
+    ),
+    "from half of what was measured": (
+        [(256, 0, 1, 2), (1024, 0, 2, 1), (4096, 0, 2, 1), (8192, 0, 1, 2)],
+        ((0, "triton"), (512, "fa4"), (4096, "triton")),
+    ),
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_times_decide(table: str) -> None:
+    cells, expected = TABLES[table]
+    assert chosen(SLIDING, times=times(*cells)).steps == expected
+
+
+def test_what_a_server_measures_is_read_the_same_way(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    layer: dict[str, Any] = {"head_size": 512, "has_window": False, "num_heads": 16}
+    layer["ms"] = [{"rows": 256, "context": 0, "triton": 1.0, "fa4": 2.0}]
+    path.write_text(json.dumps({"gpu": "another", "layers": [layer]}))
+    own = Times.read(path)
+    assert own.gpu == "another" and own.choose(FULL, LONG) == Choice(((0, "triton"),))
+    assert own.choose(SLIDING, LONG) is None

@@ -1,0 +1,114 @@
+"""Which version of attention a layer runs in a step: the fastest that is right, by measured times.
+
+Times are data: `times/sm_90.json` has those of `bench.attention` on an H200, for all Hopper chips.
+What a server measures on its own GPU is read the same way. A chip or a kind of layer without times
+runs Triton.
+
+CUDA graphs: a graph repeats the kernels of its capture, whatever it is replayed with, so a choice
+may depend on nothing that differs between its replays. It depends on the kind of layer, on the
+chip, on the longest context that the server allows, and on the rows of a step: for a graph those of
+its capture, padding included. A step without a graph, such as one with a prompt, runs what its own
+rows say. How long contexts are just now no choice knows: of two versions that take turns in being
+faster as contexts grow, the one wins that loses least where it loses most.
+"""
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+Version = Literal["triton", "fa4"]
+VERSIONS: tuple[Version, ...] = get_args(Version)  # of equals the first one runs
+NAMES: dict[Version, str] = {"triton": "Triton", "fa4": "FlashAttention-4"}
+
+_SHIPPED = Path(__file__).parent / "times"
+_EQUAL = 1.02  # a version is as fast as the best up to this ratio
+
+
+class Layer(NamedTuple):
+    """A kind of layer."""
+
+    head_size: int
+    num_heads: int  # query heads of this rank
+    has_window: bool
+
+
+class Cell(NamedTuple):
+    """What a call takes for canvases of equal contexts."""
+
+    rows: int
+    context: int  # tokens before each canvas
+    ms: Mapping[Version, float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A version from so many rows of a step on, ascending; the first from 0."""
+
+    steps: tuple[tuple[int, Version], ...]
+
+    def version(self, rows: int) -> Version:
+        return self.steps[bisect_right(self.steps, rows, key=lambda step: step[0]) - 1][1]
+
+    def __str__(self) -> str:
+        (_, first), *others = self.steps
+        return NAMES[first] + "".join(
+            f", {NAMES[version]} in steps of {rows:,} rows and more" for rows, version in others
+        )
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one GPU. `cells` by head size and whether there is a window, with the query heads that
+    they were measured with."""
+
+    gpu: str
+    cells: Mapping[tuple[int, bool], tuple[int, tuple[Cell, ...]]]
+
+    @classmethod
+    def read(cls, path: Path) -> "Times":
+        text = json.loads(path.read_text())
+        cells = {}
+        for layer in text["layers"]:
+            measured = tuple(
+                Cell(
+                    each["rows"], each["context"], {version: each[version] for version in VERSIONS}
+                )
+                for each in layer["ms"]
+            )
+            cells[layer["head_size"], layer["has_window"]] = layer["num_heads"], measured
+        return cls(text["gpu"], cells)
+
+    @classmethod
+    def shipped(cls, capability: tuple[int, int]) -> "Times | None":
+        """Those of a GPU of this compute capability, if there was one to measure on."""
+        path = _SHIPPED / "sm_{}{}.json".format(*capability)
+        return cls.read(path) if path.exists() else None
+
+    def choose(self, layer: Layer, longest: int) -> Choice | None:
+        """Among all versions; `longest`: tokens of the longest request. None: nothing is known.
+
+        What was measured with R rows holds from half as many on. With a share of the heads, as
+        ranks of tensor parallelism have, a step of twice the rows is as much work.
+        """
+        num_heads, cells = self.cells.get((layer.head_size, layer.has_window), (1, ()))
+        steps: list[tuple[int, Version]] = []
+        for rows in sorted({cell.rows for cell in cells}):
+            of_rows = [cell for cell in cells if cell.rows == rows]
+            least = min(cell.context for cell in of_rows)
+            version = _fastest([c for c in of_rows if c.context <= max(least, longest)])
+            if not steps:
+                steps.append((0, version))
+            elif steps[-1][1] != version:
+                steps.append((math.ceil(rows / 2 * num_heads / layer.num_heads), version))
+        return Choice(tuple(steps)) if steps else None
+
+
+def _fastest(cells: list[Cell]) -> Version:
+    """The version whose worst ratio to the best of a cell is the least."""
+    worst = {v: max(cell.ms[v] / min(cell.ms.values()) for cell in cells) for v in VERSIONS}
+    least = min(worst.values())
+    return next(version for version in VERSIONS if worst[version] <= least * _EQUAL)

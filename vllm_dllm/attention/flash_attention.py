@@ -1,0 +1,103 @@
+"""FlashAttention-4 in our layers, in one of two ways.
+
+By flags: without a window, who sees whom is whether a request is causal, and vLLM's copy of
+FlashAttention-4 takes a flag for each request on Hopper. There is nothing to cut and to mask.
+
+By masks: the batch is cut into chunks of queries, with our mask function (`fa4_fwd`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attention_kernels.chunks import CHUNK
+from attention_kernels.support import FA4_HEAD_SIZES, Case, fa4_reason
+from vllm_dllm.compat.flash_attention import flash_attention_4
+
+if TYPE_CHECKING:
+    from vllm_dllm.attention.gpu import GpuCanvasMetadata
+
+_BY_FLAGS = (*FA4_HEAD_SIZES[9], 512)  # head sizes on Hopper; 512 in vLLM's copy alone
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """Of one kind of layer."""
+
+    forward: Callable[..., Any]  # see `fa4_fwd.Forward`
+    has_flags: bool
+    has_masks: bool
+
+    @classmethod
+    def of(cls, case: Case, has_window: bool) -> "FlashAttention | str":
+        """Or why there is none, in words that complete "because"."""
+        has_flags = case.capability[0] == 9 and not has_window and case.head_size in _BY_FLAGS
+        has_masks = (reason := fa4_reason(case)) is None
+        if has_flags:  # only the head size may be in the way of masks
+            reason = fa4_reason(case._replace(head_size=FA4_HEAD_SIZES[9][0]))
+        if reason is not None:
+            return f"it takes {reason}"
+        try:
+            import attention_kernels.fa4_fwd  # noqa: F401
+
+            return cls(flash_attention_4(), has_flags, has_masks)
+        except ImportError as error:
+            return f"it is not there: {error}"
+
+    def takes(self, metadata: "GpuCanvasMetadata") -> bool:
+        """Whether it can run a step: flags know neither images nor blocks, masks no blocks."""
+        by_flags = self.has_flags and metadata.spans is None
+        return (by_flags or self.has_masks) and not metadata.by_blocks
+
+    def attend(
+        self,
+        metadata: "GpuCanvasMetadata",
+        query: torch.Tensor,  # [T, Hq, D]
+        key_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
+        value_cache: torch.Tensor,
+        output: torch.Tensor,  # [T, Hq, D]
+        *,
+        scale: float,
+        window_left: int,
+        softcap: float,
+    ) -> None:
+        if self.has_flags and metadata.spans is None:
+            self.forward(
+                q=query,
+                k=key_cache,
+                v=value_cache,
+                out=output,
+                cu_seqlens_q=metadata.query_start_loc,
+                seqused_k=metadata.seq_lens,
+                block_table=metadata.block_table,
+                # Fewer would be another compile key.
+                max_seqlen_q=max(metadata.max_query_len, CHUNK),
+                max_seqlen_k=metadata.max_seq_len,
+                softmax_scale=scale,
+                softcap=softcap,
+                causal=True,  # where the request's flag says so
+                dynamic_causal=metadata.causal,
+            )
+            return
+        from attention_kernels import fa4_fwd  # needs the compiler of CuTe
+
+        chunks = metadata.chunks
+        chunks[window_left] = fa4_fwd.attention(
+            query,
+            key_cache,
+            value_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.causal,
+            symmetric=metadata.symmetric,
+            spans=metadata.spans,
+            output=output,
+            scale=scale,
+            window_left=window_left,
+            softcap=softcap,
+            chunks=chunks.get(window_left),
+            forward=self.forward,
+        )
