@@ -264,6 +264,28 @@ def test_requests_in_flight_get_some_time_unless_the_user_says_how_much(
     assert configure(additional_config=settings, shutdown_timeout=40).shutdown_timeout == 40
 
 
+@pytest.mark.parametrize(
+    ("budget", "longest", "most"),
+    [(8192, 262_144, 0), (10_240, 262_144, 8192), (10_240, 4096, 0)],
+    ids=["vLLM's", "larger", "short prompts"],
+)
+def test_a_larger_budget_makes_no_longer_chunks_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, budget: int, longest: int, most: int
+) -> None:
+    """Of one prompt: the rest of a step is for canvases and for other prompts."""
+    monkeypatch.setattr(serving_config, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    scheduler_config = SimpleNamespace(
+        max_num_batched_tokens=budget, long_prefill_token_threshold=0
+    )
+    config: Any = SimpleNamespace(
+        diffusion_config=SimpleNamespace(canvas_length=256),
+        model_config=SimpleNamespace(max_model_len=longest),
+        scheduler_config=scheduler_config,
+    )
+    serving_config.leave_room_beside_prompts(config)
+    assert scheduler_config.long_prefill_token_threshold == most
+
+
 def test_prompts_leave_room_on_cpus_unless_the_user_says_how_much(configure: Configure) -> None:
     config = configure()
     assert config.diffusion_config is not None
