@@ -18,6 +18,11 @@ KERNELS = {
         "_project_and_store_kernel",
         "_store_projected_kernel",
     ),
+    "vllm_dllm.step.condition_triton": (
+        "_pre_norm_kernel",
+        "_gate_kernel",
+        "_post_norm_kernel",
+    ),
     "vllm_dllm.step.settle_triton": ("_settle_kernel", "_store_soft_kernel"),
 }
 

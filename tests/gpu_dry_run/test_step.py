@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 from vllm.config.compilation import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -149,7 +150,7 @@ def start(
     model = Model(torch.empty(vocab_size, H, dtype=dtype, device=CUDA))
     model.config.hidden_size = H
     model.embed_input_ids = lambda ids: torch.empty(len(ids), H, dtype=dtype, device=CUDA)
-    model.self_conditioning = lambda plain, soft: plain + soft
+    model.self_conditioning = self_conditioning(dtype)
     max_num_reqs = R
     req_states = RequestState(max_num_reqs, 512, 4096, C, vocab_size, CUDA)
     sampling_states = SamplingStates(max_num_reqs, vocab_size)
@@ -172,6 +173,21 @@ def start(
     for log in (cuda.waits, cuda.copies, cuda.launches):
         log.clear()
     return made
+
+
+def self_conditioning(dtype: torch.dtype) -> Any:
+    def linear(width: int, out_width: int) -> Any:
+        weight = torch.empty(out_width, width, dtype=dtype, device=CUDA)
+        return lambda rows: F.linear(rows, weight)
+
+    norm = SimpleNamespace(weight=torch.empty(H, dtype=dtype, device=CUDA), variance_epsilon=1e-6)
+    return SimpleNamespace(
+        pre_norm=norm,
+        post_norm=norm,
+        gate_proj=linear(H, 2 * H),
+        up_proj=linear(H, 2 * H),
+        down_proj=linear(2 * H, H),
+    )
 
 
 def config(vocab_size: int, dtype: torch.dtype, settings: dict[str, Any]) -> Any:

@@ -32,6 +32,7 @@ class CanvasBatch:
     slots: torch.Tensor  # [n] int64
     lengths: torch.Tensor  # [n] int64
     first_rows: torch.Tensor  # [n] int64
+    first_tokens: torch.Tensor  # [n] int64, of the batch: where each canvas' rows begin there
     request_index: Index
     slot_index: Index
     cells: torch.Tensor | None  # [rows] int64, row -> request * C + position; None: all are full
@@ -85,14 +86,15 @@ class CanvasBatch:
         cells = tokens = None
         if (lengths != canvas_length).any():
             cells = np.repeat(np.arange(len(requests)) * canvas_length, lengths) + positions
+        # A canvas is the end of its request's rows; what is prefilled may precede it.
+        first_tokens = bounds[requests + 1] - lengths
         if len(positions) != bounds[-1]:
-            # A canvas is the end of its request's rows; what is prefilled may precede it.
-            tokens = np.repeat(bounds[requests + 1] - lengths, lengths) + positions
+            tokens = np.repeat(first_tokens, lengths) + positions
 
         def to_device(array: np.ndarray) -> torch.Tensor:
             return async_tensor_h2d(array, device=device)
 
-        of_requests = to_device(np.stack((requests, slots, lengths, first_rows)))
+        of_requests = to_device(np.stack((requests, slots, lengths, first_rows, first_tokens)))
         return cls(
             canvas_length=canvas_length,
             requests_np=requests,
@@ -102,6 +104,7 @@ class CanvasBatch:
             slots=of_requests[1],
             lengths=of_requests[2],
             first_rows=of_requests[3],
+            first_tokens=of_requests[4],
             request_index=index_of(requests, of_requests[0]),
             slot_index=index_of(slots, of_requests[1]),
             cells=None if cells is None else to_device(cells),

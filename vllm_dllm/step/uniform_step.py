@@ -65,6 +65,11 @@ class UniformStep(CanvasStep):
         if batch is None:
             out.copy_(plain)
             return
+        if self.fuses:
+            from vllm_dllm.step import condition_triton  # needs Triton
+
+            condition_triton.condition(self.model.self_conditioning, plain, batch, self.slots, out)
+            return
         of_canvases = plain if batch.tokens is None else plain[batch.tokens]
         soft = batch.flatten(self.slots.soft_embeds[batch.slot_index])
         committing = batch.by_row(self.slots.is_committing(batch.slot_index))[:, None]
