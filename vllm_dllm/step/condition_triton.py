@@ -3,11 +3,12 @@
 They read the slots where they lie, and round where PyTorch's operations round.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from vllm_dllm.models.self_conditioning import SelfConditioning
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.slots import CanvasSlots
 
@@ -15,7 +16,7 @@ _GATED = 1024  # numbers of the gate's output a program takes
 
 
 def condition(
-    module: SelfConditioning,
+    module: Any,  # `models.SelfConditioning`
     plain: torch.Tensor,  # [T, H] embeddings of the step's tokens
     batch: CanvasBatch,
     slots: CanvasSlots,
