@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
                 path, sliding_window=sliding_window, canvas_length=32
             )
         return made[sliding_window]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Any]:
+    """A masked family's random checkpoint and what it is compared with, by block length."""
+    from tests.engine import masked_requests
+
+    @cache
+    def get(family: str, block_length: int) -> masked_requests.Made:
+        folder = tmp_path_factory.mktemp("masked")
+        return masked_requests.make(folder, family, block_length)
 
     return get
 

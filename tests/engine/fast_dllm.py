@@ -6,22 +6,14 @@ One difference: it forgets a prompt of exactly one block, which is read here lik
 Each forward computes the whole sequence under a mask, so there is no cache to be wrong about.
 """
 
-from pathlib import Path
-
 import torch
 
-from tests.engine.masked import Rule, Step, make_checkpoint
+from tests.engine.masked import Rule, Step
 from tests.engine.nemotron import Drawn, SeededReference, SeededTrajectory
 from tests.unit.denoise.test_masked import published
 from vllm_dllm.denoise import noise
 
-ARCHITECTURE = "Fast_dLLM_QwenForCausalLM"
 SUB_BLOCK = 8
-
-
-def make_fast_dllm_checkpoint(path: Path, block_length: int) -> tuple[Path, "ShiftedReference"]:
-    path, made = make_checkpoint(path, block_length, ARCHITECTURE)
-    return path, ShiftedReference(made.model, made.block_length, made.mask_id)
 
 
 class ShiftedReference(SeededReference):

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from vllm import RequestOutput, SamplingParams
 
+from tests import tolerances
 from tests.engine.conftest import Engine, preemptions
-from tests.engine.masked import Rule, Step, Trajectory
+from tests.engine.fast_dllm import ShiftedReference
+from tests.engine.masked import Reference, Rule, Step, Trajectory, make_checkpoint
 from tests.engine.nemotron import SeededReference
 from tests.engine.one_step import random_ids
 from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
@@ -23,6 +26,66 @@ RULES = {
     "edited": Rule("dynamic", threshold=0.4, edit=0.3, most_edit_steps=3),
     "warm": Rule("dynamic", threshold=0.3, temperature=1.0),
 }
+
+
+class Family(NamedTuple):
+    architecture: str
+    reference: type[Reference] = Reference
+    rules: dict[str, Rule] = RULES
+    often: frozenset[tuple[int, str]] = frozenset()  # what is tried by every run of the tests, by
+    # block length and rule; a thorough one tries all
+
+
+SEEDED_RULES = {name: RULES[name] for name in ("dynamic", "static", "in order")} | {
+    "dynamic in few steps": RULES["dynamic in few steps"],
+    "warm": Rule("dynamic", threshold=0.3, temperature=0.8),
+}
+FAMILIES = {
+    "SDAR": Family(
+        "SDARForCausalLM",
+        often=frozenset(
+            [(32, "dynamic"), *((4, name) for name in ("static", "in order", "by entropy", "warm"))]
+        ),
+    ),
+    "MoE": Family("SDARMoeForCausalLM", often=frozenset([(4, "dynamic")])),
+    "LLaDA2": Family("LLaDA2MoeModelLM", often=frozenset([(4, "edited")])),
+    "Nemotron": Family(
+        "NemotronLabsDiffusionModel",
+        SeededReference,
+        SEEDED_RULES,
+        frozenset([(32, "dynamic"), *((4, name) for name in ("dynamic", "static", "warm"))]),
+    ),
+    "Fast-dLLM": Family(
+        "Fast_dLLM_QwenForCausalLM",
+        ShiftedReference,
+        {"published": Rule("dynamic", threshold=1.0), **SEEDED_RULES},
+        frozenset([(32, "dynamic"), *((4, name) for name in ("published", "dynamic", "warm"))]),
+    ),
+}
+
+
+class Made(NamedTuple):
+    checkpoint: Path
+    reference: Any
+
+
+GetEngine = Callable[..., Engine]
+GetMade = Callable[[str, int], Made]
+
+
+def each(*families: str, thorough: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """One family after the other, so that an engine serves all tests of one."""
+    cases = [*families, *(pytest.param(name, marks=pytest.mark.thorough) for name in thorough)]
+    return pytest.mark.parametrize("family", cases, scope="module")
+
+
+def make(folder: Path, family: str, block_length: int) -> Made:
+    """A checkpoint and what it is compared with."""
+    kind = FAMILIES[family]
+    checkpoint, plain = make_checkpoint(folder, block_length, kind.architecture)
+    return Made(checkpoint, kind.reference(plain.model, block_length, plain.mask_id))
+
+
 ACCEPTANCE = {
     "dynamic": "confidence",
     "static": "top_k",
@@ -198,3 +261,11 @@ def assert_stops(
         assert expected.decided_steps(ours, 0.0) == len(expected.steps)
     assert any(0 in ours.steps[-1].revealed for ours in found), "none was finished early"
     assert any(len(ours.tokens) > 32 for ours in found), "none went on"
+
+
+def assert_scores(expected: torch.Tensor, found: Any) -> None:
+    """`expected` [tokens, V], `found` as an output has them."""
+    assert len(found) == len(expected)
+    for row, scores in zip(expected, found, strict=True):
+        for token, entry in scores.items():
+            assert abs(row[token] - entry.logprob) <= min(tolerances.LOGPROB, 1e-3)

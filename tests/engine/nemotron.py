@@ -5,23 +5,15 @@ Each forward computes the whole sequence under a mask, so there is no cache to b
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from tests import tolerances
-from tests.engine.masked import Reference, Rule, Step, Trajectory, make_checkpoint
+from tests.engine.masked import Reference, Rule, Step, Trajectory
 from tests.engine.parting import first_parting
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
-
-ARCHITECTURE = "NemotronLabsDiffusionModel"
-
-
-def make_nemotron_checkpoint(path: Path, block_length: int) -> tuple[Path, "SeededReference"]:
-    path, made = make_checkpoint(path, block_length, ARCHITECTURE)
-    return path, SeededReference(made.model, made.block_length, made.mask_id)
 
 
 def transferred(hidden: list[int], probability: list[float], least: int, rule: Rule) -> set[int]:

@@ -3,110 +3,79 @@
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
-from vllm import RequestOutput
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests import tolerances
 from tests.engine.conftest import Engine
-from tests.engine.masked import Reference, Rule, Trajectory, make_checkpoint
+from tests.engine.masked import Reference, Rule, Trajectory
 from tests.engine.masked_requests import (
+    FAMILIES,
     RULES,
     VOCABULARY,
+    GetEngine,
+    GetMade,
     assert_as_alone,
+    assert_scores,
     asynchronously,
     count_forwards,
+    each,
     each_alone,
     generate,
     neighbours,
     params_of,
     prompts_of,
 )
+from tests.engine.nemotron import SeededReference
 from tests.engine.one_step import random_ids
 from tests.engine.parting import first_parting
 from tests.engine.rounding import assert_same, decided, noisy_model
 
 pytestmark = pytest.mark.numerics
 
-Checkpoint = Callable[..., Path]
-GetReference = Callable[..., Reference]
-
-
-class Made(NamedTuple):
-    """Checkpoints and what they are compared with, by block length and architecture."""
-
-    checkpoint: Checkpoint
-    reference: GetReference
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    @cache
-    def make(*case: Any) -> tuple[Path, Reference]:
-        return make_checkpoint(tmp_path_factory.mktemp("masked"), *case)
-
-    return Made(lambda *case: make(*case)[0], lambda *case: make(*case)[1])
-
-
-@pytest.fixture(scope="module")
-def checkpoint(made: Made) -> Checkpoint:
-    return made.checkpoint
-
-
-@pytest.fixture(scope="module")
-def reference(made: Made) -> GetReference:
-    return made.reference
-
-
-FAMILIES = {"SDAR": "SDARForCausalLM", "MoE": "SDARMoeForCausalLM", "LLaDA2": "LLaDA2MoeModelLM"}
-ONCE = {  # what is tried by every run of the tests; a thorough one tries all
-    *(("SDAR", 4, rule) for rule in ("static", "in order", "by entropy", "warm")),
-    ("SDAR", 32, "dynamic"),
-    ("MoE", 4, "dynamic"),
-    ("LLaDA2", 4, "edited"),
-}
-
 
 @pytest.mark.parametrize(
     ("family", "block_length", "rule"),
     [
-        pytest.param(*case, marks=() if case in ONCE else pytest.mark.thorough)
-        for case in itertools.product(FAMILIES, (4, 32), RULES)
+        pytest.param(name, B, rule, marks=() if (B, rule) in family.often else pytest.mark.thorough)
+        for name, family in FAMILIES.items()
+        for B, rule in itertools.product((4, 32), family.rules)
     ],
 )
 def test_decisions(
-    engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
-    reference: GetReference,
-    family: str,
-    block_length: int,
-    rule: str,
+    engine: GetEngine, made: GetMade, family: str, block_length: int, rule: str
 ) -> None:
     """200 blocks or more, or 40 of 32 tokens where that is tried by every run: canvas, revealed
     positions, last steps, answers."""
-    case = (block_length, FAMILIES[family])
-    model, decode = engine(checkpoint(*case)), reference(*case)
-    max_tokens = 160 if block_length == 4 else 250
-    num_seeds = 1 if block_length == 4 or (family, block_length, rule) in ONCE else 6
+    (checkpoint, decode), kind = made(family, block_length), FAMILIES[family]
+    chosen, max_tokens = kind.rules[rule], 160 if block_length == 4 else 250
+    num_seeds = 1 if block_length == 4 or (block_length, rule) in kind.often else 6
     prompts = [
         [(token + 7 * seed) % VOCABULARY for token in prompt]
         for seed in range(num_seeds)
         for prompt in prompts_of(block_length)
     ]
-    params = [params_of(RULES[rule], max_tokens, seed) for seed in range(len(prompts))]
-    found = generate(model, prompts, params)
+    params = [params_of(chosen, max_tokens, seed) for seed in range(len(prompts))]
+    is_seeded = isinstance(decode, SeededReference)
+    pages = {"block_size": 32} if is_seeded else {}  # as the family's other tests
+    found = generate(engine(checkpoint, **pages), prompts, params)
     same = total = 0
     for seed, (prompt, ours) in enumerate(zip(prompts, found, strict=True)):
-        total += sum(step.finished for step in ours.steps)
-        same += blocks_decided_alike(
-            ours, lambda p=prompt, s=seed: decode.generate(p, max_tokens, RULES[rule], s), decode
-        )
-    print(f"{same} of {total} blocks")
-    assert same >= tolerances.DECIDED * total
+
+        def theirs(prompt: list[int] = prompt, seed: int = seed) -> Any:
+            return decode.generate(prompt, max_tokens, chosen, seed)
+
+        if is_seeded:
+            expected = theirs()
+            same += expected.decided_steps(ours, chosen.temperature)
+            total += len(expected.steps)
+        else:
+            same += blocks_decided_alike(ours, theirs, decode)
+            total += sum(step.finished for step in ours.steps)
+    print(f"{same} of {total}")
+    assert same >= total * (1 / 3 if is_seeded else tolerances.DECIDED)
 
 
 def blocks_decided_alike(
@@ -128,89 +97,44 @@ def blocks_decided_alike(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(engine: Callable[..., Engine], checkpoint: Checkpoint) -> list[Trajectory]:
-    return each_alone(engine, checkpoint(4))
+def undisturbed(engine: GetEngine, made: GetMade) -> Callable[[str], list[Trajectory]]:
+    return cache(lambda family: each_alone(engine, made(family, 4).checkpoint))
 
 
-@pytest.fixture(scope="module")
-def undisturbed_experts(
-    engine: Callable[..., Engine], checkpoint: Checkpoint
-) -> Callable[[str], list[Trajectory]]:
-    return cache(lambda family: each_alone(engine, checkpoint(4, FAMILIES[family])))
-
-
+@each("SDAR", "Nemotron", "Fast-dLLM", thorough=("MoE", "LLaDA2"))
 @neighbours
 def test_neighbours(
-    engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
-    undisturbed: list[Trajectory],
-    options: dict[str, Any],
-) -> None:
-    assert_as_alone(engine, checkpoint(4), undisturbed, options)
-
-
-@pytest.mark.thorough
-@neighbours
-@pytest.mark.parametrize("family", ["MoE", "LLaDA2"])
-def test_neighbours_of_experts(
-    engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
-    undisturbed_experts: Callable[[str], list[Trajectory]],
+    engine: GetEngine,
+    made: GetMade,
+    undisturbed: Callable[[str], list[Trajectory]],
     family: str,
     options: dict[str, Any],
 ) -> None:
-    assert_as_alone(engine, checkpoint(4, FAMILIES[family]), undisturbed_experts(family), options)
+    alone = undisturbed(family)
+    assert_as_alone(engine, made(family, 4).checkpoint, alone, options)
 
 
+@each("SDAR", "Nemotron", "Fast-dLLM", thorough=("MoE", "LLaDA2"))
 @asynchronously
 def test_asynchronous_scheduling(
-    engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
-    undisturbed: list[Trajectory],
-    options: dict[str, Any],
+    engine: GetEngine,
+    made: GetMade,
+    undisturbed: Callable[[str], list[Trajectory]],
     asynchronous: None,
-) -> None:
-    options = {"async_scheduling": True, **options}
-    assert_as_alone(engine, checkpoint(4), undisturbed, options)
-
-
-@pytest.mark.thorough
-@asynchronously
-@pytest.mark.parametrize("family", ["MoE", "LLaDA2"])
-def test_asynchronous_scheduling_of_experts(
-    engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
-    undisturbed_experts: Callable[[str], list[Trajectory]],
     family: str,
     options: dict[str, Any],
-    asynchronous: None,
 ) -> None:
     options = {"async_scheduling": True, **options}
-    assert_as_alone(engine, checkpoint(4, FAMILIES[family]), undisturbed_experts(family), options)
+    alone = undisturbed(family)
+    assert_as_alone(engine, made(family, 4).checkpoint, alone, options)
 
 
-EXPERTS_APART = {"enable_expert_parallel": True}
-
-
-@pytest.mark.parametrize(
-    ("architecture", "parallel"),
-    [
-        ("SDARForCausalLM", {}),
-        ("LLaDA2MoeModelLM", EXPERTS_APART),
-        ("NemotronLabsDiffusionModel", {}),
-        pytest.param("Fast_dLLM_QwenForCausalLM", {}, marks=pytest.mark.thorough),
-        pytest.param("SDARMoeForCausalLM", EXPERTS_APART, marks=pytest.mark.thorough),
-    ],
-)
+@each("SDAR", "LLaDA2", "Nemotron", thorough=("Fast-dLLM", "MoE"))
 def test_two_processes_answer_as_one(
-    engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
-    monkeypatch: pytest.MonkeyPatch,
-    architecture: str,
-    parallel: dict[str, Any],
+    engine: GetEngine, made: GetMade, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Seeded and not, with edits and without, with a grammar and without."""
-    path, prompts = checkpoint(4, architecture), prompts_of(4) * 2
+    path, prompts = made(family, 4).checkpoint, prompts_of(4) * 2
     rules = (RULES["warm"], RULES["dynamic"], RULES["edited"], RULES["dynamic"])
     # Two processes round otherwise: by up to 1e-6 of a cumulative probability. Of SDAR and LLaDA2,
     # no draw of these seeds that an answer without a grammar depends on is within 1e-4 of one.
@@ -226,15 +150,15 @@ def test_two_processes_answer_as_one(
     one = engine(path, block_size=32)
     alone = decided(one.llm, lambda: answers(one))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    two = engine(path, block_size=32, tensor_parallel_size=2, **parallel)
+    apart = family in ("MoE", "LLaDA2")
+    two = engine(path, block_size=32, tensor_parallel_size=2, enable_expert_parallel=apart)
     assert_same(answers(two), alone)
 
 
-def test_prefix_cache_holds_whole_blocks(
-    engine: Callable[..., Engine], checkpoint: Checkpoint, reference: GetReference
-) -> None:
+def test_prefix_cache_holds_whole_blocks(engine: GetEngine, made: GetMade) -> None:
     """A prompt that ends inside a block leaves nothing of it: what follows may differ."""
-    model, decode = engine(checkpoint(32), block_size=32), reference(32)
+    checkpoint, decode = made("SDAR", 32)
+    model = engine(checkpoint, block_size=32)
     prompt, rule = random_ids(100, VOCABULARY, 1), RULES["dynamic"]
     first = generate(model, [prompt], [params_of(rule, 60, 0)])[0]
     for longer in (prompt + random_ids(40, VOCABULARY, 2), prompt + first.tokens[:50]):
@@ -260,16 +184,11 @@ SETTLED = Rule("dynamic", threshold=0.4, edit=0.6)  # its blocks end when nothin
     ids=["by prefills", "by prefills of what was drawn", "by prefills of edits", "by last steps"],
 )
 def test_committed_keys_are_a_prefill_s(
-    engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
-    reference: GetReference,
-    family: str,
-    rule: Rule,
-    length: int,
+    engine: GetEngine, made: GetMade, family: str, rule: Rule, length: int
 ) -> None:
     """The next turn of a chat finds all blocks but the last, which is not committed."""
-    case = (32, FAMILIES[family])
-    model, decode = engine(checkpoint(*case), block_size=32), reference(*case)
+    checkpoint, decode = made(family, 32)
+    model = engine(checkpoint, block_size=32)
     prompt = random_ids(length, VOCABULARY, length)
     (first,) = generate(model, [prompt], [params_of(rule, 128 - length % 32, 0)])
     if rule.edit is not None:
@@ -282,30 +201,18 @@ def test_committed_keys_are_a_prefill_s(
     for cached in (length // 32 * 32 + 96, 0):
         output = model.llm.generate({"prompt_token_ids": turn}, at_once, use_tqdm=False)[0]
         assert output.num_cached_tokens == cached
-        assert_log_probabilities(output, expected)
+        assert_scores(expected, output.outputs[0].logprobs)
         assert model.llm.reset_prefix_cache()
-
-
-def assert_log_probabilities(output: RequestOutput, expected: torch.Tensor) -> None:
-    """`expected`: [tokens, V]."""
-    assert len(output.outputs[0].logprobs) == len(expected)
-    for row, scores in zip(expected, output.outputs[0].logprobs, strict=True):
-        for token, entry in scores.items():
-            assert abs(row[token] - entry.logprob) <= min(tolerances.LOGPROB, 1e-3)
 
 
 @pytest.mark.parametrize(
     ("family", "block_length"), [("SDAR", 4), ("SDAR", 32), ("MoE", 4), ("LLaDA2", 32)]
 )
 def test_log_probabilities_of_one_step(
-    engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
-    reference: GetReference,
-    family: str,
-    block_length: int,
+    engine: GetEngine, made: GetMade, family: str, block_length: int
 ) -> None:
-    case, B = (block_length, FAMILIES[family]), block_length
-    model, decode = engine(checkpoint(*case)), reference(*case)
+    (checkpoint, decode), B = made(family, block_length), block_length
+    model = engine(checkpoint, block_size=32)
     prompts, at_once = prompts_of(B), Rule("static", num_steps=1)
     params = [params_of(at_once, B - len(prompt) % B, 0, logprobs=20) for prompt in prompts]
     outputs = model.llm.generate(
@@ -314,31 +221,38 @@ def test_log_probabilities_of_one_step(
     for prompt, output in zip(prompts, outputs, strict=True):
         width = B - len(prompt) % B
         expected = decode.logits(prompt + [decode.mask_id] * width)[-width:].log_softmax(-1)
-        assert_log_probabilities(output, expected)
+        assert_scores(expected, output.outputs[0].logprobs)
 
 
+FORWARDS_BESIDE_STEPS: dict[str, Callable[[bool], int]] = {  # of ten blocks, by whether the prompt
+    # is whole blocks
+    "SDAR": lambda is_whole: 0,  # prompts and commits share those of steps
+    "Nemotron": lambda is_whole: 10,  # one for the prompt and for each block but the last
+    "Fast-dLLM": lambda is_whole: 9 + is_whole,  # other prompts share that of the first step
+}
+
+
+@each(*FORWARDS_BESIDE_STEPS)
 def test_forwards(
-    engine: Callable[..., Engine], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    engine: GetEngine, made: GetMade, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """As many as denoise steps: prompts and commits share theirs."""
-    model = engine(checkpoint(4))
+    model = engine(made(family, 4).checkpoint, block_size=32)
     forwards = count_forwards(model, monkeypatch)
     for prompt in prompts_of(4):
         forwards.clear()
-        (found,) = generate(model, [prompt], [params_of(RULES["dynamic"], 40, 0)])
-        assert len(forwards) == len(found.steps)
+        cut = 0 if family == "Nemotron" else len(prompt) % 4
+        (found,) = generate(model, [prompt], [params_of(RULES["dynamic"], 40 - cut, 0)])
+        beside = FORWARDS_BESIDE_STEPS[family](len(prompt) % 4 == 0)
+        assert len(forwards) == len(found.steps) + beside
 
 
 @pytest.mark.parametrize("family", ["SDAR", "LLaDA2"])
 def test_an_unchanged_block_is_committed(
-    engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
+    engine: GetEngine, made: GetMade, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """A step that changes nothing leaves a prefill's keys and values: only blocks that the last of
     their steps changed are computed again, next to the first step of the next one."""
-    model = engine(checkpoint(4, FAMILIES[family]), enable_prefix_caching=False)
+    model = engine(made(family, 4).checkpoint, enable_prefix_caching=False)
     for prompt, rows, num_steps, num_changed in edited(model, monkeypatch):
         assert len(rows) == num_steps
         assert sum(rows) == len(prompt) // 4 * 4 + 4 * (num_steps + num_changed)
@@ -346,16 +260,14 @@ def test_an_unchanged_block_is_committed(
 
 @pytest.mark.parametrize("family", ["SDAR", "LLaDA2"])
 def test_an_unchanged_block_needs_no_forward(
-    engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
+    engine: GetEngine,
+    made: GetMade,
     monkeypatch: pytest.MonkeyPatch,
     family: str,
     asynchronous: None,
 ) -> None:
     """Where a commit is a forward of its own."""
-    model = engine(
-        checkpoint(4, FAMILIES[family]), enable_prefix_caching=False, async_scheduling=True
-    )
+    model = engine(made(family, 4).checkpoint, enable_prefix_caching=False, async_scheduling=True)
     for _, rows, num_steps, num_changed in edited(model, monkeypatch):
         assert len(rows) == num_steps + num_changed
 
@@ -384,19 +296,18 @@ def ends_of_edits(found: Trajectory) -> tuple[int, int]:
     return unchanged, len(ends) - unchanged
 
 
-def test_published_weights_are_in_bf16(
-    engine: Callable[..., Engine], checkpoint: Checkpoint
-) -> None:
+def test_published_weights_are_in_bf16(engine: GetEngine, made: GetMade) -> None:
     """Requests of every other length leave first, so that the others' slots lie apart."""
-    model, prompts = engine(checkpoint(4), dtype="bfloat16"), prompts_of(4)
+    model, prompts = engine(made("SDAR", 4).checkpoint, dtype="bfloat16"), prompts_of(4)
     lengths = [40, 8, 40, 8, 40]
     params = [params_of(RULES["dynamic"], most, seed) for seed, most in enumerate(lengths)]
     assert [len(found.tokens) for found in generate(model, prompts, params)] == lengths
 
 
-def test_an_answer_stops_at_eos(engine: Callable[..., Engine], checkpoint: Checkpoint) -> None:
+def test_an_answer_stops_at_eos(engine: GetEngine, made: GetMade) -> None:
     """The block that holds it is the last one, and is cut there."""
-    model, prompt, rule = engine(checkpoint(32)), random_ids(21, VOCABULARY, 3), RULES["dynamic"]
+    model = engine(made("SDAR", 32).checkpoint, block_size=32)
+    prompt, rule = random_ids(21, VOCABULARY, 3), RULES["dynamic"]
     (whole,) = generate(model, [prompt], [params_of(rule, 100, 0)])
     stop = whole.tokens[50]
     params = params_of(rule, 100, 0)
@@ -406,9 +317,8 @@ def test_an_answer_stops_at_eos(engine: Callable[..., Engine], checkpoint: Check
     assert found.steps == whole.steps[: len(found.steps)]
 
 
-def test_the_context_cuts_the_last_canvas(
-    engine: Callable[..., Engine], checkpoint: Checkpoint
-) -> None:
-    model = engine(checkpoint(32), max_model_len=110, block_size=32)
+@each("SDAR", "Nemotron", "Fast-dLLM")
+def test_the_context_cuts_the_last_canvas(engine: GetEngine, made: GetMade, family: str) -> None:
+    model = engine(made(family, 32).checkpoint, max_model_len=110, block_size=32)
     (found,) = generate(model, [random_ids(40, VOCABULARY, 4)], [params_of(Rule(), 500, 0)])
     assert len(found.tokens) == 70

@@ -1,0 +1,191 @@
+"""Masked families whose blocks begin with a token that is known: Nemotron-Labs-Diffusion and
+Fast-dLLM v2. What all families have in common is in `test_masked.py`."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from vllm import RequestOutput, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+
+from tests.engine.conftest import Engine
+from tests.engine.masked import Rule
+from tests.engine.masked_requests import (
+    RULES,
+    VOCABULARY,
+    GetEngine,
+    GetMade,
+    assert_scores,
+    assert_stops,
+    each,
+    generate,
+    params_of,
+    prompts_of,
+)
+from tests.engine.one_step import random_ids
+from vllm_dllm import plugin
+from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS
+
+pytestmark = pytest.mark.numerics
+
+AT_ONCE = Rule("static", num_steps=1)
+
+
+def outputs_of(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[RequestOutput]:
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return engine.llm.generate(inputs, params, use_tqdm=False)
+
+
+def test_a_prompt_of_one_block_is_read(engine: GetEngine, made: GetMade) -> None:
+    """Fast-dLLM's published loop forgets it."""
+    model, params = (
+        engine(made("Fast-dLLM", 32).checkpoint, block_size=32),
+        params_of(AT_ONCE, 32, 0),
+    )
+    prompts = [random_ids(32, VOCABULARY, seed) for seed in range(2)]
+    one, other = generate(model, prompts, [params] * 2)
+    assert one.tokens != other.tokens
+
+
+@each("Nemotron", "Fast-dLLM")
+def test_stop_tokens(engine: GetEngine, made: GetMade, family: str) -> None:
+    """A block is finished when nothing is hidden before one, and the answer ends there."""
+    (checkpoint, decode), rule = made(family, 32), RULES["dynamic"]
+    prompts = [random_ids(length, VOCABULARY, length) for length in (1, 20, 32, 50)]
+    answer = decode.generate(prompts[0], 64, rule).tokens
+    if family == "Nemotron":
+        stops = [token for token, _ in Counter(answer).most_common(MAX_FORESEEN_STOPS)[1::2]]
+    else:  # of the second block, and of a part of it that others follow
+        stops = [next(token for token in answer[34:] if token not in answer[:34])]
+    assert_stops(engine(checkpoint, block_size=32), decode, prompts, rule, frozenset(stops))
+
+
+def test_fast_dllms_committed_keys_are_a_prefill_s(engine: GetEngine, made: GetMade) -> None:
+    """The next turn of a chat finds all blocks but the last, which is not committed."""
+    checkpoint, decode = made("Fast-dLLM", 32)
+    model, rule = engine(checkpoint, block_size=32), RULES["dynamic"]
+    for length in (3, 40, 64):
+        prompt = random_ids(length, VOCABULARY, length)
+        (first,) = generate(model, [prompt], [params_of(rule, 128 - length % 32, 0)])
+        turn = prompt + first.tokens + random_ids(5, VOCABULARY, 9)
+        (output,) = outputs_of(model, [turn], params_of(rule, 40, 0))
+        assert output.num_cached_tokens == length // 32 * 32 + 96
+        assert list(output.outputs[0].token_ids) == decode.generate(turn, 40, rule).tokens
+
+
+def test_nemotrons_committed_keys_are_a_prefill_s(engine: GetEngine, made: GetMade) -> None:
+    checkpoint, decode = made("Nemotron", 32)
+    model, rule = engine(checkpoint, block_size=32), RULES["dynamic"]
+    for length in (3, 40):
+        prompt = random_ids(length, VOCABULARY, length)
+        (first,) = generate(model, [prompt], [params_of(rule, 128, 0)])
+        turn = prompt + first.tokens + random_ids(5, VOCABULARY, 9)
+        (seed,) = decode.seeded_logits(turn, [])[-1:].argmax(-1).tolist()
+        expected = decode.seeded_logits(turn, [seed] + [decode.mask_id] * 31)[-32:].log_softmax(-1)
+        for cached in ((length + 96) // 32 * 32, 0):
+            (output,) = outputs_of(model, [turn], params_of(AT_ONCE, 32, 0, logprobs=20))
+            assert output.num_cached_tokens == cached
+            assert_scores(expected, output.outputs[0].logprobs)
+            assert model.llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("block_length", [32, pytest.param(4, marks=pytest.mark.thorough)])
+def test_nemotrons_log_probabilities(engine: GetEngine, made: GetMade, block_length: int) -> None:
+    """Of one step, and of the prompt, whose tokens see those before them alone."""
+    (checkpoint, decode), B = made("Nemotron", block_length), block_length
+    params = params_of(AT_ONCE, B, 0, logprobs=20, prompt_logprobs=5)
+    prompts = prompts_of(B)
+    outputs = outputs_of(engine(checkpoint, block_size=32), prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        causal = decode.seeded_logits(prompt, [])
+        canvas = [int(causal[-1].argmax())] + [decode.mask_id] * (B - 1)
+        logits = decode.seeded_logits(prompt, canvas)[-B:]
+        assert list(output.outputs[0].token_ids) == [canvas[0], *logits.argmax(-1).tolist()[1:]]
+        assert_scores(logits.log_softmax(-1), output.outputs[0].logprobs)
+        assert_scores(causal[:-1].log_softmax(-1), output.prompt_logprobs[1:])
+
+
+@pytest.mark.parametrize("block_length", [32, pytest.param(4, marks=pytest.mark.thorough)])
+def test_fast_dllms_log_probabilities(engine: GetEngine, made: GetMade, block_length: int) -> None:
+    """Of one step; a block's first token has those by which it was chosen."""
+    (checkpoint, decode), B = made("Fast-dLLM", block_length), block_length
+    prompts = [*prompts_of(B), random_ids(2 * B, VOCABULARY, 7)]
+    params = [  # this block and the next one
+        params_of(AT_ONCE, 2 * B - len(prompt) % B, 0, logprobs=20) for prompt in prompts
+    ]
+    outputs = outputs_of(engine(checkpoint, block_size=32), prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        known, rows = list(prompt), []
+        while len(known) < len(prompt) + len(output.outputs[0].token_ids):
+            start = len(known) // B * B
+            block = known[start:] or [int(decode.logits(known)[-1].argmax())]
+            block += [decode.mask_id] * (B - len(block))
+            logits = decode.block_logits(known[:start], block)[len(known) - start :]
+            known += logits.argmax(-1).tolist()
+            rows.append(logits)
+        assert list(output.outputs[0].token_ids) == known[len(prompt) :]
+        assert_scores(torch.cat(rows).log_softmax(-1), output.outputs[0].logprobs)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "error"),
+    [
+        ("Fast-dLLM", {"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
+        (
+            "Nemotron",
+            {"extra_args": {"diffusion_t_min": 0.4, "diffusion_t_max": 0.8}},
+            "diffusion_t_min",
+        ),
+    ],
+)
+def test_refused_requests(
+    engine: GetEngine, made: GetMade, family: str, options: dict[str, Any], error: str
+) -> None:
+    model = engine(made(family, 32).checkpoint, max_model_len=110, block_size=32)
+    with pytest.raises(VLLMValidationError, match=error):
+        outputs_of(model, [[1]], SamplingParams(**options))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "error"),
+    [
+        (
+            "Fast-dLLM",
+            {"hf_overrides": {"mask_token_id": -1}},
+            "mask_token_id in .*config.json must be",
+        ),
+        (
+            "Fast-dLLM",
+            {"block_size": 48},
+            r"the model's block of 32 tokens \(bd_size in config.json\), got 48",
+        ),
+        (
+            "Nemotron",
+            {"hf_overrides": {"dlm_paradigm": "block_diff"}},
+            "dlm_paradigm in .*config.json must be 'bidirectional', got 'block_diff'",
+        ),
+        (
+            "Nemotron",
+            {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+            "must be at least the canvas length",
+        ),
+    ],
+)
+def test_refused_servers(made: GetMade, family: str, options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        config_of(made, family, **options)
+
+
+def test_cached_pages_of_any_size(made: GetMade) -> None:
+    """Nemotron's known tokens are causal, so a part of a block may be cached."""
+    assert config_of(made, "Nemotron", block_size=48).cache_config.block_size == 48
+
+
+def config_of(made: GetMade, family: str, **options: Any) -> Any:
+    plugin.register()
+    options = {"dtype": "float32", "max_model_len": 512, **options}
+    return EngineArgs(str(made(family, 32).checkpoint), **options).create_engine_config()
