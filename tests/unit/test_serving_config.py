@@ -21,7 +21,6 @@ from vllm_dllm.config.step_sizes import capture_sizes
 from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
 from vllm_dllm.scheduling import scheduler
 from vllm_dllm.scheduling.spared_forwards import joins_commits
-from vllm_dllm.step.worker import CanvasWorker
 
 Configure = Callable[..., VllmConfig]
 
@@ -229,30 +228,6 @@ def test_gpus_get_our_worker(is_gpu: bool, worker: str, monkeypatch: pytest.Monk
 )
 def test_other_workers_commit_each_block_by_itself(worker: str, joins: bool) -> None:
     assert joins_commits(config_with(worker)) is joins
-
-
-def test_the_gpu_worker_prefills_what_was_emitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    module = "vllm_dllm.step.worker"
-    monkeypatch.setattr(f"{module}.prefill_emitted_tokens", lambda *_: calls.append("prefill"))
-    monkeypatch.setattr(f"{module}.Worker.execute_model", lambda *_: calls.append("execute"))
-    worker = CanvasWorker.__new__(CanvasWorker)
-    worker.model_runner = SimpleNamespace()
-    worker.execute_model(SimpleNamespace())
-    assert calls == ["prefill", "execute"]
-
-
-def test_the_gpu_worker_takes_no_masks_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's warm-up has some for each request, and as many rows as it expects: a server of
-    Nemotron-Labs-Diffusion did not start."""
-    given: list[Any] = []
-    module = "vllm_dllm.step.worker"
-    monkeypatch.setattr(f"{module}.send_numbers", lambda runner, output: output)
-    monkeypatch.setattr(f"{module}.Worker.sample_tokens", lambda _, masks: given.append(masks))
-    worker = CanvasWorker.__new__(CanvasWorker)
-    worker.model_runner = SimpleNamespace()
-    worker.sample_tokens(SimpleNamespace())
-    assert given == [None]
 
 
 def test_requests_in_flight_get_some_time_unless_the_user_says_how_much(

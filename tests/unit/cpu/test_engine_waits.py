@@ -4,35 +4,9 @@ import multiprocessing
 import time
 from typing import Any
 
-import pytest
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from vllm_dllm.cpu import forks, install
-from vllm_dllm.cpu.compat import engine_waits, runner, triton
-
-SECOND = 1.0  # for how long vLLM's readers stay awake
-
-
-@pytest.fixture
-def stock_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(self: Any, is_reader: bool) -> None:
-        self.busy_loop_s = SECOND if is_reader else 0.0
-
-    monkeypatch.setattr(SpinCondition, "__init__", init)
-
-
-@pytest.mark.parametrize(("num_cores", "seconds"), [(2, 0.02), (8, 0.02), (9, SECOND)])
-def test_readers_fall_asleep_soon_on_few_cores(
-    monkeypatch: pytest.MonkeyPatch, stock_readers: None, num_cores: int, seconds: float
-) -> None:
-    monkeypatch.setattr(triton, "has_triton", lambda: False)
-    monkeypatch.setattr(runner, "allow_v2_runner_without_triton", lambda prepare: None)
-    monkeypatch.setattr(forks, "install", lambda: None)
-    monkeypatch.setattr(install, "available_cpu_count", lambda: num_cores)
-    for _ in range(2):
-        install.install()
-    assert SpinCondition(is_reader=True).busy_loop_s == seconds
-    assert SpinCondition(is_reader=False).busy_loop_s == 0
+from vllm_dllm.cpu.compat import engine_waits
 
 
 def answer_pairs(asked: Any, handles: Any, count: int) -> None:

@@ -14,11 +14,6 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.keys import CHECKED_ELSEWHERE, OPTIONS
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
-FOLDERS = (
-    *("attention_kernels", "bench", "checkpoints", "docker", "docs", "requirements"),
-    *("scripts", "tests", "vllm_dllm"),
-)
 ANYTHING = "…"  # in an error that a page quotes: a name or a number
 
 
@@ -26,12 +21,6 @@ def first_cells(page: Path) -> set[str]:
     """What stands in backticks in the first column of a page's tables."""
     rows = re.findall(r"^\|([^|]*)\|", page.read_text(), re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-
-
-def test_readme_is_short() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
-    assert 200 <= len(text.split()) <= 1200
 
 
 @pytest.mark.parametrize(
@@ -47,15 +36,8 @@ def test_every_key_has_a_row(page: str, names: set[str]) -> None:
     assert names - first_cells(DOCS / page) == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_files_that_a_page_names_exist(page: Path) -> None:
-    for name in re.findall(r"`([\w./-]+)`", page.read_text()):
-        if name.partition("/")[0] in FOLDERS and "/" in name:
-            assert (ROOT / name).exists(), name
-
-
 def test_links_of_the_top_pages_lead_somewhere() -> None:
-    for page in PAGES[:2]:  # mkdocs checks the others
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):  # mkdocs checks the others
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             assert target.startswith("https://") or (ROOT / target).exists(), target
 
