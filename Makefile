@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-c
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-thorough test-faults gpu-dry-run gpu-dry-run-cuda test-ray test-numerics test-vllm lint docs wheel bench codegen lock clean
+.PHONY: help setup serve demo test test-all test-extended test-thorough test-faults gpu-dry-run gpu-dry-run-cuda test-ray test-numerics test-vllm lint docs wheel bench codegen lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -52,16 +52,19 @@ demo: setup ## start a server, ask a few questions, show the canvas denoising (M
 
 # Two files at a time: an engine computes on one core, and starts on one, too. In the order of
 # tests/conftest.py; xdist's own puts the files of few tests last, and these are the slow ones.
-test: setup ## run the tests
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
+IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
+test: setup ## try every feature once (ten minutes)
+	$(BIN)/pytest $(IN_TWO)
 
-# What needs no engine and no three seconds, without the comparisons of numbers: two minutes.
-test-fast: setup ## run the quick unit tests
-	$(BIN)/pytest tests/unit -m "not slow and not numerics" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+test-all: SHORT := 1
+test-all: test test-extended gpu-dry-run test-numerics ## and what takes longer (half an hour)
 
-# More cases, more requests and other servers of what `make test` tries once. Half an hour.
-test-thorough: setup ## run the tests that `make test` leaves out for their length
-	$(BIN)/pytest -m thorough --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
+test-extended: setup
+	$(BIN)/pytest -m extended $(IN_TWO)
+
+# More cases, more requests and other servers of what `make test-all` tries once. Half an hour.
+test-thorough: setup ## what is due before a release: more seeds, larger batches
+	$(BIN)/pytest -m thorough $(IN_TWO)
 
 # Long forms of what tests/server does in a minute: kills, aborts and storms.
 test-faults: setup ## attack servers: kills, signals, storms of aborts
@@ -108,9 +111,10 @@ TESTS ?= tests/unit/compat tests/unit/cpu tests/engine/test_one_step.py tests/en
 test-vllm: setup ## check another vLLM and run tests with it (VLLM=0.33.0 TESTS=tests/engine)
 	$(BIN)/python scripts/try_vllm.py $(VLLM) $(TESTS)
 
-lint: setup ## ruff, import-linter, bandit and mypy
+lint: setup ## ruff, import-linter, bandit, mypy, and what they cannot know
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python scripts/lint_project.py
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive vllm_dllm attention_kernels
 	$(BIN)/mypy

@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.parent.name in APART:
             item.add_marker(item.path.parent.name)
     asked_for = config.getoption("markexpr")
-    absent = {name for name in (*APART, "thorough") if name not in asked_for}
+    absent = {name for name in (*APART, "extended", "thorough") if name not in asked_for}
     if not torch.cuda.is_available():
         absent.add("gpu")
     if not any(d.name == "flash-attn-4" for d in importlib.metadata.distributions()):
