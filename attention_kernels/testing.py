@@ -166,7 +166,7 @@ class Allowed:
 
 
 def allowed(batch: PagedBatch, *, scale: float, cuts_off: bool = False, **options: Any) -> Allowed:
-    """For `options` of `reference.attention`.
+    """The error that `options` of `reference.attention` allow.
 
     Scores and sums are fp32. What rounding does to a score moves its weight by as much, and the sum
     of weights by at most as much again. With a 16-bit query, weights and output are also rounded;

@@ -201,7 +201,7 @@ def _check_device(query: torch.Tensor) -> None:
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of the GPU; without one, Hopper's."""
+    """The GPU's compute capability; without a GPU, Hopper's."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 

@@ -27,7 +27,7 @@ def new_name() -> str:
 
 
 def make_folder(base: str) -> None:
-    """In the first process of a server: makes the folder below `base`, to be removed when this
+    """Makes the folder below `base` in the first process of a server, to be removed when this
     process ends. Nothing if a process before this one has made it."""
     if os.environ.get(FOLDER):
         return
@@ -43,7 +43,7 @@ def make_folder(base: str) -> None:
 
 
 def folder() -> Path | None:
-    """Of this server. None: canvases cannot be watched here."""
+    """The folder of this server. None: canvases cannot be watched here."""
     name = os.environ.get(FOLDER)
     return Path(name) if name else None
 

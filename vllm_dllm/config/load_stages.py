@@ -11,7 +11,7 @@ from vllm_dllm.config.denoise import MOST_NATS, MOST_STEPS
 
 @dataclass(frozen=True)
 class LoadStage:
-    """From `canvases` canvases in a step on, those of requests that allow it are finished by these
+    """When a step has `canvases` or more, those of requests that allow it are finished by these
     thresholds, where they are looser than the request's."""
 
     canvases: int

@@ -13,11 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from vllm_dllm.denoise.impossible import BAD_WORD_LOGIT
 from vllm_dllm.denoise.row_stats import argmax
-
-BAD_WORD_LOGIT = -1e15
-"""Of a token that would complete a bad word. Its probability is 0, yet it comes before tokens that
-are never allowed: where each allowed token completes a word, an answer keeps to what is allowed."""
 
 Word = tuple[int, ...]
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
+from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 _MARGIN = 0.5
@@ -17,8 +17,8 @@ _MARGIN = 0.5
 
 
 class ExpectedEmbedding:
-    """For rows whose logits arrive tile by tile. Sums are rescaled as the largest logit seen grows,
-    as in online softmax.
+    """The expected embedding of rows whose logits arrive tile by tile. Sums are rescaled as the
+    largest logit seen grows, as in online softmax.
 
     With a tolerance, the product leaves out blocks of a row that hold less than an even share of
     it, so that no row misses more probability than `tolerance`, and no embedding is off by more
@@ -53,7 +53,7 @@ class ExpectedEmbedding:
         weights: torch.Tensor | None,  # [rows, B, BLOCK] fp32, from `read_blocks`, if available
         embeddings: torch.Tensor,  # [Vt, H] the model's type
     ) -> None:
-        """Like the reference, rounds the logits to the model's type first, and the weights again
+        """Rounds, like the reference, the logits to the model's type first, and the weights again
         for the product."""
         maximum = torch.maximum(self._maximum, blocks.maximum.amax(dim=-1))
         decay = (self._maximum - maximum).exp()

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
+from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 _ROWS, _HIDDEN, _TOKENS = 64, 128, 64
@@ -56,7 +56,7 @@ class FusedExpectedEmbedding:
         self._sum = product
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Like the reference's; of a single tile the sum is in the model's type."""
+        """The same as the reference's, but the sum of a single tile is in the model's type."""
         assert self._sum is not None, "no tile has been added"
         return self._sum, self._total, self._maximum
 

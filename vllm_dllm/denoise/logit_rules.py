@@ -15,17 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_dllm.denoise.bad_words import BadWords
-
-MASKED_LOGIT = -1e20
-"""The logit of an excluded token: its probability is 0, and the entropy is not NaN."""
-
-LARGEST_LOGIT = 1e10
-"""Bounds the logits of all other tokens, whatever biases and penalties make of them: none comes
-near an excluded one, at any temperature."""
-
-LEFT_OUT = -1e37
-"""After the temperature, of tokens that top_k, top_p and min_p leave out. At no temperature is an
-excluded token below it, so that none is raised to it; an infinite one would make NaN."""
+from vllm_dllm.denoise.impossible import LARGEST_LOGIT, LEFT_OUT, MASKED_LOGIT
 
 
 @dataclass

@@ -36,7 +36,7 @@ class AnswerOnly(NamedTuple):
     stop_tokens: torch.Tensor  # [n, K] int64; unused places are < 0
 
 
-class Constrained(NamedTuple):
+class LegalPaths(NamedTuple):
     """Canvases whose best guesses are the legal path of a grammar."""
 
     is_chosen: torch.Tensor  # [n] bool
@@ -71,7 +71,7 @@ def denoise_step(
     rules: StepRules,
     revealing: Reveal | None = None,  # None: no canvas is revealed permanently
     answer_only: AnswerOnly | None = None,  # None: every position of a canvas counts
-    constrained: Constrained | None = None,  # None: no canvas has a grammar
+    constrained: LegalPaths | None = None,  # None: no canvas has a grammar
 ) -> StepOutcome:
     """Accept, renoise and judge, like one pass of the reference's `_denoising_step`.
 

@@ -1,4 +1,4 @@
-"""In what type sums are added that decide something, so that they do not depend on neighbours."""
+"""The type in which deciding sums are added, so that they do not depend on neighbours."""
 
 import torch
 

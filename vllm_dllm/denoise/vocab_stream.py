@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from vllm_dllm.denoise.logit_rules import LEFT_OUT
+from vllm_dllm.denoise.impossible import LEFT_OUT
 from vllm_dllm.denoise.row_stats import RowStats, argmax, sample_by_inversion
 
 BLOCK = 1024
@@ -25,7 +25,7 @@ _STAGE_BITS = 27  # of a draw's 53 bits, to choose a block; the rest choose a to
 
 
 class VocabBlocks(NamedTuple):
-    """For each row and block, all [rows, B]."""
+    """What is known of each row and block; all fields are [rows, B]."""
 
     maximum: torch.Tensor  # fp32, largest logit m
     best: torch.Tensor  # int64, its token
@@ -60,11 +60,11 @@ class VocabReader:
         return logits, blocks, weights
 
     def blocks(self) -> VocabBlocks:
-        """Of all tiles."""
+        """The blocks of all tiles."""
         return VocabBlocks(*(torch.cat(column, 1) for column in zip(*self._found, strict=True)))
 
     def join(self, blocks: VocabBlocks) -> RowStats:
-        """Of the blocks of all shards."""
+        """The statistics of the blocks of all shards."""
         return join_blocks(blocks, self._uniform)
 
 

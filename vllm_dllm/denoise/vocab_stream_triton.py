@@ -9,12 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_dllm.denoise.impossible import LEFT_OUT, MASKED_LOGIT
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.vocab_stream import _STAGE_BITS, BLOCK, VocabBlocks
 
 
 class FusedVocabReader:
-    """In place of `VocabReader`: works in place of the LM head's output, and writes what it finds
+    """Takes the place of `VocabReader`: overwrites the LM head's output, and writes what it finds
     where it belongs."""
 
     def __init__(
@@ -87,6 +88,7 @@ def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
     return stats
 
 
+_MASKED, _LEFT_OUT = tl.constexpr(MASKED_LOGIT), tl.constexpr(LEFT_OUT)
 _STAGE_SCALE = tl.constexpr(2.0**_STAGE_BITS)
 
 
@@ -128,7 +130,7 @@ def _read_blocks_kernel(
     logit = logit / tl.load(temperature + row)
     tl.store(place, logit.to(output.dtype.element_ty), mask=is_token)
 
-    logit = tl.where(is_token, logit, -1e20)  # excluded, and 0 times it is a number
+    logit = tl.where(is_token, logit, _MASKED)  # 0 times it is a number
     top = tl.max(logit, 0)
     below = logit - top
     weight = tl.exp(below)
@@ -174,7 +176,7 @@ def _join_blocks_kernel(
     block = tl.arange(0, BLOCKS)
     is_block = block < num_blocks
     entry = row * num_blocks + block
-    largest = tl.load(maximum + entry, mask=is_block, other=-1e37)
+    largest = tl.load(maximum + entry, mask=is_block, other=_LEFT_OUT)
     total = tl.load(total + entry, mask=is_block, other=0.0)
     weighted = tl.load(weighted + entry, mask=is_block, other=0.0)
 

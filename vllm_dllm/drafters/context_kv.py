@@ -85,7 +85,7 @@ def _as_cached(new: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """As uint8 if fp8, which PyTorch cannot scatter."""
+    """The same memory as uint8 if it is fp8, which PyTorch cannot scatter."""
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 

@@ -92,7 +92,7 @@ def store_context_kv_(
 def fused_tiles(
     num_tokens: int, head_size: int, element_size: int, shared_memory: int
 ) -> dict[str, int]:
-    """For the kernel that projects; as many stages as fit, so that the weights stream."""
+    """Tiles of the kernel that projects, with as many stages as fit, so that the weights stream."""
     rows, inputs = max(16, triton.next_power_of_2(num_tokens)), 256 // element_size
     stage_bytes = 256 * (rows + triton.next_power_of_2(head_size))
     num_stages = min(5, max(2, (shared_memory - _SPARE_BYTES) // stage_bytes))

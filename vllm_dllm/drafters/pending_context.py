@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class Context:
-    """Of n tokens."""
+    """The context of n tokens."""
 
     states: torch.Tensor  # [n, num_layers * hidden_size], the target's, layers side by side
     positions: torch.Tensor  # [n] int64

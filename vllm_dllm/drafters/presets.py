@@ -193,7 +193,7 @@ def read_layout(
 
 
 def find_preset(drafter: str) -> Preset | None:
-    """By repository, or by the last part of a local path with a repository's name."""
+    """Finds it by repository, or by the last part of a local path with a repository's name."""
     name = drafter.rstrip("/").rsplit("/", 1)[-1].lower()
     return next((p for p in PRESETS if p.drafter.rsplit("/", 1)[-1].lower() == name), None)
 

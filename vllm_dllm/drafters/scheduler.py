@@ -60,7 +60,7 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
         return max(request.max_tokens - request.num_output_tokens - 1, 0)
 
     def draft_width(self, request: Request) -> int:
-        """For the next draft of `request`."""
+        """The width of the next draft of `request`."""
         width = self._policy.width(request.request_id, len(self.running))
         return min(width, self.room(request))
 

@@ -77,7 +77,7 @@ class StepCosts:
         return self.num_fits > 0
 
     def seconds(self, num_rows: float, num_drafted: int) -> float:
-        """Of a step without prefill."""
+        """What a step without prefill takes."""
         base, row, _, any_draft, draft = self._factors
         return base + row * num_rows + any_draft * (num_drafted > 0) + draft * num_drafted
 

@@ -17,7 +17,7 @@ class WidthPolicy:
         self.widest = widest
 
     def width(self, request_id: str, num_requests: int) -> int:
-        """For the next draft of a request in a batch of `num_requests`."""
+        """The width of the next draft of a request in a batch of `num_requests`."""
         return self.widest
 
     def step_scheduled(self, request_ids: list[str], num_requests: int) -> None:
@@ -174,7 +174,7 @@ class ByAcceptance(WidthPolicy):
 
 
 class ByLoad(WidthPolicy):
-    """As many drafts as keep the step within `num_rows` tokens, shared evenly."""
+    """Gives as many drafts as keep the step within `num_rows` tokens, shared evenly."""
 
     def __init__(self, widest: int, num_rows: int) -> None:
         super().__init__(widest)

@@ -103,7 +103,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(text_config.vocab_size)
         # Set by who reads the vocabulary itself: whether it is its logits that are asked for next.
-        self.hands_on_hidden_states: Callable[[], bool] = lambda: False
+        self.sampler_reads_hidden_states: Callable[[], bool] = lambda: False
         self.self_conditioning = SelfConditioning(
             hidden_size=text_config.hidden_size,
             intermediate_size=text_config.intermediate_size,
@@ -159,12 +159,12 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Soft-capped logits [rows, V] fp32 (None on ranks that do not sample), or the hidden
-        states, see `hands_on_hidden_states`.
+        states, see `sampler_reads_hidden_states`.
 
         The cap is applied in fp32, as the reference does: in a 16-bit type tanh near the cap would
         round the leading tokens together.
         """
-        if self.hands_on_hidden_states():
+        if self.sampler_reads_hidden_states():
             return hidden_states
         logits = self.logits_processor(self.lm_head, hidden_states)
         return None if logits is None else self.cap(logits)

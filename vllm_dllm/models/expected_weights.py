@@ -142,7 +142,8 @@ def _tensors(
 
 
 def _loaded_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of a module itself: the vision tower's are all saved, of the others the layers' scalars."""
+    """A module's own buffers: the vision tower's are all saved, of the others the layers'
+    scalars."""
     saved = module.state_dict().keys() if name.startswith("vision_tower") else {"layer_scalar"}
     for kind, buffer in module.named_buffers(recurse=False):
         if kind in saved:

@@ -6,7 +6,7 @@ from vllm_dllm.models.masked import MaskedModel
 
 
 class Fast_dLLM_QwenForCausalLM(MaskedModel, Qwen2ForCausalLM):
-    """Of the checkpoints' own modeling.py. A row has the next token's logits."""
+    """Named as in the checkpoints' own modeling.py. A row has the next token's logits."""
 
     @staticmethod
     def get_model_state_cls() -> type:

@@ -11,5 +11,5 @@ class FastDLLMQwenConfig(Qwen2Config):
 
     @property
     def canvas_length(self) -> int:
-        """By this name vLLM knows diffusion models."""
+        """The name by which vLLM knows diffusion models."""
         return self.bd_size

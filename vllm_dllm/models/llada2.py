@@ -6,4 +6,4 @@ from vllm_dllm.models.masked import MaskedModel
 
 
 class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):
-    """Of the checkpoints' own modeling_llada2_moe.py."""
+    """Named as in the checkpoints' own modeling_llada2_moe.py."""

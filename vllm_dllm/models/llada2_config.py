@@ -46,5 +46,5 @@ class LLaDA2MoeConfig(PretrainedConfig):
 
     @property
     def canvas_length(self) -> int:
-        """By this name vLLM knows diffusion models."""
+        """The name by which vLLM knows diffusion models."""
         return self.block_size

@@ -43,7 +43,7 @@ class MaskedModel:
         return loaded
 
     def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Of vLLM's names."""
+        """Loads weights that have vLLM's names."""
         return super().load_weights(weights)  # type: ignore[misc]
 
     def vocabulary_shard(self) -> tuple[int, torch.Tensor]:

@@ -12,12 +12,12 @@ class NemotronLabsDiffusionConfig(Ministral3Config):
 
     @property
     def canvas_length(self) -> int:
-        """By this name vLLM knows diffusion models."""
+        """The name by which vLLM knows diffusion models."""
         return self.block_size
 
     @property
     def llama_4_scaling(self) -> dict[str, float] | None:
-        """By this name vLLM's layers know how queries grow with their position."""
+        """The name by which vLLM's layers know how queries grow with their position."""
         rope = self.rope_parameters
         if "llama_4_scaling_beta" not in rope:
             return None

@@ -7,8 +7,8 @@ from vllm_dllm.models.masked import MaskedModel
 
 
 class SDARForCausalLM(MaskedModel, Qwen3ForCausalLM):
-    """Of the checkpoints' own modeling_sdar.py."""
+    """Named as in the checkpoints' own modeling_sdar.py."""
 
 
 class SDARMoeForCausalLM(MaskedModel, Qwen3MoeForCausalLM):
-    """Of the checkpoints' own modeling_sdar_moe.py."""
+    """Named as in the checkpoints' own modeling_sdar_moe.py."""

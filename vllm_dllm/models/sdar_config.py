@@ -11,7 +11,7 @@ class SDARConfig(Qwen3Config):
 
     @property
     def canvas_length(self) -> int:
-        """By this name vLLM knows diffusion models."""
+        """The name by which vLLM knows diffusion models."""
         return self.block_size
 
 

@@ -12,7 +12,7 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
-from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
+from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.vocab_stream import BLOCK, STREAMED_FROM
 
 logger = init_logger(__name__)
@@ -27,8 +27,8 @@ def shards_begin_at_blocks(vocab_size: int, num_ranks: int) -> bool:
 
 
 class Vocabulary:
-    """For a model with Gemma's names: `model.embed_tokens`, `model.normalizer`, `lm_head`,
-    `config`."""
+    """The vocabulary of a model with Gemma's names: `model.embed_tokens`, `model.normalizer`,
+    `lm_head`, `config`."""
 
     config: Any
     model: Any

@@ -4,7 +4,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-MAX_STOP_TOKENS = 16
+MAX_FORESEEN_STOPS = 16
 """With more stop tokens than this, a stop at one of them is not foreseen, and the last block is
 committed like any other."""
 
@@ -19,11 +19,11 @@ EVERY_BLOCK = 0
 
 
 def stop_tokens(params: SamplingParams) -> list[int]:
-    """The tokens that end a request; none if there are more than MAX_STOP_TOKENS. Stop strings are
-    not among them: the scheduler does not know those either."""
+    """The tokens that end a request; none if there are more than MAX_FORESEEN_STOPS. Stop strings
+    are not among them: the scheduler does not know those either."""
     tokens = [] if params.eos_token_id is None else [params.eos_token_id]
     tokens += params.stop_token_ids or []
-    return tokens if len(tokens) <= MAX_STOP_TOKENS else []
+    return tokens if len(tokens) <= MAX_FORESEEN_STOPS else []
 
 
 def is_last_block(

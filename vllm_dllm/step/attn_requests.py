@@ -40,7 +40,7 @@ class AttnRequests:
 
     @classmethod
     def whole(cls, batch: InputBatch, block_tables: Sequence[torch.Tensor]) -> "AttnRequests":
-        """For models whose known rows and canvas rows follow one rule."""
+        """The requests of models whose known rows and canvas rows follow one rule."""
         num_reqs = batch.num_reqs
         return cls(
             is_prompt=batch.is_prefilling_np,

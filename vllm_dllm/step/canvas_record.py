@@ -11,7 +11,7 @@ import torch
 
 
 class StepCanvases(NamedTuple):
-    """Of n canvases, on the device or on their way from it."""
+    """What a step did to n canvases, on the device or on its way from it."""
 
     tokens: torch.Tensor  # [n, C] int64, best guesses
     accepted: torch.Tensor  # [n, C] bool
@@ -58,7 +58,8 @@ class CanvasRecord:
 
 
 def read(canvases: StepCanvases, lengths: list[int]) -> list[CanvasRecord | None]:
-    """On the host. `lengths`: canvas positions of each. None: the step did not denoise it."""
+    """Records of tensors that are on the host. `lengths`: canvas positions of each. None: the step
+    did not denoise it."""
     columns = [column.int().tolist() for column in canvases[:3]]
     entropy = canvases.entropy_nats.tolist()
     step, temperature, start = (column.tolist() for column in canvases[4:7])

@@ -94,7 +94,7 @@ class CanvasSender:
             self._push(path, pack(topics, *some))
 
     def _push(self, path: Path, message: bytes) -> None:
-        """Not where the API process does not keep up: its clients miss this step."""
+        """Sends it, unless the API process does not keep up: then its clients miss this step."""
         with contextlib.suppress(zmq.Again):
             self._socket(path).send(message, zmq.NOBLOCK)
 

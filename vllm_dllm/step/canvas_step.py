@@ -89,8 +89,8 @@ class CanvasStep(ABC):
         source: torch.Tensor,  # [rows, V], or hidden states
         input_batch: InputBatch,
     ) -> torch.Tensor:
-        """After the forward, before `advance`: gives requests whose prefill it ended what their
-        first canvas takes from it. Returns the rows that are canvases'."""
+        """Comes after the forward, before `advance`: gives requests whose prefill it ended what
+        their first canvas takes from it. Returns the rows that are canvases'."""
         return source
 
     @property
@@ -103,7 +103,7 @@ class CanvasStep(ABC):
         source: torch.Tensor,  # [rows, V] fp32 soft-capped logits, or [rows, H] hidden states
         input_batch: InputBatch,
     ) -> Advanced:
-        """After the forward: denoises or commits each canvas that `begin` found."""
+        """Denoises or commits, after the forward, each canvas that `begin` found."""
         batch = self._take_batch()
         return self._advance(self._read(batch, input_batch), source, input_batch)
 
@@ -163,7 +163,8 @@ class CanvasStep(ABC):
         """What a step would make of each canvas. Writes nothing."""
 
     def take_numbers(self) -> CanvasNumbers | None:
-        """Of the step just taken, for the metrics. None: nobody counts, or it had no canvas."""
+        """Numbers of the step just taken, for the metrics. None: nobody counts, or it had no
+        canvas."""
         numbers, self._numbers = self._numbers, None
         return numbers
 

@@ -30,10 +30,12 @@ def canvas_numbers(
     torch.sum(accepted, dim=-1, dtype=torch.float32, out=values[1])
     torch.sum(entropy_nats, dim=-1, out=values[2])
     values[3:] = torch.stack(tuple(flags.values()))
-    return to_host(batch, ("step", "accepted", "entropy", *flags), values)
+    return numbers_on_host(batch, ("step", "accepted", "entropy", *flags), values)
 
 
-def to_host(batch: CanvasBatch, names: tuple[str, ...], values: torch.Tensor) -> CanvasNumbers:
+def numbers_on_host(
+    batch: CanvasBatch, names: tuple[str, ...], values: torch.Tensor
+) -> CanvasNumbers:
     """`values` [names, n] fp32."""
     return CanvasNumbers(
         batch.requests_np.tolist(),

@@ -7,20 +7,15 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.logit_rules import (
-    LEFT_OUT,
-    CanvasRules,
-    LogitRules,
-    Penalties,
-    exclude_below_min_p_,
-)
+from vllm_dllm.denoise.impossible import LEFT_OUT
+from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to
 
 
 class LogitFilters:
-    """By slot; only requests that ask for something are in here, so others cost nothing."""
+    """Filters by slot; only requests that ask for something are in here, so others cost nothing."""
 
     def __init__(self, req_states: RequestState, sampling_states: SamplingStates) -> None:
         self.req_states = req_states
@@ -150,7 +145,7 @@ class LogitFilters:
         blocks: torch.Tensor,  # [n, C] int64
         emitted: torch.Tensor,  # [n] int64, tokens
     ) -> None:
-        """For rules that look back, before the runner itself writes the blocks down."""
+        """Shows blocks to rules that look back, before the runner itself writes them down."""
         for i in self.ruled(batch):
             slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
             if self._rules[slot].bad_words:

@@ -40,7 +40,7 @@ class LegalDraws(NamedTuple):
         )
 
     def judge(self, i: int) -> Judge:
-        """Of canvas i."""
+        """Judges the candidates of canvas i."""
         return partial(self._draw, self.logits.batch.rows_of(i).start)
 
     def _draw(self, first: int, row: int, words: np.ndarray | None) -> Judged:

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_dllm.compat.grammar import grammar_text, tokenizer_of
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.row_stats import RowStats
-from vllm_dllm.denoise.step import Constrained
+from vllm_dllm.denoise.step import LegalPaths
 from vllm_dllm.grammar.canvas import constrain
 from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.rows import DEEP, CanvasRows, Path
@@ -78,7 +78,7 @@ class Answer:
 class Legal(NamedTuple):
     """What grammars make of a step's n canvases."""
 
-    constrained: Constrained
+    constrained: LegalPaths
     guess: torch.Tensor  # [n, C] int64, the paths; -1 where none goes
     logprob: torch.Tensor  # [n, C] fp32, of the path's tokens
     next_forced: torch.Tensor  # [n, C] int64, how the canvases behind begin; -1: as they like
@@ -97,7 +97,7 @@ class Legal(NamedTuple):
 
 
 class CanvasGrammars:
-    """By slot; only requests with a grammar are in here."""
+    """Grammars by slot; only requests with a grammar are in here."""
 
     def __init__(
         self, vllm_config: VllmConfig, req_states: RequestState, slots: CanvasSlots
@@ -238,7 +238,7 @@ class CanvasGrammars:
         is_forced = self._to_device(forced)
         has_path = tokens[0] != _NONE
         is_chosen = has_path.any(dim=-1)
-        constrained = Constrained(is_chosen, is_forced, free=is_chosen[:, None] & ~has_path)
+        constrained = LegalPaths(is_chosen, is_forced, free=is_chosen[:, None] & ~has_path)
         return Legal(constrained, tokens[0], self._to_device(logprob), tokens[1])
 
     def _path(

@@ -21,7 +21,7 @@ class ImageRows:
         self._spans = torch.zeros(max_num_tokens, 2, dtype=torch.int32, device=device)
 
     def add(self, slot: int, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """Of a new request, or one that comes back after a preemption."""
+        """Notes the images of a new request, or of one that comes back after a preemption."""
         runs = [run for feature in features for run in feature.mm_position.extract_embeds_range()]
         images = np.array(runs, dtype=np.int64).reshape(-1, 2)  # with their last tokens
         self._images[slot] = images + np.array([0, 1])

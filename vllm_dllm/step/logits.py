@@ -82,7 +82,7 @@ ReadRows = tuple[RowStats, torch.Tensor]
 
 
 class CanvasLogits(Protocol):
-    """Of n canvases with `rows` positions in all."""
+    """The logits of n canvases with `rows` positions in all."""
 
     def read(
         self,
@@ -142,7 +142,7 @@ class WholeLogits:
         return _tiles(slice(0, num_rows), self.tile_rows)
 
     def _take(self, num_rows: int) -> None:
-        """For what is made of so many rows at a time."""
+        """Books memory for what is made of so many rows at a time."""
         held = 1 if self._processed is self._raw else 2
         self.memory.take(
             held * self._raw.nbytes + num_rows * self._raw.shape[1] * _BYTES_PER_WHOLE_LOGIT
@@ -169,7 +169,7 @@ class WholeLogits:
 
 
 class MaskedLogits(WholeLogits):
-    """Of masked models, which read nothing but candidates."""
+    """The logits of masked models, which read nothing but candidates."""
 
     def draw(
         self,
@@ -202,7 +202,8 @@ class MaskedLogits(WholeLogits):
         *,
         judges_unscaled: bool,
     ) -> Candidates:
-        """Like `draw`, of one row [1]. A candidate is as probable as it was among all tokens."""
+        """Does what `draw` does, for one row [1]. A candidate is as probable as it was among all
+        tokens."""
         rows = slice(row, row + 1)
 
         def scaled(logits: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from vllm_dllm.step.registry import NewRequest
 
 
 class StepLogprobs:
-    """By slot; only requests that ask for log-probabilities are in here."""
+    """Log-probabilities by slot; only requests that ask for log-probabilities are in here."""
 
     def __init__(self, mode: str, vocab_size: int, device: torch.device) -> None:
         self.reports_logits = mode in ("raw_logits", "processed_logits")
@@ -69,7 +69,7 @@ class StepLogprobs:
         logits: torch.Tensor,  # [n, V] fp32
         is_new: torch.Tensor | None,  # [n] bool, the others keep what they have; None: all are
     ) -> None:
-        """For canvases whose first token is known, and no later forward says how probable it is."""
+        """Keeps the logits of a known first token: no later forward says how probable it is."""
         for i, slot in enumerate(slots):
             if slot in self._requests:
                 before = self._seeds.get(slot)

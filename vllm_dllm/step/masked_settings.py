@@ -16,7 +16,7 @@ _EVEN_SHARE = 0
 
 
 class _Settings(NamedTuple):
-    """Of a request, in the order of the device's table."""
+    """The numbers of a request, in the order of the device's table."""
 
     temperature: float
     is_greedy: float  # 1 = the candidates are the most probable tokens
@@ -29,7 +29,7 @@ class _Settings(NamedTuple):
 
 
 class MaskedStepSettings(NamedTuple):
-    """Of the n canvases of a step, each [n]."""
+    """The settings of a step's n canvases, each [n]."""
 
     temperature: torch.Tensor  # fp32
     is_greedy: torch.Tensor  # bool
@@ -61,7 +61,7 @@ class MaskedStepSettings(NamedTuple):
 
 
 class MaskedSlotSettings:
-    """Of every slot."""
+    """The settings of every slot."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class DiffusionModelState(ModelState):
         with kept_asleep(self.model_config):
             step = self.step_cls(self.vllm_config, self.model, sampler, self.device)
         self.step = step
-        self.model.hands_on_hidden_states = lambda: step.reads_hidden_states
+        self.model.sampler_reads_hidden_states = lambda: step.reads_hidden_states
         max_rows = min(self.max_num_tokens, self.max_num_reqs * step.canvas_length)
         return DiffusionSampler(step, max_rows), None
 

@@ -16,7 +16,7 @@ from vllm_dllm.step.trace import CanvasTrace
 
 
 class CanvasObservers:
-    """By slot; only requests whose client watches are in here."""
+    """Watchers by slot; only requests whose client watches are in here."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from vllm_dllm.step.slots import CanvasSlots, Index
 
 
 class Expected(NamedTuple):
-    """Of n blocks, NO_TOKEN where nothing is expected."""
+    """What is expected of n blocks, NO_TOKEN where nothing is expected."""
 
     canvas: torch.Tensor  # [n, C] int64, what they start from
     guess: torch.Tensor  # [n, C] int64, what they may be found to be
@@ -44,7 +44,7 @@ class Expected(NamedTuple):
         return torch.where(self.guess == NO_TOKEN, guess, self.guess)
 
     def in_rows(self, rows: torch.Tensor, count: int) -> "Expected":
-        """Of `count` blocks, these being those of `rows`, and nothing of the others."""
+        """The same of `count` blocks: these in `rows`, nothing in the others."""
         nothing = self.canvas.new_full((count, self.canvas.shape[1]), NO_TOKEN)
         return Expected(*(nothing.index_copy(0, rows, of_rows) for of_rows in self))
 
@@ -57,7 +57,7 @@ class Predicted(NamedTuple):
 
 
 class Predictions:
-    """By slot; only requests with a prediction cost anything."""
+    """Predictions by slot; only requests with a prediction cost anything."""
 
     def __init__(self, slots: CanvasSlots, req_states: RequestState) -> None:
         self._slots, self._req_states = slots, req_states
@@ -111,7 +111,7 @@ class Predictions:
         blocks: torch.Tensor,  # [n, C] int64
         emitted: torch.Tensor,  # [n] int64, tokens of the blocks that are the answers' now
     ) -> Expected:
-        """Of the n blocks behind these, if they have ended."""
+        """What is expected of the n blocks behind these, if they have ended."""
         rows, slots = predicted
         before, count = self._position[slots], emitted[rows]
         after = follow(self._tokens[slots], before, blocks[rows], count)
@@ -148,18 +148,19 @@ class Predictions:
         )
 
     def _expected(self, idx: Index) -> Expected:
-        """From where the answers of these slots are now."""
+        """What is expected from where the answers of these slots are now."""
         return self._expected_at(idx, next_places(self._position[idx], self._slots.canvas.shape[1]))
 
     def _expected_at(self, idx: Index, places: torch.Tensor) -> Expected:
-        """Of canvases that hold the tokens at `places` [k, C] of their predictions."""
+        """What is expected of canvases that hold the tokens at `places` [k, C] of their
+        predictions."""
         length = self._length[idx]
         tokens = tokens_at(self._tokens[idx], places)
         guess = ended_with(self._slots.stop_tokens[idx, 0], tokens, places, length)
         return Expected(torch.where(places == length[:, None], guess, tokens), guess)
 
     def _follow_emitted(self, idx: slice, request: NewRequest) -> None:
-        """After a preemption: block by block, as it was followed before."""
+        """Follows an answer again after a preemption, block by block as before."""
         width = request.options.canvas_length or self._slots.canvas.shape[1]
         answers = self._req_states.all_token_ids.gpu[idx]
         for begin in range(request.prompt_len, request.prefill_len, width):

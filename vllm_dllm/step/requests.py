@@ -74,7 +74,7 @@ class StepRequests:
         )
 
     def add(self, slot: int, params: SamplingParams) -> None:
-        """Of a new request, or one that comes back after a preemption."""
+        """Takes a new request, or one that comes back after a preemption."""
         options = RequestOptions.from_sampling_params(params, self.extension.defaults)
         self.prefills_emitted_tokens = options.joins_commits
         self.are_counted = options.is_counted

@@ -6,11 +6,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
-
-ILLEGAL_LOGIT = 2 * MASKED_LOGIT
-"""Of what a grammar excludes: below what sampling parameters exclude, so that candidates are legal
-where those leave nothing legal."""
+from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT
 
 
 class RowMasks(NamedTuple):

@@ -76,7 +76,7 @@ class DeviceRuleTokens(NamedTuple):
 
 
 def copy_to(device: torch.device, requests: Sequence[RuleTokens]) -> Iterator[DeviceRuleTokens]:
-    """Of each of the requests, at least one."""
+    """Copies the tokens of each request; there is at least one."""
     arrays = [tokens.arrays() for tokens in requests]
     flat = [array for of_request in arrays for array in of_request]
     copied = async_tensor_h2d(np.concatenate(flat), device=device)

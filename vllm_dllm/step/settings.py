@@ -20,7 +20,7 @@ _NONE_A_STEP = 0
 
 
 class Settings(NamedTuple):
-    """Of a request, in the order of the device's table."""
+    """The numbers of a request, in the order of the device's table."""
 
     t_min: float
     t_span: float  # t_max - t_min
@@ -36,7 +36,8 @@ class Settings(NamedTuple):
 
 
 class StepSettings(NamedTuple):
-    """Of the n canvases of a step: numbers if all have the server's settings, else tensors [n]."""
+    """The settings of a step's n canvases: numbers if all have the server's settings, else tensors
+    [n]."""
 
     t_min: float | torch.Tensor
     t_span: float | torch.Tensor
@@ -48,7 +49,7 @@ class StepSettings(NamedTuple):
 
 
 class SlotSettings:
-    """Of every slot, and which slots have others than the server's."""
+    """The settings of every slot, and which slots have others than the server's."""
 
     def __init__(
         self,
@@ -193,7 +194,7 @@ def write_rows_(
     table: torch.Tensor,  # [slots, k] fp32
     rows: Mapping[int, Sequence[float]],  # by slot, k values each
 ) -> None:
-    """Without waiting for the device."""
+    """Writes rows without waiting for the device."""
     slots = np.fromiter(rows, dtype=np.int64)
     values = np.array(list(rows.values()), dtype=np.float32)
     table[async_tensor_h2d(slots, device=table.device)] = async_tensor_h2d(

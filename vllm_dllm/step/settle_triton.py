@@ -16,7 +16,7 @@ import triton.language as tl
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.noise import StepNoise
 from vllm_dllm.denoise.row_stats import RowStats
-from vllm_dllm.requests.ends import EVERY_BLOCK, MAX_STOP_TOKENS
+from vllm_dllm.requests.ends import EVERY_BLOCK, MAX_FORESEEN_STOPS
 from vllm_dllm.requests.options import WIDTH_STEP
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.settings import Settings, SlotSettings
@@ -34,7 +34,7 @@ class Emits(NamedTuple):
 
 
 class PlainSettled(NamedTuple):
-    """Of n canvases, beside what is in their slots."""
+    """What became of n canvases, beside what is in their slots."""
 
     best_guess: torch.Tensor  # [n, C] int32
     emitted: torch.Tensor  # [n] int32, tokens of it that are the answer's from now on
@@ -155,7 +155,7 @@ _IS_GREEDY = tl.constexpr(Settings._fields.index("is_greedy"))
 _ANSWER_ONLY = tl.constexpr(Settings._fields.index("judges_answer_only"))
 _LOAD_STAGES = tl.constexpr(Settings._fields.index("load_stages"))
 _SETTINGS = tl.constexpr(len(Settings._fields))
-_MAX_STOPS = tl.constexpr(MAX_STOP_TOKENS)
+_MAX_STOPS = tl.constexpr(MAX_FORESEEN_STOPS)
 _WIDTH_STEP = tl.constexpr(WIDTH_STEP)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _EVERY_BLOCK = tl.constexpr(EVERY_BLOCK)
@@ -163,7 +163,7 @@ _EVERY_BLOCK = tl.constexpr(EVERY_BLOCK)
 
 @triton.jit
 def _mean(nats, places):
-    """Of those places, as in `convergence.is_confident`."""
+    """The mean over those places, as in `convergence.is_confident`."""
     count = tl.sum(places.to(tl.int32), 0).to(tl.float64)
     return tl.sum(tl.where(places, nats, 0.0).to(tl.float64), 0) / count
 

@@ -13,7 +13,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.requests.ends import MAX_STOP_TOKENS, NEVER
+from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS, NEVER
 
 _PROGRESS = ("numbers", "tokens", "canvas", "soft_embeds", "pinned", "revealed")
 
@@ -31,7 +31,7 @@ def index_of(rows: np.ndarray, on_device: torch.Tensor) -> Index:
 
 
 class SlotNumbers(NamedTuple):
-    """Of n slots, each [n] int64. A step changes the first three."""
+    """The numbers of n slots, each [n] int64. A step changes the first three."""
 
     steps_done: torch.Tensor  # denoising steps taken on the current canvas
     is_committing: torch.Tensor  # 1 = the next forward commits the canvas, 0 = it denoises
@@ -48,7 +48,7 @@ _COLUMN = {name: i for i, name in enumerate(SlotNumbers._fields)}
 
 
 class SlotTokens(NamedTuple):
-    """Of n slots."""
+    """The tokens of n slots."""
 
     best_guess: torch.Tensor  # [n, C] int64, last step's: what a commit of its own emits
     first_canvas: torch.Tensor  # [n, C] int64, the caller's tokens at pinned positions
@@ -80,10 +80,10 @@ class CanvasSlots:
         self.soft_embeds = zeros(R, C, hidden_size, dtype=dtype)
         self.pinned = zeros(R, C, dtype=torch.bool)  # positions held at `first_canvas`
         self.revealed = zeros(R, C, dtype=torch.bool)  # positions that are revealed for good
-        self.stop_tokens = zeros(R, MAX_STOP_TOKENS, dtype=torch.int64)
+        self.stop_tokens = zeros(R, MAX_FORESEEN_STOPS, dtype=torch.int64)
         self.host_numbers = np.zeros((R, len(SlotNumbers._fields)), dtype=np.int64)
         self.num_stops = np.zeros(R, dtype=np.int64)
-        self._host_stops = np.zeros((R, MAX_STOP_TOKENS), dtype=np.int64)
+        self._host_stops = np.zeros((R, MAX_FORESEEN_STOPS), dtype=np.int64)
         self._added: list[int] = []
 
     def add(
@@ -93,7 +93,7 @@ class CanvasSlots:
         seed: int,
         num_steps: int,
         end: int,
-        stop_tokens: list[int],  # at most MAX_STOP_TOKENS
+        stop_tokens: list[int],  # at most MAX_FORESEEN_STOPS
         width: int,
         fitted_end: int,
         symmetric_window: bool,

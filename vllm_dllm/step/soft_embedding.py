@@ -24,7 +24,8 @@ LOG_SECONDS = 10.0
 
 
 class RunningEmbedding(Protocol):
-    """Of rows whose logits come tile by tile, a tile of this rank's vocabulary after the other."""
+    """The expected embedding of rows whose logits come tile by tile, a tile of this rank's
+    vocabulary after the other."""
 
     def add(
         self,

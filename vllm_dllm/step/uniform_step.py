@@ -21,7 +21,7 @@ from vllm_dllm.denoise.temperature import temperature
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
 from vllm_dllm.step.canvas_step import CanvasStep
-from vllm_dllm.step.counted import to_host
+from vllm_dllm.step.counted import numbers_on_host
 from vllm_dllm.step.grammars import Legal
 from vllm_dllm.step.load import LoadStages
 from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
@@ -133,7 +133,7 @@ class UniformStep(CanvasStep):
         store_soft_embeds(soft_rows, settled, batch, slots)
         requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
         if requests.are_counted:
-            self._numbers = to_host(batch, NAMES, settled.counted)
+            self._numbers = numbers_on_host(batch, NAMES, settled.counted)
         return Advanced(settled.best_guess, settled.emitted, settled.rejected, logprobs)
 
     def _fused_draws(self, batch: CanvasBatch, block_ends: torch.Tensor) -> "StepDraws":

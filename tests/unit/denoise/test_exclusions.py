@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from vllm_dllm.denoise.bad_words import BadWords
-from vllm_dllm.denoise.logit_rules import (
-    LEFT_OUT,
-    CanvasRules,
-    LogitRules,
-    Penalties,
-    exclude_below_min_p_,
-)
+from vllm_dllm.denoise.impossible import LEFT_OUT
+from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.vocab_stream import join_blocks, read_blocks
 

@@ -8,13 +8,8 @@ import torch
 from tests import tolerances
 from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.logit_rules import (
-    LEFT_OUT,
-    MASKED_LOGIT,
-    LogitRules,
-    Penalties,
-    exclude_below_min_p_,
-)
+from vllm_dllm.denoise.impossible import LEFT_OUT, MASKED_LOGIT
+from vllm_dllm.denoise.logit_rules import LogitRules, Penalties, exclude_below_min_p_
 
 pytestmark = pytest.mark.numerics
 

@@ -27,7 +27,7 @@ from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.step import (
     AnswerOnly,
     CanvasState,
-    Constrained,
+    LegalPaths,
     StepRules,
     denoise_step,
 )
@@ -315,7 +315,7 @@ def test_what_is_forced_is_no_sign_of_certainty() -> None:
     )
     state = not_repeated(torch.full((2, 4), NO_TOKEN))
     forced = torch.tensor([[False, False, True, False], [False] * 4])
-    constrained = Constrained(torch.tensor([True, False]), forced, torch.zeros(2, 4).bool())
+    constrained = LegalPaths(torch.tensor([True, False]), forced, torch.zeros(2, 4).bool())
     noise, rules = torch.full((2, 4), 77), StepRules(0.1, 0.005, 1)
     outcome = denoise_step(stats, None, state, noise, rules, constrained=constrained)
     # 0.05 and 0.06 nats are before position 1's 2.0: too many. The forced one goes with it.
@@ -328,7 +328,7 @@ def test_what_follows_the_end_is_as_good_as_decided() -> None:
     stats = RowStats(best, best, torch.tensor([[0.01, 0.0, 0.9, 0.9]] * 2), torch.zeros(2, 4))
     state = not_repeated(torch.tensor([[5, 9, 4, 4]] * 2), steps_done=1)
     free = torch.tensor([[False, False, True, True], [False] * 4])
-    constrained = Constrained(torch.tensor([True, False]), torch.zeros(2, 4).bool(), free)
+    constrained = LegalPaths(torch.tensor([True, False]), torch.zeros(2, 4).bool(), free)
     rules = StepRules(0.1, 0.005, 1)
     outcome = denoise_step(stats, None, state, best, rules, constrained=constrained)
     assert outcome.finished.tolist() == [True, False]
@@ -341,7 +341,7 @@ def test_a_canvas_with_a_grammar_comes_to_rest() -> None:
     best = torch.tensor([[5, 9, 3, 3]] * 4)
     stats = RowStats(best, best, torch.full((4, 4), 0.9), torch.zeros(4, 4))
     nowhere = torch.zeros(4, 4).bool()
-    constrained = Constrained(torch.tensor([True, False, True, True]), nowhere, nowhere)
+    constrained = LegalPaths(torch.tensor([True, False, True, True]), nowhere, nowhere)
     rules = StepRules(0.1, 0.005, torch.tensor([1, 1, 1, AT_REST + 2]))
     rule = reveal_rule(2.0, 1, nowhere, n=4)
     rule = rule._replace(is_chosen=torch.tensor([False, False, True, False]))
@@ -366,7 +366,7 @@ def test_a_revealed_token_that_a_grammar_rejects_is_hidden_again() -> None:
     state = not_repeated(torch.full((2, 3), NO_TOKEN), num_steps=9)
     revealed = torch.tensor([[True, True, False]] * 2)  # all 50
     nowhere = torch.zeros(2, 3).bool()
-    constrained = Constrained(torch.tensor([True, False]), nowhere, nowhere)
+    constrained = LegalPaths(torch.tensor([True, False]), nowhere, nowhere)
     rule = reveal_rule(2.0, 1, revealed, n=2)
     noise, rules = torch.full((2, 3), 77), StepRules(0.1, 0.005, 1)
     outcome = denoise_step(stats, None, state, noise, rules, rule, constrained=constrained)

@@ -7,7 +7,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.utils import check_stop
 
-from vllm_dllm.requests.ends import MAX_STOP_TOKENS, NEVER, is_last_block, stop_tokens
+from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS, NEVER, is_last_block, stop_tokens
 
 VOCABULARY, WIDTH, MAX_MODEL_LEN = 12, 6, 40
 
@@ -67,7 +67,7 @@ def test_agrees_with_the_scheduler() -> None:
     assert 50 < sum(expected) < len(expected) - 50
 
 
-@pytest.mark.parametrize("count", [MAX_STOP_TOKENS, MAX_STOP_TOKENS + 1])
+@pytest.mark.parametrize("count", [MAX_FORESEEN_STOPS, MAX_FORESEEN_STOPS + 1])
 def test_a_request_with_too_many_stop_tokens_is_not_foreseen_to_stop(count: int) -> None:
     tokens = stop_tokens(SamplingParams(stop_token_ids=list(range(count))))
-    assert tokens == (list(range(count)) if count <= MAX_STOP_TOKENS else [])
+    assert tokens == (list(range(count)) if count <= MAX_FORESEEN_STOPS else [])

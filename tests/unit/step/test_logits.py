@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from tests import tolerances
-from vllm_dllm.denoise.bad_words import BAD_WORD_LOGIT, BadWords
+from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.impossible import BAD_WORD_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules
 from vllm_dllm.models import vocabulary
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_dllm.denoise.logit_rules import MASKED_LOGIT
-from vllm_dllm.step.row_masks import ILLEGAL_LOGIT, RowMasks
+from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT, MASKED_LOGIT
+from vllm_dllm.step.row_masks import RowMasks
 
 L, V = 7, 101
 
