@@ -61,5 +61,6 @@ class Advanced(NamedTuple):
 
     best_guess: torch.Tensor  # [n, C] int
     emitted: torch.Tensor  # [n] int, tokens of it that are the answer's from now on
-    rejected: torch.Tensor  # [n] int, tokens that later steps compute again
+    rejected: torch.Tensor  # [n] int, tokens that later steps compute again; the batch's `lengths`
+    # themselves if no block is committed
     logprobs: LogprobsTensors | None  # of the emitted tokens

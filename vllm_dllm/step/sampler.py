@@ -91,8 +91,8 @@ class DiffusionSampler:
             everyone = column.new_zeros(num_reqs, *column.shape[1:])
             return everyone.index_copy_(0, batch.requests, column)
 
-        if recomputed is not None and not self.prefills_emitted_tokens:
-            # A commit computes its whole block for good.
+        if recomputed is not None and rejected is not batch.lengths:
+            # Blocks that are committed are computed for good, all of them.
             recomputed = recomputed.masked_fill(spread(rejected == 0), 0)
         rejected = spread(rejected)
         if recomputed is not None:
