@@ -4,18 +4,16 @@ Each checkpoint gets its own `vllm serve`, one after the other; lm-evaluation-ha
 tasks' prompts over HTTP, like any client.
 """
 
-import os
+import functools
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lm_eval.api.task import Task
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate import report
@@ -25,7 +23,8 @@ from vllm_dllm.tools.evaluate.report import Row
 from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics, read_weight_bytes
 from vllm_dllm.tools.evaluate.serving import quiet, serve_options, served
 from vllm_dllm.tools.evaluate.tasks import load_tasks
-from vllm_dllm.tools.server_process import HOST, check_checkpoint
+from vllm_dllm.tools.progress import progress_bars
+from vllm_dllm.tools.server_process import check_checkpoint
 
 __all__ = ["Settings", "run"]
 
@@ -62,7 +61,6 @@ def run(checkpoints: Sequence[Path], **options: Any) -> None:
     _check(checkpoints, settings)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-eval-"))
-    os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
     with quiet(logs / "lm_eval.log"):
         tasks = load_tasks(settings.tasks or [HELD_OUT], settings.data)
         settings = replace(settings, serve_options=serve_options(tasks, settings.serve_options))
@@ -101,7 +99,9 @@ def _evaluate_checkpoint(
         weight_bytes = read_weight_bytes(port)
         for name, task in tasks.items():
             before = read_metrics(port)
-            with _progress(console, name, task, settings.limit) as on_answer:
+            with progress_bars(console) as progress:
+                num_prompts = min(len(task.eval_docs), settings.limit or len(task.eval_docs))
+                bar = progress.add_task(name, total=num_prompts)
                 outcome = evaluate(
                     task,
                     str(checkpoint),
@@ -110,21 +110,8 @@ def _evaluate_checkpoint(
                     concurrency=settings.concurrency,
                     limit=settings.limit,
                     log=logs / "lm_eval.log",
-                    on_answer=on_answer,
+                    on_answer=functools.partial(progress.advance, bar),
                 )
             console.print(f"{name}: {outcome.num_prompts} prompts, {outcome.seconds:.0f} s")
             done = Counters.since(before, port)
             yield from report.rows(checkpoint, name, outcome, done, weight_bytes)
-
-
-@contextmanager
-def _progress(
-    console: Console, name: str, task: Task, limit: int | None
-) -> Iterator[Callable[[], None]]:
-    """Gives a function that counts one more answer, if the output is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    total = min(len(task.eval_docs), limit or len(task.eval_docs))
-    terminal = console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not terminal) as progress:
-        bar = progress.add_task(name, total=total)
-        yield lambda: progress.advance(bar)

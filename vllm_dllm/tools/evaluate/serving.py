@@ -1,6 +1,7 @@
 """A server for tasks: its options, its life, and quiet libraries meanwhile."""
 
 import logging
+import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from vllm_dllm.tools.evaluate.server_numbers import ENVIRONMENT, OPTIONS, warm_u
 from vllm_dllm.tools.evaluate.tasks import longest_answer
 from vllm_dllm.tools.server_process import (
     ENDING_SECONDS,
+    HOST,
     Server,
     choose_port,
     serve_command,
@@ -61,6 +63,8 @@ def served(checkpoint: Path, options: Sequence[str], console: Console, logs: Pat
     Raises:
         ServerError: it did not start, or has ended. The message says why and what to do.
     """
+    # The harness would ask a proxy, if the environment names one.
+    os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
     port = choose_port(None)
     log = logs / f"{checkpoint.resolve().name}-{port}.log"
     console.print(f"Serving {checkpoint}, log: {log}", soft_wrap=True)

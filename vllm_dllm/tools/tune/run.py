@@ -1,6 +1,5 @@
 """One run of `vllm-dllm tune`, from the checks to the files."""
 
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 import optuna
 from lm_eval.api.task import Task
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
@@ -20,7 +18,8 @@ from vllm_dllm.tools.evaluate.report import machine, sha256_sums
 from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics
 from vllm_dllm.tools.evaluate.serving import quiet, serve_options, served
 from vllm_dllm.tools.evaluate.tasks import load_tasks
-from vllm_dllm.tools.server_process import HOST, check_checkpoint
+from vllm_dllm.tools.progress import progress_bars
+from vllm_dllm.tools.server_process import check_checkpoint
 from vllm_dllm.tools.tune import report
 from vllm_dllm.tools.tune.plot import plot
 from vllm_dllm.tools.tune.report import Confirmed, choose
@@ -72,7 +71,6 @@ def run(checkpoint: Path, **options: Any) -> None:
     resumable.is_resumed(partial, identity, "checkpoint, task or options")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-tune-"))
-    os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with quiet(logs / "lm_eval.log"):
         task = _load(settings)
@@ -181,14 +179,7 @@ def _search_and_confirm(
         )
         progress.update(bar, completed=tried.number + 1)
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
+    with progress_bars(console) as progress:
         bar = progress.add_task("trials", total=settings.trials)
         tried = search(
             partial / TRIALS_FILE,
