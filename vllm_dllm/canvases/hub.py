@@ -56,7 +56,7 @@ class Feed:
 
 
 class CanvasHub:
-    """Listens from the first feed on."""
+    """One socket for all feeds; it listens from the first one on."""
 
     def __init__(self, folder: Path) -> None:
         self._name = new_name()
@@ -70,7 +70,7 @@ class CanvasHub:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Feed]:
-        """A feed of its own for one request."""
+        """Gives one request a feed of its own."""
         if self._reader is None:
             self._reader = asyncio.create_task(self._read(self._listen()))
         topic = new_name()

@@ -94,7 +94,7 @@ class Interleaved:
 
 
 def _find_done(events: bytes) -> int | None:
-    """Where the event begins that ends the stream."""
+    """Finds where the event begins that ends the stream."""
     if events.startswith(DONE):
         return 0
     found = events.find(_END + DONE)

@@ -116,7 +116,7 @@ async def _read_body(receive: Receive) -> bytes | None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """`body` in one piece, then what else comes: that the client has left."""
+    """Gives `body` in one piece, then what else comes: that the client has left."""
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

@@ -4,7 +4,7 @@ from typing import Any
 
 
 class TokenTexts:
-    """Special tokens say nothing. Part of a character is U+FFFD."""
+    """Decodes tokens. Special ones say nothing; part of a character is U+FFFD."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -15,7 +15,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class RefusedError(ValueError):
-    """Answered with HTTP 400."""
+    """A request that is answered with HTTP 400."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Watched:
     headers: Headers  # with the name that the id is made of
 
     def body_for(self, feed: str) -> bytes:
-        """What the engine is asked: the same, but for where the canvases go."""
+        """Makes what the engine is asked: the same, but for where the canvases go."""
         extra = {k: v for k, v in self.body["vllm_xargs"].items() if k != STREAM_CANVASES}
         return json.dumps(self.body | {"vllm_xargs": extra | {FEED: feed}}).encode()
 
@@ -35,8 +35,8 @@ class Watched:
 def read_request(
     path: str, headers: Headers, body: bytes, new_id: Callable[[], str] = lambda: uuid.uuid4().hex
 ) -> Watched | None:
-    """None: a request like any other, or one that vLLM complains about better. Raises
-    RefusedError."""
+    """Finds out whether a request asks for canvases. None: it is like any other, or vLLM has the
+    better complaint. Raises RefusedError."""
     if STREAM_CANVASES.encode() not in body:
         return None
     try:

@@ -32,8 +32,8 @@ LINEAR = torch.nn.Linear(1, 1, device="meta")
 def adapt(
     config: QuantizationConfig | None, text_config: PretrainedConfig
 ) -> QuantizationConfig | None:
-    """`config` as DiffusionGemma needs it. On GPUs, methods other than compressed-tensors are
-    returned unchanged, with a warning.
+    """Changes `config` as DiffusionGemma needs it. On GPUs, methods other than compressed-tensors
+    are returned unchanged, with a warning.
 
     Raises:
         ValueError: a layer's scheme cannot be served.
@@ -53,7 +53,8 @@ def adapt(
 
 
 def adapt_masked(config: QuantizationConfig | None) -> QuantizationConfig | None:
-    """`config` as a masked model needs it: what is not of compressed-tensors is vLLM's alone."""
+    """Changes `config` as a masked model needs it: what is not of compressed-tensors is vLLM's
+    alone."""
     if not isinstance(config, CompressedTensorsConfig):
         return config
     return _copy(config, CompressedTensorsOfOurs)
@@ -110,7 +111,7 @@ class CompressedTensorsOfOurs(CompressedTensorsConfig):
 
 
 class ServedCompressedTensors(CompressedTensorsOfOurs):
-    """DiffusionGemma's, all of whose layers are known here."""
+    """The configuration of DiffusionGemma, all of whose layers are known here."""
 
     def check(self, text_config: PretrainedConfig) -> None:
         """Raises ValueError, naming a layer, for a scheme in use that cannot be served. Logs how

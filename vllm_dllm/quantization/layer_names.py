@@ -18,7 +18,7 @@ IN_VLLM, IN_CHECKPOINT = "model.", "model.decoder."
 
 
 def linears(text_config: PretrainedConfig) -> Iterator[str]:
-    """Linears of the text model that may be quantised, expert by expert, named from `layers.`."""
+    """Names the text model's linears that may be quantised, expert by expert, from `layers.` on."""
     for i, layer_type in enumerate(text_config.layer_types):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             if name != "v_proj" or layer_type != "full_attention":
@@ -44,7 +44,7 @@ def write_out(config: CompressedTensorsConfig, text_config: PretrainedConfig) ->
 
 
 def _missing(patterns: list[str], names: list[str], values: list[str]) -> Iterator[str]:
-    """vLLM's names of layers that the patterns mean but do not match."""
+    """Gives vLLM's names of layers that the patterns mean but do not match."""
     compiled = [re.compile(p.removeprefix("re:")) for p in patterns if p.startswith("re:")]
     in_full = set(patterns)
 

@@ -14,8 +14,9 @@ KINDS = {
 
 
 def complaint(kind: str, tensor: torch.Tensor) -> str | None:
-    """What is wrong with the values of a tensor of this kind: all scales must be positive numbers,
-    those of groups (e4m3) too. None for tensors that are not scales, and on the meta device."""
+    """Says what is wrong with the values of a tensor of this kind: all scales must be positive
+    numbers, those of groups (e4m3) too. None for tensors that are not scales, and on the meta
+    device."""
     if kind not in KINDS or tensor.is_meta or not tensor.is_floating_point():
         return None
     values = tensor.float()

@@ -26,7 +26,7 @@ class Scheme(Enum):
 
 
 def recognize(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
-    """The scheme of a layer, from vLLM's dictionary.
+    """Recognizes the scheme of a layer in vLLM's dictionary.
 
     Raises:
         ValueError: it cannot be served, on a CPU or at all.
@@ -76,7 +76,7 @@ def check_method(layer: str, method: str, has_zero_points: bool, on_cpu: bool) -
 
 
 def describe(scheme: dict[str, Any]) -> str:
-    """A scheme in words, from vLLM's dictionary."""
+    """Says a scheme of vLLM's dictionary in words."""
     parts = [
         f"{args.num_bits}-bit {args.type} {name}, a scale per {args.strategy}"
         for name, args in (

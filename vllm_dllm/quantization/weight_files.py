@@ -32,8 +32,8 @@ class TensorInfo:
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[Any]:
-    """safetensors' reader for one file. Errors name the file and, if it was cut short, the first
-    tensor it lacks."""
+    """Opens safetensors' reader for one file. Errors name the file and, if it was cut short, the
+    first tensor it lacks."""
     try:
         with safe_open(path, "pt") as file:
             yield file
@@ -45,8 +45,8 @@ def open_shard(path: Path) -> Iterator[Any]:
 
 
 def _cut(path: Path) -> str | None:
-    """Where a file was cut short, according to its header, which comes first and says where each
-    tensor is. None if the header itself is incomplete.
+    """Says where a file was cut short, according to its header, which comes first and says where
+    each tensor is. None if the header itself is incomplete.
 
     https://huggingface.co/docs/safetensors, "Format": 8 bytes for the header's length, the header,
     and the tensors at `data_offsets` from its end.
@@ -70,7 +70,7 @@ def _cut(path: Path) -> str | None:
 
 
 def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
-    """File name -> tensor name -> shape and type, for a checkpoint of any types.
+    """Reads, file by file, each tensor's shape and type, whatever types a checkpoint has.
 
     Raises InputError, naming the file, if one is missing, cut short or from another checkpoint.
     """

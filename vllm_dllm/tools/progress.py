@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bars(console: Console | None = None) -> Progress:
-    """Bars, one line per task: what it does, a bar, parts done of all, time left.
+    """Makes one line per task: what it does, a bar, parts done of all, time left.
 
     They stay on stderr; with a `console`, they are on it while they move, if it is a terminal.
     """

@@ -18,7 +18,8 @@ Row = tuple[str, dict[str, Any]]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All lines that are not empty. Raises InputError, naming the line, if one is no prompt."""
+    """Reads all lines that are not empty. Raises InputError, naming the line, if one is no
+    prompt."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -41,7 +42,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def encode_rows(rows: Sequence[Row], model: Path, room: int, remedy: str) -> list[list[int]]:
-    """Token ids of each row, by the tokenizer of `model`.
+    """Gives the token ids of each row, by the tokenizer of `model`.
 
     Raises InputError for a row of more than `room` tokens; `remedy` says why, and what to do.
     """

@@ -20,7 +20,7 @@ _UNFINISHED = ".tmp"
 
 
 def partial_folder(out: Path) -> Path:
-    """OUT.partial. Raises InputError if OUT already exists and is finished."""
+    """Names OUT.partial. Raises InputError if OUT already exists and is finished."""
     if out.exists() and not (out / RUN_FILE).exists():
         raise _exists(out)
     return out.with_name(out.name + ".partial")
@@ -31,7 +31,7 @@ def _exists(out: Path) -> InputError:
 
 
 def file_marks(files: Iterable[Path]) -> list[list[Any]]:
-    """Name, size and time of each file: tells weights apart without reading them."""
+    """Gives name, size and time of each file, which tell weights apart without reading them."""
     return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
@@ -40,7 +40,7 @@ def digest(content: object) -> str:
 
 
 def is_resumed(partial: Path, run: dict[str, Any], what: str) -> bool:
-    """Whether the same run left `partial`. Writes nothing.
+    """Says whether the same run left `partial`. Writes nothing.
 
     run: identifies the run, and can be stored as JSON. Raises InputError if another run left
     `partial`; its message says that they differ in `what`.
@@ -75,8 +75,8 @@ def finish(partial: Path, out: Path, working: Iterable[str] = ()) -> None:
 
 
 def is_finished(out: Path, run: dict[str, Any], working: Iterable[str] = ()) -> bool:
-    """Whether the same run made `out` and was stopped in `finish`; if so, completes that. Raises
-    InputError if another run made `out`."""
+    """Says whether the same run made `out` and was stopped in `finish`; if so, completes that.
+    Raises InputError if another run made `out`."""
     if not out.exists():
         return False
     if not _is_of(run, out):

@@ -28,14 +28,14 @@ class Scrape:
         )
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Totals by the values of a label, in the server's order."""
+        """Adds up by the values of a label, in the server's order."""
         found: dict[str, float] = {}
         for labels, value in self.samples.get(name, ()):
             found[labels[label]] = found.get(labels[label], 0.0) + value
         return found
 
     def is_behind(self, earlier: "Scrape") -> bool:
-        """Whether the server was started anew since then."""
+        """Says whether the server was started anew since then."""
         name = "vllm_dllm:forwards_total"
         return self.total(name) < earlier.total(name)
 
@@ -52,7 +52,7 @@ class Change:
         return self.now.total(name, **labels) - before
 
     def ratio(self, name: str, per: str) -> float | None:
-        """None: nothing to divide by."""
+        """Divides two changes; None if there is nothing to divide by."""
         whole = self.of(per)
         return self.of(name) / whole if whole else None
 
@@ -72,7 +72,7 @@ class Change:
 
 
 def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
-    """Raises InputError if no server at `url` answers with metrics in that time."""
+    """Reads a server's metrics. Raises InputError if none at `url` answers with them in time."""
     text = _get(url, timeout_s)
     samples: dict[str, list[tuple[Labels, float]]] = {}
     try:
@@ -85,7 +85,7 @@ def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
 
 
 def read(url: str) -> Scrape:
-    """Raises InputError if there is no server at `url`, or none whose canvases are counted."""
+    """Reads a diffusion server's metrics. Raises InputError if there is none at `url`."""
     found = scrape(url)
     samples = found.samples
     if not any(name.startswith("vllm:") for name in samples):

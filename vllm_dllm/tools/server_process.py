@@ -27,7 +27,7 @@ class ServerError(Exception):
 
 
 def serve_command(checkpoint: Path, port: int, *options: str) -> list[str]:
-    """`vllm serve` with this interpreter, for this machine only."""
+    """Makes a command: `vllm serve` with this interpreter, for this machine only."""
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
     return [*command, "--host", HOST, "--port", str(port), *options]
 
@@ -45,7 +45,7 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def choose_port(wanted: int | None) -> int:
-    """`wanted` if nothing listens there, else a ServerError. None: any free port."""
+    """Gives `wanted`, or any free port for None. Raises ServerError if something listens there."""
     with socket.socket() as probe:
         # As the server will: a port whose connections are merely closing counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,7 +60,7 @@ def choose_port(wanted: int | None) -> int:
 
 
 class Server:
-    """Starts on entering the block, answers after `wait_until_ready`, is gone after the block.
+    """A server that starts with its block, answers after `wait_until_ready` and ends with it.
 
     It runs in its own process group, so that Ctrl-C reaches only the program that uses it, and
     stopping it also stops the engine processes it started.
@@ -112,8 +112,8 @@ class Server:
             os.killpg(self._process.pid, number)
 
     def wait_until_ready(self, waiting: Callable[[float], None]) -> float:
-        """Seconds until the server answered; calls `waiting(seconds so far)` several times a
-        second. Raises ServerError if the server ends."""
+        """Gives the seconds until the server answered; calls `waiting(seconds so far)` several
+        times a second. Raises ServerError if the server ends."""
         start = time.monotonic()
         while not self._is_healthy():
             self.check_alive()
@@ -132,7 +132,7 @@ class Server:
             raise ServerError(f"the server {ended}. From its log, {self.log}:\n\n{self._excerpt()}")
 
     def _excerpt(self) -> str:
-        """The first errors of the log, and its end: vLLM names the cause well before the end."""
+        """Takes the log's first errors and its end: vLLM names the cause well before the end."""
         lines = self.log.read_text(errors="replace").splitlines()
         before, end = lines[:-LAST_LINES], lines[-LAST_LINES:]
         errors = [line for line in before if re.search(r"\b\w+(Error|Exception): ", line)]

@@ -115,7 +115,7 @@ def int4_experts(
 
 
 def _like_x(x: torch.Tensor, *args: object) -> torch.Tensor:
-    """What the compiler needs to know about the operations."""
+    """Tells the compiler what it needs to know about the operations."""
     return torch.empty_like(x)
 
 

@@ -12,7 +12,7 @@ _SIGN_EXPONENT_MANTISSA = -0x8000 | 0x3F80  # as int16: bit 15, and bits 13 to 7
 
 
 def quantize(x: torch.Tensor) -> Scaled:
-    """x [n, K], each row scaled so that its largest magnitude becomes e4m3's largest."""
+    """Scales each row of x [n, K] so that its largest magnitude becomes e4m3's largest."""
     x = x.float()
     scale = (x.abs().amax(dim=-1, keepdim=True) / MAX).clamp_(min=MIN_SCALE)
     return Scaled(values((x / scale).clamp_(-MAX, MAX).to(FP8)), scale)
@@ -26,7 +26,7 @@ def decode(
 
 
 def values(e4m3: torch.Tensor) -> torch.Tensor:
-    """fp32, exactly. PyTorch converts one by one; this takes a twentieth of the time.
+    """Converts to fp32, exactly, in a twentieth of the time of PyTorch, which goes one by one.
 
     Sign, exponent and mantissa are put where fp16 has them. fp16's exponent starts 8 lower, and its
     conversion is vectorised. NaN becomes 480: checkpoints and what is rounded here hold none.

@@ -10,7 +10,7 @@ import torch
 
 
 def _pairs() -> torch.Tensor:
-    """The two fp32 values of each byte, low half first, as one 64-bit element: [256]."""
+    """Gives the two fp32 values of each byte, low half first, as one 64-bit element: [256]."""
     # dtype and device are given because modules are imported while a model is being built.
     byte = torch.arange(256, device="cpu")
     values = torch.stack(((byte & 15) - 8, (byte >> 4) - 8), dim=1)
@@ -24,7 +24,7 @@ def decode(
     packed: torch.Tensor,  # [N, K / 8] int32
     scale: torch.Tensor,  # [N, K / group], of the model's type
 ) -> torch.Tensor:
-    """[N, K] of the scale's type, whose product is rounded to it once."""
+    """Gives [N, K] of the scale's type, whose product is rounded to it once."""
     pairs = _PAIRS.index_select(0, packed.view(torch.uint8).flatten().int()).view(torch.float32)
     groups = pairs.view(*scale.shape, -1).mul_(scale.float()[..., None])
     return groups.flatten(-2).to(scale.dtype)

@@ -35,7 +35,7 @@ def fp8_product(
     b_scale: torch.Tensor,  # [N, 1] fp32
     dtype: torch.dtype,  # of the model
 ) -> torch.Tensor:
-    """The scaled a @ b, [M, N] fp32."""
+    """Computes the scaled a @ b, [M, N] fp32."""
     rows, weight = fp8.decode(a, a_scale), fp8.decode(b.t(), b_scale)
     return multiply(rows.for_model(dtype), weight.for_model(dtype))
 
@@ -80,7 +80,8 @@ def nvfp4_linear(
     scale: torch.Tensor,  # [] fp32, multiplies
     x_global_scale: torch.Tensor,  # [] fp32, divides
 ) -> torch.Tensor:
-    """x @ weight.T [..., N]. One PyTorch operation, so that compiled models round the same."""
+    """Computes x @ weight.T [..., N]. One PyTorch operation, so that compiled models round the
+    same."""
     rows = nvfp4.quantize(x.flatten(0, -2), x_global_scale)
     weight = nvfp4.decode(packed, block_scale, scale)
     out = multiply(rows.for_model(x.dtype), weight.for_model(x.dtype))
@@ -104,7 +105,7 @@ class CpuNvFp4LinearKernel(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Weights stay as they are stored."""
+        """Leaves weights as they are stored."""
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -128,7 +129,7 @@ def int4_linear(
     packed: torch.Tensor,  # [N, K / 8] int32
     scale: torch.Tensor,  # [N, K / group]
 ) -> torch.Tensor:
-    """x @ weight.T [..., N], in x's type."""
+    """Computes x @ weight.T [..., N], in x's type."""
     return x @ int4.decode(packed, scale).t()
 
 
@@ -151,7 +152,7 @@ class CpuInt4LinearKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Weights stay as they are stored."""
+        """Leaves weights as they are stored."""
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

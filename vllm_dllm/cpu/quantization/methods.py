@@ -66,7 +66,7 @@ class CompressedTensorsFp8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Fp8MoEMeth
     """One scale per channel for weights, one per row for activations."""
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Weights stay as stored."""
+        """Leaves weights as they are stored."""
 
     def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
         return torch.ops.vllm.vllm_dllm_fp8_experts(
@@ -152,7 +152,7 @@ class CompressedTensorsInt4MoEMethodOnCpu(_OnCpu, CompressedTensorsWNA16MoEMetho
         self.strategy, self.group_size = weights.strategy, weights.group_size
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Weights stay as stored."""
+        """Leaves weights as they are stored."""
 
     def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
         return torch.ops.vllm.vllm_dllm_int4_experts(

@@ -18,7 +18,7 @@ E4M3_MAX = 448.0
 
 
 def _pairs() -> torch.Tensor:
-    """The two fp32 values of each byte, low nibble first, as one 64-bit element: [256]."""
+    """Gives the two fp32 values of each byte, low nibble first, as one 64-bit element: [256]."""
     # dtype and device are given because modules are imported while a model is being built.
     values = torch.tensor([*E2M1, *(-m for m in E2M1)], dtype=torch.float32, device="cpu")
     byte = torch.arange(256, device="cpu")
@@ -55,7 +55,8 @@ def quantize(
 
 
 def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Magnitudes up to 6, fp32. Between powers of two, e2m1 has one value; below 1, steps of 0.5.
+    """Rounds magnitudes up to 6, fp32. Between powers of two, e2m1 has one value; below 1, steps of
+    0.5.
 
     fp32 has steps of `size / 2` next to `1.5 * 2**22 * size`, and rounds to them when it adds, ties
     to the even one, which has the even code.

@@ -93,7 +93,7 @@ def run(
 
 
 def _environment() -> dict[str, str]:
-    """The user's plugins, and those that show canvases."""
+    """Names the user's plugins, and those that show canvases."""
     variable, _, needed = WATCHING_PLUGINS.partition("=")
     names = (*os.environ.get(variable, "").split(","), *needed.split(","))
     return {variable: ",".join(dict.fromkeys(name for name in names if name))}
@@ -159,7 +159,7 @@ class Answer:
 
 
 def _steps_of(answer: Answer, server: Server) -> Iterator[Step]:
-    """The steps of `answer` as they come, up to its last one. It keeps them as well.
+    """Gives the steps of `answer` as they come, up to its last one; `answer` keeps them as well.
 
     Raises ServerError when the request fails or the server ends.
     """
@@ -216,7 +216,7 @@ class View:
             self._console.print(Text(pixels.shades(image)), soft_wrap=True)
 
     def _redraw(self, steps: Iterator[Step]) -> None:
-        """One frame per step, in the same place; every frame stays for at least `pace_s`."""
+        """Draws one frame per step, in the same place; each stays for at least `pace_s`."""
         before: list[str] = []
         with Live(console=self._console, auto_refresh=False) as live:
             for step in steps:

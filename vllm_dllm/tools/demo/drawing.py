@@ -45,7 +45,7 @@ class Step:
 
 
 def cells(step: Step) -> list[tuple[str, str]]:
-    """(text, style) of every canvas position: the best guess, and whether it is accepted."""
+    """Gives (text, style) of every canvas position: the best guess, and whether it is accepted."""
     return [
         (_one_line(text), FINISHED if step.finished else ACCEPTED if accepted else OPEN)
         for text, accepted in zip(step.texts, step.accepted, strict=True)
@@ -53,7 +53,7 @@ def cells(step: Step) -> list[tuple[str, str]]:
 
 
 def _one_line(text: str) -> str:
-    """What a token looks like in its cell: short, printable, on one line."""
+    """Makes a token's text short and printable, on one line."""
     text = text.replace("\n", "⏎").replace("\t", " ")
     shown = "".join(UNREADABLE if _is_unreadable(char) else char for char in text)
     return shown or END
@@ -65,7 +65,7 @@ def _is_unreadable(char: str) -> bool:
 
 
 def flow(drawn: Sequence[tuple[str, str]], width: int) -> list[Text]:
-    """The cells in lines of at most `width`, broken between cells only."""
+    """Puts the cells into lines of at most `width`, broken between cells only."""
     lines, used = [Text(no_wrap=True)], 0
     for text, style in drawn:
         size = cell_len(text)
@@ -78,14 +78,14 @@ def flow(drawn: Sequence[tuple[str, str]], width: int) -> list[Text]:
 
 
 def entropy_bar(entropy_nats: float, num_cells: int = BAR_CELLS) -> str:
-    """Empty for certainty. The root of the share is drawn: most steps happen below a tenth."""
+    """Draws the root of the share, since most steps happen below a tenth. Certainty is empty."""
     share = math.sqrt(min(max(entropy_nats / FULL_BAR_NATS, 0.0), 1.0))
     filled = math.ceil(share * num_cells)
     return "█" * filled + "░" * (num_cells - filled)
 
 
 def frame(step: Step, before: Sequence[str], width: int) -> Group:
-    """What a terminal shows of one step: the answer so far, counters, and the canvas."""
+    """Draws one step for a terminal: the answer so far, counters, and the canvas."""
     width = min(width, WIDEST_FRAME)
     status = Text(no_wrap=True, overflow="ellipsis")
     status.append(_counters(step))
@@ -97,7 +97,7 @@ def frame(step: Step, before: Sequence[str], width: int) -> Group:
 
 
 def line(step: Step) -> str:
-    """One step as one line of plain text; a position that is not accepted is shown as a mark."""
+    """Writes one step as a line of plain text; a position that is not accepted is a mark."""
     drawn = [HIDDEN if style == OPEN else text for text, style in cells(step)]
     return f"{_counters(step)} {''.join(drawn).rstrip(END)}"
 

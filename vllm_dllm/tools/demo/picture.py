@@ -69,7 +69,7 @@ def spread(steps: Sequence[Step], count: int) -> list[Step]:
 
 
 def _row(left: float, y: float, cells: list[tuple[str, str]], widths: list[int]) -> list[str]:
-    """The cells as few text elements; neighbours of the same style share one."""
+    """Draws the cells as few text elements: neighbours of the same style share one."""
     parts, x = [], left
     fitted = [
         (set_cell_size(text, width), style)

@@ -30,7 +30,7 @@ def shades(image: Image.Image) -> str:
 
 
 def _pairs_of_rows(image: Image.Image) -> np.ndarray:
-    """[height / 2, width, 2, 3] uint8; a last row of an odd height is there twice."""
+    """Gives [height / 2, width, 2, 3] uint8; a last row of an odd height is there twice."""
     pixels = np.asarray(image)
     pixels = np.pad(pixels, ((0, len(pixels) % 2), (0, 0), (0, 0)), mode="edge")
     return pixels.reshape(-1, 2, image.width, 3).transpose(0, 2, 1, 3)

@@ -28,7 +28,7 @@ class Question:
 
     @property
     def message(self) -> ChatCompletionUserMessageParam:
-        """That asks it."""
+        """The message that asks it."""
         if self.picture is None:
             return {"role": "user", "content": self.text}
         return {
@@ -71,7 +71,7 @@ def questions_for(checkpoint: Path) -> Sequence[Question]:
 
 
 def sees(checkpoint: Path) -> bool:
-    """Whether a server of it takes images: it has a vision tower, and an image processor's
+    """Says whether a server of it takes images: it has a vision tower, and an image processor's
     settings."""
     config = json.loads((checkpoint / "config.json").read_text())
     return config.get("vision_config") is not None and any(

@@ -50,7 +50,7 @@ class _Client(LocalCompletionsAPI):
 
 
 class _ChatClient(_Client, LocalChatCompletion):
-    """`local-chat-completions`."""
+    """The harness's `local-chat-completions`, reported and measured likewise."""
 
 
 def sampling_of(checkpoint: Path) -> dict[str, object]:

@@ -25,7 +25,7 @@ def _percent(share: float | None) -> float | None:
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """`title` says how it was measured."""
+    """Draws all rows; `title` says how they were measured."""
     checkpoints = list(dict.fromkeys(row.checkpoint for row in rows))
     scores = list(dict.fromkeys((row.task, row.score) for row in rows))
     panel_inches = max(3.3, len(scores) * max(1.1, 0.55 * len(checkpoints)))
@@ -54,7 +54,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
 def _bars(
     axes: Any, rows: Sequence[Row], number: int, count: int, measure: Measure, label: str
 ) -> None:
-    """One checkpoint's bars, next to those of the others; no bar where nothing was measured."""
+    """Draws one checkpoint's bars beside the others'; none where nothing was measured."""
     width = 0.8 / count
     places = [i + (number - (count - 1) / 2) * width for i in range(len(rows))]
     measured = zip(places, map(measure, rows), strict=True)

@@ -135,7 +135,7 @@ def save(rows: Sequence[Row], settings: "Settings", machine: dict[str, object], 
 
 
 def sha256_sums(checkpoint: Path) -> dict[str, str]:
-    """Weight file -> its SHA-256 sum."""
+    """Gives each weight file's SHA-256 sum."""
     sums = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -157,7 +157,7 @@ def machine() -> dict[str, object]:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says about the repository that this code is in; None if there is none."""
+    """Asks git about the repository that this code is in; None if there is none."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -30,8 +30,8 @@ CONTEXT = 1024  # tokens; enough for held-out prompts and their answers
 
 
 def serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequence[str]:
-    """The options of all servers. Raises InputError if the context leaves no room for an answer
-    that a task asks for."""
+    """Gives the options of all servers. Raises InputError if the context leaves no room for an
+    answer that a task asks for."""
     longest = max(tasks, key=lambda name: longest_answer(tasks[name]))
     tokens = longest_answer(tasks[longest])
     if given is None:

@@ -34,7 +34,7 @@ MALFORMED = (
 
 
 def load_tasks(specs: Sequence[str], data: Path) -> dict[str, Task]:
-    """Task name -> task. A spec is a task file (its name ends in .yaml) or a task name of the
+    """Loads tasks by name. A spec is a task file (its name ends in .yaml) or a task name of the
     harness. The data of a task file is looked for in the file's folder, then in `data`; that of a
     named task, OWNER/NAME, first in the folder of that name in `data`."""
     names = [spec for spec in specs if not _is_file(spec)]
@@ -53,7 +53,7 @@ def load_tasks(specs: Sequence[str], data: Path) -> dict[str, Task]:
 
 @cache
 def task_manager(knows_names: bool) -> TaskManager:
-    """Reading all task names of the harness takes seconds."""
+    """Makes one once: reading all task names of the harness takes seconds."""
     return TaskManager(include_defaults=knows_names)
 
 
@@ -99,7 +99,7 @@ def _load_beside(folder: Path, manager: TaskManager, spec: str) -> dict[str, Tas
 
 
 def longest_answer(task: Task) -> int:
-    """The most tokens that the task asks for."""
+    """Says how many tokens the task asks for at most."""
     return int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", DEFAULT_TOKENS))
 
 

@@ -13,7 +13,7 @@ class WeightSizes:
     model_runner: Any  # the worker's
 
     def weight_sizes(self) -> dict[str, int]:
-        """Bytes of this worker's parameters, tied ones counted once. Tables computed from the
+        """Counts the bytes of this worker's parameters, tied ones once. Tables computed from the
         configuration (rotary embeddings) are not weights."""
         stored: dict[int, int] = {}
         packed = 0

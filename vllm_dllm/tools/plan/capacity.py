@@ -54,7 +54,8 @@ def make(
     kv_cache_dtype: str,
     most_images: int | None = None,  # of a prompt; None: any number
 ) -> Plan:
-    """Raises InputError when the checkpoint cannot be read, or a number makes no sense."""
+    """Adds up sizes. Raises InputError when the checkpoint cannot be read, or a number makes no
+    sense."""
     for name, number in (("--context", context), ("--tensor-parallel-size", ranks)):
         if number < 1:
             raise InputError(f"{name} must be at least 1, got {number}")

@@ -33,7 +33,7 @@ class Layer:
         return 2 * math.ceil(self.num_kv_heads / ranks) * self.head_size * element_bytes
 
     def num_tokens(self, context: int, canvas_length: int) -> int:
-        """How many a request holds that denoises the end of a context of that length. Everything
+        """Counts what a request holds that denoises the end of a context of that length. Everything
         that the canvas' first row sees is kept, and the canvas."""
         if self.window is None:
             return context
@@ -49,12 +49,12 @@ class Shape:
     weight_bytes: int
 
     def state_bytes(self) -> int:
-        """What a request keeps from step to step: an embedding for each position of its canvas."""
+        """Counts what a request keeps between steps: an embedding for each canvas position."""
         return self.canvas_length * self.hidden_size * MODEL_BYTES
 
     def kv_bytes(self, context: int, element_bytes: int, ranks: int, block_size: int) -> int:
-        """Keys and values of a request on each GPU, in whole blocks, and one more in each layer
-        with a window, which need not begin where a block does."""
+        """Counts keys and values of a request on each GPU, in whole blocks, and one more in each
+        layer with a window, which need not begin where a block does."""
         total = 0
         for layer in self.layers:
             tokens = layer.num_tokens(context, self.canvas_length)

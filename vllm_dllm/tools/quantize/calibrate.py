@@ -31,7 +31,7 @@ Ranges = dict[str, list[float]]
 
 
 def read_prompts(path: Path, checkpoint: Path, config: DiffusionGemmaConfig) -> list[list[int]]:
-    """Tokens of at most NUM_PROMPTS rows, spread evenly over the file."""
+    """Reads the tokens of at most NUM_PROMPTS rows, spread evenly over the file."""
     rows = read_rows(path)
     count = min(len(rows), NUM_PROMPTS)
     return encode_rows(

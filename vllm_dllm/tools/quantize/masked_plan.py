@@ -73,7 +73,7 @@ def _reason(name: str) -> str:
 
 
 def _expected(quantized: Mapping[str, object], num_layers: int) -> Iterator[str]:
-    """Names that must be there beside those that are. All layers must have some."""
+    """Gives names that must be there beside the ones that are. All layers must have some."""
     if not quantized:
         return
     layers = {int(name.split(".")[2]) for name in quantized}

@@ -161,7 +161,7 @@ def _reason(name: str) -> str:
 
 
 def _expected(layer_types: Sequence[str]) -> Iterator[str]:
-    """Names of all tensors that a complete checkpoint has to quantise."""
+    """Gives the names of all tensors that a complete checkpoint has to quantise."""
     for i, layer_type in enumerate(layer_types):
         prefix = f"model.decoder.layers.{i}"
         # Full-attention layers have no values of their own: the keys serve as values.
@@ -185,7 +185,7 @@ def _ignored_modules(kept: dict[str, str], tensors: Mapping[str, TensorInfo]) ->
 
 
 def quantization_scheme(scheme: str) -> QuantizationScheme:
-    """compressed-tensors' preset for all linears, with the format it is stored in."""
+    """Takes compressed-tensors' preset for all linears, with the format it is stored in."""
     preset = preset_name_to_scheme(PRESETS[scheme], ["Linear"])
     if scheme == "w4a16":
         assert preset.weights is not None
@@ -195,7 +195,7 @@ def quantization_scheme(scheme: str) -> QuantizationScheme:
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
-    """The quantization_config of config.json, as compressed-tensors' ModelCompressor writes it."""
+    """Makes config.json's quantization_config, as compressed-tensors' ModelCompressor writes it."""
     preset = quantization_scheme(plan.scheme)
     config = QuantizationConfig(
         config_groups={"group_0": preset},

@@ -127,7 +127,7 @@ def _check_calibration(scheme: str, calibration: Path | None) -> None:
 
 
 def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """What makes two runs the same run."""
+    """Gives what makes two runs the same run."""
     files = [source.path / name for name in source.shards]
     return {
         "scheme": scheme,
@@ -140,7 +140,7 @@ def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[
 def _known_weight_amax(
     source: Source, plan: Plan, partial: Path, resumed: bool, progress: Progress
 ) -> dict[str, float]:
-    """`_weight_amax`, read from the file that a stopped run left, if there is one."""
+    """Reads `_weight_amax` from the file that a stopped run left, if there is one."""
     left = partial / WEIGHT_RANGES_FILE
     if resumed and left.exists():
         return json.loads(left.read_text())
@@ -149,7 +149,7 @@ def _known_weight_amax(
 
 
 def _weight_amax(source: Source, plan: Plan, advance: Callable[[], None]) -> dict[str, float]:
-    """Weight group -> largest magnitude. Checks that all tensors are finite."""
+    """Finds each weight group's largest magnitude, and checks that all tensors are finite."""
     largest: dict[str, float] = defaultdict(float)
     for file_name, tensors in source.shards.items():
         with open_shard(source.path / file_name) as file:
@@ -175,7 +175,7 @@ def _matrix(weight: torch.Tensor, linear: Linear) -> torch.Tensor:
 def _input_amax(
     checkpoint: Path, prompts: list[list[int]], partial: Path, progress: Progress
 ) -> dict[str, float]:
-    """Input group -> largest magnitude while the model answers the prompts; empty without any."""
+    """Finds each input group's largest magnitude while the model answers the prompts, if any."""
     if not prompts:
         return {}
     task = progress.add_task("calibrating, prompts", total=len(prompts))
@@ -210,7 +210,7 @@ def compress(
     weight_amax: float,
     input_amax: float | None,
 ) -> dict[str, torch.Tensor]:
-    """A linear's tensors in the quantised checkpoint, made by compressed-tensors.
+    """Makes a linear's tensors of the quantised checkpoint, by compressed-tensors.
 
     Scales are computed in fp32 whatever the weight's type; w4a16 rounds them to bf16 before it
     rounds weights. `weight_amax` is the largest magnitude of the linears that share a global scale,

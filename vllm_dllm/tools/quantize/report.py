@@ -10,7 +10,7 @@ from vllm_dllm.tools.quantize.plan import Linear, Plan
 
 
 def quantized_bytes(linear: Linear, scheme: str) -> int:
-    """Bytes of a linear's tensors in the quantised checkpoint."""
+    """Counts the bytes of a linear's tensors in the quantised checkpoint."""
     out, width = linear.shape
     if scheme in ("fp8-dynamic", "int8"):
         return out * width + 4 * out  # weight, fp32 scale for each row
@@ -20,7 +20,7 @@ def quantized_bytes(linear: Linear, scheme: str) -> int:
 
 
 def describe(plan: Plan, tensors: Mapping[str, TensorInfo]) -> str:
-    """Table of what is quantised, what is left and why, with sizes before and after."""
+    """Makes a table of what is quantised, what is left and why, with sizes before and after."""
     lines = [f"{'quantised to ' + plan.scheme:52} {'linears':>8} {'before':>10} {'after':>10}"]
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in plan.quantized:
@@ -50,7 +50,7 @@ def describe(plan: Plan, tensors: Mapping[str, TensorInfo]) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """0, 1, 3 -> {0-1,3}"""
+    """Writes 0, 1, 3 as {0-1,3}."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

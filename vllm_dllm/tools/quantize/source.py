@@ -26,7 +26,7 @@ class Source:
 
     @property
     def is_masked(self) -> bool:
-        """Whether it is of a masked model, not DiffusionGemma."""
+        """Says whether it is of a masked model, not DiffusionGemma."""
         return DIFFUSION_GEMMA not in self.config["architectures"]
 
     @property

@@ -49,7 +49,7 @@ def run(url: str, once: bool) -> None:
 
 
 def _add(scrapes: deque[Scrape], scrape: Scrape) -> None:
-    """Keeps those of the last seconds, of one life of the server."""
+    """Keeps the scrapes of the last seconds, of one life of the server."""
     if scrape.is_behind(scrapes[-1]):
         scrapes.clear()
     scrapes.append(scrape)
@@ -59,7 +59,7 @@ def _add(scrapes: deque[Scrape], scrape: Scrape) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Single keys of the terminal, without Enter, if there is one to type on."""
+    """Reads single keys of the terminal, without Enter, if there is one to type on."""
     if not sys.stdin.isatty():
         yield _sleep
         return

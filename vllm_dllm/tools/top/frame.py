@@ -13,7 +13,7 @@ NONE = "–"
 
 
 def frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) -> RenderableType:
-    """`scrapes`: the oldest first."""
+    """Draws what `scrapes`, the oldest first, say."""
     now = scrapes[-1]
     lines: list[RenderableType] = [_title(url, now), "", _requests(now), _memory(now), ""]
     lines += [_rates(scrapes), ""]

@@ -21,7 +21,7 @@ def plot(
     title: str,
     path: Path,
 ) -> None:
-    """Every trial of the search, and those of the front again on the other prompts."""
+    """Draws every trial of the search, and the front's again, on the other prompts."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     figure.suptitle(title, fontsize=9)
     panels = figure.subplots(1, 2, sharey=True)

@@ -37,14 +37,14 @@ class Confirmed:
 
 
 def choose(confirmed: Sequence[Confirmed], max_loss: float) -> Confirmed:
-    """The fastest whose accuracy is at most `max_loss` below that of the checkpoint's own settings,
-    which are among them."""
+    """Takes the fastest whose accuracy is at most `max_loss` below that of the checkpoint's own
+    settings, which are among them."""
     good = [c for c in confirmed if c.tried.is_own or c.difference.value >= -max_loss]
     return max(good, key=lambda c: (c.measured.tokens_per_forward, -c.tried.number))
 
 
 def as_table(confirmed: Sequence[Confirmed], chosen: Confirmed, prompts: str) -> Table:
-    """One row per settings of the front, slowest first."""
+    """Makes one row per settings of the front, slowest first."""
     table = Table(
         box=SIMPLE_HEAD,
         caption=f"On {prompts}. In brackets: 95% intervals, each for itself. * is written.",
@@ -83,7 +83,7 @@ def _in_words(tried: Tried) -> str:
 
 
 def write_defaults(path: Path, chosen: Confirmed, own: Measured, prompts: str) -> None:
-    """A file for `vllm serve --config`."""
+    """Writes a file for `vllm serve --config`."""
     lines = [
         f"Made by: {command()}",
         f"On {prompts}: accuracy {_percent(chosen.accuracy)} %, 95% interval in brackets;",

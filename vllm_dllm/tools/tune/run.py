@@ -105,7 +105,7 @@ def _check(checkpoint: Path, settings: Settings) -> None:
 
 
 def _identity(checkpoint: Path, settings: Settings) -> dict[str, Any]:
-    """More trials than a stopped run wanted are welcome; all else must be the same."""
+    """Gives what must be the same when a stopped run continues; more trials are welcome."""
     asked = asdict(settings)
     del asked["trials"], asked["max_loss"], asked["out"]
     marks = resumable.file_marks(sorted(checkpoint.glob("*.safetensors")))
@@ -122,7 +122,7 @@ def _load(settings: Settings) -> Task:
 
 
 def _halves(task: Task, limit: int | None) -> tuple[Sequence[int], Sequence[int]]:
-    """Indices of prompts, to search with and to confirm with, in turn: files are often sorted."""
+    """Gives prompts to search with and to confirm with, in turn, since files are often sorted."""
     count = min(len(task.eval_docs), limit or len(task.eval_docs))
     if count < LEAST_PROMPTS:
         raise InputError(
@@ -203,7 +203,7 @@ def _search_and_confirm(
 
 
 def _confirm(file: Path, tried: Tried, prompts: Sequence[int], measure: Measure) -> Measured:
-    """What `file` says of this trial, or a measurement that it then holds."""
+    """Takes what `file` says of this trial, or measures it and keeps that there."""
     known: dict[str, Any] = resumable.read_json(file) if file.exists() else {}
     if (key := str(tried.number)) not in known:
         known[key] = asdict(measure(prompts, tried.keys))

@@ -35,7 +35,7 @@ class Measured:
 
     @property
     def tokens_per_forward(self) -> float:
-        """The same on every machine, unlike tokens per second."""
+        """Is the same on every machine, unlike tokens per second."""
         return self.tokens / max(1, self.forwards)
 
     @property

@@ -43,7 +43,7 @@ class Space:
                 ) from error
 
     def own(self) -> dict[str, Value]:
-        """Parameters of the trial with the checkpoint's own settings."""
+        """Gives the parameters of the trial with the checkpoint's own settings."""
         if self._config is None:
             assert self._family is not None
             return {"acceptance": "confidence", "accept_probability": self._family.threshold}
@@ -60,7 +60,8 @@ class Space:
         }
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Value]:
-        """The keys of one trial. A rule of acceptance brings its own parameter, and no other's."""
+        """Draws the keys of one trial. A rule of acceptance brings its own parameter, and no
+        other's."""
         rule = trial.suggest_categorical("acceptance", _CHOICES)
         keys: dict[str, Value] = {"diffusion_acceptance": rule}
         bound = ENTROPY_BOUND if self._config is None else self._config.entropy_bound
@@ -77,7 +78,7 @@ class Space:
         return keys
 
     def _ending(self, trial: optuna.trial.BaseTrial, config: DenoiseConfig) -> dict[str, Value]:
-        """What masked models do not have: temperatures, and when a canvas is finished."""
+        """Draws what masked models lack: temperatures, and when a canvas is finished."""
         t_max = trial.suggest_float("t_max", 0.25 * config.t_max, 2 * config.t_max)
         share = trial.suggest_float("t_min_share", 0.1, 1)
         most_steps = config.max_denoising_steps

@@ -72,7 +72,7 @@ class Measured:
 
 
 def candidate_sizes(trained_block_size: int, base: int, radius: int) -> tuple[int, ...]:
-    """base - radius to base + radius, as far as the drafter was trained with them."""
+    """Gives base - radius to base + radius, as far as the drafter was trained with them."""
     if radius < 1 or not 2 <= base <= trained_block_size:
         raise InputError(
             f"expected a radius of at least 1 and a base block size of 2 to {trained_block_size}, "
@@ -89,7 +89,7 @@ def measure(
     draft_width: str,  # "follow": blocks of the size; "full": of the trained size, verified in part
     max_tokens: int,
 ) -> Measured:
-    """Leaves out prompts whose answer is a single token: nothing is drafted for them."""
+    """Measures all prompts but those whose answer is a single token: nothing is drafted there."""
     answers = complete(target, prompts, max_tokens)
     if draft_width == "full":
         trained = drafter.config.block_size
@@ -117,7 +117,7 @@ def measure_in_parts(
     folder: Path,
     advance: Callable[[int], None],
 ) -> Measured:
-    """Part by part, each written to the folder when complete; parts already there are read."""
+    """Measures part by part, each written to the folder when complete, or read if it is there."""
     parts: list[Measured] = []
     for start in range(0, len(prompts), PROMPTS_PER_PART):
         part = prompts[start : start + PROMPTS_PER_PART]
@@ -137,7 +137,7 @@ def measure_in_parts(
 def split_prompts(
     prompts: Sequence[list[int]], held_out_share: float, seed: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """(training, held out). Duplicates count once, so that no prompt is on both sides."""
+    """Gives (training, held out). Duplicates count once, so that no prompt is on both sides."""
     different = [json.loads(text) for text in dict.fromkeys(map(json.dumps, prompts))]
     order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed)).tolist()
     num_held_out = round(len(different) * held_out_share)

@@ -25,8 +25,8 @@ LEAST_ROOM = 0.01  # of τ, between those two, for that share to mean anything
 def build_report(
     trained: Trained, training: Measured, held_out: Measured, seed: int
 ) -> dict[str, Any]:
-    """Numbers on the held-out prompts, ready for JSON. τ is the mean over prompts, as the paper
-    takes it; `pooled_tau` weighs all verifications equally, which is what time depends on."""
+    """Gives numbers on the held-out prompts, ready for JSON. τ is the mean over prompts, as the
+    paper takes it; `pooled_tau` weighs all verifications equally, which is what time depends on."""
     sizes = trained.predictor.config.block_sizes
     fixed = training.best_fixed
     predicted = trained.predictor.draft_tokens(held_out.logits) + 1
@@ -88,7 +88,7 @@ def _policy(data: Measured, sizes: tuple[int, ...], index: Tensor) -> dict[str, 
 
 
 def _interval(differences: Tensor, seed: int) -> tuple[float, float]:
-    """Where 95 % of the means of resampled prompts lie."""
+    """Says where 95 % of the means of resampled prompts lie."""
     values = differences.numpy()
     rows = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.percentile(values[rows].mean(1), (2.5, 97.5))
@@ -96,7 +96,7 @@ def _interval(differences: Tensor, seed: int) -> tuple[float, float]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """The report in a few lines."""
+    """Puts the report into a few lines."""
     numbers, lines = report["held_out"], []
     training, held_out = report["prompts"]
     lines.append(f"Trained on {training} prompts, {held_out} others held out:")
@@ -126,7 +126,7 @@ def describe(report: dict[str, Any]) -> str:
 
 
 def save_plot(report: dict[str, Any], file: Path) -> None:
-    """τ of every fixed size and of the policies, and how often each size is best."""
+    """Draws τ of every fixed size and of the policies, and how often each size is best."""
     import matplotlib
 
     matplotlib.use("Agg")

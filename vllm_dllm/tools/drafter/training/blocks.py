@@ -35,7 +35,7 @@ class Blocks:
 
 
 def pad(sequences: Sequence[KnownSequence], device: torch.device) -> Tensor:
-    """[B, T] int64, right-padded with 0."""
+    """Gives [B, T] int64, right-padded with 0."""
     length = max(len(sequence.tokens) for sequence in sequences)
     rows = [sequence.tokens + [0] * (length - len(sequence.tokens)) for sequence in sequences]
     return torch.tensor(rows, device=device)
@@ -82,7 +82,7 @@ def block_logits(
     states: Tensor,  # [B, T, layers · H] of the whole sequences
     blocks: Blocks,
 ) -> Tensor:
-    """[B, Q, V] float32."""
+    """Gives [B, Q, V] float32."""
     dtype = drafter.fc.weight.dtype
     positions = torch.arange(states.shape[1], device=states.device).expand(states.shape[:2])
     context = drafter.context_kv(states.to(dtype), positions)

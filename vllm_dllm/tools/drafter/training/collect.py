@@ -29,7 +29,7 @@ Completer = Callable[[Sequence[list[int]]], list[list[int]]]
 
 
 def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
-    """Token ids of every row of a JSON Lines file; at most `room` tokens each."""
+    """Reads the token ids of every row of a JSON Lines file; at most `room` tokens each."""
     remedy = "the answer must fit after it in the model's context; shorten it or lower --max-tokens"
     return encode_rows(read_rows(path), model, room, remedy)
 
@@ -38,7 +38,7 @@ def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
 def complete(
     target: Target, prompts: Sequence[list[int]], max_tokens: int, batch_size: int = BATCH_SIZE
 ) -> list[list[int]]:
-    """Greedy answers by transformers, in the prompts' order; those that end have EOS last."""
+    """Answers greedily by transformers, in the prompts' order; answers that end have EOS last."""
     model = target.model
     stops = model.generation_config.eos_token_id
     stop_ids = set(stops if isinstance(stops, list) else [stops])
@@ -62,7 +62,7 @@ def complete(
 
 
 def server_completer(url: str, max_tokens: int, vocab_size: int) -> Completer:
-    """Greedy answers of the model that the vLLM server at `url` serves."""
+    """Answers greedily by the model that the vLLM server at `url` serves."""
     client = openai.OpenAI(base_url=url.rstrip("/").removesuffix("/v1") + "/v1", api_key="none")
     try:
         name = client.models.list().data[0].id
@@ -121,7 +121,7 @@ def collect(prompts: Sequence[list[int]], completer: Completer, path: Path) -> l
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of `path`; a last line that was cut off is removed from the file."""
+    """Reads the rows of `path`; a last line that was cut off is removed from the file."""
     if not path.exists():
         return []
     text = path.read_bytes()

@@ -123,7 +123,7 @@ def _progress(options: Options, step: int, elapsed_s: float) -> float:
 
 
 def _optimizers(drafter: DFlashDrafter) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, at an update of AdamW's size, and AdamW for norms."""
+    """Takes Muon for matrices, with updates of AdamW's size, and AdamW for norms."""
     matrices = [p for p in drafter.parameters() if p.dim() == 2]
     rest = [p for p in drafter.parameters() if p.dim() != 2]
     optimizers = [
@@ -141,8 +141,9 @@ def draw(
     options: Options,
     step: int,
 ) -> tuple[list[KnownSequence], list[list[int]], list[list[int]]]:
-    """What a step trains on: sequences of similar length, about `tokens_per_batch` tokens with
-    their blocks, and anchors and widths [B][N] of these; anchor -1 fills rows that have fewer."""
+    """Draws what a step trains on: sequences of similar length, about `tokens_per_batch` tokens
+    with their blocks, and anchors and widths [B][N] of these; anchor -1 fills rows that have
+    fewer."""
     rng = random.Random(f"{options.seed} {step}")
     start = rng.randrange(len(sequences))
     rows: list[KnownSequence] = []
@@ -169,7 +170,7 @@ def draw(
 
 
 def _mean_length(target: Target, drafter: DFlashDrafter, held_out: list[KnownSequence]) -> float:
-    """τ at the drafter's own width."""
+    """Computes τ at the drafter's own width."""
     prompts = [s.tokens[: s.first_anchor] for s in held_out]
     answers = [s.tokens[s.first_anchor :] for s in held_out]
     draft_width = drafter.config.block_size - 1

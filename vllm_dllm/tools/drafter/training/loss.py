@@ -20,7 +20,7 @@ def drafting_loss(
     anchors: list[list[int]],  # [B][N], -1: no block
     widths: list[list[int]],  # [B][N], slots of each block
 ) -> Tensor:
-    """[] float32, weighted mean over the masked slots, in nats."""
+    """Gives the weighted mean over the masked slots, [] float32, in nats."""
     block_size = drafter.config.block_size
     tokens = pad(rows, target.device)
     lengths, starts, slots = (

@@ -35,7 +35,7 @@ class Replayed:
     last."""
 
     def lengths(self, verify_width: int) -> list[int]:
-        """Tokens emitted by each verification that takes `verify_width` of the drafted tokens."""
+        """Counts what each verification emits that takes `verify_width` of the drafted tokens."""
         lengths: list[int] = []
         anchor, last = 0, len(self.answer) - 1
         while anchor < last:
@@ -70,7 +70,7 @@ def replay(
 def _replay_rows(
     target: Target, drafter: DFlashDrafter, rows: list[KnownSequence], draft_width: int
 ) -> list[tuple[Tensor, list[int]]]:
-    """(first logits [V], matches) of each row."""
+    """Gives (first logits [V], matches) of each row."""
     tokens = pad(rows, target.device)
     lengths = torch.tensor([len(row.tokens) for row in rows], device=target.device)
     first = torch.tensor([row.first_anchor for row in rows], device=target.device)
@@ -96,6 +96,6 @@ def _replay_rows(
 
 
 def mean_length(lengths: Sequence[Sequence[int]]) -> float:
-    """τ over all verifications of all prompts; 1, as without drafts, if there were none."""
+    """Computes τ over all verifications of all prompts; 1, as without drafts, if there are none."""
     num_verifications = sum(map(len, lengths))
     return sum(map(sum, lengths)) / num_verifications if num_verifications else 1.0

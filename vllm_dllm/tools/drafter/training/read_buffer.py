@@ -9,7 +9,7 @@ from vllm_dllm.tools.drafter.training.blocks import KnownSequence
 
 
 def read_buffer(path: Path, vocab_size: int) -> list[KnownSequence]:
-    """The blocks of a buffer, oldest first, as sequences to train on.
+    """Reads the blocks of a buffer, oldest first, as sequences to train on.
 
     After a block's anchor come the accepted tokens and the one the target put in place of the first
     wrong guess; what would have followed that guess is not known.

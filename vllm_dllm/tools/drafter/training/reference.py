@@ -47,7 +47,8 @@ def drafter_config(
     mask_token_id: int,
     block_size: int,
 ) -> Qwen3Config:
-    """A drafter as wide as its target, in the layout of the published ones (z-lab/…-DFlash)."""
+    """Describes a drafter as wide as its target, laid out as the published ones
+    (z-lab/…-DFlash)."""
     return Qwen3Config(
         architectures=[ARCHITECTURE],
         num_hidden_layers=num_layers,
@@ -127,7 +128,7 @@ class DFlashLayer(nn.Module):
 
 
 class DFlashDrafter(nn.Module):
-    """Parameters are named as in the published checkpoints."""
+    """The whole drafter; its parameters are named as in the published checkpoints."""
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
@@ -157,7 +158,7 @@ class DFlashDrafter(nn.Module):
         context: ContextKV,
         visible: Tensor | None = None,  # [B, Q, C + Q] bool, True: the query sees the key
     ) -> Tensor:
-        """[B, Q, H] for the target's LM head. Without `visible` all queries are one block."""
+        """Gives [B, Q, H] for the target's LM head. Without `visible` all queries are one block."""
         rotation = self.rotary(embeddings, positions)
         hidden = embeddings
         for layer, layer_context in zip(self.layers, context, strict=True):

@@ -27,8 +27,8 @@ class Target:
         tokens: Tensor,  # [B, T] int64, right-padded, so that causal attention needs no mask
         layer_ids: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        """[B, T, layers · H] outputs of the layers side by side, and logits [B, T, V]; both in the
-        model's dtype. Values at padded positions mean nothing."""
+        """Gives the layers' outputs side by side [B, T, layers · H], and logits [B, T, V]; both in
+        the model's dtype. Values at padded positions mean nothing."""
         # By hooks: the last entry of `output_hidden_states` has been through the final norm.
         caught: dict[int, Tensor] = {}
 
@@ -48,7 +48,8 @@ class Target:
         return torch.cat([caught[i] for i in layer_ids], dim=-1), logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of the table as they are: vLLM shares the table with the drafter, not a scale."""
+        """Takes the table's rows as they are: vLLM shares the table with the drafter, not a
+        scale."""
         return F.embedding(tokens, self.model.get_input_embeddings().weight)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ def _new_config(target: Path, text_config: Any, options: Options) -> Qwen3Config
 
 
 def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Spread evenly from the second to the third last layer, as in the published drafters."""
+    """Spreads them evenly from the second to the third last layer, as in published drafters."""
     if count == 1:
         return (num_target_layers // 2,)
     first, last = 1, max(num_target_layers - 3, 1)
@@ -160,7 +160,7 @@ def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _new_drafter(config: Qwen3Config, seed: int) -> DFlashDrafter:
-    """Random weights: fan-in scaled normal matrices; norms stay one."""
+    """Makes one of random weights: fan-in scaled normal matrices; norms stay one."""
     torch.manual_seed(seed)
     drafter = DFlashDrafter(config)
     for parameter in drafter.parameters():
