@@ -87,9 +87,9 @@ def run(name: str, rows: int) -> dict[str, Any]:
     """In a process of its own."""
     command = [sys.executable, "-m", "bench.lease.shipped", "--case", name, "--rows", str(rows)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
-    last = (process.stdout.strip().splitlines() or [""])[-1]
-    if process.returncode == 0 and last.startswith("{"):
-        return json.loads(last)
+    found = [line for line in process.stdout.splitlines() if line.startswith('{"shipped"')]
+    if process.returncode == 0 and found:  # vLLM's own lines may come behind it
+        return json.loads(found[-1])
     log = (process.stdout + process.stderr).strip().splitlines()
     causes = [line for line in log if re.search(r"(Error|error):", line)]
     return {"shipped": name, "failed": [line[-300:] for line in (causes or log)[-3:]]}
