@@ -94,7 +94,7 @@ def check(scheme: str, options: list[str]) -> float:
 
 @contextlib.contextmanager
 def started(
-    commands: dict[str, list[str]], start_by: float, in_turn: bool
+    commands: dict[str, list[str]], start_by: float
 ) -> Iterator[tuple[dict[str, System], dict[str, Any]]]:
     """The engines that have started by then, stopped, and what is to report of each."""
     reports: dict[str, Any] = {}
@@ -105,12 +105,9 @@ def started(
         for number, (name, arguments) in enumerate(commands.items()):
             begun[name] = System(MODULE, arguments, logs / f"{number}.log")
             stack.callback(begun[name].kill)
-            if in_turn:
-                begun[name].wait(start_by)
         for name, engine in begun.items():
             try:
-                if not in_turn:
-                    engine.wait(start_by)
+                engine.wait(start_by)
             except SystemDied as failure:
                 reports[name] = {"failed": str(failure)[-3000:]}
                 print(f"{name}: {failure}", flush=True)
@@ -281,7 +278,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="no compiler, no CUDA graphs")
     parser.add_argument("--options", default="{}", help="of vLLM's LLM, as JSON, for both")
     parser.add_argument("--unchecked", action="store_true", help="answers were checked elsewhere")
-    parser.add_argument("--in-turn", action="store_true", help="start one engine after the other")
     parser.add_argument("--start-by", type=float, default=900, help="seconds from now")
     parser.add_argument("--end-by", type=float, default=3600, help="no cell begins later")
     parser.add_argument("--turn", type=Path, help="measure when this file is there")
@@ -309,7 +305,7 @@ def main() -> None:
     path = args.out / f"{'-'.join(['full_shape', args.shape, args.scheme, *eager])}.json"
     with tempfile.TemporaryDirectory() as folder:
         dummy_checkpoint.write(Path(folder), args.shape, args.scheme, STEPS)
-        engines = started(commands(args, folder), begun + args.start_by, args.in_turn)
+        engines = started(commands(args, folder), begun + args.start_by)
         with engines as (alive, results):
             report["results"] = results
             while args.turn and not args.turn.exists():

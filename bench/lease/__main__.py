@@ -24,6 +24,8 @@ SITE = Path(os.environ.get("LEASE_SITE", "/tmp/site"))
 MOST_BYTES = 16 << 20  # of a file that is brought back by itself
 REHEARSAL_LIMIT = 900
 TERM_S = 5
+PATIENCE_S = 240
+"""From the beginning until the second upload has to be there."""
 
 
 class Lease:
@@ -62,14 +64,16 @@ class Lease:
             limit = REHEARSAL_LIMIT if self.rehearsing else stage.limit
             if found.end_by(time.monotonic() + limit):
                 (self.out / "done" / stage.name).touch()
+        for early in running.values():
+            end_session(early.process.pid)
 
     def _start_early(self, stage: Stage, running: "dict[str, Running]") -> None:
-        self.wait_for(stage)
-        running[stage.name] = Running(self, stage)
+        if self.wait_for(stage):
+            running[stage.name] = Running(self, stage)
 
-    def wait_for(self, stage: Stage, seconds: float = 240) -> bool:
-        """For what it needs to be unpacked; whether it is."""
-        until = time.monotonic() + seconds
+    def wait_for(self, stage: Stage) -> bool:
+        """For what it needs to be unpacked, soon after the series has begun; whether it is."""
+        until = self.begun + PATIENCE_S
         while not self.rehearsing:
             if all((SITE / f".{name}").exists() for name in stage.needs) or not SITE.exists():
                 return True

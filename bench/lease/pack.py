@@ -29,6 +29,7 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (5, 17, 24, 27, 28, 31, 
 PLATFORMS += ["manylinux1_x86_64", "manylinux2014_x86_64"]
 PRUNED = ["pycountry/locales", "nvidia_cutlass_dsl/*/iket"]
 PROJECT = ["vllm_dllm", "attention_kernels", "bench", "tests", "checkpoints", "pyproject.toml"]
+PROJECT += [":!checkpoints/diffusiongemma-tiny-tools", ":!checkpoints/held_out_tools.jsonl"]
 UPLOAD = 64 << 20
 # For programs x86 code and a long memory; xz on the host reads both by itself.
 XZ = ["xz", "--x86", "--lzma2=preset=9e,dict=192MiB", "--threads=1", "--stdout"]

@@ -109,13 +109,18 @@ def test_a_second_call_leaves_out_what_is_done(tmp_path: Path) -> None:
     done.mkdir()
     for name in names:
         (done / name).touch()
-    command = ["bash", "bench/lease.sh", "--out", str(tmp_path), "--for", "1"]
+    (tmp_path / "trace-ours-bf16-1x128.json.gz").write_bytes(b"timeline")
+    back = tmp_path / "back"
+    command = ["bash", "bench/lease.sh", "--out", str(tmp_path), "--for", "1", "--bring", str(back)]
     process = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"LEASE_SITE": "none"}
     )
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout.splitlines()[-1])
     assert set(found["done"]) == names and found["left"] == []
+    assert (back / "trace-ours-bf16-1x128.json.gz").read_bytes() == b"timeline"
+    with tarfile.open(back / "lease.tar.xz") as packed:
+        assert {f"done/{name}" for name in names} <= set(packed.getnames())
 
 
 def test_the_plan_fits_a_quarter_of_an_hour() -> None:
