@@ -1,14 +1,20 @@
 """How large a KV cache is on a CPU, where the user leaves that open.
 
-vLLM gives it all that `--gpu-memory-utilization` leaves of the machine's memory, and every byte of
-it is written when the server starts: the shipped checkpoint took 22 GiB and half a minute for room
-that 128 requests at once fill to a fortieth. Here it gets what requests can fill.
+vLLM gives it all that `--gpu-memory-utilization` leaves of the machine's memory, refuses to start
+where that much is not free, and writes every byte of it when the server starts: the shipped
+checkpoint took 22 GiB and half a minute for room that 128 requests at once fill to a fortieth. Here
+it gets what requests can fill, and that much must be free.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+from vllm.config import CacheConfig
 from vllm.logger import init_logger
+from vllm.utils import cpu_resource_utils
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 if TYPE_CHECKING:
@@ -20,24 +26,84 @@ ROOM = 2
 """Times what all requests at once fill: as much again keeps prefixes of those that have ended."""
 LEAST_BYTES = 1 << 30
 """Where a few short requests fill less: prefixes have room, and it is written in a second."""
+CGROUP = Path("/sys/fs/cgroup")
+_GIB = 1 << 30
+
+
+@contextmanager
+def checked_later(config: CacheConfig) -> Iterator[None]:
+    """Inside, vLLM does not ask for a share of the machine's memory that the user has not asked
+    for either: neither a size of the cache nor another share than vLLM's own."""
+    is_open = config.kv_cache_memory_bytes is None and not _has_share(config)
+    if is_open:
+        config.kv_cache_memory_bytes = 0
+    try:
+        yield
+    finally:
+        if is_open:
+            config.kv_cache_memory_bytes = None
+
+
+def _has_share(config: CacheConfig) -> bool:
+    return config.gpu_memory_utilization != CacheConfig.gpu_memory_utilization
+
+
+def available_bytes(config: CacheConfig, node_id: int) -> int:
+    """What a worker that has loaded its model may take for its cache on its memory node: that share
+    of what is free; what is left of the share of the whole, where the user has named one. May be
+    negative then."""
+    node = cpu_resource_utils.get_memory_node_info(node_id)
+    free, share = _free_bytes(node), config.gpu_memory_utilization
+    if not _has_share(config):
+        return int(free * share)
+    own = psutil.Process().memory_info().rss
+    return min(free, int(node.total_memory * share) - own)
+
+
+def _free_bytes(node: cpu_resource_utils.MemoryNodeInfo) -> int:
+    """What can be had on a node. In a container with a limit, vLLM counts the files that it has
+    read as used, although they give way."""
+    limit = cpu_resource_utils.get_cgroup_memory_limit()
+    used = cpu_resource_utils.get_cgroup_memory_usage()
+    if limit != node.total_memory or used is None:  # another limit than the node's is not in force
+        return node.available_memory
+    files = sum(map(_counter, ("memory.stat", "memory/memory.stat")))
+    return min(psutil.virtual_memory().available, limit - used + files)
+
+
+def _counter(name: str) -> int:
+    """Bytes of files in memory, by a control group's statistics; 0 where there are none."""
+    path = CGROUP / name
+    if not path.exists():
+        return 0
+    lines = (line.split() for line in path.read_text().splitlines())
+    return sum(int(value) for key, value in lines if key in ("active_file", "inactive_file"))
 
 
 def cache_bytes(
     available_bytes: int, specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig"
 ) -> int:
-    """The size for a worker that has `available_bytes` for it, and these layers."""
-    requests = vllm_config.scheduler_config.max_num_seqs
+    """The size of a worker's cache that has `available_bytes` for it, and these layers.
+
+    Raises:
+        ValueError: not even one request of the longest length has room.
+    """
+    model_config, share = vllm_config.model_config, vllm_config.cache_config.gpu_memory_utilization
+    requests, tokens = vllm_config.scheduler_config.max_num_seqs, model_config.max_model_len
     longest = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
+    # -1 lets vLLM choose a length that fits.
+    if longest > available_bytes and model_config.original_max_model_len != -1:
+        raise ValueError(
+            f"A request of {tokens} tokens needs {longest / _GIB:.2f} GiB of KV cache, and there "
+            f"are {max(available_bytes, 0) / _GIB:.2f} GiB for it (--gpu-memory-utilization "
+            f"{share:g}). Lower --max-model-len, stop other programs, or raise that share."
+        )
     wanted = max(ROOM * requests * longest, LEAST_BYTES)
     if not specs or wanted >= available_bytes:
         return available_bytes
     logger.info(
         "The KV cache gets %.2f of %.2f GiB: %d requests of %d tokens fill %.2f. "
         "--kv-cache-memory-bytes sets another size.",
-        wanted / 2**30,
-        available_bytes / 2**30,
-        requests,
-        vllm_config.model_config.max_model_len,
-        requests * longest / 2**30,
+        *(wanted / _GIB, available_bytes / _GIB, requests, tokens, requests * longest / _GIB),
     )
     return wanted

@@ -3,6 +3,9 @@ runs the model, which is not the one that was started by the user, is the one th
 
 from typing import Any
 
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -22,11 +25,12 @@ from vllm_dllm.parents import end_with_parent
 class TritonFreeCPUWorker(CPUWorker):
     _threads: threads.StepThreads | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         forks.compute_on_chosen_cores()
         allow_v2_worker_without_triton()
-        super().__init__(*args, **kwargs)
+        with cache_size.checked_later(vllm_config.cache_config):
+            super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
         replace_kernels()
@@ -52,9 +56,13 @@ class TritonFreeCPUWorker(CPUWorker):
         )
 
     def determine_available_memory(self) -> int:
-        available = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes is not None:
-            return available
+            return super().determine_available_memory()
+        # As vLLM does it, but for its check of memory that nobody has asked for.
+        if not envs.VLLM_CPU_CI_ENV:
+            self.model_runner.warming_up_model()
+        node_id = get_allowed_cpu_list()[0].numa_node
+        available = cache_size.available_bytes(self.cache_config, node_id)
         return cache_size.cache_bytes(available, self.get_kv_cache_spec(), self.vllm_config)
 
     def compile_or_warm_up_model(self) -> Any:

@@ -1,14 +1,18 @@
 """The KV cache of a CPU is as large as requests can fill, unless the user says otherwise."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import CacheConfig
+from vllm.utils import cpu_resource_utils
+from vllm.utils.cpu_resource_utils import MemoryNodeInfo
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker import cpu_worker
 
-from vllm_dllm.cpu import cache_size
+from vllm_dllm.cpu import cache_size, worker
 from vllm_dllm.cpu.worker import TritonFreeCPUWorker
 
 LENGTH, REQUESTS, BLOCK, WINDOW, IN_FLIGHT = 1000, 3, 16, 64, 128
@@ -31,11 +35,12 @@ def no_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_size, "LEAST_BYTES", 0)
 
 
-def config() -> Any:
+def config(**cache: Any) -> Any:
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
-        model_config=SimpleNamespace(max_model_len=LENGTH),
+        model_config=SimpleNamespace(max_model_len=LENGTH, original_max_model_len=None),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=CacheConfig(**cache),
         max_in_flight_tokens=IN_FLIGHT,
     )
 
@@ -58,14 +63,87 @@ def test_a_model_without_a_cache_keeps_what_vllm_says() -> None:
     assert cache_size.cache_bytes(GIB, {}, config()) == GIB
 
 
-@pytest.mark.usefixtures("no_least")
+def test_no_room_for_one_request() -> None:
+    with pytest.raises(ValueError, match=r"A request of 1000 tokens needs 0\.00 GiB of KV"):
+        cache_size.cache_bytes(FULL_BYTES, LAYERS, config())
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> MemoryNodeInfo:
+    """A machine of 24 GiB, and as much free as the test says, in vLLM's eyes and in ours."""
+    node = MemoryNodeInfo(total_memory=24 * GIB, available_memory=18 * GIB)
+    for module in (cpu_worker, cpu_resource_utils):
+        monkeypatch.setattr(module, "get_memory_node_info", lambda node_id: node)
+    for name in ("get_cgroup_memory_limit", "get_cgroup_memory_usage"):
+        monkeypatch.setattr(cpu_resource_utils, name, lambda: None)
+    return node
+
+
+def started(monkeypatch: pytest.MonkeyPatch, **cache: Any) -> TritonFreeCPUWorker:
+    """A worker that has loaded its model."""
+
+    def init(worker: Any, vllm_config: Any, *args: object, **kwargs: object) -> None:
+        worker.vllm_config, worker.cache_config = vllm_config, vllm_config.cache_config
+        worker.parallel_config = vllm_config.parallel_config
+
+    for name in ("end_with_parent", "allow_v2_worker_without_triton"):
+        monkeypatch.setattr(worker, name, lambda: None)
+    monkeypatch.setattr(worker.forks, "compute_on_chosen_cores", lambda: None)
+    monkeypatch.setattr(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, raising=False)
+    monkeypatch.setattr(cpu_worker.Worker, "__init__", init)
+    monkeypatch.setattr(TritonFreeCPUWorker, "get_kv_cache_spec", lambda worker: LAYERS)
+    made = TritonFreeCPUWorker(config(**cache), 0, 0, "")
+    made.model_runner = SimpleNamespace(warming_up_model=lambda: None)
+    made.compilation_config = SimpleNamespace(mode=None)
+    return made
+
+
+def test_starts_where_the_share_of_vllm_is_not_free(
+    monkeypatch: pytest.MonkeyPatch, node: MemoryNodeInfo
+) -> None:
+    """vLLM wants 0.92 of the machine. What others take during the start does not matter either."""
+    worker = started(monkeypatch)
+    node.available_memory = 2 * GIB
+    assert worker.determine_available_memory() == cache_size.LEAST_BYTES
+
+
+def test_takes_its_share_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, node: MemoryNodeInfo
+) -> None:
+    worker = started(monkeypatch)
+    node.available_memory = GIB
+    assert worker.determine_available_memory() == int(0.92 * GIB)
+
+
+def test_a_named_share_that_the_model_fills(
+    monkeypatch: pytest.MonkeyPatch, node: MemoryNodeInfo
+) -> None:
+    worker = started(monkeypatch, gpu_memory_utilization=0.001)
+    with pytest.raises(ValueError, match=r"0\.00 GiB for it \(--gpu-memory-utilization 0\.001\)"):
+        worker.determine_available_memory()
+
+
+@pytest.mark.usefixtures("no_least", "node")
 @pytest.mark.parametrize(("asked", "given"), [(None, FILLABLE), (GIB, GIB)], ids=["open", "set"])
 def test_the_users_size_stays(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, given: int
 ) -> None:
-    monkeypatch.setattr(CPUWorker, "determine_available_memory", lambda worker: GIB)
-    monkeypatch.setattr(CPUWorker, "get_kv_cache_spec", lambda worker: LAYERS)
-    worker = TritonFreeCPUWorker.__new__(TritonFreeCPUWorker)
-    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=asked)
-    worker.vllm_config = config()
+    worker = started(monkeypatch, kv_cache_memory_bytes=asked)
     assert worker.determine_available_memory() == given
+
+
+@pytest.mark.parametrize("folder", ["", "memory"], ids=["version-2", "version-1"])
+def test_files_in_memory_give_way(
+    monkeypatch: pytest.MonkeyPatch, node: MemoryNodeInfo, tmp_path: Path, folder: str
+) -> None:
+    """In a container whose limit is filled by files that it has read."""
+    (tmp_path / folder).mkdir(exist_ok=True)
+    stat = f"anon {GIB}\nactive_file {4 * GIB}\ninactive_file {18 * GIB}\ntotal_active_file 7\n"
+    (tmp_path / folder / "memory.stat").write_text(stat)
+    monkeypatch.setattr(cache_size, "CGROUP", tmp_path)
+    for name, size in (("limit", 24 * GIB), ("usage", 23 * GIB)):
+        monkeypatch.setattr(cpu_resource_utils, f"get_cgroup_memory_{name}", lambda size=size: size)
+    everything = SimpleNamespace(available=100 * GIB)
+    monkeypatch.setattr(cache_size.psutil, "virtual_memory", lambda: everything)
+    node.available_memory = GIB
+    assert cache_size.available_bytes(CacheConfig(), 0) == int(0.92 * 23 * GIB)
