@@ -56,7 +56,7 @@ BOXES = {
         WORKER,
         2,
         "Embed all rows, self-condition canvases",
-        ("step/uniform_step.py: condition", "models/self_conditioning.py: forward"),
+        ("step/uniform/uniform_step.py: condition", "models/self_conditioning.py: forward"),
     ),
     "flags": Box(
         WORKER,
@@ -77,7 +77,7 @@ BOXES = {
         WORKER,
         5,
         "Logits become statistics and an embedding",
-        ("step/logits.py: read", "denoise/row_stats.py: row_stats"),
+        ("step/asked/logits.py: read", "denoise/row_stats.py: row_stats"),
     ),
     "denoise": Box(
         WORKER,
@@ -89,7 +89,7 @@ BOXES = {
         WORKER,
         7,
         "Both outcomes are computed, one is written",
-        ("step/settling.py: settle, write", "requests/ends.py: is_last_block"),
+        ("step/uniform/settling.py: settle, write", "requests/ends.py: is_last_block"),
     ),
     "arrive": Box(
         ENGINE,

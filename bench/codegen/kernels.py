@@ -11,7 +11,7 @@ from vllm_dllm.denoise import draws_triton as draws
 from vllm_dllm.denoise import expected_embedding_triton as embedding
 from vllm_dllm.denoise import vocab_stream_triton as vocabulary
 from vllm_dllm.denoise.vocab_stream import BLOCK
-from vllm_dllm.step import settle_triton
+from vllm_dllm.step.uniform import settle_triton
 
 FP8 = "fp8e4nv"
 LAYERS = {  # head size, query heads a key head, page

@@ -19,7 +19,7 @@ MODULES = (
     "vllm.model_executor.layers.fused_moe.router.gate_linear",
     "transformers",
 )
-GRAMMARS = "vllm_dllm/step/grammars.py"
+GRAMMARS = "vllm_dllm/step/asked/grammars.py"
 PAUSE = 3
 """Each canvas is finished at the step with this number."""
 

@@ -3,7 +3,7 @@
 from functools import wraps
 from typing import Any
 
-from vllm_dllm.step.grammars import CanvasGrammars, Legal
+from vllm_dllm.step.asked.grammars import CanvasGrammars, Legal
 
 
 class WatchGrammars:

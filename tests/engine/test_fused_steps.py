@@ -19,8 +19,8 @@ from tests.engine.one_step import FEW_STEPS, random_ids
 from tests.engine.test_scheduling import Answer, answer_of
 from tests.engines import asynchronous_scheduling
 from vllm_dllm.denoise import draws_triton
-from vllm_dllm.step import settle_triton
-from vllm_dllm.step.uniform_step import UniformStep
+from vllm_dllm.step.uniform import settle_triton
+from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 pytestmark = pytest.mark.numerics
 

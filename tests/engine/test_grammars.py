@@ -21,7 +21,7 @@ from tests.engine.rounding import assert_same, decided
 from tests.processes import HANGS_S
 from tests.unit.grammar.canvases import SCHEMAS
 from vllm_dllm.grammar.state import GrammarState
-from vllm_dllm.step.grammars import CanvasGrammars
+from vllm_dllm.step.asked.grammars import CanvasGrammars
 
 EOS = 1
 # Unlike anything the model was trained on.

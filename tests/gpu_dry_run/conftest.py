@@ -18,12 +18,12 @@ KERNELS = {
         "_project_and_store_kernel",
         "_store_projected_kernel",
     ),
-    "vllm_dllm.step.condition_triton": (
+    "vllm_dllm.step.uniform.condition_triton": (
         "_pre_norm_kernel",
         "_gate_kernel",
         "_post_norm_kernel",
     ),
-    "vllm_dllm.step.settle_triton": ("_settle_kernel", "_store_soft_kernel"),
+    "vllm_dllm.step.uniform.settle_triton": ("_settle_kernel", "_store_soft_kernel"),
 }
 
 

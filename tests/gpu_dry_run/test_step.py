@@ -18,9 +18,10 @@ from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
 from tests.unit.step.test_logits import Model
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.requests.options import IS_COUNTED
-from vllm_dllm.step import model_state, observers
+from vllm_dllm.step import model_state
 from vllm_dllm.step.model_state import DiffusionModelState
 from vllm_dllm.step.sampler import DiffusionSampler
+from vllm_dllm.step.watched import observers
 
 R, C, H, PROMPT = 19, 32, 64, 20
 VOCABULARIES = {"streamed": 20_000, "whole": 1_000}
@@ -299,7 +300,7 @@ def test_beside_whole_rows_a_steady_step_copies_only_where_rows_are(
     server.step()
     streams = server.state.step.model.streams_vocabulary
     assert len(cuda.copies) == (2 if streams else 0) and cuda.waits == []
-    assert all(place.startswith("vllm_dllm/step/logits.py") for place in cuda.copies)
+    assert all(place.startswith("vllm_dllm/step/asked/logits.py") for place in cuda.copies)
 
 
 def test_requests_that_come_together_are_copied_together(server: Server, cuda: FakeCuda) -> None:

@@ -10,6 +10,6 @@ class Fast_dLLM_QwenForCausalLM(MaskedModel, Qwen2ForCausalLM):
 
     @staticmethod
     def get_model_state_cls() -> type:
-        from vllm_dllm.step.masked_state import ShiftedModelState
+        from vllm_dllm.step.masked.masked_state import ShiftedModelState
 
         return ShiftedModelState

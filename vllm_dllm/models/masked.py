@@ -31,7 +31,7 @@ class MaskedModel:
     @staticmethod
     def get_model_state_cls() -> type:
         """vLLM's hook for per-request state; imported late because it needs the model runner."""
-        from vllm_dllm.step.masked_state import MaskedModelState
+        from vllm_dllm.step.masked.masked_state import MaskedModelState
 
         return MaskedModelState
 

@@ -21,7 +21,7 @@ class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
 
     @staticmethod
     def get_model_state_cls() -> type:
-        from vllm_dllm.step.masked_state import CausalModelState
+        from vllm_dllm.step.masked.masked_state import CausalModelState
 
         return CausalModelState
 

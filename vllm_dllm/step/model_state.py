@@ -26,10 +26,10 @@ from vllm_dllm.attention import WindowRules, takes_window_rules
 from vllm_dllm.compat.sleeping import kept_asleep
 from vllm_dllm.step.attn_metadata import LatestMetadata
 from vllm_dllm.step.attn_requests import AttnRequests
-from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.image_rows import ImageRows
 from vllm_dllm.step.sampler import DiffusionSampler
-from vllm_dllm.step.uniform_step import UniformStep
+from vllm_dllm.step.uniform.canvas_step import CanvasStep
+from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 
 class DiffusionModelState(ModelState):

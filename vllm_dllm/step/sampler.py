@@ -13,8 +13,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_dllm.compat.runner import score_prompts_by
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
-from vllm_dllm.step.canvas_step import CanvasStep
-from vllm_dllm.step.logits import step_bytes, whole_rows
+from vllm_dllm.step.asked.logits import step_bytes, whole_rows
+from vllm_dllm.step.uniform.canvas_step import CanvasStep
 
 
 class DiffusionSampler:

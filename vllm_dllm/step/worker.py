@@ -53,6 +53,6 @@ class CanvasWorker(Worker):
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Leaves out vLLM's masks of grammars (ours are `step/grammars.py`): it warms up with some,
-        for rows that a model which prefills its seeds does not have."""
+        """Leaves out vLLM's masks of grammars (ours are `step/asked/grammars.py`): it warms up
+        with some, for rows that a model which prefills its seeds does not have."""
         return send_numbers(self.model_runner, super().sample_tokens(None))

@@ -37,7 +37,7 @@ from vllm_dllm.metrics.prometheus import (
 )
 from vllm_dllm.requests.keys import ACCEPTANCE_RULES
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
-from vllm_dllm.step.counted import canvas_numbers
+from vllm_dllm.step.watched.counted import canvas_numbers
 
 LABELS = ["model_name", "engine"]
 

@@ -12,10 +12,10 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from attention_kernels.interpreter import interpret_kernels
 from tests import tolerances
 from vllm_dllm.models.self_conditioning import SelfConditioning
-from vllm_dllm.step import condition_triton
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
-from vllm_dllm.step.uniform_step import UniformStep
+from vllm_dllm.step.uniform import condition_triton
+from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 pytestmark = pytest.mark.numerics
 

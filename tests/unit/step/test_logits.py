@@ -17,9 +17,8 @@ from vllm_dllm.denoise.impossible import BAD_WORD_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules
 from vllm_dllm.models import vocabulary
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
-from vllm_dllm.step import soft_embedding
-from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits import (
+from vllm_dllm.step.asked import soft_embedding
+from vllm_dllm.step.asked.logits import (
     CACHED_TILE,
     TILE_TOKENS,
     StreamedLogits,
@@ -27,8 +26,9 @@ from vllm_dllm.step.logits import (
     step_bytes,
     tile_shape,
 )
-from vllm_dllm.step.sampling_memory import SamplingMemory
-from vllm_dllm.step.soft_embedding import SoftEmbedding
+from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.watched.sampling_memory import SamplingMemory
 
 pytestmark = pytest.mark.numerics
 

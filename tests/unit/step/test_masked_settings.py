@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from vllm_dllm.denoise.masked import Candidates, reveal_candidates
 from vllm_dllm.requests.options import RequestOptions
-from vllm_dllm.step.masked_settings import MaskedSlotSettings
+from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings
 
 
 def settings_of(num_slots: int, *, reveals_at_threshold: bool = False) -> MaskedSlotSettings:

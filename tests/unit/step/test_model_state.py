@@ -10,7 +10,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_dllm.attention import takes_window_rules
 from vllm_dllm.step import model_state
-from vllm_dllm.step.masked_state import MaskedModelState
+from vllm_dllm.step.masked.masked_state import MaskedModelState
 from vllm_dllm.step.model_state import DiffusionModelState
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 

@@ -13,9 +13,9 @@ import zmq
 from tests.processes import HANGS_S
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_message import unpack
-from vllm_dllm.step import observers
-from vllm_dllm.step.canvas_record import StepCanvases
-from vllm_dllm.step.observers import CanvasObservers
+from vllm_dllm.step.watched import observers
+from vllm_dllm.step.watched.canvas_record import StepCanvases
+from vllm_dllm.step.watched.observers import CanvasObservers
 
 C = 4
 CPU = torch.device("cpu")
@@ -168,7 +168,7 @@ def test_a_reader_that_stands_still_holds_up_nobody(
     """The socket fills up, and the thread goes on to who reads."""
     _, name = listener
     other = canvas_feeds.new_name()
-    monkeypatch.setattr("vllm_dllm.step.canvas_sender.SOCKET_MESSAGES", 1)
+    monkeypatch.setattr("vllm_dllm.step.watched.canvas_sender.SOCKET_MESSAGES", 1)
     watching = observing()
     watching.add(request(0, f"{name}/{canvas_feeds.new_name()}"))
     with zmq.Context() as context, context.socket(zmq.PULL) as reading:

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.options import RequestOptions
-from vllm_dllm.step.predictions import Predicted, Predictions
+from vllm_dllm.step.asked.predictions import Predicted, Predictions
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.slots import CanvasSlots
 

@@ -9,8 +9,8 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.denoise.logit_rules import LogitRules
 from vllm_dllm.requests.options import RequestOptions
-from vllm_dllm.step import filters as module
-from vllm_dllm.step.filters import LogitFilters
+from vllm_dllm.step.asked import filters as module
+from vllm_dllm.step.asked.filters import LogitFilters
 from vllm_dllm.step.registry import NewRequest
 
 V, PROMPT = 12, 3

@@ -17,15 +17,15 @@ from vllm_dllm.denoise import draws_triton
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
 from vllm_dllm.requests.options import RequestOptions
-from vllm_dllm.step import settle_triton
+from vllm_dllm.step.asked.settings import SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Advanced
 from vllm_dllm.step.load import LoadStages
 from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.settings import SlotSettings
-from vllm_dllm.step.settling import Settling
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
-from vllm_dllm.step.uniform_step import UniformStep
+from vllm_dllm.step.uniform import settle_triton
+from vllm_dllm.step.uniform.canvas_stages import Advanced
+from vllm_dllm.step.uniform.settling import Settling
+from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 pytestmark = pytest.mark.numerics
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.config.test_files import room_for
-from vllm_dllm.step import trace
-from vllm_dllm.step.canvas_record import CanvasRecord
-from vllm_dllm.step.trace import CanvasTrace
+from vllm_dllm.step.watched import trace
+from vllm_dllm.step.watched.canvas_record import CanvasRecord
+from vllm_dllm.step.watched.trace import CanvasTrace
 
 C = 4
 

@@ -29,10 +29,10 @@ from vllm_dllm.grammar.state import GrammarState, legal_tokens
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.requests.grammar import exclusions_of, grammars_of
+from vllm_dllm.step.asked.logits import CanvasLogits
+from vllm_dllm.step.asked.row_masks import RowMasks
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits import CanvasLogits
 from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.row_masks import RowMasks
 from vllm_dllm.step.slots import CanvasSlots
 
 logger = init_logger(__name__)

@@ -18,15 +18,15 @@ from vllm_dllm.denoise.noise import StepNoise, step_noise
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
 from vllm_dllm.denoise.temperature import temperature
+from vllm_dllm.step.asked.grammars import Legal
+from vllm_dllm.step.asked.logits import CanvasLogits, StreamedLogits, WholeLogits
+from vllm_dllm.step.asked.settings import SlotSettings, StepSettings, revealing
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
-from vllm_dllm.step.canvas_step import CanvasStep
-from vllm_dllm.step.counted import numbers_on_host
-from vllm_dllm.step.grammars import Legal
 from vllm_dllm.step.load import LoadStages
-from vllm_dllm.step.logits import CanvasLogits, StreamedLogits, WholeLogits
 from vllm_dllm.step.requests import StepRequests
-from vllm_dllm.step.settings import SlotSettings, StepSettings, revealing
+from vllm_dllm.step.uniform.canvas_stages import Advanced, Denoised, Found
+from vllm_dllm.step.uniform.canvas_step import CanvasStep
+from vllm_dllm.step.watched.counted import numbers_on_host
 
 if TYPE_CHECKING:
     from vllm_dllm.denoise.draws_triton import StepDraws
@@ -66,7 +66,7 @@ class UniformStep(CanvasStep):
             out.copy_(plain)
             return
         if self.fuses:
-            from vllm_dllm.step import condition_triton  # needs Triton
+            from vllm_dllm.step.uniform import condition_triton  # needs Triton
 
             condition_triton.condition(self.model.self_conditioning, plain, batch, self.slots, out)
             return
@@ -96,7 +96,7 @@ class UniformStep(CanvasStep):
         self, batch: CanvasBatch, source: torch.Tensor, input_batch: InputBatch
     ) -> Advanced:
         """The same as `_advance`, in few launches."""
-        from vllm_dllm.step.settle_triton import NAMES, Emits, settle, store_soft_embeds
+        from vllm_dllm.step.uniform.settle_triton import NAMES, Emits, settle, store_soft_embeds
 
         slots, requests = self.slots, self.requests
         assert isinstance(requests.settings, SlotSettings)

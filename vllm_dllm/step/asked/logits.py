@@ -17,11 +17,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.denoise.masked import Candidates, draw_candidates
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, VocabReader
+from vllm_dllm.step.asked.filters import LogitFilters
+from vllm_dllm.step.asked.row_masks import RowMasks
+from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.filters import LogitFilters
-from vllm_dllm.step.row_masks import RowMasks
-from vllm_dllm.step.sampling_memory import SamplingMemory
-from vllm_dllm.step.soft_embedding import SoftEmbedding
+from vllm_dllm.step.watched.sampling_memory import SamplingMemory
 
 if TYPE_CHECKING:
     from vllm_dllm.denoise.vocab_stream_triton import FusedVocabReader

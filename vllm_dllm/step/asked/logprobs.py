@@ -5,9 +5,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits import CanvasLogits
-from vllm_dllm.step.logprob_tensors import (
+from vllm_dllm.step.asked.logits import CanvasLogits
+from vllm_dllm.step.asked.logprob_tensors import (
     LogprobRequest,
     choose,
     concat,
@@ -16,6 +15,7 @@ from vllm_dllm.step.logprob_tensors import (
     padded,
     token_logprobs,
 )
+from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import zmq
 
 from vllm_dllm.config.canvas_message import pack, pack_end
-from vllm_dllm.step.canvas_record import StepCanvases
+from vllm_dllm.step.watched.canvas_record import StepCanvases
 
 QUEUE_STEPS = 64
 SOCKET_MESSAGES = 64

@@ -9,10 +9,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.config.canvas_feeds import find_socket
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_record import StepCanvases, read
-from vllm_dllm.step.canvas_sender import CanvasSender, Sent, Watcher
 from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.trace import CanvasTrace
+from vllm_dllm.step.watched.canvas_record import StepCanvases, read
+from vllm_dllm.step.watched.canvas_sender import CanvasSender, Sent, Watcher
+from vllm_dllm.step.watched.trace import CanvasTrace
 
 
 class CanvasObservers:

@@ -13,10 +13,10 @@ from vllm.v1.worker.gpu.states import RequestState
 from attention_kernels.masks import block_spans
 from vllm_dllm.compat.sleeping import kept_asleep
 from vllm_dllm.step.attn_requests import AttnRequests
-from vllm_dllm.step.masked_step import MaskedStep
+from vllm_dllm.step.masked.masked_step import MaskedStep
+from vllm_dllm.step.masked.seeded_step import CausalStep
+from vllm_dllm.step.masked.shifted_step import ShiftedStep
 from vllm_dllm.step.model_state import DiffusionModelState
-from vllm_dllm.step.seeded_step import CausalStep
-from vllm_dllm.step.shifted_step import ShiftedStep
 
 
 class CausalModelState(DiffusionModelState):

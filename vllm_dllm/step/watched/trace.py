@@ -6,7 +6,7 @@ from pathlib import Path
 from vllm.logger import init_logger
 
 from vllm_dllm.config.files import LineFile
-from vllm_dllm.step.canvas_record import CanvasRecord
+from vllm_dllm.step.watched.canvas_record import CanvasRecord
 
 logger = init_logger(__name__)
 

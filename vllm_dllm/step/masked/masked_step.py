@@ -19,14 +19,14 @@ from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, masked_step
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.requests.masked import with_defaults
+from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
+from vllm_dllm.step.asked.logits import MaskedLogits
+from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepSettings
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Denoised, Found
-from vllm_dllm.step.canvas_step import CanvasStep
-from vllm_dllm.step.grammar_runs import GrammarRuns, LegalDraws
-from vllm_dllm.step.logits import MaskedLogits
-from vllm_dllm.step.masked_settings import MaskedSlotSettings, MaskedStepSettings
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.slots import SlotNumbers
+from vllm_dllm.step.uniform.canvas_stages import Denoised, Found
+from vllm_dllm.step.uniform.canvas_step import CanvasStep
 
 
 class MaskedStep(CanvasStep):

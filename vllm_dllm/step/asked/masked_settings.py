@@ -7,9 +7,9 @@ import torch
 
 from vllm_dllm.denoise.masked import NO_BOUND, Edits, MaskedRules, even_share
 from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.step.asked.settings import write_rows_
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.settings import write_rows_
 
 _NEVER = 2.0  # a threshold that no probability exceeds
 _EVEN_SHARE = 0

@@ -12,13 +12,13 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
+from vllm_dllm.step.asked.logits import MaskedLogits
+from vllm_dllm.step.asked.masked_settings import MaskedStepSettings
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Advanced, Found
-from vllm_dllm.step.canvas_step import CanvasStep
-from vllm_dllm.step.grammar_runs import GrammarRuns, LegalDraws
-from vllm_dllm.step.logits import MaskedLogits
-from vllm_dllm.step.masked_settings import MaskedStepSettings
-from vllm_dllm.step.masked_step import MaskedStep
+from vllm_dllm.step.masked.masked_step import MaskedStep
+from vllm_dllm.step.uniform.canvas_stages import Advanced, Found
+from vllm_dllm.step.uniform.canvas_step import CanvasStep
 
 
 class SeededStep(MaskedStep):

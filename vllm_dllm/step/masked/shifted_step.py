@@ -10,8 +10,8 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Denoised, Found
-from vllm_dllm.step.seeded_step import SeededStep
+from vllm_dllm.step.masked.seeded_step import SeededStep
+from vllm_dllm.step.uniform.canvas_stages import Denoised, Found
 
 
 class ShiftedStep(SeededStep):

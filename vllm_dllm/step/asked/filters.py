@@ -9,9 +9,9 @@ from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.impossible import LEFT_OUT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
+from vllm_dllm.step.asked.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to
 
 
 class LogitFilters:

@@ -18,15 +18,15 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.requests.options import fitted_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
+from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_record import StepCanvases
-from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
-from vllm_dllm.step.counted import canvas_numbers
 from vllm_dllm.step.requests import StepRequests
-from vllm_dllm.step.sampling_memory import SamplingMemory
-from vllm_dllm.step.settling import Settling
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
-from vllm_dllm.step.soft_embedding import SoftEmbedding
+from vllm_dllm.step.uniform.canvas_stages import Advanced, Denoised, Found
+from vllm_dllm.step.uniform.settling import Settling
+from vllm_dllm.step.watched.canvas_record import StepCanvases
+from vllm_dllm.step.watched.counted import canvas_numbers
+from vllm_dllm.step.watched.sampling_memory import SamplingMemory
 
 
 class CanvasStep(ABC):

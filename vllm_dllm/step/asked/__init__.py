@@ -1,0 +1,1 @@
+"""What requests ask of logits, and of the canvases that are read from them."""
