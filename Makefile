@@ -54,7 +54,7 @@ demo: setup ## start a server, ask a few questions, show the canvas denoising (M
 # tests/conftest.py; xdist's own puts the files of few tests last, and these are the slow ones.
 IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
 test: setup ## try every feature once (ten minutes)
-	$(BIN)/pytest $(IN_TWO)
+	$(BIN)/pytest -m "not extended" $(IN_TWO)
 
 test-all: SHORT := 1
 test-all: test test-extended gpu-dry-run test-numerics ## and what takes longer (half an hour)

@@ -29,6 +29,8 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 import pytest
 import torch
 
+from tests.features import TRIED
+
 # Set by scripts/numerics.py. vLLM's kernels are those of the processor that torch says this is.
 if level := os.environ.get("TESTED_CPU_LEVEL"):
     torch.cpu._is_avx512_supported = lambda: level == "avx512"
@@ -47,8 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if item.path.parent.name in APART:
             item.add_marker(item.path.parent.name)
+        elif item.get_closest_marker("slow") and not item.nodeid.startswith(TRIED):
+            item.add_marker("extended")
     asked_for = config.getoption("markexpr")
-    absent = {name for name in (*APART, "extended", "thorough") if name not in asked_for}
+    absent = {name for name in (*APART, "thorough") if name not in asked_for}
     if not torch.cuda.is_available():
         absent.add("gpu")
     if not any(d.name == "flash-attn-4" for d in importlib.metadata.distributions()):

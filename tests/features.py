@@ -1,0 +1,68 @@
+"""What `make test` tries of engines and servers: every feature once.
+
+A feature is named beside the tests that try it: files, functions, or single cases, by the beginning
+of their names. All other tests that start an engine or take long are for `make test-all`.
+"""
+
+FEATURES: dict[str, tuple[str, ...]] = {
+    "a step equals transformers'": (
+        "engine/test_one_step.py::test_prompts_around_the_window",
+        "engine/test_one_step.py::test_trained_checkpoint",
+    ),
+    "whole answers equal transformers'": ("engine/test_trajectories.py::test_trained_checkpoint",),
+    "the next turn finds generated blocks": ("engine/test_committed_kv.py",),
+    "a step reads a large vocabulary in tiles": (
+        "engine/test_large_vocabulary.py::test_best_guesses_are_the_references",
+    ),
+    "asynchronous scheduling": (
+        "engine/test_spared_forwards.py::test_forwards_with_asynchronous_scheduling[3]",
+    ),
+    "steps in few launches": ("engine/test_fused_steps.py::test_every_step_is_fused[one canvas]",),
+    "sampling parameters": ("engine/test_sampling_params.py",),
+    "first canvases and predictions of a client": (
+        "engine/test_pins.py",
+        "engine/test_predictions.py::test_a_right_prediction_saves_steps",
+    ),
+    "grammars": (
+        "engine/test_grammars.py::test_every_kind_is_kept",
+        "engine/test_reasoning.py::test_the_answer_comes_behind_the_reasoning",
+    ),
+    "masked families": (
+        "engine/test_masked.py::test_decisions[SDAR-4-static]",
+        "engine/test_masked.py::test_decisions[MoE-4-dynamic]",
+        "engine/test_masked.py::test_decisions[LLaDA2-4-edited]",
+        "engine/test_masked.py::test_decisions[Nemotron-4-dynamic]",
+        "engine/test_masked.py::test_decisions[Fast-dLLM-4-dynamic]",
+        "engine/test_masked_refusals.py",
+    ),
+    "images": ("engine/test_images.py::test_one_step",),
+    "quantised checkpoints": ("engine/test_quantized.py::test_one_step_of_the_shipped",),
+    "drafters": (
+        "engine/test_drafters.py::test_same_answers_as_the_target_alone",
+        "engine/test_drafters.py::test_acceptance_length",
+    ),
+    "stages of load": ("engine/test_load.py",),
+    "aborts": ("engine/test_abort.py",),
+    "other models are left alone": ("engine/test_neighbours.py",),
+    "a server and its clients": (
+        "server/test_openai.py",
+        "server/test_parameters.py",
+        "server/test_bad_input.py",
+        "server/test_predictions.py",
+        "server/test_structured_outputs.py::test_response_format",
+        "server/test_structured_outputs.py::test_bad_grammars",
+        "server/test_documented.py::test_request",
+        "server/test_documented.py::test_client_program",
+    ),
+    "tool calls": (
+        "server/test_gemma_tool_calls.py::test_some_call_must_come",
+        "server/test_gemma_tool_calls.py::test_streamed_is_the_same",
+    ),
+    "watched canvases and metrics": (
+        "server/test_canvases.py",
+        "server/test_metrics.py",
+    ),
+    "errors of a start": ("server/test_startup_errors.py::test_a_server_says_it_last",),
+}
+
+TRIED = tuple(f"tests/{name}" for names in FEATURES.values() for name in names)
