@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from bench import harness
 from bench.clients import PATIENCE_S, serving
-from vllm_dllm.requests.keys import STREAM_CANVASES, WATCHING_PLUGINS
+from vllm_dllm.requests.options import STREAM_CANVASES, WATCHING_PLUGINS
 from vllm_dllm.tools.scrape import Change, read
 from vllm_dllm.tools.server_process import HOST, Server
 

@@ -32,13 +32,13 @@ BOXES = {
         API,
         0,
         "The request is checked, or refused with 400",
-        ("requests/options.py: check_request", "requests/keys.py: check_options"),
+        ("requests/admission.py: admit", "requests/options.py: read_keys"),
     ),
     "queue": Box(
         ENGINE,
         0,
         "It joins the queue, its canvas fitted",
-        ("scheduling/scheduler.py: add_request", "requests/options.py: fit_canvas, mark"),
+        ("scheduling/scheduler.py: add_request", "requests/options.py: fitted, carry"),
     ),
     "schedule": Box(
         ENGINE,

@@ -87,42 +87,20 @@ def _register_models() -> None:
 
 
 def _check_requests() -> None:
-    """Installs the checks of what a request may ask for, on its way through vLLM's processes."""
-    from vllm_dllm.compat import admission, grammar, http, limits, tool_parsers, usage
-    from vllm_dllm.config.masked import FAMILIES
+    """Installs the checks of what a request may ask for, on its way into the engine."""
+    from vllm_dllm.compat import admission, http, tool_parsers, usage
     from vllm_dllm.requests.accepted_tokens import accepted_tokens
-    from vllm_dllm.requests.grammar import check_structured_outputs
-    from vllm_dllm.requests.http import check_http_request, refuse_beam_search, wrong_type
-    from vllm_dllm.requests.limits import check_parameters, check_size, check_tokens
-    from vllm_dllm.requests.masked import (
-        check_causal_request,
-        check_masked_request,
-        check_unmasked_request,
-    )
-    from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
-    from vllm_dllm.requests.options import check_choices, check_request
-    from vllm_dllm.requests.prediction import encode
+    from vllm_dllm.requests.admission import Served, admit, admit_target
+    from vllm_dllm.requests.http import check_body, refuse_beam_search, wrong_type
 
-    admission.set_request_check(check_request)
-    admission.set_params_checks(check_numbers, check_choices, check_sampler_limits, encode)
-    admission.set_sampling_params_checks(
-        {DIFFUSION_GEMMA: check_unmasked_request}
-        | {
-            architecture: check_causal_request if family.is_causal else check_masked_request
-            for architecture, family in FAMILIES.items()
-        }
-    )
-    grammar.set_structured_outputs_checks(
-        dict.fromkeys((DIFFUSION_GEMMA, *MASKED_MODELS), check_structured_outputs)
-    )
+    admission.set_admission((DIFFUSION_GEMMA, *MASKED_MODELS), Served.of, admit, admit_target)
+    http.check_bodies(check_body, wrong_type)
+    http.admit_before_streams()
+    http.set_beam_search_check(refuse_beam_search)
     tool_parsers.register_tool_parser(
         "gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"
     )
-    http.set_http_check(check_http_request, check_size)
-    http.answer_bad_bodies(wrong_type)
-    http.set_beam_search_check(refuse_beam_search)
     usage.count_in_usage(accepted_tokens)
-    limits.set_limit_checks(check_parameters, check_tokens)
 
 
 def _log_like_vllm() -> None:

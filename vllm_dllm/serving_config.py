@@ -23,13 +23,12 @@ from vllm_dllm.config import tiles
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
-from vllm_dllm.config.masked import MaskedConfig
+from vllm_dllm.config.masked import FAMILIES, MaskedConfig
 from vllm_dllm.config.step_sizes import canvases_at_once, capture_sizes
 from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
-from vllm_dllm.requests.keys import check_options
-from vllm_dllm.requests.masked import check_keys, check_unmasked
+from vllm_dllm.requests.options import server_defaults
 
 logger = init_logger(__name__)
 
@@ -91,7 +90,6 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         # Read again by the worker; here, a mistake ends the start at once and in plain sight.
         read_denoise_config(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
-        check_unmasked(extension.defaults)
         finish(vllm_config, extension)
         if note := getattr(vllm_config.model_config.hf_config, "serving_note", None):
             logger.info(note)
@@ -151,13 +149,12 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
                 raise ValueError(
                     f"{name} is not for masked models yet. Leave it out of --additional-config."
                 )
-        check_keys(extension.defaults)
         finish(vllm_config, extension)
 
 
 def finish(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     """What the start of every diffusion model checks and sets."""
-    check_options(extension.defaults, known=frozenset())
+    server_defaults(extension.defaults, FAMILIES.get(vllm_config.model_config.architecture))
     tiles.offer()
     if extension.trace_path is not None:
         check_file("trace_path", Path(extension.trace_path))

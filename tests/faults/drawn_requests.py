@@ -13,7 +13,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from tests.faults import drawn_images
-from vllm_dllm.requests.keys import ACCEPTANCE_RULES, CHECKED_ELSEWHERE, OPTIONS, PREDICTION
+from vllm_dllm.requests import options
+from vllm_dllm.requests.options import ACCEPTANCE_RULES, PREDICTION
 
 NAN, INFINITE = float("nan"), float("inf")
 DENORMAL = 1e-320
@@ -138,7 +139,7 @@ FIELDS = sorted(
     - {"return_token_ids", "request_id"}
     | {"prediction"}
 )
-KEYS = [*sorted(OPTIONS.keys() | CHECKED_ELSEWHERE), "diffusion_no_such_key"]
+KEYS = [*sorted(options.KEYS), "diffusion_no_such_key", "max_steps"]
 
 
 @st.composite

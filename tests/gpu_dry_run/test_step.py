@@ -1,6 +1,7 @@
 """A denoise step on a GPU: the host waits for nothing, whatever requests ask for but bad words of
 several tokens. Nor does it when requests come: what they bring is copied while the host goes on."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,8 +17,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
 from tests.unit.step.test_logits import Model
-from vllm_dllm.config.canvas_feeds import FEED
-from vllm_dllm.requests.options import IS_COUNTED
+from vllm_dllm.requests.options import read_keys
 from vllm_dllm.step import model_state
 from vllm_dllm.step.model_state import DiffusionModelState
 from vllm_dllm.step.sampler import DiffusionSampler
@@ -61,11 +61,10 @@ ALL = REQUESTS | WAITED_FOR | WATCHED
 
 def params(**options: Any) -> SamplingParams:
     extra = {name: options.pop(name) for name in list(options) if name.startswith("diffusion_")}
-    extra[IS_COUNTED] = True  # as on any server that has metrics
-    if feed := extra.pop("diffusion_feed", None):
-        extra[FEED] = feed
-    words = options.pop("bad_words", None)
-    made = SamplingParams(max_tokens=100, extra_args=extra, **{"temperature": 1.0} | options)
+    feed, words = extra.pop("diffusion_feed", None), options.pop("bad_words", None)
+    made = SamplingParams(max_tokens=100, **{"temperature": 1.0} | options)
+    # As on any server that has metrics.
+    replace(read_keys(extra, {}, None), is_counted=True, canvas_feed=feed).carry(made)
     made._bad_words_token_ids = words
     made._all_stop_token_ids = set(options.get("stop_token_ids", ()))
     return made

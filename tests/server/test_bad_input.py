@@ -23,19 +23,9 @@ PIXEL = base64.b64encode(
 ).decode()
 
 XARGS: dict[str, tuple[dict[str, Any], str]] = {
-    "canvas seed too short": ({"diffusion_seed_canvas": [1, 2]}, f"exactly {CANVAS} ids, got 2"),
     "canvas seed out of vocabulary": (
         {"diffusion_seed_canvas": [10**6] * CANVAS},
-        "ids must be in [0, 512). Got diffusion_seed_canvas = [..., 1000000, ",
-    ),
-    "pin outside the canvas": (
-        {"diffusion_seed_canvas": [1] * CANVAS, "diffusion_pinned": [CANVAS]},
-        f"inside the canvas. Got diffusion_pinned = [..., {CANVAS}, ...]; the served canvas has",
-    ),
-    "pins without a canvas": ({"diffusion_pinned": [0]}, "needs a diffusion_seed_canvas"),
-    "negative steps": (
-        {"diffusion_max_steps": -1},
-        "positive integer. Got diffusion_max_steps = -1",
+        "diffusion_seed_canvas must have token ids from 0 to 511, got [1000000, ",
     ),
     "canvas narrower than served": (
         {"diffusion_canvas_length": 7},
@@ -43,43 +33,21 @@ XARGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "canvas wider than served": (
         {"diffusion_canvas_length": CANVAS + 1},
-        f"= {CANVAS + 1}; the served canvas has {CANVAS}",
-    ),
-    "constrained to nothing": ({"diffusion_constrained": 1}, "logprob_token_ids"),
-    "unknown window rule": (
-        {"diffusion_window_rule": "sideways"},
-        "'reference', 'symmetric'], got 'sideways'",
-    ),
-    "unknown acceptance": (
-        {"diffusion_acceptance": "luck"},
-        "diffusion_acceptance must be one of ['entropy_bound', 'confidence', 'top_k', 'in_order'], "
-        "got 'luck'",
-    ),
-    "entropy bound of nothing": (
-        {"diffusion_entropy_bound": 0},
-        "diffusion_entropy_bound must be a number > 0 and <= 1e+06, got 0",
-    ),
-    "probability above 1": (
-        {"diffusion_accept_probability": 1.5},
-        "diffusion_accept_probability must be a number > 0 and <= 1, got 1.5",
-    ),
-    "no token a step": (
-        {"diffusion_accept_tokens": 0},
-        "diffusion_accept_tokens must be an integer from 1 to 1048576, got 0",
+        f"must be at most {CANVAS}, the served canvas, got {CANVAS + 1}",
     ),
     "half a stability": (
         {"diffusion_stability_threshold": 0.5},
-        "diffusion_stability_threshold must be an integer from 0 to 1048576, got 0.5",
+        "diffusion_stability_threshold must be an integer >= 0 and <= 1048576, got 0.5",
     ),
-    "half a schedule": ({"diffusion_t_min": 0.5}, "come together, got 0.5 and None"),
-    "schedule upside down": (
-        {"diffusion_t_min": 0.9, "diffusion_t_max": 0.5},
-        "diffusion_t_min must be at most diffusion_t_max, got 0.9 and 0.5",
+    "a number for a text": (
+        {"diffusion_prediction": 123},
+        "diffusion_prediction must be a text or a list of token ids, got 123",
     ),
-    "unknown key": (
-        {"diffusion_entropy_bond": 0.2},
-        "diffusion_entropy_bond is not known. Known are: diffusion_accept_probability, ",
-    ),
+    "a boolean among tokens": ({"diffusion_prediction": [True, "a"]}, "diffusion_prediction must"),
+    "misspelt": ({"diffusion_max_stepz": 1}, "is not known. Did you mean diffusion_max_steps?"),
+    "without its prefix": ({"max_steps": 1}, "Did you mean diffusion_max_steps?"),
+    "in capitals": ({"Diffusion_max_steps": 1}, "Did you mean diffusion_max_steps?"),
+    "unknown": ({"foo": 1}, "foo is not known. Known are: diffusion_accept_probability, "),
 }
 
 PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -157,6 +125,96 @@ def test_option(server: Server, name: str) -> None:
     with pytest.raises(BadRequestError) as refusal:
         ask(server, extra_body={"vllm_xargs": xargs})
     assert message in str(refusal.value)
+
+
+# --- the same on every route, streamed or not ---------------------------------------------------
+
+TEXT = "Sort: b a"
+ROUTES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
+    "completions": {"prompt": TEXT},
+    "responses": {"input": TEXT},
+    "messages": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": CANVAS},
+}
+WIDE = {"type": "object", "properties": {"a": {"const": "a long text " * 3}}, "required": ["a"]}
+
+
+def held_to(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By the field that a route has for it."""
+    named = {"name": "answer", "schema": schema}
+    chat = {"response_format": {"type": "json_schema", "json_schema": named}}
+    return {
+        "chat/completions": chat,
+        "completions": chat,
+        "responses": {"text": {"format": {"type": "json_schema", **named}}},
+        "messages": {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+    }
+
+
+def everywhere(**members: Any) -> dict[str, dict[str, Any]]:
+    return dict.fromkeys(ROUTES, members)
+
+
+def with_few_tokens(members: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        path: {**own, "max_output_tokens" if path == "responses" else "max_tokens": 3}
+        for path, own in members.items()
+    }
+
+
+MISTAKES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "no steps": (everywhere(vllm_xargs={"diffusion_max_steps": 0}), "diffusion_max_steps must be"),
+    "a key misspelt": (everywhere(vllm_xargs={"diffusion_max_stepz": 1}), "diffusion_max_steps?"),
+    "a key misplaced": (everywhere(diffusion_max_steps=1), "belongs in vllm_xargs"),
+    "the client's argument": (
+        everywhere(extra_body={"vllm_xargs": {"diffusion_max_steps": 1}}),
+        "belongs in vllm_xargs",
+    ),
+    "two first canvases": (
+        everywhere(
+            prediction={"type": "content", "content": "a b"},
+            vllm_xargs={"diffusion_seed_canvas": [1] * CANVAS},
+        ),
+        "both say what the first canvas holds",
+    ),
+    "a type that JSON has not": (held_to({"type": "objekt"}), "objekt"),
+    "a form that does not fit": (with_few_tokens(held_to(WIDE)), "max_tokens must be at least"),
+    "an expression that nothing fits": (
+        {
+            path: {"structured_outputs": {"regex": "a(?=b)c"}}
+            for path in ("chat/completions", "completions", "responses")
+        },
+        "structured_outputs.regex",
+    ),
+    "a stop token that there is not": (
+        {
+            path: {"stop_token_ids": [10**6]}
+            for path in ("chat/completions", "completions", "responses")
+        },
+        "stop_token_ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found_before_the_answer_begins(
+    server: Server, name: str, path: str, stream: bool
+) -> None:
+    """Its HTTP status says so, and the log has one line for it."""
+    by_path, message = MISTAKES[name]
+    if path not in by_path:
+        assert path == "messages", "a route without that field"
+        return
+    body = {"model": server.model, **ROUTES[path], **by_path[path], "stream": stream}
+    seen = len(server.log.read_bytes())
+    status, error = post_json(server, path, body)
+    assert status == 400, error
+    assert message in error["message"]
+    lines = server.log.read_bytes()[seen:].decode().splitlines()
+    ours = [line for line in lines if "/v1/" in line or "rror" in line or "Traceback" in line]
+    assert len(ours) == 1 and "INFO" in ours[0] and "400 Bad Request" in ours[0], ours
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -246,11 +304,21 @@ def test_numbers_that_json_has_not(server: Server, key: str, value: str) -> None
 
 def post(server: Server, path: str, member: str) -> tuple[int, dict[str, Any]]:
     prompt = '"prompt": "Hi"' if path == "completions" else CHAT
-    body = f'{{"model": {json.dumps(server.model)}, {prompt}, {member}}}'.encode()
+    return send(server, path, f'{{"model": {json.dumps(server.model)}, {prompt}, {member}}}')
+
+
+def post_json(server: Server, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    return send(server, path, json.dumps(body))
+
+
+def send(server: Server, path: str, text: str) -> tuple[int, dict[str, Any]]:
+    body = text.encode()
     headers = {"Content-Type": "application/json"}
     url = f"http://127.0.0.1:{server.port}/v1/{path}"
     try:
         with urlopen(Request(url, body, headers), timeout=HANGS_S) as answer:
-            return answer.status, json.load(answer)
+            return answer.status, {"message": answer.read().decode()}
     except HTTPError as refusal:
-        return refusal.code, json.load(refusal)["error"]
+        answer = json.load(refusal)
+        assert (answer.get("type") == "error") == (path == "messages"), answer  # each in its form
+        return refusal.code, answer["error"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_dllm.config.canvas_feeds import FEED
-from vllm_dllm.requests.keys import STREAM_CANVASES
+from vllm_dllm.requests.options import STREAM_CANVASES
 
 PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
 """How the ids begin that vLLM gives to the chunks of its streams, by route."""

@@ -1,87 +1,105 @@
-"""Which requests vLLM admits."""
+"""Where vLLM admits a request."""
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_dllm.compat.patching import replace
+from vllm_dllm.compat.patching import is_server, replace
+
+KEYS_OF_VLLM = frozenset(
+    {"ec_transfer_params", "kv_cache_report_mode", "kv_transfer_params", "session_id"}
+)
+"""What vLLM itself reads in `SamplingParams.extra_args`."""
 
 
-def set_request_check(check: Callable[..., Any]) -> None:
-    """Replaces vLLM's admission check of diffusion requests, `validate_diffusion_sampling_params`,
-    by `check`, of the same signature."""
-    target = "v1.engine.input_processor:validate_diffusion_sampling_params"
-    replace(target, lambda stock: check)
+_TOLD_LATER = {"data_parallel_rank", "kv_hints", "priority", "session_id", "trace_headers"}
+"""Parameters of `process_inputs` that its request only takes along."""
 
 
-Check = Callable[[SamplingParams], None]
+class Admitted(dict[str, Any]):
+    """A rendered prompt of a request that has been admitted before its stream begins."""
+
+    request: EngineCoreRequest
 
 
-def set_params_checks(
-    numbers: Check,
-    choices: Check,
-    sampler_limits: Check,
-    encode: Callable[[SamplingParams, Any], None],
+class _NoDiffusion:
+    """A ModelConfig as it would be of another model."""
+
+    is_diffusion = False
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def set_admission(
+    architectures: Collection[str],
+    served: Callable[..., Any],
+    admit: Callable[..., Any],
+    admit_target: Callable[..., Any],
 ) -> None:
-    """Checks of sampling parameters at their admission, of diffusion models and of targets with a
-    drafter.
+    """Requests come in through `admit(params, served(config, tokenizer, to_many=...), resolve)` if
+    the model is a diffusion model of one of `architectures`, and through
+    `admit_target(params, resolve)` if it has a drafter. Of diffusion models vLLM refuses most
+    sampling parameters and structured outputs; `resolve` does without that. Repeatable."""
+    to_many = is_server()
 
-    `numbers` sees all of them; `encode` those of diffusion models, with the tokenizer, if there is
-    one. The others see those that name tokens, with the stop tokens and bad
-    words that the engine will see: `choices` what may be chosen, `sampler_limits` what vLLM's own
-    sampler serves. Repeatable.
+    def make(stock: Any) -> Any:
+        def process_inputs(
+            self: InputProcessor,
+            request_id: str,
+            prompt: Any,
+            params: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> EngineCoreRequest:
+            if isinstance(prompt, Admitted):
+                prompt.request.request_id = request_id
+                for name in _TOLD_LATER & kwargs.keys():
+                    setattr(prompt.request, name, kwargs[name])
+                return prompt.request
+
+            def resolve(params: SamplingParams) -> EngineCoreRequest:
+                return stock(processor, request_id, prompt, params, *args, **kwargs)
+
+            processor, model = self, self.model_config
+            is_ours = model.is_diffusion and model.architecture in architectures
+            if not isinstance(params, SamplingParams) or not (is_ours or self.speculative_config):
+                return resolve(params)
+            if not is_ours:
+                return admit_target(params, resolve)
+            if not hasattr(self, "admits"):
+                self.admits = served(self.vllm_config, self.tokenizer, to_many=to_many)
+                self.resolves = copy.copy(self)
+                self.resolves.model_config = _NoDiffusion(model)
+                self.resolves.structured_outputs_config = None
+            processor = self.resolves
+            return admit(params, self.admits, resolve)
+
+        return process_inputs
+
+    replace("v1.engine.input_processor:InputProcessor.process_inputs", make)
+
+
+def admitted(
+    engine: Any, prompt: Any, params: Any, request_id: str, options: Mapping[str, Any]
+) -> Any:
+    """`prompt`, once the request of an AsyncLLM is admitted, or as it is, if that must wait.
+    `options` are those of `AsyncLLM.generate`.
+
+    Raises:
+        VLLMValidationError: it is not.
     """
-
-    def make(stock: Any) -> Any:
-        def validate_params(self: InputProcessor, params: Any, *args: Any) -> Any:
-            found = stock(self, params, *args)
-            is_diffusion = self.model_config.is_diffusion
-            if isinstance(params, SamplingParams) and (is_diffusion or self.speculative_config):
-                numbers(params)
-                if is_diffusion:
-                    encode(params, self.tokenizer)
-                if _names_tokens(params):
-                    own = params.clone()
-                    eos = self.renderer.get_eos_token_id()
-                    own.update_from_generation_config(self.generation_config_fields, eos)
-                    if self.tokenizer is not None:
-                        own.update_from_tokenizer(self.tokenizer)
-                    choices(own)
-                    if not is_diffusion:
-                        sampler_limits(own)
-            return found
-
-        return validate_params
-
-    replace("v1.engine.input_processor:InputProcessor._validate_params", make)
-
-
-def _names_tokens(params: SamplingParams) -> bool:
-    return bool(
-        params.allowed_token_ids
-        or params.logprob_token_ids
-        or params.stop_token_ids
-        or params.bad_words
-    )
-
-
-def set_sampling_params_checks(
-    checks: Mapping[str, Callable[[SamplingParams], None]],
-) -> None:
-    """Lifts vLLM's refusal of sampling parameters for diffusion models of these architectures;
-    their values are checked as for any model, and by the architecture's own check. Repeatable."""
-
-    def make(stock: Any) -> Any:
-        def validate_diffusion(self: SamplingParams, model_config: ModelConfig) -> None:
-            check = checks.get(model_config.architecture)
-            if check is None:
-                stock(self, model_config)
-            else:
-                check(self)
-
-        return validate_diffusion
-
-    replace("sampling_params:SamplingParams._validate_diffusion", make)
+    if isinstance(prompt, Admitted) or not (isinstance(prompt, dict) and "type" in prompt):
+        return prompt  # a text's tokens are not known yet
+    found = Admitted(prompt)
+    processor = engine.input_processor
+    told = {name: options[name] for name in options.keys() & (_TOLD_LATER | {"lora_request"})}
+    found.request = processor.process_inputs(request_id, prompt, params, ("generate",), **told)
+    return found

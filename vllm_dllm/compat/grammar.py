@@ -1,20 +1,18 @@
 """vLLM's structured outputs: their text as llguidance takes it, their admission, and the check that
 the scheduler makes of every block."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 from vllm.config import ModelConfig, StructuredOutputsConfig
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams, check_json_nesting
+from vllm.sampling_params import StructuredOutputsParams, check_json_nesting
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import serialize_guidance_grammar
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from vllm_dllm.compat.patching import replace
 from vllm_dllm.compat.reasoning import Ends, open_reasoning
 
 BACKEND = "guidance"
@@ -49,41 +47,15 @@ def llguidance_tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     return from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
 
 
-def set_structured_outputs_checks(checks: Mapping[str, Callable[..., None]]) -> None:
-    """The check of an architecture, `check(params, config, tokenizer, vocab_size, max_model_len)`,
-    takes the place of vLLM's refusal of structured outputs for it as a diffusion model; other
-    models keep vLLM's own. Repeatable."""
+def check_nesting(wanted: StructuredOutputsParams) -> None:
+    """Raises VLLMValidationError for a schema that is nested more deeply than vLLM takes."""
+    check_json_nesting(wanted.json)
+    check_json_nesting(wanted.structural_tag, structural_tag=True)
 
-    def make(stock: Any) -> Any:
-        def validate_structured_outputs(
-            self: SamplingParams,
-            model_config: ModelConfig,
-            structured_outputs_config: StructuredOutputsConfig | None,
-            tokenizer: Any,
-        ) -> None:
-            check = checks.get(model_config.architecture)
-            if check is None:
-                stock(self, model_config, structured_outputs_config, tokenizer)
-                return
-            wanted = self.structured_outputs
-            if wanted is None or structured_outputs_config is None:
-                return
-            check_json_nesting(wanted.json)
-            check_json_nesting(wanted.structural_tag, structural_tag=True)
-            check(
-                self,
-                structured_outputs_config,
-                tokenizer,
-                model_config.get_vocab_size(),
-                model_config.max_model_len,
-            )
-            # The check may have put other ones in their place.
-            wanted = self.structured_outputs
-            wanted._backend, wanted._backend_was_auto = BACKEND, True
 
-        return validate_structured_outputs
-
-    replace("sampling_params:SamplingParams._validate_structured_outputs", make)
+def use_guidance(wanted: StructuredOutputsParams) -> None:
+    """Tells vLLM's scheduler which library compiles the grammar of its own."""
+    wanted._backend, wanted._backend_was_auto = BACKEND, True
 
 
 class BlockCheck:

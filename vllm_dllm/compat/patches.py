@@ -23,31 +23,17 @@ class Patch:
 
 
 _HOOK = "[a model-owned check](#diffusion-models-own-their-request-checks)"
+_BEFORE = "[checks before the stream](#checks-before-the-stream)"
 
 EVERYWHERE = (
     Patch(
-        "sampling_params:SamplingParams._validate_diffusion",
-        "temperature, seed, penalties, … with diffusion models",
+        "v1.engine.input_processor:InputProcessor.process_inputs",
+        "temperature, seed, penalties, forms, … with diffusion models; HTTP 400 for wrong request "
+        "keys, and for what would end the engine or starve others",
         _HOOK,
-        "self model_config",
-    ),
-    Patch(
-        "sampling_params:SamplingParams._validate_structured_outputs",
-        "structured outputs with diffusion models",
-        _HOOK,
-        "self model_config structured_outputs_config tokenizer",
-    ),
-    Patch(
-        "v1.engine.input_processor:validate_diffusion_sampling_params",
-        "HTTP 400 for wrong request keys",
-        _HOOK,
-        "params canvas_length vocab_size",
-    ),
-    Patch(
-        "v1.engine.input_processor:InputProcessor._validate_params",
-        "HTTP 400 for values that would end the engine",
-        _HOOK,
-        "self params supported_tasks",
+        "self request_id prompt params supported_tasks arrival_time lora_request "
+        "tokenization_kwargs trace_headers priority data_parallel_rank resumable session_id "
+        "kv_hints",
     ),
     Patch(
         "v1.engine.input_processor:InputProcessor.resolve_watermarking",
@@ -80,20 +66,21 @@ EVERYWHERE = (
 
 SERVER = (
     Patch(
-        "v1.engine.input_processor:InputProcessor.process_inputs",
-        "HTTP 400 for what would starve others",
-        _HOOK,
+        "v1.engine.async_llm:AsyncLLM.generate",
+        "HTTP 400 for a mistake, not an event in a stream",
+        _BEFORE,
+        "self prompt sampling_params request_id prompt_text lora_request tokenization_kwargs "
+        "trace_headers priority data_parallel_rank session_id kv_hints reasoning_ended "
+        "reasoning_parser_kwargs",
     ),
     Patch(
-        "renderers.online_renderer:OnlineRenderer.render_chat",
-        "HTTP 400 for what no diffusion model does, in chats",
-        _HOOK,
+        "entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools",
+        "the same of responses",
+        _BEFORE,
     ),
-    Patch("renderers.online_renderer:OnlineRenderer.render_completion", "in completions", _HOOK),
-    Patch("renderers.online_renderer:OnlineRenderer.render_responses", "and in responses", _HOOK),
     Patch(
         "entrypoints.launchers.app:init_exception_handler",
-        "HTTP 400 for bodies of wrong types, where vLLM says 500",
+        "HTTP 400 for misplaced keys, tools that nobody looks for, and bodies of wrong types",
         "checks that look at types first",
         "app",
     ),

@@ -4,18 +4,21 @@ Sources, in order: the checkpoint's `generation_config.json`, `--override-genera
 `--diffusion-config`.
 """
 
-import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Gt, Le
 from vllm.config import VllmConfig
+
+from vllm_dllm.config.checks import Integer, Number, read, settings
 
 MOST_STEPS = 1 << 20
 """The largest number of steps, or of tokens a step."""
 MOST_NATS = 1e6
 LOWEST_MAXIMUM, HIGHEST_TEMPERATURE = 1e-3, 1e3
 """Of a schedule's hottest step; its coolest may be 0. Logits over temperatures stay finite."""
+
+Nats = Annotated[Number, Gt(0), Le(MOST_NATS)]
 
 ENTROPY_BOUND_SAMPLER = "EntropyBoundSamplerConfig"
 
@@ -30,38 +33,29 @@ _EXAMPLES: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
+@settings
 class DenoiseConfig:
     """How a canvas is denoised. Names and meaning are those of transformers'
     `DiffusionGemmaGenerationConfig`."""
 
-    max_denoising_steps: int
+    max_denoising_steps: Annotated[Integer, Ge(1), Le(MOST_STEPS)]
     """Most steps a canvas may take; also the length of the temperature schedule."""
-    t_min: float
+    t_min: Annotated[Number, Ge(0), Le(HIGHEST_TEMPERATURE)]
     """Temperature at the end of the schedule."""
-    t_max: float
+    t_max: Annotated[Number, Ge(LOWEST_MAXIMUM), Le(HIGHEST_TEMPERATURE)]
     """Temperature at the start of the schedule."""
-    entropy_bound: float
+    entropy_bound: Nats
     """Entropy, in nats, up to which the candidates of one step are accepted together."""
-    confidence_threshold: float
+    confidence_threshold: Nats
     """Mean entropy, in nats, below which a stable canvas is finished."""
-    stability_threshold: int
+    stability_threshold: Annotated[Integer, Ge(0), Le(MOST_STEPS)]
     """How many earlier best guesses must equal the current one; 0 asks for confidence alone."""
 
     def __post_init__(self) -> None:
-        _check_number("max_denoising_steps", self.max_denoising_steps, int, 1, MOST_STEPS)
-        _check_number("t_min", self.t_min, float, 0.0, HIGHEST_TEMPERATURE)
-        _check_number("t_max", self.t_max, float, LOWEST_MAXIMUM, HIGHEST_TEMPERATURE)
         if self.t_max <= self.t_min:
             raise ValueError(
-                f"generation_config's t_max must be > t_min = {self.t_min:g}, got {self.t_max!r}. "
-                f"{_REMEDY}"
+                f"generation_config's t_max must be > t_min = {self.t_min:g}, got {self.t_max!r}."
             )
-        _check_number("entropy_bound", self.entropy_bound, float, 0.0, MOST_NATS, excluding=True)
-        _check_number(
-            "confidence_threshold", self.confidence_threshold, float, 0.0, MOST_NATS, excluding=True
-        )
-        _check_number("stability_threshold", self.stability_threshold, int, 0, MOST_STEPS)
 
     @classmethod
     def from_generation_config(
@@ -82,14 +76,9 @@ class DenoiseConfig:
                     f"(for example {example!r}). Add it to the checkpoint's generation_config.json "
                     f"or pass it with --override-generation-config."
                 )
-        return cls(
-            max_denoising_steps=values["max_denoising_steps"],
-            t_min=values["t_min"],
-            t_max=values["t_max"],
-            entropy_bound=_entropy_bound(values["sampler_config"]),
-            confidence_threshold=values["confidence_threshold"],
-            stability_threshold=values["stability_threshold"],
-        )
+        values["entropy_bound"] = _entropy_bound(values["sampler_config"])
+        known = {key: values[key] for key in cls.__annotations__}
+        return read(cls, known, "generation_config's ", _REMEDY)
 
 
 def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:
@@ -117,26 +106,6 @@ def _entropy_bound(sampler_config: Any) -> Any:
 
 
 _REMEDY = (
-    "Correct it in the checkpoint's generation_config.json or with --override-generation-config "
+    " Correct it in the checkpoint's generation_config.json or with --override-generation-config "
     "(steps also with --diffusion-config)."
 )
-
-
-def _check_number(
-    key: str, value: Any, kind: type, least: float, most: float, *, excluding: bool = False
-) -> None:
-    """`excluding`: `least` itself is no such number."""
-    accepts = int if kind is int else (int, float)
-    ok = (
-        isinstance(value, accepts)
-        and not isinstance(value, bool)
-        and least <= value <= most  # NaN is not
-        and not (excluding and value == least)
-    )
-    if not ok:
-        wanted = "an integer" if kind is int else "a number"
-        above, bounds = ">" if excluding else ">=", "d" if kind is int else "g"
-        raise ValueError(
-            f"generation_config's {key} must be {wanted} {above} {least:{bounds}} and "
-            f"<= {most:{bounds}}, got {reprlib.repr(value)}. {_REMEDY}"
-        )

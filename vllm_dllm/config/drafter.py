@@ -4,18 +4,15 @@
 comes with `--additional-config '{"vllm_dllm": {"drafter": {...}}}'`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from vllm_dllm.config.checks import check_boolean, check_count
-from vllm_dllm.config.files import check_path
+from vllm_dllm.config.checks import Boolean, Count, PathName, settings
 
 WidthPolicy = Literal["fixed", "blockpilot", "acceptance", "load"]
 Schedule = Literal["cosine", "linear", "sqrt"]
 
 
-@dataclass(frozen=True)
+@settings
 class DrafterConfig:
     """Widths count drafted tokens, without the anchor: a block of 16 has a width of 15."""
 
@@ -24,67 +21,42 @@ class DrafterConfig:
     after the prefill (`blockpilot`); fewer while under 60% of them are accepted, more over 90%,
     none where steps without drafts make more tokens a second (`acceptance`); what the batch leaves
     room for (`load`)."""
-    width: int | None = None
+    width: Count | None = None
     """Most drafts that are verified. None: all that are drafted."""
-    narrow_draft: bool = False
+    narrow_draft: Boolean = False
     """Draft no more tokens than will be verified. The mask tokens of a block see each other, so a
     narrower block drafts differently; without this, all are drafted and the rest dropped."""
-    load_rows: int = 128
+    load_rows: Count = 128
     """`load`: tokens of a step that the target computes at about the price of one. A batch whose
     requests have less than one draft each of them is served without drafts."""
-    predictor: str | None = None
+    predictor: PathName | None = None
     """`blockpilot`: folder of the predictor."""
-    max_context: int | None = None
+    max_context: Count | None = None
     """Requests of more tokens than this are served without drafts, and at their price: nothing
     beyond is stored for the drafter. None: what the drafter's config says that it was trained on
     (`dflash_config.trained_context`), else no limit."""
-    draft_window: int | None = None
+    draft_window: Count | None = None
     """The drafter sees this many of the last tokens; cache blocks behind them are freed."""
-    draft_steps: int = 1
+    draft_steps: Count = 1
     """Passes over a block: each keeps its surest tokens for the next to see. More than one suits
     drafters trained so; on others they lower acceptance."""
     schedule: Schedule = "cosine"
     """How many tokens each of several passes keeps."""
-    buffer: str | None = None
+    buffer: PathName | None = None
     """Folder that some of the verified blocks are written to, for `vllm-dllm drafter train
     --from-buffer`."""
-    buffer_mib: int = 64
+    buffer_mib: Count = 64
     """Size of `buffer`; its oldest blocks are deleted."""
-    buffer_every: int = 20
+    buffer_every: Count = 20
     """One block in this many is written."""
 
     def __post_init__(self) -> None:
-        _check_choice("width_policy", self.width_policy, get_args(WidthPolicy))
-        _check_choice("schedule", self.schedule, get_args(Schedule))
-        for key in ("width", "max_context", "draft_window"):
-            if getattr(self, key) is not None:
-                check_count(f"drafter.{key}", getattr(self, key))
-        for key in ("load_rows", "draft_steps", "buffer_mib", "buffer_every"):
-            check_count(f"drafter.{key}", getattr(self, key))
-        for key in ("predictor", "buffer"):
-            if getattr(self, key) is not None:
-                check_path(f"drafter.{key}", getattr(self, key))
-        check_boolean("drafter.narrow_draft", self.narrow_draft)
         if (self.width_policy == "blockpilot") != (self.predictor is not None):
             raise ValueError(
                 "drafter.width_policy 'blockpilot' and drafter.predictor, the folder that "
                 "`vllm-dllm drafter calibrate-width` writes, come together; got "
                 f"{self.width_policy!r} and {self.predictor!r}."
             )
-
-    @classmethod
-    def from_section(cls, section: Any) -> "DrafterConfig":
-        """Reads the `drafter` entry of the extension's settings.
-
-        Raises:
-            ValueError: a key is unknown or a value out of range; names it and what is expected.
-        """
-        known = set(cls.__dataclass_fields__)
-        if not isinstance(section, Mapping) or not set(section) <= known:
-            raise ValueError(
-                f"drafter must be an object with the keys {sorted(known)}, got {section!r}."
-            )
-        return cls(**section)
 
     def widest(self, num_drafted: int) -> int:
         """Most drafts of a request that are verified, of `num_drafted`, the drafter's.
@@ -116,8 +88,3 @@ def context_limit(config: DrafterConfig, draft_model_config: Any, max_model_len:
             f"integer >= 1, got {trained!r}. Mend its config.json or set drafter.max_context."
         )
     return min(trained, max_model_len)
-
-
-def _check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"drafter.{key} must be one of {list(choices)}, got {value!r}.")

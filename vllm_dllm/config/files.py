@@ -9,7 +9,6 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 OWNER_ONLY_FILE, OWNER_ONLY_FOLDER = 0o600, 0o700
 _KIND = "it is a pipe or a socket"
@@ -51,12 +50,6 @@ class LineFile:
 
     def close(self) -> None:
         os.close(self._file)
-
-
-def check_path(key: str, value: Any) -> None:
-    """Raises ValueError unless `value` can be the name of a file or folder."""
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise ValueError(f"{key} must be a path, a string, got {value!r}.")
 
 
 def check_file(key: str, path: Path) -> None:

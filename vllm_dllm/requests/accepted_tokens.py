@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_dllm.requests.keys import PREDICTION
+from vllm_dllm.requests.options import PREDICTION
 from vllm_dllm.requests.prediction import ids_of
 
 

@@ -10,7 +10,14 @@ from vllm.config import StructuredOutputsConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from vllm_dllm.compat.grammar import BACKEND, grammar_text, kind_and_spec, llguidance_tokenizer
+from vllm_dllm.compat.grammar import (
+    BACKEND,
+    check_nesting,
+    grammar_text,
+    kind_and_spec,
+    llguidance_tokenizer,
+    use_guidance,
+)
 from vllm_dllm.compat.reasoning import NO_ENDS, Ends, ends_of, parser_of
 from vllm_dllm.grammar.closing import shortest_known
 from vllm_dllm.grammar.compile import GrammarError, Grammars, check_schema, check_size
@@ -18,7 +25,6 @@ from vllm_dllm.grammar.exclusions import Exclusions
 from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
-from vllm_dllm.requests.options import reasoning_of
 from vllm_dllm.requests.structural_tag import to_lark
 
 _NO_STOPS: frozenset[int] = frozenset()
@@ -36,23 +42,24 @@ def check_structured_outputs(
     tokenizer: Any,
     vocab_size: int,
     max_model_len: int,
+    *,
+    is_constrained: bool = False,  # to its logprob_token_ids
 ) -> None:
-    """Admission check of a request with structured outputs. May put a grammar in the place of a
-    structural tag, and another schema in that of one with patterns.
+    """Admission check of a request with structured outputs, whose bad words are tokens by now. May
+    put a grammar in the place of a structural tag, and another schema in that of one with patterns.
 
     Raises:
         VLLMValidationError: becomes HTTP 400; names the field, and what is wrong where.
     """
     _check_settings(config, tokenizer)
     reasoning = _reasoning_before(config, tokenizer)
-    with_words = params.clone()
-    with_words.update_from_tokenizer(tokenizer)
+    assert params.structured_outputs is not None
+    check_nesting(params.structured_outputs)
     kind, spec = _kind_and_spec(params)
     try:
         check_size(kind, spec)
         if kind == "choice" and not json.loads(spec):
             raise GrammarError("it must have a choice, got none")
-        assert params.structured_outputs is not None
         if kind == "json":
             check_schema(schema := json.loads(spec))
             if (mended := mend_patterns(schema)) != schema:
@@ -62,7 +69,7 @@ def check_structured_outputs(
             params.structured_outputs = StructuredOutputsParams(grammar=to_lark(mend_patterns(tag)))
         text = grammar_text(params.structured_outputs, config)
         grammars = grammars_of(tokenizer, vocab_size)
-        exclusions = exclusions_of(with_words, grammars.vocabulary.size)
+        exclusions = exclusions_of(params, is_constrained, grammars.vocabulary.size)
         if exclusions is None:
             needed = _fewest_of_all_tokens(
                 grammars, text, max_model_len, params.min_tokens, reasoning
@@ -79,6 +86,7 @@ def check_structured_outputs(
         place = _place(spec, str(error)) if is_schema else ""
         complaint = " ".join(str(error).split())
         raise _refusal(f"structured_outputs.{kind} cannot be used: {complaint}{place}") from error
+    use_guidance(params.structured_outputs)
     most = min(params.max_tokens or max_model_len, max_model_len)
     if needed > most:
         raise VLLMValidationError(
@@ -89,10 +97,12 @@ def check_structured_outputs(
         )
 
 
-def exclusions_of(params: SamplingParams, vocab_size: int) -> Exclusions | None:
+def exclusions_of(
+    params: SamplingParams, is_constrained: bool, vocab_size: int
+) -> Exclusions | None:
     """What a request excludes, whose bad words are tokens by now; None: nothing."""
     allowed = params.allowed_token_ids
-    if (params.extra_args or {}).get("diffusion_constrained"):
+    if is_constrained:
         allowed = params.logprob_token_ids
     words = params.bad_words_token_ids
     if not allowed and not words:
@@ -148,7 +158,7 @@ def _reasoning_before(config: StructuredOutputsConfig, tokenizer: Any) -> Reason
             f"with one token, and this server has --reasoning-parser {name}. Start it with another "
             "one, or leave structured outputs out"
         )
-    return None if ends is None else reasoning_of(ends)
+    return None if ends is None else Reasoning(*ends)
 
 
 def _kind_and_spec(params: SamplingParams) -> tuple[str, str]:

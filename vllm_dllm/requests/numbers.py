@@ -1,9 +1,11 @@
-"""What a request may ask of vLLM's own sampler, which serves the targets of drafters.
+"""Sampling parameters that no sampler can serve.
 
-It checks some of this in the worker, where a mistake ends the engine with everybody's requests.
+vLLM's own, which serves the targets of drafters, checks some of this in the worker, where a mistake
+ends the engine with everybody's requests.
 """
 
 import math
+import reprlib
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
@@ -64,3 +66,31 @@ def check_sampler_limits(params: SamplingParams) -> None:
                 f"fewer{remedy}.",
                 parameter=key,
             )
+
+
+def check_choices(params: SamplingParams, *, is_constrained: bool = False) -> None:
+    """Admission check of the tokens that a request may choose among: of a constrained one its
+    `logprob_token_ids`.
+
+    Raises:
+        VLLMValidationError: becomes HTTP 400; `bad_words` or `min_tokens` exclude them all.
+    """
+    key = "logprob_token_ids" if is_constrained else "allowed_token_ids"
+    allowed = set(getattr(params, key) or ())
+    if not allowed:
+        return
+    culprits = []
+    left = allowed - {word[0] for word in params.bad_words_token_ids or [] if len(word) == 1}
+    if left != allowed:
+        culprits.append("bad_words")
+    if params.min_tokens > 0 and not left.isdisjoint(params.all_stop_token_ids):
+        left -= params.all_stop_token_ids
+        culprits.append("min_tokens")
+    if not left:
+        raise VLLMValidationError(
+            f"{key} must leave a token that {' and '.join(culprits)} do not exclude, got "
+            f"{reprlib.repr(sorted(allowed))} with "
+            + " and ".join(f"{name} = {getattr(params, name)!r}" for name in culprits)
+            + ". Allow another token, or leave out one of them.",
+            parameter=key,
+        )

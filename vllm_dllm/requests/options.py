@@ -1,234 +1,256 @@
-"""What a request asks of a diffusion model: checked at admission, read by the worker.
+"""What a request asks of a diffusion model beside vLLM's sampling parameters.
 
-docs/requests.md says what the keys of `vllm_xargs` (`SamplingParams.extra_args`) mean.
+A field of `RequestOptions` that is an `Asked` one is a key of a request: `vllm_xargs`, offline
+`SamplingParams.extra_args`, has it with `diffusion_` before its name. docs/requests.md says what
+each means. One `RequestOptions` is made of each request (`requests.admission`), travels with its
+parameters, and is what the scheduler and the worker read.
 """
 
-import math
-import reprlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from vllm.exceptions import VLLMValidationError
+from annotated_types import Ge, Gt, Le
+from pydantic import BeforeValidator, Strict
 from vllm.sampling_params import SamplingParams
-from vllm.utils.diffusion import validate_diffusion_sampling_params
 
-from vllm_dllm.config.canvas_feeds import FEED
-from vllm_dllm.grammar.reasoning import Reasoning
-from vllm_dllm.requests.keys import STREAM_CANVASES, check_options, check_stream_canvases
-from vllm_dllm.requests.prediction import check_prediction
+from vllm_dllm.config.checks import Boolean, Integer, Number, plain, read, settings, unknown
+from vllm_dllm.config.denoise import HIGHEST_TEMPERATURE, LOWEST_MAXIMUM, MOST_STEPS, Nats
+from vllm_dllm.config.extension import WindowRule
+from vllm_dllm.config.masked import Family
 
-DEFAULT_ACCEPT_PROBABILITY = 0.9
-DEFAULT_EDIT_STEPS = 16  # LLaDA2.1's
-JOINS_COMMITS = "vllm_dllm_joins_commits"
-FITS_CANVASES = "vllm_dllm_fits_canvases"
-IS_COUNTED = "vllm_dllm_is_counted"
-REASONING = "vllm_dllm_reasoning"
+PREFIX = "diffusion_"
+STREAM_CANVASES = f"{PREFIX}stream_canvases"
+"""Served by the API process (`vllm_dllm.canvases`), which takes it out of the requests that it
+serves. The engine sees it only where nobody does."""
+PREDICTION = f"{PREFIX}prediction"
+WATCHING_PLUGINS = "VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas"
+MASKED_ENTROPY_BOUND = 0.35  # nats, SDAR's
+CARRIED = "vllm_dllm"
+"""Where `extra_args` has a request's options, once it is admitted."""
+_READ_BY_VLLM = {f"{PREFIX}{name}" for name in ("canvas_length", "max_steps", "read_only")}
+"""Keys that its schedulers look at."""
 WIDTH_STEP = 16  # tokens: few different widths, and a little room after the last token
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Of a field: a request may ask for it."""
+
+    by_server: bool = False
+    """A server may have a default for it: `--additional-config`, `defaults`."""
+    masked: bool = False
+    """Masked models know it."""
+    uniform: bool = True
+    """DiffusionGemma, whose canvases begin as noise, does."""
+
+
+# JSON's booleans arrive as 0 and 1 in vllm_xargs.
+_Flag = Annotated[
+    Boolean,
+    BeforeValidator(lambda value: value == 1 if type(value) is int and value in (0, 1) else value),
+    "a boolean (or 0/1)",
+]
+_Count = Annotated[Integer, Ge(1), Le(MOST_STEPS)]
+_CountOrNone = Annotated[Integer, Ge(0), Le(MOST_STEPS)]
+_Probability = Annotated[Number, Gt(0), Le(1)]
+_Temperature = Annotated[Number, Ge(LOWEST_MAXIMUM), Le(HIGHEST_TEMPERATURE)]
+_Tokens = Annotated[list[Integer], "a list of token ids"]
+_Positions = Annotated[list[Integer], "a list of canvas positions"]
+_Text = Annotated[Annotated[str, Strict()] | list[Integer], "a text or a list of token ids"]
+AcceptanceRule = Literal["entropy_bound", "confidence", "top_k", "in_order"]
+
+
+@settings
 class RequestOptions:
-    """The options of one admitted request, already checked. None: the server's setting."""
+    """Of one request. None: the server's setting."""
 
-    max_steps: int | None
-    canvas_length: int | None
-    first_canvas: list[int] | None
-    prediction: list[int]  # none: empty
-    pinned: list[int]
-    read_only: bool
-    constrained: bool
-    window_rule: str | None
-    acceptance: str
-    entropy_bound: float | None
-    accept_probability: float
-    accept_tokens: int | None
-    edit_probability: float | None
-    edit_steps: int
-    confidence_threshold: float | None
-    stability_threshold: int | None
-    t_min: float | None
-    t_max: float | None
-    judge_answer_only: bool
-    load_stages: int
-    joins_commits: bool
-    fits_canvases: bool
-    is_counted: bool  # for the metrics
-    reasoning: Reasoning | None  # that comes before the form of the answer
-    canvas_feed: str | None  # where the API process waits for this request's canvases
+    max_steps: Annotated[_Count | None, Asked(by_server=True, masked=True)] = None
+    canvas_length: Annotated[_Count | None, Asked()] = None
+    seed_canvas: Annotated[_Tokens | None, Asked()] = None
+    prediction: Annotated[_Text, Asked()] = field(default_factory=list)
+    """Token ids, once the request is admitted."""
+    pinned: Annotated[_Positions, Asked()] = field(default_factory=list)
+    read_only: Annotated[_Flag, Asked()] = False
+    constrained: Annotated[_Flag, Asked()] = False
+    window_rule: Annotated[WindowRule | None, Asked(by_server=True)] = None
+    t_min: Annotated[_Temperature | None, Asked(by_server=True)] = None
+    t_max: Annotated[_Temperature | None, Asked(by_server=True)] = None
+    acceptance: Annotated[AcceptanceRule, Asked(by_server=True, masked=True)] = "entropy_bound"
+    entropy_bound: Annotated[Nats | None, Asked(by_server=True, masked=True)] = None
+    accept_probability: Annotated[_Probability, Asked(by_server=True, masked=True)] = 0.9
+    accept_tokens: Annotated[_Count | None, Asked(by_server=True, masked=True)] = None
+    edit_probability: Annotated[
+        _Probability | None, Asked(by_server=True, masked=True, uniform=False)
+    ] = None
+    edit_steps: Annotated[_Count, Asked(by_server=True, masked=True, uniform=False)] = 16
+    """LLaDA2.1's."""
+    confidence_threshold: Annotated[Nats | None, Asked(by_server=True)] = None
+    stability_threshold: Annotated[_CountOrNone | None, Asked(by_server=True)] = None
+    judge_answer_only: Annotated[_Flag | None, Asked(by_server=True)] = None
+    """None: as `judges_answer_only` says."""
+    load_stages: Annotated[_CountOrNone, Asked(by_server=True)] = 0
+    stream_canvases: Annotated[_Flag, Asked(masked=True)] = False
 
-    @classmethod
-    def from_sampling_params(
-        cls, params: SamplingParams, defaults: Mapping[str, Any]
-    ) -> "RequestOptions":
-        """`defaults`: the server's values for keys that the request leaves out."""
-        own = params.extra_args or {}
-        extra: dict[str, Any] = {}
-        for source in (defaults, own):
-            extra |= {key: value for key, value in source.items() if value is not None}
+    # The scheduler's, which the worker's copy of the configuration may not agree with.
+    joins_commits: Boolean = False
+    """It commits a finished block beside its successor."""
+    fits_canvases: Boolean = False
+    """It narrows canvases to the tokens that may still come."""
+    is_counted: Boolean = False
+    """The metrics count this request's canvases."""
+    reasoning: tuple[frozenset[int], ...] | None = None
+    """The fields of a `Reasoning` that comes before the form of the answer."""
+    canvas_feed: str | None = None
+    """Where the API process waits for this request's canvases."""
 
-        def get(name: str, default: Any = None) -> Any:
-            return extra.get(f"diffusion_{name}", default)
+    def __post_init__(self) -> None:
+        if (self.t_min is None) != (self.t_max is None):
+            raise ValueError(
+                f"diffusion_t_min and diffusion_t_max come together, got {self.t_min!r} and "
+                f"{self.t_max!r}."
+            )
+        if self.t_min is not None and self.t_max is not None and self.t_min > self.t_max:
+            raise ValueError(
+                f"diffusion_t_min must be at most diffusion_t_max, got {self.t_min!r} and "
+                f"{self.t_max!r}."
+            )
+        if self.prediction and self.seed_canvas is not None:
+            raise ValueError(
+                f"{PREDICTION} and diffusion_seed_canvas both say what the first canvas holds. "
+                f"Leave one out."
+            )
 
-        return cls(
-            max_steps=get("max_steps"),
-            canvas_length=get("canvas_length"),
-            first_canvas=get("seed_canvas"),
-            prediction=list(get("prediction", ())),
-            pinned=list(get("pinned", ())),
-            read_only=is_read_only(params),
-            constrained=bool(get("constrained")),
-            window_rule=get("window_rule"),
-            acceptance=get("acceptance", "entropy_bound"),
-            entropy_bound=get("entropy_bound"),
-            accept_probability=get("accept_probability", DEFAULT_ACCEPT_PROBABILITY),
-            accept_tokens=get("accept_tokens"),
-            edit_probability=get("edit_probability"),
-            edit_steps=get("edit_steps", DEFAULT_EDIT_STEPS),
-            confidence_threshold=get("confidence_threshold"),
-            stability_threshold=get("stability_threshold"),
-            t_min=get("t_min"),
-            t_max=get("t_max"),
-            judge_answer_only=bool(get("judge_answer_only", bool(get("prediction")))),
-            load_stages=get("load_stages", 0),
-            joins_commits=bool(own.get(JOINS_COMMITS)),
-            fits_canvases=bool(own.get(FITS_CANVASES)),
-            is_counted=bool(own.get(IS_COUNTED)),
-            reasoning=None if (ends := own.get(REASONING)) is None else reasoning_of(ends),
-            canvas_feed=feed if isinstance(feed := own.get(FEED), str) else None,
+    @property
+    def predicted(self) -> list[int]:
+        """The tokens of an admitted request's prediction."""
+        assert not isinstance(self.prediction, str), "admission encodes it"
+        return self.prediction
+
+    @property
+    def judges_answer_only(self) -> bool:
+        """Whether what follows the answer's end is not waited for: an expected answer's is not."""
+        return bool(self.prediction if self.judge_answer_only is None else self.judge_answer_only)
+
+    def fitted(self, max_tokens: int | None, canvas_length: int) -> dict[str, Any]:
+        """Changes for a request that may get fewer tokens than a canvas holds. Later canvases may
+        be narrowed, too, unless it names a width or a canvas."""
+        if max_tokens is None or self.read_only or self.canvas_length or self.seed_canvas:
+            return {}
+        width = fitted_width(max_tokens)
+        narrow = {"canvas_length": width} if width < canvas_length else {}
+        return narrow | {"fits_canvases": True}
+
+    def carry(self, params: SamplingParams) -> None:
+        """Puts these options in the place of the keys that they were made of."""
+        kept = {
+            key: value
+            for key, value in (params.extra_args or {}).items()
+            if not key.startswith(PREFIX) or key in _READ_BY_VLLM
+        }
+        if self.canvas_length is not None:
+            kept[f"{PREFIX}canvas_length"] = self.canvas_length
+        own = {name: value for name, value in vars(self).items() if value != _PLAIN[name]}
+        params.extra_args = kept | {CARRIED: own}
+
+
+KEYS: Mapping[str, Asked] = {
+    f"{PREFIX}{name}": asked
+    for name, kind in get_type_hints(RequestOptions, include_extras=True).items()
+    for asked in getattr(kind, "__metadata__", ())
+    if isinstance(asked, Asked)
+}
+"""Of a request, in the order of docs/requests.md."""
+ACCEPTANCE_RULES: tuple[str, ...] = get_args(AcceptanceRule)
+_PLAIN = vars(RequestOptions())
+
+
+def read_keys(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], family: Family | None
+) -> RequestOptions:
+    """The options of a request.
+
+    Args:
+        given: its keys.
+        defaults: the server's values for those that it leaves out, from `server_defaults`.
+        family: of a masked model; None: DiffusionGemma.
+
+    Raises:
+        ValueError: a key is unknown, not for this model, or its value out of range; its first word
+            is the key.
+    """
+    asked = {key: value for key, value in given.items() if value is not None}
+    for key, value in asked.items():
+        _check_key(key, value, family)
+    own = {key.removeprefix(PREFIX): value for key, value in asked.items()}
+    read(RequestOptions, own, PREFIX)  # alone, since a default may be what a key lacks
+    return read(RequestOptions, {**defaults, **own}, PREFIX)
+
+
+def server_defaults(given: Mapping[str, Any], family: Family | None) -> Mapping[str, Any]:
+    """The values of options that a request leaves out: the server's, and a masked family's.
+
+    Raises:
+        ValueError: as `read_keys`, and for a key of which a server has no default.
+    """
+    known = [key for key, asked in KEYS.items() if asked.by_server]
+    for key in given:
+        if key not in known:
+            raise ValueError(_unknown(key, known))
+    read_keys(given, {}, family)
+    own = {key.removeprefix(PREFIX): value for key, value in given.items() if value is not None}
+    if family is None:
+        return own
+    published = {
+        "acceptance": "confidence",
+        "accept_probability": family.threshold,
+        "entropy_bound": MASKED_ENTROPY_BOUND,
+    }
+    return published | own
+
+
+def _check_key(key: str, value: Any, family: Family | None) -> None:
+    if (asked := KEYS.get(key)) is None:
+        raise ValueError(_unknown(key, KEYS))
+    if family is not None and not asked.masked:
+        known = sorted(key for key, asked in KEYS.items() if asked.masked)
+        raise ValueError(
+            f"{key} is not for masked models, got {value!r}. Leave it out; they take "
+            f"{', '.join(known)}."
+        )
+    if family is None and not asked.uniform:
+        raise ValueError(f"{key} is for masked models, got {value!r}. Leave it out.")
+    if family is None and key == "diffusion_acceptance" and value == "in_order":
+        raise ValueError(
+            "diffusion_acceptance 'in_order' is for masked models, whose canvases fill up token by "
+            "token. Choose another one."
         )
 
 
+def _unknown(key: str, known: Iterable[str]) -> str:
+    names = [one.removeprefix(PREFIX) for one in known]
+    return unknown(plain(key).removeprefix(PREFIX), names, PREFIX, shown=key)
+
+
+def carried(params: SamplingParams | None) -> RequestOptions | None:
+    """Of an admitted request; None: it was not, as a warm-up's."""
+    own = _own(params)
+    return None if own is None else RequestOptions(**own)
+
+
 def is_read_only(params: SamplingParams | None) -> bool:
-    """Whether a request emits its first canvas without a commit and then ends."""
-    return bool(params is not None and (params.extra_args or {}).get("diffusion_read_only"))
+    """Whether an admitted request emits its first canvas without a commit and then ends."""
+    return (_own(params) or {}).get("read_only", False)
+
+
+def fits_canvases(params: SamplingParams | None) -> bool:
+    return (_own(params) or {}).get("fits_canvases", False)
+
+
+def _own(params: SamplingParams | None) -> Mapping[str, Any] | None:
+    return None if params is None else (params.extra_args or {}).get(CARRIED)
 
 
 def fitted_width(num_tokens: Any) -> Any:
     """Width of a canvas for this many tokens that may still come; a number or a tensor."""
     return (num_tokens + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP
-
-
-def fit_canvas(params: SamplingParams | None, canvas_length: int) -> bool:
-    """Narrows the canvas of a request that may get fewer tokens than it holds. Returns whether
-    later canvases may be narrowed too: not if the request names a width or a canvas."""
-    if params is None or params.max_tokens is None or is_read_only(params):
-        return False
-    extra = params.extra_args or {}
-    if extra.get("diffusion_canvas_length") or extra.get("diffusion_seed_canvas"):
-        return False
-    width = fitted_width(params.max_tokens)
-    if width < canvas_length:
-        params.extra_args = {**extra, "diffusion_canvas_length": width}
-    return True
-
-
-def reasoning_of(ends: Iterable[Iterable[int]]) -> Reasoning:
-    """Of its fields."""
-    return Reasoning(*map(frozenset, ends))
-
-
-def mark(
-    params: SamplingParams | None,
-    *,
-    joins_commits: bool,
-    fits_canvases: bool,
-    is_counted: bool,
-    reasoning: Iterable[Iterable[int]] | None = None,  # see `reasoning_of`
-) -> None:
-    """Tells the worker whether the scheduler commits this request's blocks next to their
-    successors, whether it fits canvases to the tokens that may still come, whether the metrics
-    count them, and what ends the reasoning before an answer that has a form. Overwrites what the
-    request itself says under these keys."""
-    if params is not None:
-        marks = {
-            JOINS_COMMITS: joins_commits,
-            FITS_CANVASES: fits_canvases,
-            IS_COUNTED: is_counted,
-            REASONING: None if reasoning is None else [sorted(ends) for ends in reasoning],
-        }
-        params.extra_args = {**(params.extra_args or {}), **marks}
-
-
-def fits_canvases(params: SamplingParams | None) -> bool:
-    return bool(params is not None and (params.extra_args or {}).get(FITS_CANVASES))
-
-
-def _culprits(key: str, value: Any, canvas_length: int | None, vocab_size: int) -> str:
-    """`value` in short; for a list, the entries that are out of range, if any are."""
-    limits = {"diffusion_seed_canvas": vocab_size, "diffusion_pinned": canvas_length}
-    limit = limits.get(key)
-    if limit is not None and isinstance(value, (list, tuple)):
-        wrong = [v for v in value if not isinstance(v, int) or not 0 <= v < limit]
-        if wrong:
-            return f"[..., {', '.join(map(repr, wrong[:3]))}, ...]"
-        return f"a list of {len(value)}"
-    return reprlib.repr(value)
-
-
-def check_request(params: SamplingParams, *, canvas_length: int | None, vocab_size: int) -> None:
-    """Admission check: vLLM's own, then ours. May change `params` (read-only requests).
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; names the key, what was expected and what came.
-    """
-    extra: dict[str, Any] = params.extra_args or {}
-    try:
-        validate_diffusion_sampling_params(
-            params, canvas_length=canvas_length, vocab_size=vocab_size
-        )
-    except VLLMValidationError as error:
-        message = error.args[0]
-        key = message.split()[0]
-        raise VLLMValidationError(
-            f"{message} Got {key} = {_culprits(key, extra.get(key), canvas_length, vocab_size)}; "
-            f"the served canvas has {canvas_length} tokens, the vocabulary {vocab_size}. Correct "
-            f"the value in vllm_xargs (extra_args offline) or leave it out.",
-            parameter="extra_args",
-        ) from error
-    _check_one_canvas(params)
-    try:
-        check_options({k: v for k, v in extra.items() if k.startswith("diffusion_")})
-        check_prediction(extra, vocab_size)
-        check_stream_canvases(extra.get(STREAM_CANVASES))
-    except ValueError as error:
-        raise VLLMValidationError(str(error), parameter="extra_args") from error
-
-
-def _check_one_canvas(params: SamplingParams) -> None:
-    """vLLM has cut a read-only request's `max_tokens` to its canvas. With more `min_tokens` than
-    that, the engine's thread that reads requests would fail to decode it, and end."""
-    if is_read_only(params) and params.min_tokens > (params.max_tokens or math.inf):
-        raise VLLMValidationError(
-            f"min_tokens must be at most {params.max_tokens}, the canvas of this request with "
-            f"diffusion_read_only, got {params.min_tokens}. Lower it or leave it out.",
-            parameter="min_tokens",
-        )
-
-
-def check_choices(params: SamplingParams) -> None:
-    """Admission check of the tokens that a request may choose among.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; `bad_words` or `min_tokens` exclude them all.
-    """
-    key, allowed = "allowed_token_ids", set(params.allowed_token_ids or ())
-    if (params.extra_args or {}).get("diffusion_constrained"):
-        key, allowed = "logprob_token_ids", set(params.logprob_token_ids or ())
-    if not allowed:
-        return
-    culprits = []
-    left = allowed - {word[0] for word in params.bad_words_token_ids or [] if len(word) == 1}
-    if left != allowed:
-        culprits.append("bad_words")
-    if params.min_tokens > 0 and not left.isdisjoint(params.all_stop_token_ids):
-        left -= params.all_stop_token_ids
-        culprits.append("min_tokens")
-    if not left:
-        raise VLLMValidationError(
-            f"{key} must leave a token that {' and '.join(culprits)} do not exclude, got "
-            f"{reprlib.repr(sorted(allowed))} with "
-            + " and ".join(f"{name} = {getattr(params, name)!r}" for name in culprits)
-            + ". Allow another token, or leave out one of them.",
-            parameter=key,
-        )

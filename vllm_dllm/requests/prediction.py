@@ -1,52 +1,12 @@
-"""Predicted outputs: what a client expects its answer to be."""
+"""Predicted outputs as OpenAI's clients send them: what they expect the answer of a chat to be."""
 
 import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.requests.keys import PREDICTION
-
-
-def check_prediction(extra: Mapping[str, Any], vocab_size: int) -> None:
-    """Of a request's `extra_args`. Raises ValueError."""
-    value = extra.get(PREDICTION)
-    if value is None:
-        return
-    is_ids = isinstance(value, list) and all(
-        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
-        for token in value
-    )
-    if not isinstance(value, str) and not is_ids:
-        raise ValueError(
-            f"{PREDICTION} must be a text or a list of token ids from 0 to {vocab_size - 1}, got "
-            f"{reprlib.repr(value)}."
-        )
-    if extra.get("diffusion_seed_canvas") is not None:
-        raise ValueError(
-            f"{PREDICTION} and diffusion_seed_canvas both say what the first canvas holds. Leave "
-            f"one out."
-        )
-
-
-def encode(params: SamplingParams, tokenizer: Any) -> None:
-    """The prediction as token ids, as the engine reads it.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; there is no tokenizer to encode a text with.
-    """
-    text = (params.extra_args or {}).get(PREDICTION)
-    if not isinstance(text, str):
-        return
-    if tokenizer is None:
-        raise VLLMValidationError(
-            f"{PREDICTION} must be a list of token ids on this server, got a text: it was started "
-            f"with --skip-tokenizer-init.",
-            parameter=PREDICTION,
-        )
-    params.extra_args = {**(params.extra_args or {}), PREDICTION: ids_of(text, tokenizer)}
+from vllm_dllm.requests.options import PREDICTION
 
 
 def ids_of(prediction: str | list[int], tokenizer: Any) -> list[int]:
@@ -56,13 +16,13 @@ def ids_of(prediction: str | list[int], tokenizer: Any) -> list[int]:
     return tokenizer.encode(prediction, add_special_tokens=False)
 
 
-def take_openai_prediction(request: Any) -> None:
-    """OpenAI's `prediction` of a chat becomes our key, unless the request has both.
+def take_openai_prediction(body: dict[str, Any]) -> None:
+    """OpenAI's `prediction` in a request's body becomes our key, unless the request has both.
 
     Raises:
         VLLMValidationError: becomes HTTP 400; it is not of the published form.
     """
-    prediction = (request.model_extra or {}).get("prediction")
+    prediction = body.get("prediction")
     if prediction is None:
         return
     text = _text_of(prediction)
@@ -72,12 +32,15 @@ def take_openai_prediction(request: Any) -> None:
             f"parts of type text, got {reprlib.repr(prediction)}.",
             parameter="prediction",
         )
-    if (request.vllm_xargs or {}).get(PREDICTION) is not None:
+    own = body.get("vllm_xargs") or {}
+    if not isinstance(own, dict):
+        return  # which vLLM refuses
+    if own.get(PREDICTION) is not None:
         raise VLLMValidationError(
             f"prediction and {PREDICTION} in vllm_xargs are the same. Leave one out.",
             parameter="prediction",
         )
-    request.vllm_xargs = {**(request.vllm_xargs or {}), PREDICTION: text}
+    body["vllm_xargs"] = {**own, PREDICTION: text}
 
 
 def _text_of(prediction: Any) -> str | None:

@@ -1,6 +1,5 @@
 """What the scheduler asks of a model's family about its canvases."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -9,7 +8,6 @@ from vllm.v1.request import Request
 from vllm_dllm.compat.scheduler import stock_canvas_width
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import MaskedConfig
-from vllm_dllm.requests.masked import with_defaults
 from vllm_dllm.requests.options import fits_canvases, fitted_width
 from vllm_dllm.scheduling.spared_forwards import has_own_steps, joins_canvases
 
@@ -25,8 +23,6 @@ class UniformCanvases:
         """Whether a request for few tokens may have a narrower canvas than others."""
         self.joins_canvases = joins_canvases(vllm_config)
         """Whether a canvas may share the forward of the tokens before it."""
-        self.defaults: Mapping[str, Any] = extension.defaults
-        """The server's values for keys that a request leaves out."""
 
     is_seeded = False
     """Whether a canvas' first token is known before its first step."""
@@ -73,8 +69,6 @@ class MaskedCanvases(UniformCanvases):
         self.vllm_config, self.masked = vllm_config, masked
         self.is_seeded = masked.family.is_seeded
         self.fits_canvases = False
-        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
-        self.defaults = with_defaults(extension, masked.family.threshold).defaults
 
     def check(self, block_size: int) -> None:
         self.masked.check_cache(block_size, "--block-size")

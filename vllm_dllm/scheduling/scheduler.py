@@ -7,6 +7,7 @@ commit. The last block is not committed, because nobody would read its keys and 
 wider than the tokens that its request may still get (`families`).
 """
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -28,7 +29,7 @@ from vllm_dllm.compat.scheduler import (
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.requests.ends import was_foreseen
-from vllm_dllm.requests.options import RequestOptions, fit_canvas, is_read_only, mark
+from vllm_dllm.requests.options import carried, is_read_only
 from vllm_dllm.scheduling.added_blocks import append_blocks
 from vllm_dllm.scheduling.block_spans import BlockSpans
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
@@ -70,18 +71,17 @@ class CanvasScheduling(SchedulerHooks):
 
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
-        fits = self.family.fits_canvases and fit_canvas(params, self.num_spec_tokens)
-        is_counted = self._counter is not None
-        mark(
-            params,
-            joins_commits=self.joins_commits,
-            fits_canvases=fits,
-            is_counted=is_counted,
-            reasoning=self.structured_output_manager.open_reasoning(request),
-        )
-        if self._counter is not None and params is not None:
-            options = RequestOptions.from_sampling_params(params, self.family.defaults)
-            self._counter.request_received(options.acceptance)
+        if (options := carried(params)) is not None:
+            fitted = options.fitted(params.max_tokens, self.num_spec_tokens)
+            replace(
+                options,
+                **(fitted if self.family.fits_canvases else {}),
+                joins_commits=self.joins_commits,
+                is_counted=self._counter is not None,
+                reasoning=self.structured_output_manager.open_reasoning(request),
+            ).carry(params)
+            if self._counter is not None:
+                self._counter.request_received(options.acceptance)
         super().add_request(request)
 
     def sitting_out(self) -> list[Request]:

@@ -1,5 +1,5 @@
 """Which forwards a request can do without. The scheduler decides, and marks each request for the
-worker (`requests.options.mark`), whose copy of the configuration may differ."""
+worker (`requests.options`), whose copy of the configuration may differ."""
 
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode

@@ -19,7 +19,7 @@ class FirstCanvases:
 
     def add(self, request: NewRequest) -> None:
         # After a preemption the first block may be over; a canvas of noise then goes on anywhere.
-        canvas = request.options.first_canvas
+        canvas = request.options.seed_canvas
         if canvas is not None and not request.is_resumed:
             self._added[request.slot] = (canvas, request.options.pinned)
 

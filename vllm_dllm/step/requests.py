@@ -9,9 +9,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.masked import FAMILIES
 from vllm_dllm.denoise import noise
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, stop_tokens
-from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.requests.options import RequestOptions, carried, server_defaults
 from vllm_dllm.step.asked.filters import LogitFilters
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns
 from vllm_dllm.step.asked.grammars import CanvasGrammars
@@ -42,6 +43,8 @@ class StepRequests:
         model_config = vllm_config.model_config
         self.vocab_size = model_config.get_vocab_size()
         self.max_model_len, self.mask_id = model_config.max_model_len, mask_id
+        family = FAMILIES.get(model_config.architecture)
+        self._unadmitted = RequestOptions(**server_defaults(extension.defaults, family))
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         # Until a request says what the scheduler does.
@@ -75,7 +78,7 @@ class StepRequests:
 
     def add(self, slot: int, params: SamplingParams) -> None:
         """Takes a new request, or one that comes back after a preemption."""
-        options = RequestOptions.from_sampling_params(params, self.extension.defaults)
+        options = carried(params) or self._unadmitted  # a warm-up's
         self.prefills_emitted_tokens = options.joins_commits
         self.are_counted = options.is_counted
         self.sampling_states.add_request(slot, params)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench import harness, watching
-from vllm_dllm.requests.keys import STREAM_CANVASES
+from vllm_dllm.requests.options import STREAM_CANVASES
 
 PLAIN, PLUGIN = (SimpleNamespace(port=port) for port in (1, 2))
 

@@ -15,7 +15,7 @@ from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.canvas_message import TOPIC_BYTES, pack, pack_end
-from vllm_dllm.requests.keys import STREAM_CANVASES
+from vllm_dllm.requests.options import STREAM_CANVASES
 
 BODY: dict[str, Any] = {
     "model": "m",

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from vllm_dllm.config.denoise import DenoiseConfig
-from vllm_dllm.config.drafter import DrafterConfig
 from vllm_dllm.config.extension import ExtensionConfig
 
 GOOD: dict[str, Any] = {
@@ -56,10 +55,10 @@ def test_at_the_ends() -> None:
 @pytest.mark.parametrize("key", ["sampling_memory_mib", "self_conditioning_top_k"])
 def test_counts_of_the_extension(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key} must be an integer >= 1 and <= 1073741824, got 1"):
-        ExtensionConfig(**{key: 10**30})
+        ExtensionConfig.from_additional_config({"vllm_dllm": {key: 10**30}})
 
 
 @pytest.mark.parametrize("key", ["width", "max_context", "draft_window", "buffer_mib", "load_rows"])
 def test_counts_of_a_drafter(key: str) -> None:
     with pytest.raises(ValueError, match=f"drafter.{key} must be an integer >= 1 and <= 10737418"):
-        DrafterConfig(**{key: 10**30})
+        ExtensionConfig.from_additional_config({"vllm_dllm": {"drafter": {key: 10**30}}})

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from vllm_dllm.config.drafter import DrafterConfig
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import LineFile, check_file, check_folder
 
@@ -153,7 +152,8 @@ def test_a_buffer_that_cannot_be_written(place: str) -> None:
 @pytest.mark.parametrize("value", [5, True, "", "a\0b", ["trace"], {}], ids=repr)
 def test_what_is_no_path(value: object) -> None:
     with pytest.raises(ValueError, match="trace_path must be a path, a string, got "):
-        ExtensionConfig(trace_path=value)  # type: ignore[arg-type]
+        ExtensionConfig.from_additional_config({"vllm_dllm": {"trace_path": value}})
     for key in ("buffer", "predictor"):
         with pytest.raises(ValueError, match=f"drafter.{key} must be a path, a string, got "):
-            DrafterConfig.from_section({key: value, "width_policy": "blockpilot"})
+            section = {key: value, "width_policy": "blockpilot"}
+            ExtensionConfig.from_additional_config({"vllm_dllm": {"drafter": section}})

@@ -11,7 +11,7 @@ from scripts import draw_life
 from tests.paths import ROOT
 from vllm_dllm.config.drafter import DrafterConfig
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.requests.keys import CHECKED_ELSEWHERE, OPTIONS
+from vllm_dllm.requests.options import KEYS
 
 DOCS = ROOT / "docs"
 ANYTHING = "…"  # in an error that a page quotes: a name or a number
@@ -26,9 +26,9 @@ def first_cells(page: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("page", "names"),
     [
-        ("requests.md", {*OPTIONS, *CHECKED_ELSEWHERE}),
-        ("serving.md", {*ExtensionConfig.__dataclass_fields__}),
-        ("drafters.md", {*DrafterConfig.__dataclass_fields__}),
+        ("requests.md", {*KEYS}),
+        ("serving.md", {*ExtensionConfig.__annotations__}),
+        ("drafters.md", {*DrafterConfig.__annotations__}),
     ],
     ids=["requests", "extension", "drafter"],
 )

@@ -150,8 +150,8 @@ def test_settings_are_read() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"widths": 3}, r"drafter must be an object with the keys \[.*got \{'widths': 3\}"),
-        ("load", "drafter must be an object"),
+        ({"widths": 3}, r"drafter.widths is not known. Did you mean drafter.width\?"),
+        ("load", "drafter must be an object with the keys .*'narrow_draft', .* got 'load'"),
         ({"width_policy": "wide"}, r"width_policy must be one of \['fixed', .*got 'wide'"),
         ({"schedule": "square"}, r"schedule must be one of \['cosine', 'linear', 'sqrt'\]"),
         ({"width": 0}, "drafter.width must be an integer >= 1 .*, got 0"),

@@ -35,7 +35,7 @@ from vllm_dllm.metrics.prometheus import (
     PREFIX,
     CanvasMetrics,
 )
-from vllm_dllm.requests.keys import ACCEPTANCE_RULES
+from vllm_dllm.requests.options import ACCEPTANCE_RULES
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
 from vllm_dllm.step.watched.counted import canvas_numbers
 

@@ -11,15 +11,18 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from vllm_dllm.compat import http
-from vllm_dllm.requests.http import wrong_type
+from vllm_dllm.requests.http import check_body, wrong_type
 
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
     app = FastAPI()
     app.state.args = SimpleNamespace(log_error_stack=False)
-    http.answer_bad_bodies(wrong_type)
-    http.answer_bad_bodies(wrong_type)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(http, "is_server", lambda: True)
+    http.check_bodies(check_body, wrong_type)
+    http.check_bodies(check_body, wrong_type)
+    monkeypatch.undo()
     server.init_exception_handler(app)
 
     @app.post("/chat")
@@ -48,6 +51,11 @@ def test_structured_outputs_of_another_type(client: TestClient, path: str, value
     assert status == 400, error
     assert error["param"] == "structured_outputs"
     assert error["message"].startswith("structured_outputs has another type than is expected, got")
+
+
+def test_a_body_that_is_no_object(client: TestClient) -> None:
+    answer = client.post("/completion", content="[1]", headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
 
 
 def test_other_errors_keep_their_status(client: TestClient) -> None:

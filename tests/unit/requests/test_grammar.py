@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.paths import CHECKPOINTS
 from tests.unit.grammar.canvases import SCHEMAS
 from tests.unit.grammar.special_tokens import THOUGHT_ENDS, add_tokens
-from vllm_dllm.compat import grammar as compat
 from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.requests.grammar import check_structured_outputs
 
@@ -35,7 +33,12 @@ def check(
 ) -> SamplingParams:
     params = SamplingParams(**{"max_tokens": 100, **options}, structured_outputs=wanted)
     config = config or StructuredOutputsConfig()
-    check_structured_outputs(params, config, tokenizer, 512, MAX_MODEL_LEN)
+    if params.bad_words:
+        params.update_from_tokenizer(tokenizer)
+    is_constrained = params.logprob_token_ids is not None
+    check_structured_outputs(
+        params, config, tokenizer, 512, MAX_MODEL_LEN, is_constrained=is_constrained
+    )
     return params
 
 
@@ -149,9 +152,8 @@ def test_what_is_excluded(tokenizer: Any) -> None:
         check(tokenizer, person, allowed_token_ids=list(range(2, 512)))
     with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
         check(tokenizer, person, allowed_token_ids=[1, 100, 101])
-    constrained = {"logprob_token_ids": [1, 100], "extra_args": {"diffusion_constrained": 1}}
     with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
-        check(tokenizer, person, logprobs=2, **constrained)
+        check(tokenizer, person, logprobs=2, logprob_token_ids=[1, 100])
 
 
 def test_reasoning_takes_a_token_at_least(tmp_path: Path) -> None:
@@ -167,30 +169,6 @@ def test_reasoning_takes_a_token_at_least(tmp_path: Path) -> None:
             check(tokenizer, person, config, max_tokens=8)
     with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
         check(tokenizer, person, config, allowed_token_ids=list(range(1, THOUGHT_ENDS)))
-
-
-def test_models_without_a_check_keep_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Targets of drafters among them."""
-    asked: list[str] = []
-    validate = SamplingParams._validate_structured_outputs
-    monkeypatch.setattr(SamplingParams, "_validate_structured_outputs", validate)
-    monkeypatch.setattr(compat, "_stock_validate", lambda self, model, *_: asked.append(model))
-
-    def refuse(*_: Any) -> None:
-        raise ValueError("none of it")
-
-    compat.set_structured_outputs_checks({"Ours": refuse})
-    params = SamplingParams(structured_outputs=of(json_object=True))
-    model = SimpleNamespace(
-        architecture="LlamaForCausalLM", get_vocab_size=lambda: 512, max_model_len=512
-    )
-    params._validate_structured_outputs(model, StructuredOutputsConfig(), None)
-    assert asked == [model]
-    model.architecture = "Ours"
-    with pytest.raises(ValueError, match="none of it"):
-        params._validate_structured_outputs(model, StructuredOutputsConfig(), None)
-    SamplingParams()._validate_structured_outputs(model, StructuredOutputsConfig(), None)
-    assert asked == [model]
 
 
 def test_other_settings(tokenizer: Any) -> None:

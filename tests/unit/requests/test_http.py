@@ -1,9 +1,12 @@
 """What a client may ask for over HTTP is decided before anything is made of it."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -12,23 +15,24 @@ from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm import plugin
-from vllm_dllm.requests.http import check_http_request
+from vllm_dllm.requests.http import check_body
 
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 CHAT_TOOL = {"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS}}
 RESPONSE_TOOL = {"type": "function", "name": "look_up", "parameters": PARAMETERS}
 
 
-def chat(**options: Any) -> ChatCompletionRequest:
-    return ChatCompletionRequest(messages=[{"role": "user", "content": "Hi"}], **options)
+def chat(**options: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Hi"}], **options}
 
 
-def response(**options: Any) -> ResponsesRequest:
-    return ResponsesRequest(input="Hi", **options)
+def response(**options: Any) -> dict[str, Any]:
+    return {"input": "Hi", **options}
 
 
 NAMED_CHAT = {"type": "function", "function": {"name": "look_up"}}
 NAMED_RESPONSE = {"type": "function", "name": "look_up"}
+MESSAGE_TOOL = {"name": "look_up", "input_schema": PARAMETERS}
 REFUSED = {
     "chat, required": (chat(tools=[CHAT_TOOL], tool_choice="required"), "got 'required'"),
     "chat, one function": (chat(tools=[CHAT_TOOL], tool_choice=NAMED_CHAT), "got .*look_up"),
@@ -40,48 +44,101 @@ REFUSED = {
         response(tools=[RESPONSE_TOOL], tool_choice=NAMED_RESPONSE),
         "got .*look_up",
     ),
+    "message, any": (chat(tools=[MESSAGE_TOOL], tool_choice={"type": "any"}), "got .*any"),
     "chat by beams": (chat(use_beam_search=True), "set n"),
-    "completion by beams": (CompletionRequest(prompt="Hi", use_beam_search=True), "set n"),
+    "completion by beams": ({"prompt": "Hi", "use_beam_search": True}, "set n"),
 }
 NEEDS_A_PARSER = {
     "chat": chat(tools=[CHAT_TOOL]),
     "chat, auto": chat(tools=[CHAT_TOOL], tool_choice="auto"),
     "response": response(tools=[RESPONSE_TOOL]),
+    "message, auto": chat(tools=[MESSAGE_TOOL], tool_choice={"type": "auto"}),
 }
+SCHEMA = {"type": "object", "properties": {"window_rule": {}, "diffusion_max_steps": {}}}
 ADMITTED = {
     "chat": chat(),
     "chat, n": chat(n=3),
     "tools that are not to be called": chat(tools=[CHAT_TOOL], tool_choice="none"),
+    "message, no calls": chat(tools=[MESSAGE_TOOL], tool_choice={"type": "none"}),
     "response": response(),
-    "completion": CompletionRequest(prompt="Hi"),
-    "completion, a key that it has not": CompletionRequest(prompt="Hi", tools=[CHAT_TOOL]),
+    "completion": {"prompt": "Hi"},
+    "completion, a key that it has not": {"prompt": "Hi", "tools": [CHAT_TOOL]},
+    "keys where they belong": chat(vllm_xargs={"diffusion_max_steps": 3, "foo": 1}),
+    "names that a user chose": chat(
+        response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+        metadata={"diffusion_max_steps": "1"},
+        tools=[],
+    ),
+    "names that others have, too": chat(limits=3, extra={"defaults": {}}),
 }
+MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
+    "nesting forgotten": (
+        {"diffusion_max_steps": 1},
+        'diffusion_max_steps belongs in vllm_xargs, got it in the body. Write "vllm_xargs": '
+        '{"diffusion_max_steps": ...}; with the OpenAI client, extra_body={"vllm_xargs": ',
+    ),
+    "and misspelt": ({"Diffusion_max_stepz": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
+    "unknown": ({"diffusion_foo_bar": 1}, "diffusion_foo_bar belongs in vllm_xargs"),
+    "without its prefix": ({"max_steps": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
+    "the client's argument": (
+        {"extra_body": {"vllm_xargs": {"diffusion_t_min": 1}}},
+        "diffusion_t_min belongs in vllm_xargs, got it in vllm_xargs",
+    ),
+    "offline's argument": ({"extra_args": {"diffusion_pinned": [1]}}, "got it in extra_args"),
+    "a template's": ({"chat_template_kwargs": {"diffusion_max_steps": 1}}, "belongs in vllm_xargs"),
+    "a setting": ({"commit_last_block": True}, "commit_last_block is a setting of the server"),
+    "settings": ({"vllm_dllm": {"window_rule": "x"}}, "vllm_dllm is a setting of the server"),
+    "a rule for both": ({"window_rule": "x"}, '"vllm_xargs": {"diffusion_window_rule": ...}'),
+}
+
+
+def check(body: dict[str, Any], parses: bool = False, forces: bool = False) -> None:
+    check_body(body, parses_tool_calls=parses, forces_tool_calls=forces)
 
 
 @pytest.mark.parametrize("parses_tool_calls", [False, True], ids=["no parser", "parser"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str, parses_tool_calls: bool) -> None:
-    request, message = REFUSED[case]
+    body, message = REFUSED[case]
     with pytest.raises(VLLMValidationError, match=message):
-        check_http_request(request, parses_tool_calls=parses_tool_calls, forces_tool_calls=False)
+        check(body, parses_tool_calls)
 
 
 @pytest.mark.parametrize("case", [case for case in REFUSED if "beams" not in case])
 def test_calls_that_must_come_need_a_parser_that_tells_their_form(case: str) -> None:
-    request, _ = REFUSED[case]
-    check_http_request(request, parses_tool_calls=False, forces_tool_calls=True)
+    check(REFUSED[case][0], forces=True)
 
 
 @pytest.mark.parametrize("case", NEEDS_A_PARSER)
 def test_calls_need_somebody_who_looks_for_them(case: str) -> None:
-    check_http_request(NEEDS_A_PARSER[case], parses_tool_calls=True, forces_tool_calls=False)
+    check(NEEDS_A_PARSER[case], parses=True)
     with pytest.raises(VLLMValidationError, match="--enable-auto-tool-choice"):
-        check_http_request(NEEDS_A_PARSER[case], parses_tool_calls=False, forces_tool_calls=True)
+        check(NEEDS_A_PARSER[case], forces=True)
 
 
 @pytest.mark.parametrize("case", ADMITTED)
 def test_admitted(case: str) -> None:
-    check_http_request(ADMITTED[case], parses_tool_calls=False, forces_tool_calls=False)
+    body = json.loads(json.dumps(ADMITTED[case]))
+    check(body)
+    assert body == ADMITTED[case]
+
+
+@pytest.mark.parametrize("case", MISPLACED)
+def test_what_stands_where_nobody_looks_is_refused(case: str) -> None:
+    wrong, message = MISPLACED[case]
+    for body in (chat(**wrong), response(**wrong), {"prompt": "Hi", **wrong}):
+        with pytest.raises(VLLMValidationError) as refusal:
+            check(body)
+        assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [AnthropicMessagesRequest, ChatCompletionRequest, CompletionRequest, ResponsesRequest],
+)
+def test_no_field_of_vllms_is_taken_for_ours(model: type[BaseModel]) -> None:
+    for name in model.model_fields:
+        check({name: None})
 
 
 def test_offline_beam_search_is_refused_for_diffusion_models_alone() -> None:

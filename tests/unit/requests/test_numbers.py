@@ -7,7 +7,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.compat.sampling import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens
-from vllm_dllm.requests.numbers import check_numbers, check_sampler_limits
+from vllm_dllm.requests.numbers import check_choices, check_numbers, check_sampler_limits
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,23 @@ def test_lists() -> None:
     ):
         with pytest.raises(VLLMValidationError, match=message):
             of_lists(**lists)
+
+
+@pytest.mark.parametrize("key", ["allowed_token_ids", "logprob_token_ids"])
+def test_a_request_that_leaves_no_token_to_choose(key: str) -> None:
+    def check(tokens: list[int], bad: list[list[int]] = [], **options: Any) -> None:  # noqa: B006
+        params = SamplingParams(**{key: tokens}, **options)
+        params.update_from_generation_config({}, eos_token_id=1)
+        params._bad_words_token_ids = bad
+        check_choices(params, is_constrained=key == "logprob_token_ids")
+
+    check([1])
+    check([1, 2], min_tokens=5)
+    check([1, 2], [[2, 1]], min_tokens=5)
+    check([1, 2], [[2]])
+    with pytest.raises(VLLMValidationError, match=f"{key} must leave .* min_tokens = 5"):
+        check([1], min_tokens=5)
+    with pytest.raises(VLLMValidationError, match=f"{key} must leave a token that bad_words do"):
+        check([2], [[2]], bad_words=["x"])
+    with pytest.raises(VLLMValidationError, match="that bad_words and min_tokens do not exclude"):
+        check([1, 2], [[2]], bad_words=["x"], min_tokens=1)

@@ -19,11 +19,7 @@ def settings_of(num_slots: int, *, reveals_at_threshold: bool = False) -> Masked
 
 
 def asking(slot: int, num_steps: int = 3, temperature: float = 0.0, **wanted: Any) -> Any:
-    params = SamplingParams(
-        temperature=temperature,
-        extra_args={f"diffusion_{name}": value for name, value in wanted.items()},
-    )
-    options = RequestOptions.from_sampling_params(params, {})
+    params, options = SamplingParams(temperature=temperature), RequestOptions(**wanted)
     return SimpleNamespace(slot=slot, options=options, params=params, num_steps=num_steps)
 
 

@@ -30,14 +30,13 @@ class Step:
         self.predictions = Predictions(self.slots, self.req_states)
 
     def add(self, slot: int, prediction: list[int], emitted: list[int] | None = None) -> None:
-        params = SamplingParams(extra_args={"diffusion_prediction": prediction})
         end = PROMPT + len(emitted or [])
         self.req_states.all_token_ids.gpu[slot, PROMPT:end] = torch.tensor(emitted or [])
         self.slots.canvas[slot], self.slots.tokens[slot, 0] = NOISE, NO_TOKEN
         self.slots.stop_tokens[slot] = STOP
         self.predictions.drop(slot)
-        options = RequestOptions.from_sampling_params(params, {})
-        self.predictions.add(NewRequest(slot, params, options, PROMPT, end, num_steps=48))
+        options = RequestOptions(prediction=prediction)
+        self.predictions.add(NewRequest(slot, SamplingParams(), options, PROMPT, end, num_steps=48))
         self.predictions.start()
 
     def first(self, slot: int) -> tuple[list[int], list[int]]:

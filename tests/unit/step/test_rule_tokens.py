@@ -8,7 +8,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.denoise.logit_rules import LogitRules
-from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.requests.options import read_keys
 from vllm_dllm.step.asked import filters as module
 from vllm_dllm.step.asked.filters import LogitFilters
 from vllm_dllm.step.registry import NewRequest
@@ -35,10 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
 def new_request(slot: int, **options: Any) -> NewRequest:
     extra = {name: options.pop(name) for name in list(options) if name.startswith("diffusion_")}
     words = options.pop("bad_words", None)
-    params = SamplingParams(max_tokens=9, extra_args=extra, **options)
+    params = SamplingParams(max_tokens=9, **options)
     params._bad_words_token_ids = words
     params._all_stop_token_ids = set(options.get("stop_token_ids", ()))
-    own = RequestOptions.from_sampling_params(params, {})
+    own = read_keys(extra, {}, None)
     return NewRequest(slot, params, own, PROMPT, PROMPT, num_steps=8)
 
 

@@ -16,7 +16,7 @@ from vllm_dllm.config.load_stages import LoadStage
 from vllm_dllm.denoise import draws_triton
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
-from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.requests.options import read_keys
 from vllm_dllm.step.asked.settings import SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.load import LoadStages
@@ -93,8 +93,8 @@ class Step(UniformStep):
     def admit(self, slot: int, kind: str) -> None:
         extra = dict(REQUESTS[kind])
         temperature = extra.pop("temperature", 1.0)
-        params = SamplingParams(temperature=temperature, extra_args=extra)
-        options = RequestOptions.from_sampling_params(params, {})
+        params = SamplingParams(temperature=temperature)
+        options = read_keys(extra, {}, None)
         self.requests.settings.add(NewRequest(slot, params, options, 20, 20, STEPS))
 
 

@@ -8,17 +8,27 @@ _ASYNC_SCHEDULER = "v1.core.sched.async_scheduler:AsyncScheduler"
 SEAMS = [
     # --- admission and configuration --------------------------------------------------------------
     Seam(
-        "the admission check of diffusion requests",
-        "v1.engine.input_processor:InputProcessor",
-        "validate_diffusion_sampling_params(",
+        "a request's parameters are checked as the model's configuration says",
+        "v1.engine.input_processor:InputProcessor._validate_params",
+        """params.verify(
+                self.model_config,
+                self.speculative_config,
+                self.structured_outputs_config,
+                self.tokenizer,
+            )""",
     ),
     Seam(
-        "all of a request's parameters are checked at once",
+        "of diffusion models there is a check of their own",
+        "v1.engine.input_processor:InputProcessor._validate_params",
+        "if self.model_config.is_diffusion:",
+    ),
+    Seam(
+        "they are copied after that",
         "v1.engine.input_processor:InputProcessor.process_inputs",
-        "watermarking = self._validate_params(params, supported_tasks)",
+        "sampling_params = params.clone()",
     ),
     Seam(
-        "stop tokens and bad words are known after the check",
+        "stop tokens and bad words are known after that, too",
         "v1.engine.input_processor:InputProcessor.process_inputs",
         """sampling_params.update_from_generation_config(
                 self.generation_config_fields,
@@ -28,14 +38,14 @@ SEAMS = [
                 sampling_params.update_from_tokenizer(self.tokenizer)""",
     ),
     Seam(
-        "the check of diffusion sampling parameters",
-        "sampling_params:SamplingParams.verify",
-        "self._validate_diffusion(model_config)",
+        "sampling parameters that other models take are refused",
+        "sampling_params:SamplingParams._validate_diffusion",
+        "if not model_config.is_diffusion:\n            return",
     ),
     Seam(
-        "the check of structured outputs",
-        "sampling_params:SamplingParams.verify",
-        "self._validate_structured_outputs(",
+        "structured outputs are not looked at without their configuration",
+        "sampling_params:SamplingParams._validate_structured_outputs",
+        "if structured_outputs_config is None or self.structured_outputs is None:",
     ),
     Seam(
         "configurations by architecture",
@@ -90,20 +100,49 @@ SEAMS = [
         "if self.ll_tokenizer.eos_token in tokens:",
     ),
     # --- requests over HTTP -----------------------------------------------------------------------
-    Seam(
-        "chats are rendered by the method we replace",
-        "entrypoints.openai.chat_completion.serving",
-        "return await self.online_renderer.render_chat(request)",
+    *(
+        Seam(
+            f"{name} are answered by a generator that is made before the stream begins",
+            f"entrypoints.openai.{module}.serving",
+            call,
+        )
+        for name, module, call in (
+            ("chats", "chat_completion", "generator = self.engine_client.generate("),
+            ("completions", "completion", "generator = self.engine_client.generate("),
+            ("responses", "responses", "generator = self._generate_with_builtin_tools("),
+            ("steps of responses", "responses", "generator = self.engine_client.generate("),
+        )
+    ),
+    *(
+        Seam(
+            f"the body of {path} is checked by a dependency",
+            f"entrypoints.{module}.api_router",
+            f"""@router.post(
+    "{path}",
+    dependencies=[Depends(validate_json_request)],""",
+        )
+        for path, module in (
+            ("/v1/chat/completions", "openai.chat_completion"),
+            ("/v1/chat/completions/batch", "openai.chat_completion"),
+            ("/v1/completions", "openai.completion"),
+            ("/v1/responses", "openai.responses"),
+            ("/v1/messages", "anthropic"),
+        )
     ),
     Seam(
-        "completions, too",
-        "entrypoints.openai.completion.serving",
-        "self.online_renderer.render_completion(request)",
+        "a server's state has its configuration",
+        "entrypoints.launchers.api_server.app_state:init_app_state",
+        "state.vllm_config = vllm_config",
     ),
     Seam(
-        "and responses",
-        "entrypoints.openai.responses.serving",
-        "self.online_renderer.render_responses(",
+        "and what renders chats",
+        "entrypoints.launchers.api_server.app_state:init_app_state",
+        "state.online_renderer = OnlineRenderer(",
+    ),
+    Seam(
+        "mistakes of clients of /v1/messages are logged",
+        "entrypoints.anthropic.api_router:create_messages",
+        'logger.exception("Error in create_messages: %s", e)',
     ),
     Seam(
         "a tool parser is known by its class",
@@ -279,7 +318,11 @@ SEAMS = [
     Seam(
         "all requests are processed by the method we replace",
         "v1.engine.async_llm:AsyncLLM.add_request",
-        "self.input_processor.process_inputs(",
+        """request = self.input_processor.process_inputs(
+                    request_id,
+                    prompt,
+                    params,
+                    supported_tasks=await self.get_supported_tasks(),""",
     ),
     Seam(
         "the texts of the tokens of prompt log-probabilities",

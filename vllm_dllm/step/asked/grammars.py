@@ -29,6 +29,7 @@ from vllm_dllm.grammar.state import GrammarState, legal_tokens
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.requests.grammar import exclusions_of, grammars_of
+from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.asked.logits import CanvasLogits
 from vllm_dllm.step.asked.row_masks import RowMasks
 from vllm_dllm.step.batch import CanvasBatch
@@ -120,7 +121,7 @@ class CanvasGrammars:
             self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         stops = frozenset(stop for stop in params.all_stop_token_ids if not params.ignore_eos)
         self._answers[request.slot] = Answer(
-            self._compiler.submit(self._compile, params, stops, request.options.reasoning),
+            self._compiler.submit(self._compile, params, stops, request.options),
             position=request.prompt_len,
             end=int(self._slots.host("end", np.array([request.slot]))[0]),
             wanted_stop=params.eos_token_id,
@@ -129,13 +130,14 @@ class CanvasGrammars:
         self._added[request.slot] = request.prefill_len
 
     def _compile(
-        self, params: SamplingParams, stops: frozenset[int], reasoning: Reasoning | None
+        self, params: SamplingParams, stops: frozenset[int], options: RequestOptions
     ) -> GrammarState:
         assert params.structured_outputs is not None
+        reasoning = None if options.reasoning is None else Reasoning(*options.reasoning)
         model_config = self._config.model_config
         grammars = grammars_of(tokenizer_of(model_config), model_config.get_vocab_size())
         text = grammar_text(params.structured_outputs, self._config.structured_outputs_config)
-        exclusions = exclusions_of(params, grammars.vocabulary.size)
+        exclusions = exclusions_of(params, options.constrained, grammars.vocabulary.size)
         return grammars.start(text, stops, exclusions, params.min_tokens, reasoning)
 
     def start(self, within_s: float = COMPILED_WITHIN_S) -> None:

@@ -144,7 +144,7 @@ def _settings(options: RequestOptions, temperature: float) -> _Settings:
     if rule == "confidence":
         threshold = options.accept_probability
     elif rule == "entropy_bound":
-        assert options.entropy_bound is not None, "requests.masked has a default"
+        assert options.entropy_bound is not None, "server_defaults has one"
         least, entropy_bound = 1, options.entropy_bound
     is_greedy = temperature == 0.0
     return _Settings(

@@ -70,14 +70,14 @@ class Predictions:
         self._predicted: set[int] = set()
 
     def add(self, request: NewRequest) -> None:
-        if request.options.prediction:
+        if request.options.predicted:
             self._added[request.slot] = request
             self._predicted.add(request.slot)
 
     def start(self) -> None:
         for slot, request in self._added.items():
             idx = slice(slot, slot + 1)
-            self._store(idx, request.options.prediction)
+            self._store(idx, request.options.predicted)
             if request.is_resumed:
                 self._follow_emitted(idx, request)
             expected = self._expected(idx)

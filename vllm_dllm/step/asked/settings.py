@@ -127,7 +127,7 @@ class SlotSettings:
             confidence_threshold=own(options.confidence_threshold, default.confidence_threshold),
             stability_threshold=own(options.stability_threshold, default.stability_threshold),
             is_greedy=is_greedy,
-            judges_answer_only=options.judge_answer_only,
+            judges_answer_only=options.judges_answer_only,
             load_stages=options.load_stages,
             reveals=options.acceptance != "entropy_bound",
             reveal_threshold=threshold,

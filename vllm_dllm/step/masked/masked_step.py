@@ -18,7 +18,6 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, masked_step
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
-from vllm_dllm.requests.masked import with_defaults
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
 from vllm_dllm.step.asked.logits import MaskedLogits
 from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepSettings
@@ -44,7 +43,7 @@ class MaskedStep(CanvasStep):
                 self.device,
                 reveals_at_threshold=self.family.is_causal,
             ),
-            with_defaults(self.extension, self.family.threshold),
+            self.extension,
             vllm_config,
             self.mask_id,
             blocks_are_aligned=not self.family.is_causal,

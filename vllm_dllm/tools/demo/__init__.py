@@ -23,7 +23,7 @@ from rich.text import Text
 
 from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, serving_note
 from vllm_dllm.errors import InputError
-from vllm_dllm.requests.keys import STREAM_CANVASES, WATCHING_PLUGINS
+from vllm_dllm.requests.options import STREAM_CANVASES, WATCHING_PLUGINS
 from vllm_dllm.tools.demo import drawing, picture, pixels
 from vllm_dllm.tools.demo.drawing import Step
 from vllm_dllm.tools.demo.questions import Question, questions_for

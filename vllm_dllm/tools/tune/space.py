@@ -10,7 +10,7 @@ import optuna
 from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.config.masked import FAMILIES
 from vllm_dllm.errors import InputError
-from vllm_dllm.requests.masked import ENTROPY_BOUND
+from vllm_dllm.requests.options import MASKED_ENTROPY_BOUND
 
 Value = str | int | float
 _MOST_TOKENS = 32  # a step, for `top_k`
@@ -64,7 +64,7 @@ class Space:
         other's."""
         rule = trial.suggest_categorical("acceptance", _CHOICES)
         keys: dict[str, Value] = {"diffusion_acceptance": rule}
-        bound = ENTROPY_BOUND if self._config is None else self._config.entropy_bound
+        bound = MASKED_ENTROPY_BOUND if self._config is None else self._config.entropy_bound
         if rule == "entropy_bound":
             keys["diffusion_entropy_bound"] = _log(trial, "entropy_bound", bound, 0.1, 30)
         elif rule == "confidence":

@@ -9,9 +9,9 @@ from optuna.samplers import RandomSampler
 from optuna.trial import FixedTrial
 
 from tests.paths import CHECKPOINTS
+from vllm_dllm.config.masked import FAMILIES
 from vllm_dllm.errors import InputError
-from vllm_dllm.requests.keys import OPTIONS, check_options
-from vllm_dllm.requests.masked import check_keys, check_unmasked
+from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.tools.tune.space import Space
 
 TINY = CHECKPOINTS / "diffusiongemma-tiny"
@@ -52,9 +52,7 @@ def test_every_suggestion_is_served(masked: Path, is_masked: bool) -> None:
     rules = set()
     for _ in range(60):
         keys = space.suggest(study.ask())
-        check_options(keys)
-        assert keys.keys() <= OPTIONS.keys()  # so a server may have them as defaults
-        (check_keys if is_masked else check_unmasked)(keys)
+        server_defaults(keys, FAMILIES["SDARForCausalLM"] if is_masked else None)
         rules.add(keys["diffusion_acceptance"])
     assert rules == {"entropy_bound", "confidence", "top_k"}
 

@@ -16,7 +16,7 @@ from tests.paths import CHECKPOINTS
 from tests.unit.tools.stub_server import STUB, write_checkpoint, write_task
 from vllm_dllm import cli
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.requests.keys import check_options
+from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.tools.evaluate import serving
 from vllm_dllm.tools.tune import run as tune
 from vllm_dllm.tools.tune.search import Measured, Tried, front
@@ -81,7 +81,7 @@ def test_finds_the_fastest_that_is_right(
     options = parser.parse_args(parser.load_config_file("tuning/defaults.yaml"))
     defaults = ExtensionConfig.from_additional_config(options.additional_config).defaults
     assert defaults == chosen["keys"]
-    check_options(defaults)
+    server_defaults(defaults, None)
 
 
 @pytest.mark.slow

@@ -1,0 +1,292 @@
+"""The way of a request into the engine: what it asks for is refused, or becomes its options."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from vllm_dllm.config.canvas_feeds import FEED
+from vllm_dllm.config.limits import RequestLimits
+from vllm_dllm.config.masked import FAMILIES
+from vllm_dllm.requests.admission import Served, admit, admit_target
+from vllm_dllm.requests.limits import count_http_request
+from vllm_dllm.requests.options import CARRIED, KEYS, RequestOptions, carried, server_defaults
+
+C, V = 64, 512
+SDAR = FAMILIES["SDARForCausalLM"]
+TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [ord(c) for c in text])
+
+
+def served(**changes: Any) -> Served:
+    family = changes.pop("family", None)
+    defaults = server_defaults(changes.pop("defaults", {}), family)
+    values = {"config": None, "tokenizer": TOKENIZER, "limits": RequestLimits()} | changes
+    return Served(canvas_length=C, vocab_size=V, family=family, defaults=defaults, **values)
+
+
+def admitted(params: SamplingParams, to: Served | None = None, prompt: int = 9) -> SamplingParams:
+    """The parameters of vLLM's request, as its engine gets them."""
+
+    def resolve(params: SamplingParams) -> Any:
+        own = params.clone()
+        own.update_from_generation_config({}, eos_token_id=1)
+        if own.bad_words:
+            own._bad_words_token_ids = [[ord(c) for c in word] for word in own.bad_words]
+        return SimpleNamespace(sampling_params=own, prompt_token_ids=[5] * prompt)
+
+    own = admit(params, to or served(), resolve).sampling_params
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(own), type=SamplingParams)
+
+
+def options(given: dict[str, Any], to: Served | None = None, **params: Any) -> RequestOptions:
+    found = carried(admitted(SamplingParams(extra_args=given, **params), to))
+    assert found is not None
+    return found
+
+
+def refusal(given: dict[str, Any], to: Served | None = None, **params: Any) -> VLLMValidationError:
+    with pytest.raises(VLLMValidationError) as refused:
+        options(given, to, **params)
+    return refused.value
+
+
+# --- every key with every wrong type ------------------------------------------------------------
+
+VALUES: dict[str, Any] = {
+    "an integer": 5,
+    "no integer": 5.5,
+    "a float of an integer": 5.0,
+    "negative": -1,
+    "huge": 2**62,
+    "tiny": 1e-60,
+    "NaN": float("nan"),
+    "infinite": float("inf"),
+    "true": True,
+    "a text": "x",
+    "no text": "",
+    "a number as text": "5",
+    "an object": {"type": "content"},
+    "a list": [1],
+    "a list of negatives": [-1],
+    "a list of large ones": [10**6],
+    "a list of booleans": [True],
+    "a list of texts": ["a"],
+    "a list of floats": [1.0],
+    "lists": [[1]],
+}
+INTEGERS = {"an integer"}
+NUMBERS = INTEGERS | {"no integer", "a float of an integer"}
+LISTS = {"a list"}
+TAKES: dict[str, set[str]] = {
+    "max_steps": INTEGERS,
+    "canvas_length": INTEGERS,
+    "seed_canvas": LISTS,
+    "prediction": LISTS | {"a text", "no text", "a number as text"},
+    "pinned": LISTS,
+    "read_only": {"true"},
+    "constrained": {"true"},
+    "window_rule": set(),
+    "t_min": NUMBERS,
+    "t_max": NUMBERS,
+    "acceptance": set(),
+    "entropy_bound": NUMBERS | {"tiny"},
+    "accept_probability": {"tiny"},
+    "accept_tokens": INTEGERS,
+    "edit_probability": {"tiny"},
+    "edit_steps": INTEGERS,
+    "confidence_threshold": NUMBERS | {"tiny"},
+    "stability_threshold": INTEGERS,
+    "judge_answer_only": {"true"},
+    "load_stages": INTEGERS,
+    "stream_canvases": set(),
+}
+NEEDS = {  # what goes with a value that is right
+    "t_min": {"diffusion_t_max": 6.0},
+    "t_max": {"diffusion_t_min": 0.5},
+    "seed_canvas": {"diffusion_canvas_length": 1},
+    "pinned": {"diffusion_seed_canvas": [7] * C},
+}
+ANY = RequestLimits(canvas_length=1)
+
+
+def test_every_key_is_in_the_table() -> None:
+    assert [f"diffusion_{name}" for name in TAKES] == list(KEYS)
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", TAKES)
+def test_a_key_takes_its_type_alone_and_is_named_otherwise(name: str, value: str) -> None:
+    key = f"diffusion_{name}"
+    family = None if KEYS[key].uniform else SDAR
+    given = {**NEEDS.get(name, {}), key: VALUES[value]}
+    to = served(family=family, limits=ANY)
+    if value in TAKES[name]:
+        assert options(given, to, logprob_token_ids=[3])
+        return
+    error = refusal(given, to, logprob_token_ids=[3])
+    assert str(error).startswith(f"{key} "), error
+    assert len(str(error)) < 300 and "\n" not in str(error)
+    assert error.parameter == key
+
+
+NAMES = {
+    "max_steps": "Did you mean diffusion_max_steps?",
+    "Diffusion_max_steps": "Did you mean diffusion_max_steps?",
+    "diffusion_max_stepz": "Did you mean diffusion_max_steps?",
+    "diffusion-max-steps": "Did you mean diffusion_max_steps?",
+    "diffusion_entropy_bond": "Did you mean diffusion_entropy_bound?",
+    "window": "Did you mean diffusion_window_rule?",
+    "foo": "Known are: diffusion_accept_probability, ",
+    "temperature": "Known are: diffusion_accept_probability, ",
+    "diffusion_joins_commits": "is not known",  # the scheduler's to say
+    CARRIED: "is not known",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_misspelt_is_ignored(name: str) -> None:
+    message = str(refusal({name: 1}))
+    assert message.startswith(f"{name} is not known. ") and NAMES[name] in message
+
+
+def test_what_vllm_reads_is_left_alone() -> None:
+    theirs = {"kv_transfer_params": {"do_remote_prefill": False}, "session_id": "a"}
+    own = admitted(SamplingParams(extra_args=theirs)).extra_args or {}
+    assert {key: own[key] for key in theirs} == theirs
+
+
+# --- what a model has ---------------------------------------------------------------------------
+
+CANVAS = [7] * C
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a wider canvas": ({"canvas_length": C + 1}, "at most 64, the served canvas, got 65"),
+    "a narrow one": ({"canvas_length": 7}, "at least 8 on this server, got 7"),
+    "a short seed": ({"seed_canvas": [1, 2]}, "must be 64 token ids from 0 to 511, .* got 2"),
+    "a seed out of the vocabulary": ({"seed_canvas": [V] * C}, r"got \[512, 512, .* in it"),
+    "pins alone": ({"pinned": [0]}, "needs a diffusion_seed_canvas"),
+    "a pin outside": ({"seed_canvas": CANVAS, "pinned": [C]}, r"from 0 to 63, got \[64\]"),
+    "no choices": ({"constrained": 1}, "needs logprob_token_ids"),
+    "watching": ({"stream_canvases": 1}, "is for streams of .* VLLM_PLUGINS=vllm_dllm,vllm_dllm_"),
+    "a prediction out of the vocabulary": ({"prediction": [3, V]}, r"got \[512\] in it"),
+    "two first canvases": ({"seed_canvas": CANVAS, "prediction": "a"}, "both say what the first"),
+    "half a schedule": ({"t_max": 0.5}, "come together, got None and 0.5"),
+    "upside down": ({"t_min": 0.9, "t_max": 0.5}, "at most diffusion_t_max, got 0.9 and 0.5"),
+    "in order": ({"acceptance": "in_order"}, "is for masked models, whose canvases"),
+    "edits": ({"edit_probability": 0.5}, "is for masked models, got 0.5. Leave it out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_model_has_not_is_refused(case: str) -> None:
+    given, message = REFUSED[case]
+    error = refusal({f"diffusion_{name}": value for name, value in given.items()})
+    with pytest.raises(VLLMValidationError, match=message):
+        raise error
+    assert error.parameter in KEYS
+
+
+@pytest.mark.parametrize(("key", "asked"), KEYS.items())
+def test_masked_models_have_some_of_the_keys(key: str, asked: Any) -> None:
+    if not asked.masked:
+        assert "is not for masked models, got 1. Leave it out; they take" in str(
+            refusal({key: 1}, served(family=SDAR))
+        )
+
+
+def test_no_prompt_log_probabilities_where_rows_see_their_block() -> None:
+    causal = FAMILIES["NemotronLabsDiffusionModel"]
+    assert options({}, served(family=causal), prompt_logprobs=1)
+    assert refusal({}, served(family=SDAR), prompt_logprobs=1).parameter == "prompt_logprobs"
+
+
+def test_a_text_needs_a_tokenizer() -> None:
+    to = served(tokenizer=None)
+    assert options({"diffusion_prediction": [65]}, to).predicted == [65]
+    message = str(refusal({"diffusion_prediction": "AB"}, to))
+    assert message.startswith("diffusion_prediction must be a list of token ids on this server")
+
+
+# --- what the engine reads ----------------------------------------------------------------------
+
+
+def test_options_travel_with_the_parameters() -> None:
+    given = {
+        "diffusion_prediction": "AB",
+        "diffusion_max_steps": 3,
+        "diffusion_entropy_bound": None,
+        "diffusion_window_rule": "symmetric",
+        FEED: "a/b",
+    }
+    params = SamplingParams(extra_args=given)
+    own = admitted(params, served(defaults={"diffusion_entropy_bound": 0.3}))
+    found = carried(own)
+    assert found == RequestOptions(
+        prediction=[65, 66],
+        max_steps=3,
+        entropy_bound=0.3,
+        window_rule="symmetric",
+        canvas_feed="a/b",
+    )
+    assert found.judges_answer_only
+    assert params.extra_args == given  # the caller's own
+    # What vLLM's schedulers read is there, and nothing twice.
+    assert own.extra_args is not None and own.extra_args.keys() == {
+        *("diffusion_max_steps", FEED, CARRIED)
+    }
+
+
+def test_a_request_that_reads_has_one_canvas() -> None:
+    params = SamplingParams(max_tokens=100, extra_args={"diffusion_read_only": True})
+    own = admitted(params)
+    assert (own.max_tokens, own.ignore_eos) == (C, True)
+    assert (params.max_tokens, params.ignore_eos) == (100, False)
+    narrow = {"diffusion_read_only": 1, "diffusion_canvas_length": 4}
+    assert admitted(SamplingParams(max_tokens=None, extra_args=narrow)).max_tokens == 4
+    with pytest.raises(VLLMValidationError, match="min_tokens must be at most 4, the canvas"):
+        admitted(SamplingParams(max_tokens=9, min_tokens=5, extra_args=narrow))
+
+
+def test_defaults_are_the_servers_unless_the_request_says_otherwise() -> None:
+    to = served(defaults={"diffusion_acceptance": "confidence", "diffusion_max_steps": 8})
+    assert (options({}, to).acceptance, options({}, to).max_steps) == ("confidence", 8)
+    own = {"diffusion_acceptance": "top_k", "diffusion_max_steps": None}
+    assert (options(own, to).acceptance, options(own, to).max_steps) == ("top_k", 8)
+    masked = options({}, served(family=SDAR))
+    assert (masked.acceptance, masked.accept_probability, masked.entropy_bound) == (
+        *("confidence", 0.85, 0.35),
+    )
+    schedule = served(defaults={"diffusion_t_min": 0.2, "diffusion_t_max": 0.4})
+    assert "come together" in str(refusal({"diffusion_t_min": 0.1}, schedule))
+
+
+def test_the_prompts_of_an_http_request_are_counted_together() -> None:
+    to = served(limits=RequestLimits(n=4, prompt_logprobs=60))
+    for _ in range(3):  # each a request of its own
+        admitted(SamplingParams(n=4, prompt_logprobs=1), to, prompt=30)
+    count_http_request()
+    admitted(SamplingParams(n=2, prompt_logprobs=1), to, prompt=15)
+    with pytest.raises(VLLMValidationError, match=r"at most 60 log-probabilities .* got 62"):
+        admitted(SamplingParams(prompt_logprobs=1), to, prompt=16)
+    with pytest.raises(VLLMValidationError, match=r"n must ask for at most 4 answers .* got 5"):
+        admitted(SamplingParams(n=2), to)
+    count_http_request()
+    admitted(SamplingParams(n=4), to)
+
+
+def test_offline_nobody_waits_for_others() -> None:
+    to = served(limits=None)
+    assert options({"diffusion_canvas_length": 1}, to, n=1000).canvas_length == 1
+
+
+def test_a_target_has_no_options() -> None:
+    params = SamplingParams(extra_args={"theirs": 1})
+    request = SimpleNamespace(sampling_params=params)
+    assert admit_target(params, lambda params: request) is request
+    assert params.extra_args == {"theirs": 1}
+    for wrong in ({"repetition_penalty": 1e300}, {"allowed_token_ids": [7] * 1025}):
+        request = SimpleNamespace(sampling_params=SamplingParams(**wrong))
+        with pytest.raises(VLLMValidationError):
+            admit_target(params, lambda params, request=request: request)

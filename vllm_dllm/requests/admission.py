@@ -1,0 +1,188 @@
+"""The one way of a request into the engine: what it asks for is checked, and made its options."""
+
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from vllm_dllm.compat.admission import KEYS_OF_VLLM
+from vllm_dllm.config.canvas_feeds import FEED
+from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.limits import RequestLimits
+from vllm_dllm.config.masked import FAMILIES, Family
+from vllm_dllm.requests.grammar import check_structured_outputs
+from vllm_dllm.requests.limits import check_asked, check_resolved
+from vllm_dllm.requests.numbers import check_choices, check_numbers, check_sampler_limits
+from vllm_dllm.requests.options import (
+    PREFIX,
+    STREAM_CANVASES,
+    WATCHING_PLUGINS,
+    RequestOptions,
+    read_keys,
+    server_defaults,
+)
+from vllm_dllm.requests.prediction import ids_of
+
+Resolve = Callable[[SamplingParams], Any]
+"""vLLM's own part: checks what it knows, and gives its request. That has a copy of the parameters,
+with stop tokens, and with bad words as tokens."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What there is to ask of a server."""
+
+    config: VllmConfig
+    tokenizer: Any  # None: --skip-tokenizer-init
+    canvas_length: int
+    vocab_size: int
+    family: Family | None  # of a masked model
+    defaults: Mapping[str, Any]  # of options that requests leave out
+    limits: RequestLimits | None  # None: offline, nobody waits for others
+
+    @classmethod
+    def of(cls, config: VllmConfig, tokenizer: Any, *, to_many: bool) -> "Served":
+        assert config.diffusion_config is not None, "vLLM makes it for diffusion architectures"
+        extension = ExtensionConfig.from_additional_config(config.additional_config)
+        family = FAMILIES.get(config.model_config.architecture)
+        return cls(
+            config,
+            tokenizer,
+            config.diffusion_config.canvas_length,
+            config.model_config.get_vocab_size(),
+            family,
+            server_defaults(extension.defaults, family),
+            extension.limits if to_many else None,
+        )
+
+
+def admit(params: SamplingParams, served: Served, resolve: Resolve) -> Any:
+    """vLLM's request of `params`, whose own parameters carry its `RequestOptions`.
+
+    Raises:
+        VLLMValidationError: becomes HTTP 400; names the key or the parameter, what was expected
+            and what came.
+    """
+    options = asked_options(params, served)
+    if served.limits is not None:
+        check_asked(served.limits, params, options)
+    if served.family is not None and not served.family.is_causal:
+        _check_prompt(params)
+    if options.read_only:
+        params = _one_canvas(params, options.canvas_length or served.canvas_length)
+    request = resolve(params)
+    own = request.sampling_params
+    check_numbers(own)
+    check_choices(own, is_constrained=options.constrained)
+    if own.structured_outputs is not None:
+        check_structured_outputs(
+            own,
+            served.config.structured_outputs_config,
+            served.tokenizer,
+            served.vocab_size,
+            served.config.model_config.max_model_len,
+            is_constrained=options.constrained,
+        )
+    if isinstance(options.prediction, str):
+        options = replace(options, prediction=ids_of(options.prediction, served.tokenizer))
+    if served.limits is not None:
+        num_tokens = len(request.prompt_token_ids or ())
+        check_resolved(served.limits, own, options, num_tokens, served.vocab_size)
+    options.carry(own)
+    return request
+
+
+def admit_target(params: SamplingParams, resolve: Resolve) -> Any:
+    """The same of a model with a drafter, which vLLM's own sampler serves. It has no options."""
+    request = resolve(params)
+    check_numbers(request.sampling_params)
+    check_choices(request.sampling_params)
+    check_sampler_limits(request.sampling_params)
+    return request
+
+
+def asked_options(params: SamplingParams, served: Served) -> RequestOptions:
+    """Raises VLLMValidationError for what no request may ask of this model."""
+    extra = params.extra_args or {}
+    given = {key: value for key, value in extra.items() if key not in KEYS_OF_VLLM}
+    feed = given.pop(FEED, None)
+    try:
+        options = read_keys(given, served.defaults, served.family)
+        _check_canvas(options, served, params)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
+    return replace(options, canvas_feed=feed) if isinstance(feed, str) else options
+
+
+def _check_canvas(options: RequestOptions, served: Served, params: SamplingParams) -> None:
+    """Raises ValueError for what this model's canvas or vocabulary does not have."""
+    length, vocab_size = served.canvas_length, served.vocab_size
+    width = options.canvas_length or length
+    if width > length:
+        raise ValueError(
+            f"diffusion_canvas_length must be at most {length}, the served canvas, got {width}."
+        )
+    ids = f"token ids from 0 to {vocab_size - 1}"
+    for name in ("seed_canvas", "prediction"):
+        tokens = getattr(options, name)
+        if wrong := isinstance(tokens, list) and [t for t in tokens if not 0 <= t < vocab_size]:
+            raise ValueError(f"{PREFIX}{name} must have {ids}, got {reprlib.repr(wrong)} in it.")
+    if options.seed_canvas is not None and len(options.seed_canvas) != width:
+        raise ValueError(
+            f"diffusion_seed_canvas must be {width} {ids}, one for each position of the canvas, "
+            f"got {len(options.seed_canvas)}."
+        )
+    if options.pinned and options.seed_canvas is None:
+        raise ValueError(
+            "diffusion_pinned needs a diffusion_seed_canvas, whose tokens it keeps, got none."
+        )
+    if outside := [place for place in options.pinned if not 0 <= place < width]:
+        raise ValueError(
+            f"diffusion_pinned must be positions of the canvas, from 0 to {width - 1}, got "
+            f"{reprlib.repr(outside)} in it."
+        )
+    if options.constrained and not params.logprob_token_ids:
+        raise ValueError(
+            "diffusion_constrained needs logprob_token_ids, which are what it chooses among, got "
+            "none."
+        )
+    if options.stream_canvases:
+        raise ValueError(
+            f"{STREAM_CANVASES} is for streams of /v1/completions and /v1/chat/completions, on "
+            f"a server that was started with {WATCHING_PLUGINS} in its environment. Leave it out "
+            f"elsewhere."
+        )
+    if isinstance(options.prediction, str) and served.tokenizer is None:
+        raise ValueError(
+            "diffusion_prediction must be a list of token ids on this server, got a text: it was "
+            "started with --skip-tokenizer-init."
+        )
+
+
+def _check_prompt(params: SamplingParams) -> None:
+    """Of a model whose known tokens see their whole block."""
+    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+        raise VLLMValidationError(
+            "prompt_logprobs is not possible with a masked model: a row of the prompt has seen its "
+            "own token and those of its block. Leave it out.",
+            parameter="prompt_logprobs",
+        )
+
+
+def _one_canvas(params: SamplingParams, width: int) -> SamplingParams:
+    """One canvas is the whole answer of a request that only reads. EOS does not end it, for it may
+    stand in a slot of noise."""
+    most = min(params.max_tokens or width, width)
+    if params.min_tokens > most:  # which the engine would fail to decode
+        raise VLLMValidationError(
+            f"min_tokens must be at most {most}, the canvas of this request with "
+            f"diffusion_read_only, got {params.min_tokens}. Lower it or leave it out.",
+            parameter="min_tokens",
+        )
+    own = params.clone()
+    own.max_tokens, own.ignore_eos = most, True
+    return own
