@@ -15,19 +15,32 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 def keep_prompts_private(runner: Any) -> None:
     """`runner`, a model runner that has loaded its model, scores the rows of a prompt and no
-    others."""
+    others, and forgets the tokens of requests that leave."""
     if runner.prompt_logprobs_worker is not None:
-        runner.prompt_logprobs_worker = PromptScores(runner.prompt_logprobs_worker)
+        tokens = runner.req_states.all_token_ids
+        runner.prompt_logprobs_worker = PromptScores(runner.prompt_logprobs_worker, tokens)
 
 
 class PromptScores:
-    """vLLM's `PromptLogprobsWorker`, whose scores end with the prompt."""
+    """vLLM's `PromptLogprobsWorker`, whose scores end with the prompt. It hears of every request
+    that comes and leaves."""
 
-    def __init__(self, stock: Any) -> None:
-        self._stock = stock
+    def __init__(self, stock: Any, all_token_ids: Any) -> None:
+        """`all_token_ids`: vLLM's buffer of the tokens of requests by slot."""
+        self._stock, self._all_token_ids = stock, all_token_ids
+        self._slots: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
+
+    def add_request(self, req_id: str, req_idx: int, *args: Any, **kwargs: Any) -> None:
+        self._slots[req_id] = req_idx
+        self._stock.add_request(req_id, req_idx, *args, **kwargs)
+
+    def remove_request(self, req_id: str) -> None:
+        if (slot := self._slots.pop(req_id, None)) is not None:
+            self._all_token_ids.gpu[slot].zero_()
+        self._stock.remove_request(req_id)
 
     def compute_prompt_logprobs(
         self,

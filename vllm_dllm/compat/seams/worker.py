@@ -165,6 +165,16 @@ SEAMS = [
         f"{_RUNNER}.load_model",
         "self.prompt_logprobs_worker = PromptLogprobsWorker(",
     ),
+    Seam(
+        "they hear of every request that comes",
+        f"{_RUNNER}.add_requests",
+        "self.prompt_logprobs_worker.add_request(\n",
+    ),
+    Seam(
+        "and of every one that leaves",
+        f"{_RUNNER}._remove_request",
+        "self.prompt_logprobs_worker.remove_request(req_id)",
+    ),
     # --- memory while a server sleeps, and before it serves ---------------------------------------
     Seam(
         "memory that every sleep keeps, and what is allocated with the weights, which one does not",
