@@ -1,4 +1,4 @@
-"""What a slot holds of a request that has left. `tests/engine/test_prompt_privacy.py` has scores."""
+"""What a slot keeps of a request that left; `tests/engine/test_prompt_privacy.py` has scores."""
 
 from types import SimpleNamespace
 from typing import Any
