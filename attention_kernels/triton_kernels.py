@@ -343,37 +343,60 @@ def _join(
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
 ):
-    """Always in the same order, whoever comes last. Caches of this processor are passed by: other
-    ones have written."""
+    """Always in the same order, whoever comes last. Four shares are read at once: one program waits
+    for what it reads, and few have this to do."""
     CHANNELS: tl.constexpr = min(D_PADDED, 64)  # at once, or registers run out
     maximum = tl.full([M], float("-inf"), tl.float32)
-    for share in range(shares):
-        lse_of = partial_lse + share * shares_apart + flat
-        lse = tl.load(lse_of, mask=is_row, other=float("-inf"), cache_modifier=".cg")
-        maximum = tl.maximum(maximum, lse)
+    for share in range(0, shares, 4):
+        one = _lse(partial_lse, share, shares, shares_apart, flat, is_row)
+        two = _lse(partial_lse, share + 1, shares, shares_apart, flat, is_row)
+        three = _lse(partial_lse, share + 2, shares, shares_apart, flat, is_row)
+        four = _lse(partial_lse, share + 3, shares, shares_apart, flat, is_row)
+        largest = tl.maximum(tl.maximum(one, two), tl.maximum(three, four))
+        maximum = tl.maximum(maximum, largest)
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
     for first in range(0, D_PADDED, CHANNELS):
         channel = first + tl.arange(0, CHANNELS)
         mask = is_row[:, None] & (channel < D)[None, :]
+        places = flat[:, None] * D + channel[None, :]
         total = tl.zeros([M], tl.float32)
         result = tl.zeros([M, CHANNELS], tl.float32)
-        for share in range(shares):
-            of_rows = share * shares_apart + flat
-            lse = tl.load(
-                partial_lse + of_rows, mask=is_row, other=float("-inf"), cache_modifier=".cg"
-            )
-            weight = tl.exp2(lse - maximum)
-            total += weight
-            part = tl.load(
-                partial_output + of_rows[:, None] * D + channel[None, :],
-                mask=mask,
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            result += part * weight[:, None]
+        for share in range(0, shares, 4):
+            one = _part(partial_output, share, shares, shares_apart * D, places, mask)
+            two = _part(partial_output, share + 1, shares, shares_apart * D, places, mask)
+            three = _part(partial_output, share + 2, shares, shares_apart * D, places, mask)
+            four = _part(partial_output, share + 3, shares, shares_apart * D, places, mask)
+            w = tl.exp2(_lse(partial_lse, share, shares, shares_apart, flat, is_row) - maximum)
+            x = tl.exp2(_lse(partial_lse, share + 1, shares, shares_apart, flat, is_row) - maximum)
+            y = tl.exp2(_lse(partial_lse, share + 2, shares, shares_apart, flat, is_row) - maximum)
+            z = tl.exp2(_lse(partial_lse, share + 3, shares, shares_apart, flat, is_row) - maximum)
+            total += w + x + y + z
+            result += one * w[:, None] + two * x[:, None]
+            result += three * y[:, None] + four * z[:, None]
         result /= tl.where(total > 0, total, 1.0)[:, None]
         tl.store(
             to_rows[:, None] + channel[None, :],
             result.to(to_rows.dtype.element_ty),
             mask=mask,
         )
+
+
+@triton.jit
+def _lse(partial_lse, share, shares, shares_apart, flat, is_row):
+    """[M] of a share, past the caches of this processor: other ones have written it."""
+    return tl.load(
+        partial_lse + share * shares_apart + flat,
+        mask=is_row & (share < shares),
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+
+
+@triton.jit
+def _part(partial_output, share, shares, shares_apart, places, mask):
+    return tl.load(
+        partial_output + share * shares_apart + places,
+        mask=mask & (share < shares),
+        other=0.0,
+        cache_modifier=".cg",
+    )

@@ -16,6 +16,7 @@ def compile_flash_attention(
     dtype: torch.dtype,
     most_rows: int,  # of a step
     longest: int,  # tokens of a request
+    has_images: bool,  # whether requests may have some: masks of images are another kernel
 ) -> None:
     """Runs a layer of each kind that has FlashAttention-4, in the least step that runs it and in
     the largest: the keys of few rows are split, which is another kernel."""
@@ -25,11 +26,16 @@ def compile_flash_attention(
         if isinstance(impl, GpuCanvasImpl) and impl.least_rows_of_fa4 is not None:
             kinds[impl.head_size, impl.sliding_window] = layer
     for layer in kinds.values():
-        for rows in {layer.impl.least_rows_of_fa4, most_rows}:
+        least_rows = layer.impl.least_rows_of_fa4
+        for rows in {least_rows, most_rows}:
             _attend(layer, max(1, rows // CHUNK), longest, dtype)
+        if has_images:
+            _attend(layer, max(1, least_rows // CHUNK), longest, dtype, has_images)
 
 
-def _attend(layer: Any, num_reqs: int, longest: int, dtype: torch.dtype) -> None:
+def _attend(
+    layer: Any, num_reqs: int, longest: int, dtype: torch.dtype, has_images: bool = False
+) -> None:
     """Canvases without a context, all in the first page."""
     impl, cache = layer.impl, layer.kv_cache
     _, _, page, _ = cache.shape  # [num_blocks, Hkv, block_size, 2 * D]
@@ -46,6 +52,7 @@ def _attend(layer: Any, num_reqs: int, longest: int, dtype: torch.dtype) -> None
         causal=flags,
         by_blocks=False,
         symmetric=flags,
+        spans=flags.new_zeros(rows, 2) if has_images else None,
     )
     query = torch.zeros(rows, impl.num_heads, impl.head_size, dtype=dtype, device=cache.device)
     impl.forward(layer, query, query, query, cache, metadata, torch.empty_like(query))

@@ -40,6 +40,7 @@ class CanvasWorker(Worker):
                 self.model_config.dtype,
                 self.scheduler_config.max_num_batched_tokens,
                 self.model_config.max_model_len,
+                has_images=self.model_runner.supports_mm_inputs,
             )
             for params in WARMED_UP:
                 with self.model_runner.sampler.asked_for(params):

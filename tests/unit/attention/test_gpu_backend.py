@@ -331,9 +331,14 @@ def test_all_that_runs_is_compiled_before_requests_come(fa4: Callable[..., Stand
         for window in (WINDOW, WINDOW, None)
     ]
     stand_in.attend = lambda **_: None  # type: ignore[method-assign]
-    compile_flash_attention([*layers, SimpleNamespace()], torch.float32, 2300, longest=5000)
-    rows = {len(call["q"]) for call in stand_in.calls}
-    assert rows == {1024, 2048} and len(stand_in.calls) == 4
+    for has_images in (False, True):
+        stand_in.calls.clear()
+        compile_flash_attention(
+            [*layers, SimpleNamespace()], torch.float32, 2300, longest=5000, has_images=has_images
+        )
+        calls = [(len(call["q"]), len(call["aux_tensors"])) for call in stand_in.calls]
+        with_images = [(1024, 2)] if has_images else []
+        assert sorted(calls) == sorted(2 * [(1024, 1), (2048, 1), *with_images])
 
 
 Chosen = Callable[..., tuple[str, bool]]
