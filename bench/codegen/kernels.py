@@ -22,8 +22,8 @@ PREDICTED = (90, 100)  # chips of `bench.roofline`, which compares with stock's
 WINDOW = 1024  # of sliding layers, tokens
 # Why a loop may spill, by layer, type of the cache and chip. Other tiles spill more, or cost more.
 SPILLS = {
-    ("full layer", "bf16", 120): "with Triton 3.7.1, 13 of 1,353 instructions; registers hold "
-    "results of 512 channels, and with the other version they just suffice",
+    ("sliding layer", "bf16", 80): "one or two loads of 1,140 instructions: registers hold results "
+    "of 256 channels and queries",
     ("full layer", FP8, 100): "of a thread's registers, results on their way take 128, descriptors "
     "of 36 products some 70, and keys that become bf16 more than the rest",
 }
