@@ -34,7 +34,7 @@ from bench.calls import as_json, expected_call, fits, in_json, looked_up
 from checkpoints.recipes.exact_match import read_rows
 from checkpoints.recipes.words import CAPITALS, NAMES, NOUNS
 from vllm_dllm.grammar.gemma_calls import CALL
-from vllm_dllm.grammar.gemma_reading import MalformedError, read_calls
+from vllm_dllm.grammar.gemma_reading import read_calls
 
 FOLDER = harness.ROOT / "checkpoints"
 MOST_TRIES = 4  # one, and three more
@@ -82,10 +82,7 @@ def of_call(row: dict[str, Any]) -> Asked:
     form = StructuredOutputsParams(structural_tag=json.dumps({"format": calls}))
 
     def read(text: str) -> Any:
-        try:
-            found = [(call.name, as_json(call.arguments)) for call in read_calls(text)[1]]
-        except MalformedError:
-            return None
+        found = [(call.name, as_json(call.arguments)) for call in read_calls(text)[1]]
         return found if fits(found, row["tools"]) else None
 
     return Asked(row["messages"], form, row["answer"], read, [expected_call(row)], row["tools"])

@@ -97,8 +97,9 @@ def _check_requests() -> None:
     http.check_bodies(check_body, wrong_type)
     http.admit_before_streams()
     http.set_beam_search_check(refuse_beam_search)
-    tool_parsers.register_tool_parser(
-        "gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"
+    tool_parsers.register_parsers(
+        ("gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"),
+        ("gemma4", "vllm_dllm.requests.gemma_reasoning_parser", "GemmaReasoningParser"),
     )
     usage.count_in_usage(accepted_tokens)
 

@@ -83,6 +83,7 @@ class BlockCheck:
         grammar = request.structured_output_request.grammar
         if grammar.is_terminated():
             return True
+        self._see_whether_it_thinks(request, tokens)
         stops = {*request.sampling_params.all_stop_token_ids, grammar.ll_tokenizer.eos_token}
         end = next((i for i, token in enumerate(tokens) if token in stops), None)
         if not self._manager.accept_tokens(request, tokens[:end]):
@@ -92,3 +93,11 @@ class BlockCheck:
         matcher = grammar.ll_matcher
         grammar.terminated = matcher.is_accepting() or matcher.validate_tokens([tokens[end]]) == 1
         return grammar.terminated
+
+    def _see_whether_it_thinks(self, request: Request, tokens: list[int]) -> None:
+        """vLLM waits for the end of reasoning that an answer may do without."""
+        if len(request.output_token_ids) > len(tokens):
+            return
+        ends = self.open_reasoning(request)
+        if ends is not None and not ends[3] and tokens[0] not in ends[2]:
+            request.structured_output_request.reasoning_ended = True

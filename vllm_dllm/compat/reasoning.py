@@ -6,14 +6,16 @@ from typing import Any
 
 from vllm.config import StructuredOutputsConfig
 from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
+from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-Ends = tuple[frozenset[int], frozenset[int], frozenset[int]]
+Ends = tuple[frozenset[int], frozenset[int], frozenset[int], bool]
 """Tokens that end reasoning, those of them that are the answer's first token, too, and those that
-begin reasoning where a parser takes what comes before them for a part of the answer."""
-NO_ENDS: Ends = (frozenset(), frozenset(), frozenset())
+begin reasoning where a parser takes what comes before them for a part of the answer. Last, whether
+an answer begins as reasoning; else it has none unless it begins with a token that does."""
+NO_ENDS: Ends = (frozenset(), frozenset(), frozenset(), True)
 
 
 def parser_of(
@@ -46,13 +48,18 @@ def ends_of(parser: ReasoningParser) -> Ends | None:
         ends = parser.reasoning_end_token_ids
         opening = frozenset(end for end in ends if parser.find_reasoning_end([end]).implicit)
         begins = parser.vocab.get(parser.reasoning_start_str or "")
-        return ends, opening, frozenset() if begins is None else frozenset({begins})
+        return ends, opening, frozenset() if begins is None else frozenset({begins}), True
     added, text = _tokens_of(parser.model_tokenizer)
     if parser.is_reasoning_end_streaming([text], [text]):
         return None
     # All that does, since vLLM's own check of a block asks the parser, too.
     ends = frozenset(end for end in added if parser.is_reasoning_end_streaming([end], [end]))
-    return ends, frozenset(), frozenset()
+    return ends, frozenset(), frozenset(), True
+
+
+def is_open(parser: ParserEngineReasoningAdapter) -> bool:
+    """Whether an answer begins as reasoning; else it is one, unless a token opens reasoning."""
+    return parser._parser_engine._engine.state is ParserState.REASONING
 
 
 def open_reasoning(manager: StructuredOutputManager, request: Request) -> Ends | None:
@@ -62,4 +69,8 @@ def open_reasoning(manager: StructuredOutputManager, request: Request) -> Ends |
         return None
     parser = manager._get_reasoner(request)
     assert parser is not None, "else the constraint starts at once"
-    return ends_of(parser)
+    ends = ends_of(parser)
+    if ends is None or not ends[2] or not isinstance(parser, ParserEngineReasoningAdapter):
+        return ends
+    parser.adjust_initial_state_from_prompt(request.prompt_token_ids or ())
+    return *ends[:3], is_open(parser)

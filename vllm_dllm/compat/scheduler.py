@@ -9,7 +9,7 @@ from vllm.v1.core.sched import diffusion_scheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_dllm.compat import version
 from vllm_dllm.compat.patching import replace
@@ -78,6 +78,11 @@ class SchedulerHooks(Scheduler):
         which are its own. Its cache blocks are still there, unless it was preempted meanwhile
         and has no computed tokens."""
 
+    def is_cut(self, request: Request) -> bool:
+        """Whether the token that `request` has just stopped at only closes it, for lack of others:
+        then the client does not see it."""
+        return False
+
     def output_arrived(self, output: ModelRunnerOutput) -> None:
         """The worker's answer, before anything is made of it."""
 
@@ -127,6 +132,9 @@ class SchedulerHooks(Scheduler):
         kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         if stopped:
             self.request_stopped(request, block_length, len(kept))
+            if request.status == RequestStatus.FINISHED_STOPPED and self.is_cut(request):
+                request.status, request.stop_reason = RequestStatus.FINISHED_LENGTH_CAPPED, None
+                kept = kept[:-1]
         else:
             self.block_emitted(request, block_length)
         return kept, stopped

@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
+from vllm_dllm.compat.cut_answers import noting_ends, say_length
 from vllm_dllm.compat.patching import is_server, replace
 
 
@@ -38,11 +39,15 @@ def count_in_usage(start: Callable[[Any, Any], Counter | None]) -> None:
 
     def chat(stock: Any) -> Any:
         async def answer(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-            if (counter := counter_of(self, request)) is None:
+            if not self.model_config.is_diffusion:
                 return await stock(self, request, results, *args, **kwargs)
+            counter, ends = counter_of(self, request), dict[int, str | None]()
             # One result, which holds the whole answers.
-            counted = _counted(results, counter)
-            return _put(await stock(self, request, counted, *args, **kwargs), counter)
+            results = noting_ends(results, ends)
+            if counter is not None:
+                results = _counted(results, counter)
+            found = say_length(await stock(self, request, results, *args, **kwargs), ends)
+            return found if counter is None else _put(found, counter)
 
         return answer
 

@@ -16,6 +16,7 @@ class Constrained:
     path: Path  # fewer tokens than rows if the answer ends: the rows behind are free
     next_forced: list[int]  # how the block behind it has to begin
     ended: bool
+    is_cut: bool  # and closed: the model wanted more than its tokens hold
 
 
 def constrain(
@@ -40,4 +41,4 @@ def constrain(
             tokens = [*tokens, stop]
         end = start.copy()
         path = masks_along(end, rows, tokens[:num_rows])
-    return Constrained(path, end.forced_tokens(), end.has_ended)
+    return Constrained(path, end.forced_tokens(), end.has_ended, is_cut=tokens is not None)

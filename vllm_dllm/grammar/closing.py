@@ -5,6 +5,7 @@ known is searched: what is forced, then what closes things. A block is let throu
 plan of how the answer can be closed behind it, which the next block falls back on if it finds none.
 """
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
@@ -18,6 +19,9 @@ MOST_STATES = 500
 """States that a search looks at before it gives up."""
 _SAME_MASK = 2
 """States of equal length and mask that a search goes on from. They are mostly the same state."""
+_FEW_WAYS = 16
+_TRIED = 3
+"""Later states, the last ones first, that a way is tried to lead to."""
 _LONGER = 4
 """A completion may be so many times longer before it is spelt with as few tokens as possible."""
 
@@ -25,6 +29,8 @@ _LONGER = 4
 def completion(state: GrammarState, most_tokens: int) -> list[int] | None:
     """At most `most_tokens` tokens that complete the answer, without a stop token; None if none are
     found. `[]`: it is complete. Does not move `state`, which remembers it."""
+    if state.in_call_by_choice:
+        return None
     known = state.known_completions
     if most_tokens not in known:
         found = cheap_completion(state, most_tokens)
@@ -39,22 +45,27 @@ def completion(state: GrammarState, most_tokens: int) -> list[int] | None:
 def cheap_completion(state: GrammarState, most_tokens: int) -> list[int] | None:
     """Like `completion` in a tenth of the time, but what it finds may be longer than that, though
     there are shorter ones."""
+    if state.in_call_by_choice:
+        return None
     if state.has_ended or state.is_complete():
         return []
     found = greedy_completion(state, most_tokens)
     if found is None or len(found) > most_tokens:
-        other = restless_completion(state, most_tokens)
+        other = wandering_completion(state, most_tokens)
         found = min((way for way in (found, other) if way is not None), key=len, default=None)
     return found
 
 
 def shortest_known(state: GrammarState, most_tokens: int) -> list[int] | None:
-    """Like `completion`, and the shorter of what both ways of searching find."""
-    found = completion(state, most_tokens)
-    if found:
-        shorter = shortest_completion(state, len(found) - 1)
-        return found if shorter is None else shorter
-    return found
+    """Like `completion`, and the shortest of what all ways of searching find."""
+    if state.is_complete():
+        return []
+    ways = [search(state, most_tokens) for search in (greedy_completion, wandering_completion)]
+    found = min((way for way in ways if way is not None), key=len, default=None)
+    at_most = most_tokens if found is None else min(most_tokens, len(found) - 1)
+    shorter = shortest_completion(state, at_most)
+    found = found if shorter is None else shorter
+    return found if found is not None and len(found) <= most_tokens else None
 
 
 def greedy_completion(state: GrammarState, most_tokens: int) -> list[int] | None:
@@ -71,31 +82,76 @@ def greedy_completion(state: GrammarState, most_tokens: int) -> list[int] | None
     return None
 
 
-def restless_completion(state: GrammarState, most_tokens: int) -> list[int] | None:
-    """Takes what has just become legal, so that it leaves each loop at its first exit: the end of a
-    word of several, of which the masks do not tell how many are still to come."""
-    vocabulary = state.vocabulary
+def wandering_completion(state: GrammarState, most_tokens: int) -> list[int] | None:
+    """Takes what has just become legal, so that it leaves each loop at its first exit, and of
+    several exits the one that it has taken least often where the same was legal: it comes through
+    everywhere in the end. Then it leaves out the detours."""
     start, state = state, state.copy()
-    tokens: list[int] = []
-    before = np.ones(vocabulary.size, dtype=bool)
+    vocabulary = state.vocabulary
     order = np.concatenate((vocabulary.specials, vocabulary.characters, vocabulary.blanks))
-    while len(tokens) <= _LONGER * most_tokens:
+    before = np.ones(vocabulary.size, dtype=bool)
+    tokens: list[int] = []
+    taken: dict[bytes, Counter[int]] = defaultdict(Counter)
+    while len(tokens) <= max(_LONGER * most_tokens, MOST_STATES):
         if state.is_complete():
-            return _respelled(start, tokens)
+            return _respelled(start, _without_detours(start, tokens))
         following = state.ends_of_reasoning()[:1] or state.forced_tokens()
-        is_legal = legal_tokens(state.mask(), vocabulary.size)
-        is_legal[list(state.stops)] = False
+        is_legal = state.closing_tokens()
         if not following:
-            new = order[(is_legal & ~before)[order]]
-            following = new[:1].tolist() or next(_continuations(state), [])
+            exits = order[(is_legal & ~before)[order]].tolist()
+            among = exits or order[is_legal[order]].tolist() or next(_continuations(state), [])
+            times = taken[is_legal.tobytes()]
+            following = [min(among, key=times.__getitem__)] if among else []
+            times.update(following)
         if not following or state.consume_text(following) < len(following):
             return None
         tokens, before = tokens + following, is_legal
     return None
 
 
+def _without_detours(start: GrammarState, tokens: list[int]) -> list[int]:
+    """A shorter way to the same end: without some of the tokens, or with one in the place of
+    several, where that leads to a state of the same mask as a later one."""
+    masks = _masks_along(start, tokens)
+    state, i = start.copy(), 0
+    while i < len(tokens):
+        best, end = tokens[i : i + 1], i + 1
+        for head in ([], *_continuations(state)):
+            ahead = state.copy()
+            if len(head) > 1 or ahead.consume_text(head) < len(head):
+                continue
+            mask = ahead.mask().tobytes()
+            same = [j for j in range(end + len(head) - len(best), len(masks)) if masks[j] == mask]
+            for j in same[: -_TRIED - 1 : -1]:
+                if j - len(head) > end - len(best) and _completes(ahead, tokens[j:]):
+                    best, end = head, j
+                    break
+        tokens = [*tokens[:i], *best, *tokens[end:]]
+        masks = [*masks[: i + len(best)], *masks[end:]]
+        if best:
+            state.consume_text(best)
+            i += 1
+    return tokens
+
+
+def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:
+    """Before each of the tokens, and behind the last."""
+    state, masks = start.copy(), [start.mask().tobytes()]
+    for token in tokens:
+        state.consume_text([token])
+        masks.append(state.mask().tobytes())
+    return masks
+
+
+def _completes(state: GrammarState, tokens: list[int]) -> bool:
+    end = state.copy()
+    return end.consume_text(tokens) == len(tokens) and end.is_complete()
+
+
 def shortest_completion(state: GrammarState, most_tokens: int) -> list[int] | None:
     """The shortest that the search finds among `MOST_STATES` states, the nearest first."""
+    if state.in_call_by_choice:
+        return None
     waiting: dict[int, list[tuple[GrammarState, list[int]]]] = {0: [(state.copy(), [])]}
     num_states = 0
     while waiting and num_states < MOST_STATES:
@@ -113,11 +169,40 @@ def shortest_completion(state: GrammarState, most_tokens: int) -> list[int] | No
             num_states += 1
             for following in _continuations(at, thorough=True):
                 ahead = at.copy()
-                if ahead.consume_text(following) == len(following):
+                is_taken = ahead.consume_text(following) == len(following)
+                if is_taken and not ahead.in_call_by_choice:
                     waiting.setdefault(length + len(following), []).append(
                         (ahead, tokens + following)
                     )
     return None
+
+
+def surely_has_none(state: GrammarState, most_tokens: int) -> bool:
+    """Whether no answer ends within `most_tokens`, which a look at all ways shows where they are
+    few, such as those of a rule that never ends. Whitespace apart, where there is a choice."""
+    waiting = deque([(0, state.copy())])
+    while waiting and waiting[0][0] <= 2 * most_tokens:
+        length, at = waiting.popleft()
+        following = _every_way(at)
+        if at.is_complete() or following is None or len(waiting) + len(following) > _FEW_WAYS:
+            return False
+        for tokens in following:
+            ahead = at.copy()
+            if ahead.consume_text(tokens) == len(tokens):
+                waiting.append((length + len(tokens), ahead))
+    return True
+
+
+def _every_way(state: GrammarState) -> list[list[int]] | None:
+    """How it may go on, character by character. None: it cannot be told."""
+    if forced := state.forced_tokens():
+        return [forced]
+    vocabulary, is_legal = state.vocabulary, state.closing_tokens()
+    singles = np.concatenate((vocabulary.specials, vocabulary.characters))
+    ways = singles[is_legal[singles]] if state.reasoning is None else singles[:0]
+    begins = {vocabulary.token_bytes[token][:1] for token in np.flatnonzero(is_legal)}
+    begins -= {vocabulary.token_bytes[token] for token in ways} | {b" ", b"\t", b"\r", b"\n", b""}
+    return None if begins or not len(ways) else [[token] for token in ways.tolist()]
 
 
 def _continuations(state: GrammarState, thorough: bool = False) -> Iterator[list[int]]:
@@ -129,9 +214,7 @@ def _continuations(state: GrammarState, thorough: bool = False) -> Iterator[list
     if forced := state.forced_tokens():
         yield forced
         return
-    vocabulary, words = state.vocabulary, state.mask()
-    is_legal = legal_tokens(words, vocabulary.size)
-    is_legal[list(state.stops)] = False
+    vocabulary, is_legal = state.vocabulary, state.closing_tokens()
     characters = vocabulary.characters
     orders: tuple[tuple[np.ndarray, int], ...]
     if _is_free_text(state, is_legal):
@@ -222,8 +305,11 @@ def cut_to_fit(
     start: GrammarState, path: Path, end: GrammarState, num_tokens: int
 ) -> list[int] | None:
     """None if the answer, which may get `num_tokens` tokens from `start` on, can still be completed
-    behind the path, at `end`. Else as many of the path's tokens as allow that, by what is cheap to
-    find, with the completion behind them. `start` gets the plan."""
+    behind the path, at `end`, or is inside of a call that the model chose to make: one that does
+    not fit is cut, not finished for the model. Else as many of the path's tokens as allow that, by
+    what is cheap to find, with the completion behind them. `start` gets the plan."""
+    if end.in_call_by_choice and not path.is_stuck:
+        return None
     tail = _tail(start, path.tokens, end, num_tokens)
     if tail is not None:
         start.plan = path.tokens + tail

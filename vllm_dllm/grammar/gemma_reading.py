@@ -1,157 +1,156 @@
-"""Reads Gemma 4's calls, also ones that have not come to their end, and writes their arguments as
-JSON. What is written of a call that is cut stays as it is when more of it comes."""
+"""Reads an answer of Gemma 4: its calls, with arguments as JSON, and the text around them.
+
+vLLM's own parser cannot do it: it takes a call that was cut for a whole one, tells `51` and
+`<|"|>51<|"|>` apart by the schema alone, and reads a marker inside of a text as the end of a call.
+"""
 
 import json
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
 
-_SPACE = " \t\r\n"
+MARKERS = frozenset({CALL, END, QUOTE})
+_PART = re.compile(
+    rf"{re.escape(QUOTE)}(?P<text>.*?){re.escape(QUOTE)}|(?P<sign>[][{{}},:])|(?P<word>[^][{{}},:<]+)",
+    re.DOTALL,
+)
+_HEAD = re.compile(r"call:(?P<name>[^{<]*)\{")
+_WRITTEN = {",": ", ", ":": ": "}
 
 
 @dataclass(frozen=True)
 class Call:
     name: str
-    arguments: str  # JSON, as far as it has come
-    is_complete: bool
-
-
-class MalformedError(ValueError):
-    """Text that is no call in Gemma 4's syntax; says where it differs."""
+    arguments: str  # JSON
 
 
 class _CutError(Exception):
-    """The text ends here."""
+    """What has come so far may still become a call."""
+
+
+class _MalformedError(ValueError):
+    """What has come so far is the beginning of no call."""
+
+
+class GemmaReader:
+    """Of one answer, in as many pieces as it comes in. A call is one from where its arguments end;
+    what is written in the place of a call, but is none, is text. No marker stands in the text."""
+
+    def __init__(self, markers: Collection[str] = MARKERS, *, reads_calls: bool = True) -> None:
+        self._markers, self._reads_calls = markers, reads_calls
+        self._marker = re.compile("|".join(map(re.escape, markers)))
+        self._rest = ""  # which only what follows tells what it is
+        self._blank = ""  # whitespace, which is no content before a call, nor behind the last one
+        self._has_calls = False
+
+    def read(self, text: str) -> tuple[str, list[Call]]:
+        """The next piece: what is known of the text around the calls, and which calls have come."""
+        text, around, calls, at = self._rest + text, self._blank, [], 0
+        end = len(text)
+        while marker := self._marker.search(text, at):
+            around, at = around + text[at : marker.start()], marker.end()
+            if marker.group() != CALL or not self._reads_calls:
+                continue
+            try:
+                call, at = _read_call(text, at)
+            except _MalformedError:
+                continue
+            except _CutError:
+                end = at = marker.start()
+                break
+            calls.append(call)
+            around = around.rstrip()
+        else:
+            end -= max((overlap(text[at:], marker) for marker in self._markers), default=0)
+        around, self._rest = around + text[at:end], text[end:]
+        content = around.rstrip()
+        self._blank = around[len(content) :]
+        self._has_calls |= bool(calls)
+        return content, calls
+
+    def finish(self, stops: Collection[str] = ()) -> str:
+        """The rest of the text. One of the `stops` may have cut it amid a marker."""
+        rest, self._rest = self._rest, ""
+        if rest.startswith(CALL) or cut_marker(rest, self._markers, stops):
+            rest = ""
+        blank, self._blank = self._blank, ""
+        return blank + rest if rest or not self._has_calls else ""
 
 
 def read_calls(text: str) -> tuple[str, list[Call]]:
-    """The text around the calls, and the calls. One that is cut before its arguments is left out.
-
-    Raises:
-        MalformedError: what follows `<|tool_call>` is no call.
-    """
-    around, calls, at = [], [], 0
-    while (begin := text.find(CALL, at)) >= 0:
-        around.append(text[at:begin])
-        reader = _Reader(text, begin + len(CALL))
-        name = ""
-        try:
-            reader.expect("call:")
-            name = reader.up_to("{")
-            reader.expect("{")
-            reader.rest_of_object()
-            reader.expect(END)
-        except _CutError:
-            if reader.json:
-                calls.append(Call(name, "".join(reader.json), is_complete=False))
-            return "".join(around), calls
-        calls.append(Call(name, "".join(reader.json), is_complete=True))
-        at = reader.at
-    return "".join([*around, text[at:]]), calls
+    """Of a whole answer: the text around the calls, and the calls."""
+    reader = GemmaReader()
+    around, calls = reader.read(text)
+    return around + reader.finish(), calls
 
 
-class _Reader:
-    def __init__(self, text: str, at: int) -> None:
-        self._text, self.at = text, at
-        self.json: list[str] = []  # what has been written
-
-    def takes(self, expected: str) -> bool:
-        """Whether `expected` comes next, which is then behind us."""
-        if self._text.startswith(expected, self.at):
-            self.at += len(expected)
-            return True
-        if expected.startswith(self._text[self.at :]):
+def _read_call(text: str, begin: int) -> tuple[Call, int]:
+    """The call whose marker ends at `begin`, and where its arguments end."""
+    head = _HEAD.match(text, begin)
+    if head is None:
+        came = text[begin:]
+        if "call:".startswith(came) or re.fullmatch(r"call:[^{<]*", came):
             raise _CutError
-        return False
+        raise _MalformedError
+    parts, depth, word = ["{"], 1, ""
+    at = begin
+    for at, kind, part in _parts(text, head.end()):  # noqa: B007 (read behind the loop)
+        if kind == "word":
+            word = part.strip()
+            continue
+        if kind == "text":
+            parts.append(json.dumps(part, ensure_ascii=False))
+            continue
+        if word:
+            parts.append(json.dumps(word, ensure_ascii=False) if part == ":" else _value(word))
+            word = ""
+        parts.append(_WRITTEN.get(part, part))
+        depth += (part in "{[") - (part in "}]")
+        if depth == 0:
+            break
+    arguments = "".join(parts)
+    try:
+        json.loads(arguments)
+    except ValueError as error:
+        raise _MalformedError from error
+    return Call(head["name"].strip(), arguments), at
 
-    def expect(self, expected: str) -> None:
-        if not self.takes(expected):
-            came = self._text[self.at : self.at + 20]
-            raise MalformedError(f"expected {expected!r}, got {came!r}")
 
-    def up_to(self, end: str) -> str:
-        found = self._text.find(end, self.at)
-        if found < 0:
-            raise _CutError
-        before, self.at = self._text[self.at : found], found
-        return before.strip(_SPACE)
+def _parts(text: str, at: int) -> Iterator[tuple[int, str, str]]:
+    """Where each part of the arguments ends, its kind and what it is."""
+    while at < len(text):
+        found = _PART.match(text, at)
+        if found is None:
+            if text.startswith(QUOTE, at) or QUOTE.startswith(text[at:]):
+                raise _CutError
+            raise _MalformedError
+        at = found.end()
+        assert found.lastgroup is not None
+        yield at, found.lastgroup, found[found.lastgroup]
+    raise _CutError
 
-    def rest_of_object(self) -> None:
-        self.json.append("{")
-        if not self._takes_end("}"):
-            while True:
-                self._key()
-                self._value()
-                if self._takes_end("}"):
-                    break
-                self.expect(",")
-                self.json.append(", ")
-        self.json.append("}")
 
-    def _rest_of_list(self) -> None:
-        self.json.append("[")
-        if not self._takes_end("]"):
-            while True:
-                self._value()
-                if self._takes_end("]"):
-                    break
-                self.expect(",")
-                self.json.append(", ")
-        self.json.append("]")
+def _value(word: str) -> str:
+    """JSON of a number, a boolean or null; any other word is taken for text."""
+    try:
+        json.loads(word)
+    except ValueError:
+        return json.dumps(word, ensure_ascii=False)
+    return word
 
-    def _takes_end(self, end: str) -> bool:
-        self._skip_spaces()
-        return self.takes(end)
 
-    def _key(self) -> None:
-        self._skip_spaces()
-        if self.takes(QUOTE):
-            name = self._text[self.at :].partition(QUOTE)[0]
-            self.at += len(name)
-            self.expect(QUOTE)
-        else:
-            name = self.up_to(":")
-        self.expect(":")
-        self.json.append(f"{json.dumps(name, ensure_ascii=False)}: ")
+def cut_marker(text: str, markers: Collection[str], stops: Collection[str]) -> bool:
+    """Whether `text` is the beginning of a marker that one of the `stops` may have cut."""
+    behind = [marker[len(text) :] for marker in markers if text and marker.startswith(text)]
+    return any(_may_cut(stop, text, rest) for rest in behind for stop in stops)
 
-    def _value(self) -> None:
-        self._skip_spaces()
-        if self.takes(QUOTE):
-            self._rest_of_string()
-        elif self.takes("{"):
-            self.rest_of_object()
-        elif self.takes("["):
-            self._rest_of_list()
-        else:
-            self._word()
 
-    def _rest_of_string(self) -> None:
-        end = self._text.find(QUOTE, self.at)
-        value = self._text[self.at : None if end < 0 else end]
-        if end < 0:
-            value = value[: len(value) - overlap(value, QUOTE)]
-        written = json.dumps(value, ensure_ascii=False)
-        if end < 0:
-            self.json.append(written[:-1])
-            raise _CutError
-        self.json.append(written)
-        self.at = end + len(QUOTE)
-
-    def _word(self) -> None:
-        """A number, a boolean or null; any other is taken for text."""
-        ends = [end for sign in ",}]" if (end := self._text.find(sign, self.at)) >= 0]
-        if not ends:
-            raise _CutError
-        word, self.at = self._text[self.at : min(ends)].strip(_SPACE), min(ends)
-        try:
-            json.loads(word)
-        except ValueError:
-            word = json.dumps(word, ensure_ascii=False)
-        self.json.append(word)
-
-    def _skip_spaces(self) -> None:
-        while self._text[self.at : self.at + 1] in tuple(_SPACE):
-            self.at += 1
+def _may_cut(stop: str, before: str, behind: str) -> bool:
+    """Whether `stop` may be why a marker is cut between `before` and `behind`."""
+    is_left_out = behind.startswith(stop) or stop.startswith(behind)
+    return is_left_out or before.endswith(stop) or stop.endswith(before)
 
 
 def overlap(text: str, word: str) -> int:

@@ -12,3 +12,6 @@ class Reasoning:
     begins: frozenset[int] = frozenset()
     """Tokens that begin it, which only the first token of all may be: a parser takes what comes
     before them for a part of the answer, and that has no form."""
+    is_open: bool = True
+    """Whether the answer begins in it. If not, one of `begins` may open it; any other first token
+    is the answer's own."""

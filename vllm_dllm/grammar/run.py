@@ -54,9 +54,9 @@ def reveal_run(
     num_tokens: int,  # that the answer may still get, from the row `first` on; at least 1
     rule: RunRule,
     stop: int,  # ends an answer that is cut
-) -> list[int]:
+) -> tuple[list[int], bool]:
     """The tokens of the rows from `first` on that a step reveals, at least one: so many that the
-    answer can be closed behind them within `num_tokens`.
+    answer can be closed behind them within `num_tokens`; and whether one of them does.
 
     Raises:
         StuckError: no token is legal.
@@ -65,15 +65,16 @@ def reveal_run(
     end, run = state.copy(), Path()
     walk_run(end, judge, first, most, rule, run)
     closing = cut_to_fit(state, run, end, num_tokens)
-    tokens = run.tokens
+    tokens, closes = run.tokens, False
     if closing is not None:
         pairs = zip(tokens, closing, strict=False)
         num_kept = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         tokens = [*closing, stop][: min(most, max(num_kept, rule.least, 1))]
+        closes = len(tokens) > num_kept
     for token in tokens:
         consumed = state.consume(token)
         assert consumed, f"token {token} of a run is illegal"
-    return tokens
+    return tokens, closes
 
 
 def walk_run(

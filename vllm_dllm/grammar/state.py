@@ -36,7 +36,13 @@ class GrammarState:
         self.stops = stops
         self.exclusions = exclusions
         self.min_tokens = min_tokens  # still to come before it may end where it may go on as well
-        self.reasoning = reasoning  # that is still to end before the grammar begins
+        # That is still to end before the grammar begins, and that the first token may open.
+        is_open = reasoning is not None and reasoning.is_open
+        self.reasoning = reasoning if is_open else None
+        self._may_think = None if is_open else reasoning
+        self.in_call_by_choice = False
+        """Inside of a call though the answer could have gone on without it: such a call is the
+        model's own, or is left open."""
         self._before: tuple[int, ...] = ()  # the last tokens, as many as exclusions ask for
         self.has_ended = False
         self._has_begun = False  # some token has come
@@ -54,8 +60,9 @@ class GrammarState:
             self.stops,
             self.exclusions,
             self.min_tokens,
-            self.reasoning,
         )
+        other.reasoning, other._may_think = self.reasoning, self._may_think
+        other.in_call_by_choice = self.in_call_by_choice
         other.has_ended, other.spaces = self.has_ended, self.spaces
         other._before, other._has_begun = self._before, self._has_begun
         return other
@@ -83,6 +90,8 @@ class GrammarState:
             return False
         if self.reasoning is not None and token not in self.reasoning.opening:
             return not (self._has_begun and token in self.reasoning.begins)
+        if self._may_think is not None and token in self._may_think.begins:
+            return True
         return self._matcher.validate_tokens([token]) == 1
 
     def consume(self, token: int) -> bool:
@@ -102,12 +111,33 @@ class GrammarState:
 
     def consume_text(self, tokens: Sequence[int]) -> int:
         """How many of the tokens, none of which is a stop token, were legal and consumed."""
-        admitted = self._admitted(list(tokens))
+        tokens, begin = list(tokens), self.vocabulary.call_tokens[0]
+        if begin not in tokens:
+            return self._consume(tokens)
+        at = tokens.index(begin)
+        if (count := self._consume(tokens[:at])) < at:
+            return count
+        is_choice = self._can_do_without(begin)
+        if not self._consume([begin]):
+            return at
+        self.in_call_by_choice = is_choice
+        return at + 1 + self.consume_text(tokens[at + 1 :])
+
+    def _can_do_without(self, token: int) -> bool:
+        """Whether something else may follow the reasoning, if there is any, or nothing."""
+        others = self._of_form()
+        others[token >> 5] &= ~np.uint32(1 << (token & 31))
+        return self._matcher.is_accepting() or bool(others.any())
+
+    def _consume(self, tokens: list[int]) -> int:
+        admitted = self._admitted(tokens)
         count = self._think(admitted)
         if count < len(admitted) and self.reasoning is None:
             count += self._matcher.try_consume_tokens(admitted[count:])
         if count:
-            self._has_begun = True
+            self._has_begun, self._may_think = True, None
+            if self.vocabulary.call_tokens[1] in admitted[:count]:
+                self.in_call_by_choice = False
             self._forget()
             self.min_tokens -= count
             if self.plan is not None:
@@ -122,6 +152,8 @@ class GrammarState:
 
     def _think(self, tokens: list[int]) -> int:
         """How many of the tokens are reasoning, which the last of them may end."""
+        if self._may_think is not None and tokens and tokens[0] in self._may_think.begins:
+            self.reasoning = self._may_think
         if self.reasoning is None:
             return 0
         for i, token in enumerate(tokens):
@@ -175,6 +207,24 @@ class GrammarState:
         """[W] uint32: what the grammar lets come next, and the request does not exclude."""
         if self.reasoning is not None:
             return self._free()
+        words = self._of_form()
+        for token in () if self._may_think is None else self._may_think.begins:
+            if self._admitted([token]):
+                words[token >> 5] |= np.uint32(1 << (token & 31))
+        return words
+
+    def closing_tokens(self) -> np.ndarray:
+        """[V] bool: the legal tokens that may close an answer. None ends it, and none begins
+        reasoning or a call that need not come."""
+        words = self._of_form() if self.reasoning is None else self._free()
+        is_legal = legal_tokens(self._without_stops(words), self.vocabulary.size)
+        begin = self.vocabulary.call_tokens[0]
+        if begin is not None and is_legal[begin] and self._can_do_without(begin):
+            is_legal[begin] = False
+        return is_legal
+
+    def _of_form(self) -> np.ndarray:
+        """[W] uint32: what the grammar lets come next, apart from reasoning."""
         words = np.zeros(self.vocabulary.num_words, dtype=np.uint32)
         address = words.__array_interface__["data"][0]  # a tenth of the time of `words.ctypes`
         self._matcher.unsafe_compute_mask_ptr(address, words.nbytes)
@@ -213,7 +263,7 @@ class GrammarState:
     def forced_tokens(self) -> list[int]:
         """Tokens that come next whatever the model says, up to the first that would end the answer
         or is excluded; none where the tokenizer leaves a choice of how to spell what is forced."""
-        if self.has_ended or self.reasoning is not None:
+        if self.has_ended or self.reasoning is not None or self._may_think is not None:
             return []
         tokens = self._admitted(self._matcher.compute_ff_tokens())
         stop = next((i for i, token in enumerate(tokens) if token in self.stops), None)

@@ -6,6 +6,8 @@ from functools import cached_property
 import numpy as np
 from llguidance import LLTokenizer
 
+from vllm_dllm.grammar.gemma_calls import CALL, END
+
 _SPACE = b" \t\r\n"
 _CHARACTERS = [b'"', *(bytes([c]) for c in (*range(0x30, 0x3A), *range(0x21, 0x7F)) if c != 0x22)]
 
@@ -52,6 +54,12 @@ class GrammarVocabulary:
         """Special tokens. Where a grammar has one, it mostly ends something."""
         is_special = self.tokenizer.is_special_token
         return np.array([t for t in range(self.size) if is_special(t)], dtype=np.int64)
+
+    @cached_property
+    def call_tokens(self) -> tuple[int | None, int | None]:
+        """Those that begin and end a call of Gemma 4; None: there is none."""
+        begin, end = (self.tokenizer.tokenize_str(name) for name in (CALL, END))
+        return begin[0] if len(begin) == 1 else None, end[0] if len(end) == 1 else None
 
     @cached_property
     def structure(self) -> np.ndarray:

@@ -1,6 +1,6 @@
 """What a step's canvases have come to, as the worker tells the engine with the tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ class CanvasNumbers(NamedTuple):
     lengths: list[int]  # [n] canvas positions
     names: tuple[str, ...]  # of the values
     values: np.ndarray  # [names, n] fp32; there when the step's tokens are
+    cut: Sequence[int] = ()  # indices in the step's batch: requests whose answer is cut and closed
     sampling_peak_bytes: int = 0  # most that this and all earlier steps took
     sampling_bound_bytes: int = 0
 

@@ -5,7 +5,9 @@ text until a call begins, from there on only what the functions' schemas allow.
 """
 
 import json
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from vllm.entrypoints.generate.base.protocol import (
@@ -26,14 +28,20 @@ from vllm.tool_parsers.abstract_tool_parser import Tool, ToolParser
 from vllm.tool_parsers.utils import get_function_tools
 
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
-from vllm_dllm.grammar.gemma_reading import Call, MalformedError, overlap, read_calls
+from vllm_dllm.grammar.gemma_reading import MARKERS, Call, GemmaReader
 
 logger = init_logger(__name__)
+
+_MARKER = re.compile(r"<\|[^<>]+>|<[^<>]+\|>")
+"""What Gemma 4 calls the tokens that no text has. Its vocabulary has others beside its words."""
 
 
 class GemmaToolParser(ToolParser):
     supports_required_and_named = False  # in vLLM's JSON form
     holds_calls_to_schemas = True
+    engine_based_streaming = (
+        True  # what is text comes from here, too, also where none may be called
+    )
 
     def __init__(self, tokenizer: TokenizerLike, tools: list[Tool] | None = None) -> None:
         super().__init__(tokenizer, tools)
@@ -43,8 +51,9 @@ class GemmaToolParser(ToolParser):
                 f"gemma4_strict needs a tokenizer with the tokens {CALL}, {END} and {QUOTE}, got "
                 f"one without {' and '.join(missing)}. Choose another --tool-call-parser"
             )
-        self._sent_text = 0  # characters
-        self._sent_arguments: list[int] = []  # characters, of each call so far
+        self._reader: GemmaReader | None = None  # of a stream
+        self._stops: list[str] = []
+        self._num_calls = 0
 
     def adjust_request(self, request: Any) -> Any:
         """Of a chat or a response: holds its answer to the form of calls."""
@@ -74,20 +83,15 @@ class GemmaToolParser(ToolParser):
         return request
 
     def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
-        try:
-            around, calls = read_calls(model_output)
-        except MalformedError as error:
-            logger.warning("A call is left as text: %s.", error)
-            around, calls = model_output, []
+        reader = self._reader_for(request)
+        text, calls = reader.read(model_output)
+        text += reader.finish(_stops(request))
         found = [
             ToolCall(function=FunctionCall(name=call.name, arguments=call.arguments))
             for call in calls
-            if call.is_complete
         ]
-        if len(found) < len(calls) and not found:
-            around = model_output  # all there is, of an answer that was cut
         return ExtractedToolCallInformation(
-            tools_called=bool(found), tool_calls=found, content=around or None
+            tools_called=bool(found), tool_calls=found, content=text or None
         )
 
     def extract_tool_calls_streaming(
@@ -100,31 +104,42 @@ class GemmaToolParser(ToolParser):
         delta_token_ids: Sequence[int],
         request: Any,
     ) -> DeltaMessage | None:
-        try:
-            around, calls = read_calls(current_text)
-        except MalformedError as error:
-            logger.warning_once("A call that cannot be read is left out: %s.", error)
+        """A call comes whole: nobody knows before whether it will be cut."""
+        if self._reader is None:
+            self._reader, self._stops = self._reader_for(request), _stops(request)
+        text, calls = self._reader.read(delta_text)
+        if not text and not calls:
             return None
-        if list(current_token_ids).count(self.vocab[CALL]) > current_text.count(CALL):
-            # The text lags behind the tokens where stop strings are looked for.
-            around = around[: len(around) - overlap(around, CALL)]
-        text, self._sent_text = around[self._sent_text :], max(self._sent_text, len(around))
-        changes = [change for i, call in enumerate(calls) for change in self._changes(i, call)]
-        if not text and not changes:
-            return None
-        return DeltaMessage(content=text or None, tool_calls=changes)
+        first, self._num_calls = self._num_calls, self._num_calls + len(calls)
+        return DeltaMessage(
+            content=text or None,
+            tool_calls=[_whole_call(i, call) for i, call in enumerate(calls, first)],
+        )
 
-    def _changes(self, i: int, call: Call) -> list[DeltaToolCall]:
-        """What is new of the i-th call."""
-        if i == len(self._sent_arguments):
-            self._sent_arguments.append(len(call.arguments))
-            function = DeltaFunctionCall(name=call.name, arguments=call.arguments)
-            call_id = make_tool_call_id()
-            return [DeltaToolCall(index=i, id=call_id, type="function", function=function)]
-        more = call.arguments[self._sent_arguments[i] :]
-        self._sent_arguments[i] += len(more)
-        function = DeltaFunctionCall(arguments=more)
-        return [DeltaToolCall(index=i, function=function)] if more else []
+    def finish_streaming(self) -> DeltaMessage | None:
+        """vLLM asks for it behind the last text."""
+        rest = "" if self._reader is None else self._reader.finish(self._stops)
+        return DeltaMessage(content=rest) if rest else None
+
+    def _reader_for(self, request: Any) -> GemmaReader:
+        markers = _markers_of(self.model_tokenizer)
+        return GemmaReader(markers, reads_calls=request.tool_choice != "none")
+
+
+@lru_cache(maxsize=8)
+def _markers_of(tokenizer: TokenizerLike) -> frozenset[str]:
+    named = filter(_MARKER.fullmatch, tokenizer.get_added_vocab())
+    return MARKERS.union(tokenizer.all_special_tokens, named)
+
+
+def _stops(request: Any) -> list[str]:
+    stop = getattr(request, "stop", None) or []
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _whole_call(index: int, call: Call) -> DeltaToolCall:
+    function = DeltaFunctionCall(name=call.name, arguments=call.arguments)
+    return DeltaToolCall(index=index, id=make_tool_call_id(), type="function", function=function)
 
 
 def wanted_calls(request: Any) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from vllm_dllm.compat.grammar import (
     use_guidance,
 )
 from vllm_dllm.compat.reasoning import NO_ENDS, Ends, ends_of, parser_of
-from vllm_dllm.grammar.closing import shortest_known
+from vllm_dllm.grammar.closing import shortest_known, surely_has_none
 from vllm_dllm.grammar.compile import GrammarError, Grammars, check_schema, check_size
 from vllm_dllm.grammar.exclusions import Exclusions
 from vllm_dllm.grammar.patterns import mend_patterns
@@ -177,9 +177,15 @@ def _fewest_tokens(
     reasoning: Reasoning | None,
     exclusions: Exclusions | None,
 ) -> int:
-    """Of the shortest answer that is known. Raises GrammarError if none is found."""
+    """Of the shortest answer that is known; 0 if no search finds one, and yet there may be one.
+
+    Raises:
+        GrammarError: there is none, or none is found without what the request excludes.
+    """
     start = grammars.start(text, _NO_STOPS, exclusions, min_tokens, reasoning)
     tokens = shortest_known(start, most)
+    if tokens is None and exclusions is None and not surely_has_none(start, most):
+        return 0
     if tokens is None:
         excluded = "" if exclusions is None else " without the tokens that the request excludes"
         raise GrammarError(f"no answer of at most {most} tokens was found{excluded}. Simplify it")

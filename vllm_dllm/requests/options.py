@@ -99,7 +99,7 @@ class RequestOptions:
     """It narrows canvases to the tokens that may still come."""
     is_counted: Boolean = False
     """The metrics count this request's canvases."""
-    reasoning: tuple[frozenset[int], ...] | None = None
+    reasoning: tuple[frozenset[int], frozenset[int], frozenset[int], bool] | None = None
     """The fields of a `Reasoning` that comes before the form of the answer."""
     canvas_feed: str | None = None
     """Where the API process waits for this request's canvases."""

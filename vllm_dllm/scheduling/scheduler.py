@@ -58,6 +58,7 @@ class CanvasScheduling(SchedulerHooks):
         self._spared_commits: list[int] = []  # widths, until they are in the statistics
         # Requests whose block the step that just ended has finished, and committed, too.
         self._committed: frozenset[str] = frozenset()
+        self._cut: frozenset[str] = frozenset()  # and closed: requests with a form
         self._counter: CanvasCounter | None = None
         if self.log_stats:
             traces = self.vllm_config.observability_config.otlp_traces_endpoint is not None
@@ -199,6 +200,9 @@ class CanvasScheduling(SchedulerHooks):
                 request, min(request.num_computed_tokens, request.num_tokens)
             )
 
+    def is_cut(self, request: Request) -> bool:
+        return request.request_id in self._cut
+
     # --- statistics -------------------------------------------------------------------------
 
     def update_from_output(
@@ -208,6 +212,7 @@ class CanvasScheduling(SchedulerHooks):
         self._committed = frozenset(
             () if numbers is None else (req_ids[i] for i in numbers.committed())
         )
+        self._cut = frozenset(() if numbers is None else (req_ids[i] for i in numbers.cut))
         if self._counter is not None:
             self._counter.count_step(scheduler_output, model_runner_output, self.requests)
         return super().update_from_output(scheduler_output, model_runner_output)

@@ -28,8 +28,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 ENDS = {
-    "gemma4": (frozenset({CHANNEL_ENDS, CALL}), frozenset({CALL}), frozenset({CHANNEL_BEGINS})),
-    "deepseek_r1": (frozenset({THOUGHT_ENDS}), frozenset(), frozenset()),
+    "gemma4": (
+        frozenset({CHANNEL_ENDS, CALL}),
+        frozenset({CALL}),
+        frozenset({CHANNEL_BEGINS}),
+        True,
+    ),
+    "deepseek_r1": (frozenset({THOUGHT_ENDS}), frozenset(), frozenset(), True),
     "deepseek_v3": None,  # unless the request asks it to think
 }
 

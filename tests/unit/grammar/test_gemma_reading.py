@@ -1,4 +1,5 @@
-"""Gemma 4's calls are read as they were meant, also while they are still coming."""
+"""Gemma 4's calls are read as they were meant, in whatever pieces they come, and not before they
+have come whole."""
 
 import json
 from typing import Any
@@ -8,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.grammar.special_tokens import IDS
-from vllm_dllm.grammar.gemma_calls import QUOTE
-from vllm_dllm.grammar.gemma_reading import MalformedError, overlap, read_calls
+from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
+from vllm_dllm.grammar.gemma_reading import Call, GemmaReader, overlap, read_calls
 
 # Without what would be read as a token, or as the beginning of one.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
@@ -49,23 +50,37 @@ def call(name: str, arguments: dict[str, Any]) -> str:
 def test_what_the_template_writes_is_read(found: list[dict[str, Any]]) -> None:
     text = "Well. " + "".join(call(f"f{i}", one) for i, one in enumerate(found))
     around, calls = read_calls(text)
-    assert around == "Well. " and [one.name for one in calls] == [
-        f"f{i}" for i in range(len(found))
-    ]
+    assert around == "Well." and [one.name for one in calls] == [f"f{i}" for i in range(len(found))]
     assert [json.loads(one.arguments) for one in calls] == found
-    assert all(one.is_complete for one in calls)
+
+
+def in_pieces(text: str, cuts: list[int]) -> tuple[str, list[Call]]:
+    reader, around, calls = GemmaReader(), "", list[Call]()
+    for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        more, found = reader.read(text[begin:end])
+        around, calls = around + more, calls + found
+    return around + reader.finish(), calls
+
+
+@given(ARGUMENTS, ARGUMENTS, st.data())
+@settings(deadline=None, max_examples=50)
+def test_pieces_are_the_whole(first: Any, second: Any, data: st.DataObject) -> None:
+    text = f"\n{call('first', first)} and {call('second', second)}<tur"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    assert in_pieces(text, cuts) == read_calls(text)
 
 
 @given(ARGUMENTS, ARGUMENTS)
 @settings(deadline=None, max_examples=50)
-def test_a_cut_call_is_the_beginning_of_the_whole_one(
-    first: dict[str, Any], second: dict[str, Any]
-) -> None:
-    text = call("first", first) + call("second", second)
+def test_a_cut_call_is_none(first: dict[str, Any], second: dict[str, Any]) -> None:
+    text = f"So: {call('first', first)}{call('second', second)}"
     whole = read_calls(text)[1]
-    for end in range(len(text)):
-        for part, one in zip(read_calls(text[:end])[1], whole, strict=False):
-            assert one.name == part.name and one.arguments.startswith(part.arguments)
+    ends = [i for i in range(len(text)) if text.startswith(END, i)]
+    for cut in range(len(text)):
+        around, calls = read_calls(text[:cut])
+        assert calls == whole[: sum(end <= cut for end in ends)]
+        # Of a marker's beginning only a stop string can be to blame.
+        assert around.startswith(text[: min(cut, 3)]) and CALL not in around
 
 
 CASES = {
@@ -73,6 +88,7 @@ CASES = {
     "a bare word": ("{a:red}", {"a": "red"}),
     "a key in quotes": (f"{{{QUOTE}a:b{QUOTE}:1}}", {"a:b": 1}),
     "signs in a text": (f'{{a:{QUOTE}}},]"\\ <|tool_call>{QUOTE}}}', {"a": '},]"\\ <|tool_call>'}),
+    "digits in a text": (f"{{a:{QUOTE}51{QUOTE},b:51}}", {"a": "51", "b": 51}),
     "nothing": ("{}", {}),
 }
 
@@ -84,7 +100,23 @@ def test_as_models_write_it(name: str) -> None:
     assert json.loads(one.arguments) == expected
 
 
-@pytest.mark.parametrize("text", ["f{}", "call:f{a:1 b:2}x", "call:f{}!", "call:f{a:[1}"])
-def test_what_is_no_call(text: str) -> None:
-    with pytest.raises(MalformedError, match="expected"):
-        read_calls(f"<|tool_call>{text}<tool_call|>")
+@pytest.mark.parametrize("text", ["f{}", "call:f{a:1 b:2}x", "call:f{a:[1}", "call:f<"])
+def test_what_is_no_call_is_text(text: str) -> None:
+    assert read_calls(f"<|tool_call>{text}<tool_call|>") == (text, [])
+
+
+STOPPED = {"in the middle": "call", "at the end": ">", "over it": ": <|tool", "included": "tool"}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_marker_that_a_stop_string_has_cut_is_no_text(name: str) -> None:
+    stop, text = STOPPED[name], f"So: {CALL}"
+    reader = GemmaReader()
+    around, _ = reader.read(text[: text.index(stop) + (len(stop) if name == "included" else 0)])
+    assert "So: ".startswith(around + reader.finish([stop]))
+
+
+def test_what_only_looks_like_a_marker_is_text() -> None:
+    assert read_calls("<") == ("<", []) and read_calls("a <tr") == ("a <tr", [])
+    reader = GemmaReader(reads_calls=False)
+    assert reader.read(call("f", {"a": "b"})) == ("call:f{a:b}", [])

@@ -45,7 +45,7 @@ def answer(
         while len(revealed) < min(length, budget - len(tokens)) and not state.has_ended:
             judge = judge_of(noise(rng, length, rng.choice([1.0, 12.0])), rng)
             left = budget - len(tokens) - len(revealed)
-            found = reveal_run(state, judge, len(revealed), length, left, rule, EOS)
+            found, _ = reveal_run(state, judge, len(revealed), length, left, rule, EOS)
             assert found
             revealed += found
         tokens += revealed
@@ -95,14 +95,14 @@ LETTERS = r"start: /[a-c]{4,40}/"
 def test_how_far_a_run_goes(rule: RunRule, length: int) -> None:
     rows = letters(0.9, 0.7, 0.5, 0.9, 0.9, 0.9)
     state = start(LETTERS)
-    assert reveal_run(state, judge_of(rows), 0, 6, 40, rule, EOS) == [LETTER] * length
+    assert reveal_run(state, judge_of(rows), 0, 6, 40, rule, EOS) == ([LETTER] * length, False)
 
 
 def test_what_is_forced_belongs_to_the_run() -> None:
     """It is no choice of the model's."""
     state = start('start: /[a-c]/ "xyz" /[a-c]/')
     rule = RunRule(1, 0.6, NO_BOUND)
-    tokens = reveal_run(state, judge_of(letters(*[0.5] * 6)), 0, 6, 40, rule, EOS)
+    tokens, _ = reveal_run(state, judge_of(letters(*[0.5] * 6)), 0, 6, 40, rule, EOS)
     assert text_of(tokens) == "axyz"
 
 
@@ -112,7 +112,7 @@ def test_a_token_that_could_not_be_closed_gives_way() -> None:
     tokens: list[int] = []
     while not state.has_ended and len(tokens) < 3:
         judge = judge_of(letters(*[0.99] * 6))
-        tokens += reveal_run(state, judge, len(tokens), 6, 3 - len(tokens), rule, EOS)
+        tokens += reveal_run(state, judge, len(tokens), 6, 3 - len(tokens), rule, EOS)[0]
     assert text_of(tokens) in ("aab", "ab")
 
 

@@ -116,11 +116,14 @@ class GrammarRuns(CanvasGrammars):
         """None: the grammar is given up."""
         num_tokens = answer.end - answer.position
         try:
-            tokens = reveal_run(answer.state, judge, first, length, num_tokens, rule, answer.stop)
+            tokens, closes = reveal_run(
+                answer.state, judge, first, length, num_tokens, rule, answer.stop
+            )
         except StuckError as error:
             self._give_up(slot, str(error))
             return None
         answer.position += len(tokens)
+        answer.is_cut |= closes
         return tokens
 
     def first_tokens(

@@ -61,6 +61,7 @@ class Answer:
     end: int  # absolute, behind the last token that it may get
     wanted_stop: int | None  # ends an answer that is cut, if nothing excludes it
     goes_on: bool  # behind its end, with what the model likes
+    is_cut: bool = False  # and closed, as its tokens do not hold what the model wants to say
     next_forced: list[int] = field(default_factory=list)  # of the canvas behind the present one
 
     @property
@@ -185,6 +186,12 @@ class CanvasGrammars:
         logger.error("A request goes on without its grammar: %s.", why)
         self.drop(slot)
 
+    def cut(self, batch: CanvasBatch) -> list[int]:
+        """Indices in the step's batch: requests whose answers are cut, as their canvases stand."""
+        requests = zip(batch.slots_np.tolist(), batch.requests_np.tolist(), strict=True)
+        cut = {slot for slot, answer in self._answers.items() if answer.is_cut}
+        return [request for slot, request in requests if slot in cut]
+
     # --- a step -----------------------------------------------------------------------------
 
     def compiling(self, batch: CanvasBatch) -> torch.Tensor | None:
@@ -276,7 +283,7 @@ class CanvasGrammars:
         except StuckError as error:
             self._give_up(slot, str(error))
             return None
-        answer.next_forced = found.next_forced
+        answer.next_forced, answer.is_cut = found.next_forced, found.is_cut
         return found.path
 
     def _to_device(self, values: np.ndarray | Sequence[int]) -> torch.Tensor:

@@ -145,13 +145,15 @@ class CanvasStep(ABC):
                 finished=settled.finished,
             )
             self.requests.observers.show(shown, batch, input_batch.req_ids)
-        if self.requests.are_counted or denoised.is_committed is not None:
+        cut = self.requests.grammars.cut(batch)
+        if self.requests.are_counted or denoised.is_committed is not None or cut:
             self._numbers = canvas_numbers(
                 batch,
                 denoised.outcome,
                 denoised.stats.entropy_nats,
                 settled.denoises,
                 denoised.is_committed,
+                cut,
             )
         rejected = batch.lengths
         if settled.committed is not None:

@@ -1,5 +1,7 @@
 """What the metrics count of a step, copied to the host ahead of its tokens. Nothing waits."""
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm_dllm.denoise.step import StepOutcome
@@ -13,6 +15,7 @@ def canvas_numbers(
     entropy_nats: torch.Tensor,  # [n, C]
     denoises: torch.Tensor,  # [n] bool, else the step's outcome is not used
     is_committed: torch.Tensor | None = None,  # [n] bool, as in `Denoised`
+    cut: Sequence[int] = (),  # as in `CanvasNumbers`
 ) -> CanvasNumbers:
     accepted = outcome.accepted
     if batch.valid is not None:
@@ -30,7 +33,8 @@ def canvas_numbers(
     torch.sum(accepted, dim=-1, dtype=torch.float32, out=values[1])
     torch.sum(entropy_nats, dim=-1, out=values[2])
     values[3:] = torch.stack(tuple(flags.values()))
-    return numbers_on_host(batch, ("step", "accepted", "entropy", *flags), values)
+    found = numbers_on_host(batch, ("step", "accepted", "entropy", *flags), values)
+    return found._replace(cut=cut)
 
 
 def numbers_on_host(
