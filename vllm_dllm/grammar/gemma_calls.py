@@ -13,6 +13,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
+from vllm_dllm.grammar.formats import FORMATS
 from vllm_dllm.grammar.lark import LarkRules, literal
 from vllm_dllm.grammar.schema_forms import KIND_OF_KEY, KINDS, Form, SchemaError, Schemas
 
@@ -21,20 +22,9 @@ ANY = r"/(?s:.*)/"
 _SOME_TEXT = r"/(?s:.+)/"
 _KEY = r"/[A-Za-z_][A-Za-z0-9_]*/"
 _PLAIN_KEY = re.compile(r"[^:{}\[\],\"'<>\s]+")
-_HOUR_MINUTE = r"([01][0-9]|2[0-3]):[0-5][0-9]"
-_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_FORMATS = {
-    "date": r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
-    r"|02-(0[1-9]|1[0-9]|2[0-8]))|[0-9]{2}(0[48]|[2468][048]|[13579][26])-02-29",
-    "time": rf"{_HOUR_MINUTE}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_HOUR_MINUTE})",
-    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "email": r"[A-Za-z0-9_.+-]*[A-Za-z0-9_+-]@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+",
-    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
-}
 _NO_SPACES = {"x-guidance": {"whitespace_flexible": False}}
 _DEEPEST = 200
 _ANYTHING = "anything"  # no reference, which would begin with "#"
-_FORMATS["date-time"] = f"({_FORMATS['date']})T{_FORMATS['time']}"
 
 
 def calls_rule(
@@ -136,8 +126,8 @@ class _Arguments:
             parts.insert(0, f"/(?s:.{{{least},{most}}})/")
         if "pattern" in schema:
             parts.insert(0, f"/{_found_in_text(schema['pattern'], f'{form.path}/pattern')}/")
-        if schema.get("format") in _FORMATS:
-            parts.insert(0, f"/{regex_to_lark(_FORMATS[schema['format']])}/")
+        if schema.get("format") in FORMATS:
+            parts.insert(0, f"/{regex_to_lark(FORMATS[schema['format']])}/")
         if len(parts) == 1:
             parts.insert(0, ANY)
         return f"{QUOTE} {self._lark.terminal(' & '.join(parts))} {QUOTE}"

@@ -2,12 +2,16 @@ r"""Patterns of JSON schemas, as llguidance takes them.
 
 llguidance 1.7.6 lets `\\` and `\"` stand for a character of any class that has all control
 characters, even if it excludes backslashes and quotation marks: `"a\\b"` fits `^[^\\]*$`. A class
-that lacks one of them means what it says, so none has NUL here.
+that lacks one of them means what it says, so none has NUL here. Its formats of times take what
+Python's readers do not (`formats.py`), so a pattern stands beside them.
 """
 
 import re
 from typing import Any
 
+from vllm_dllm.grammar.formats import FORMATS
+
+_TIMES = ("date", "time", "date-time")
 _VALUES = ("enum", "const", "default", "examples")
 """What holds no schemas."""
 _NEGATED_CLASS = re.compile(r"\\.|\[\^((?:\\.|[^\]\\])+)\]|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
@@ -27,6 +31,9 @@ def mend_patterns(schema: Any) -> Any:
             found[key] = {mend_pattern(name): mend_patterns(of) for name, of in value.items()}
         else:
             found[key] = value if key in _VALUES else mend_patterns(value)
+    if (name := found.get("format")) in _TIMES:
+        time = {"pattern": f"^({FORMATS[name]})$"}
+        found["allOf"] = [*found["allOf"], time] if isinstance(found.get("allOf"), list) else [time]
     return found
 
 

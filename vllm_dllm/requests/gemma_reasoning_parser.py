@@ -19,7 +19,7 @@ BEGIN, END = "<|channel>", "<channel|>"
 _HEAD = "thought\n"  # of what is thought; says nothing
 
 
-class GemmaReasoningParser(Gemma4ParserReasoningAdapter):  # type: ignore[misc, valid-type]
+class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
         missing = [name for name in (BEGIN, END) if name not in self.vocab]

@@ -68,12 +68,8 @@ class GemmaToolParser(ToolParser):
         if others is not None and calls["at_least_one"]:
             logger.warning_once("structured outputs are left out where a call must come.")
         elif others is not None:
-            other = structured_outputs_to_format(others)
-            assert other is not None, "a form was asked for"
-            form = {
-                "type": "or",
-                "elements": [{**calls, "at_least_one": True}, other.model_dump()],
-            }
+            required = {**calls, "at_least_one": True}
+            form = {"type": "or", "elements": [required, _format_of(others)]}
         tag = StructuredOutputsParams(structural_tag=json.dumps({"format": form}))
         request.structured_outputs = tag
         if hasattr(request, "response_format"):
@@ -130,6 +126,15 @@ class GemmaToolParser(ToolParser):
 def _markers_of(tokenizer: TokenizerLike) -> frozenset[str]:
     named = filter(_MARKER.fullmatch, tokenizer.get_added_vocab())
     return MARKERS.union(tokenizer.all_special_tokens, named)
+
+
+def _format_of(wanted: StructuredOutputsParams) -> dict[str, Any]:
+    """vLLM would turn a grammar into xgrammar's."""
+    if wanted.grammar is not None:
+        return {"type": "grammar", "grammar": wanted.grammar}
+    found = structured_outputs_to_format(wanted)
+    assert found is not None, "a form was asked for"
+    return found.model_dump()
 
 
 def _stops(request: Any) -> list[str]:

@@ -56,6 +56,8 @@ def check_structured_outputs(
     assert params.structured_outputs is not None
     check_nesting(params.structured_outputs)
     kind, spec = _kind_and_spec(params)
+    # Whoever asks for calls does not send the tag that the tool parser makes of them.
+    name = "tools" if '"gemma4_calls"' in spec else f"structured_outputs.{kind}"
     try:
         check_size(kind, spec)
         if kind == "choice" and not json.loads(spec):
@@ -80,18 +82,18 @@ def check_structured_outputs(
                 grammars, text, max_model_len, params.min_tokens, reasoning, exclusions
             )
     except KeyError as error:
-        raise _refusal(f"structured_outputs.{kind} lacks the key {error}") from error
+        raise _refusal(f"{name} lacks the key {error}") from error
     except (ValueError, TypeError) as error:
         is_schema = kind == "json" and not isinstance(error, json.JSONDecodeError)
         place = _place(spec, str(error)) if is_schema else ""
         complaint = " ".join(str(error).split())
-        raise _refusal(f"structured_outputs.{kind} cannot be used: {complaint}{place}") from error
+        raise _refusal(f"{name} cannot be used: {complaint}{place}") from error
     use_guidance(params.structured_outputs)
     most = min(params.max_tokens or max_model_len, max_model_len)
     if needed > most:
         raise VLLMValidationError(
             f"max_tokens must be at least {needed} for an answer of the form of "
-            f"structured_outputs.{kind}{' and the end of reasoning' if reasoning else ''}, got "
+            f"{name}{' and the end of reasoning' if reasoning else ''}, got "
             f"{most}. Raise it.",
             parameter="max_tokens",
         )

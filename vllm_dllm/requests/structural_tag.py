@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from vllm_dllm.grammar.gemma_calls import calls_rule
 from vllm_dllm.grammar.lark import LarkRules, literal
@@ -60,6 +61,10 @@ def _json_schema(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
 
 def _regex(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
     return f"/{regex_to_lark(node['pattern'])}/"
+
+
+def _grammar(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
+    return f"%lark {{\n{any_to_lark(node['grammar'])}\n}}"
 
 
 def _sequence(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
@@ -155,6 +160,7 @@ _FORMATS: dict[str, Callable[[LarkRules, Mapping[str, Any], str], str]] = {
     "json_schema": _json_schema,
     "any_text": lambda lark, node, path: _ANY_TEXT,
     "regex": _regex,
+    "grammar": _grammar,
     "sequence": _sequence,
     "or": _choice,
     "optional": _repeated("?"),

@@ -13,6 +13,7 @@ from llguidance import grammar_from
 from tests.unit.grammar.canvases import EOS, normalised, rows_of
 from tests.unit.grammar.special_tokens import decode, encode, grammars
 from tests.unit.grammar.test_gemma_reading import TEXT, call
+from tests.unit.grammar.test_reasoning import meant
 from vllm_dllm.grammar.canvas import constrain
 from vllm_dllm.grammar.closing import shortest_known
 from vllm_dllm.grammar.gemma_calls import calls_rule
@@ -20,6 +21,7 @@ from vllm_dllm.grammar.gemma_reading import read_calls
 from vllm_dllm.grammar.lark import LarkRules
 from vllm_dllm.grammar.schema_forms import SchemaError
 from vllm_dllm.grammar.state import GrammarState
+from vllm_dllm.requests.structural_tag import to_lark
 
 
 def start(functions: dict[str, Any], **options: bool) -> GrammarState:
@@ -331,3 +333,76 @@ def test_no_function() -> None:
         start({})
     with pytest.raises(SchemaError, match="its name must be"):
         start({"f{": {}})
+
+
+WEATHER = {"weather": of({"city": {"type": "string"}, "days": {"type": "integer"}}, "city", "days")}
+MEANT = call("weather", {"city": "Rome, the old one", "days": 31})
+
+
+def cut(state: GrammarState, text: str, most: int) -> tuple[str, bool]:
+    """What there is of an answer that the model means, within so many tokens; and whether it was
+    closed."""
+    rows = rows_of(meant(text, 48))
+    found = constrain(state, rows, most, EOS)
+    return decode([token for token in found.path.tokens if token != EOS]), found.is_cut
+
+
+OPTIONAL = {
+    "auto": start(WEATHER, at_least_one=False, stop_after_first=False),
+    "or a form": grammars().start(
+        grammar_from(
+            "grammar",
+            to_lark(
+                {
+                    "format": {
+                        "type": "or",
+                        "elements": [
+                            {
+                                "type": "gemma4_calls",
+                                "functions": [
+                                    {"name": name, "parameters": schema}
+                                    for name, schema in WEATHER.items()
+                                ],
+                                "at_least_one": True,
+                            },
+                            {"type": "json_schema", "json_schema": {"type": "object"}},
+                        ],
+                    }
+                }
+            ),
+        ),
+        frozenset(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_a_call_that_need_not_come_is_not_finished_for_the_model(name: str) -> None:
+    whole = decode(encode(MEANT))
+    for most in range(1, len(encode(MEANT)) + 1):
+        text, is_cut = cut(OPTIONAL[name], MEANT, most)
+        assert whole.startswith(text) and text == decode(encode(MEANT)[:most]) and not is_cut
+        assert bool(read_calls(text)[1]) == (most >= len(encode(MEANT)) - 1)
+
+
+def test_a_second_call_is_not_either() -> None:
+    """The first must come, and has."""
+    state = start(WEATHER, stop_after_first=False)
+    both = MEANT + MEANT
+    for most in range(len(encode(MEANT)), 48):
+        text, is_cut = cut(state, both, most)
+        assert both.startswith(text) and not is_cut
+
+
+def test_one_that_must_come_is_closed() -> None:
+    state = start(WEATHER)
+    needed = shortest_known(state, 100)
+    assert needed is not None
+    for most in range(len(needed), len(encode(MEANT))):
+        text, is_cut = cut(state, MEANT, most)
+        assert is_cut and [one.name for one in read_calls(text)[1]] == ["weather"]
+
+
+def test_another_form_is_closed_beside_calls() -> None:
+    text, is_cut = cut(OPTIONAL["or a form"], '{"a": "rather a long text"}', 8)
+    assert is_cut and isinstance(json.loads(text), dict)

@@ -2,11 +2,18 @@
 
 import json
 import re
+from collections.abc import Callable
+from datetime import date, datetime, time
+from ipaddress import IPv4Address, IPv6Address
+from uuid import UUID
 
+import numpy as np
 import pytest
 
-from tests.unit.grammar.canvases import of_schema, tokenizer
+from tests.unit.grammar.canvases import answer, of_schema, text_of, tokenizer
+from vllm_dllm.grammar.closing import shortest_known
 from vllm_dllm.grammar.patterns import mend_pattern, mend_patterns
+from vllm_dllm.grammar.state import GrammarState
 
 VALUES = ("b", "b\\", 'b"', "b\t", "bb", "bé", "b日", "b-", "ba", "b^", "b]", "b/", "b\x05")
 PATTERNS = (
@@ -56,3 +63,38 @@ def test_patterns_are_found_where_schemas_have_them() -> None:
         "enum": [{"pattern": "[^a]"}],
     }
     assert mend_patterns(found) == found
+
+
+READERS: dict[str, Callable[[str], object]] = {
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "date-time": datetime.fromisoformat,
+    "uuid": UUID,
+    "ipv4": IPv4Address,
+    "ipv6": IPv6Address,
+}
+NOT_READ = {
+    "date": ("0000-01-01", "2021-02-29"),
+    "time": ("23:59:60Z", "00:00:00z"),
+    "date-time": ("0000-01-01T00:00:00Z", "2020-01-01t00:00:00Z"),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_formats_are_what_python_reads(name: str) -> None:
+    """The year 0 was once forced, which no reader takes."""
+    schema = mend_patterns({"type": "string", "format": name})
+    state = of_schema(schema)
+    closed = shortest_known(state, 60)
+    assert closed is not None
+    for text in (text_of(closed), *(of_noise(state, seed) for seed in range(8))):
+        READERS[name](json.loads(text))
+    for text in NOT_READ.get(name, ()):
+        assert not accepts(schema, json.dumps(text))
+    both = mend_patterns({"type": "string", "format": name, "allOf": [{"pattern": "1"}]})
+    tokens = shortest_known(of_schema(both), 60)
+    assert tokens is not None and "1" in text_of(tokens)
+
+
+def of_noise(state: GrammarState, seed: int) -> str:
+    return text_of(answer(state, np.random.default_rng(seed), 32, 80, 3.0))

@@ -1,6 +1,7 @@
 """Free text comes before the form of an answer, up to a token that ends it."""
 
 import json
+from dataclasses import replace
 
 import jsonschema
 import numpy as np
@@ -152,3 +153,27 @@ def test_a_copy_thinks_on_its_own() -> None:
     other = state.copy()
     assert other.consume(THOUGHT_ENDS) and other.reasoning is None and state.reasoning is THINK
     assert other.consume_text(encode("{")) == 1 and state.consume_text(encode("}")) == 1
+
+
+MAY_THINK = replace(GEMMA, is_open=False)
+
+
+def test_an_answer_that_begins_at_once_has_its_form() -> None:
+    """A parser takes it for content: it was once taken for reasoning, and another was made up."""
+    rows = rows_of(meant(EMMA, 48))
+    found = constrain(start(reasoning=MAY_THINK), rows, 200, EOS)
+    assert decode([token for token in found.path.tokens if token != EOS]) == EMMA
+    # What is neither reasoning nor of the form does not begin.
+    state = start(reasoning=MAY_THINK)
+    assert not state.allows(encode("Well")[0]) and state.allows(CHANNEL_BEGINS)
+    assert is_legal(state.mask(), CHANNEL_BEGINS) and is_legal(state.mask(), encode("{")[0])
+    assert completion(state, 8) is not None and completion(state, 7) is None
+
+
+def test_an_answer_that_thinks_first() -> None:
+    text = f"<|channel>thought\nHm.<channel|>{EMMA}"
+    state = start(reasoning=MAY_THINK)
+    found = constrain(state, rows_of(meant(text, 64)), 200, EOS)
+    assert decode([token for token in found.path.tokens if token != EOS]) == text
+    assert state.consume(CHANNEL_BEGINS) and state.copy().allows(encode("Well")[0])
+    assert not state.copy().allows(CHANNEL_BEGINS)

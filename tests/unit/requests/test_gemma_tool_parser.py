@@ -89,6 +89,9 @@ def test_a_form_beside_calls(tokenizer: Any) -> None:
     assert form is not None and form["type"] == "or"
     assert [one["type"] for one in form["elements"]] == ["gemma4_calls", "json_schema"]
     assert form["elements"][0]["at_least_one"]
+    grammar = {"grammar": 'start: "a"'}
+    form = adjusted(tokenizer, chat(structured_outputs=grammar, tool_choice="auto"))
+    assert form is not None and form["elements"][1] == {"type": "grammar", **grammar}
     form = adjusted(tokenizer, chat(response_format=json_object, tool_choice="required"))
     assert form is not None and form["type"] == "gemma4_calls"
 

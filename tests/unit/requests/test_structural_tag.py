@@ -26,6 +26,8 @@ def const(text: str) -> dict[str, Any]:
 CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "const_string": (const('a"b'), ['a"b'], ["a", "ab"]),
     "regex": ({"type": "regex", "pattern": "[0-9]/x"}, ["3/x"], ["3x"]),
+    "grammar": ({"type": "grammar", "grammar": 'start: "a" b\nb: /[0-9]+/'}, ["a12"], ["a"]),
+    "grammar of xgrammar": ({"type": "grammar", "grammar": 'root ::= "a" [0-9]'}, ["a1"], ["a12"]),
     "any_text": ({"type": "any_text"}, ["", "a\nb"], []),
     "sequence": ({"type": "sequence", "elements": [const("a"), const("b")]}, ["ab"], ["a"]),
     "or": ({"type": "or", "elements": [const("a"), const("b")]}, ["a", "b"], ["ab"]),
