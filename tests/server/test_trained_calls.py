@@ -73,3 +73,95 @@ def test_nothing_is_called_where_nothing_was_asked_for(trained: Server) -> None:
     right = [answer.content == row["answer"] for answer, row in zip(answers, rows, strict=True)]
     assert sum(right) / len(rows) >= 0.9
     assert not any(answer.tool_calls for answer in answers)
+
+
+WALL = held_out("call", 8)[0]
+MARKERS = ("<|", "|>")
+Seen = tuple[str, list[tuple[str, str]], str]
+
+
+def whole(server: Server, **options: Any) -> Seen:
+    """Content, calls and why it ended."""
+    choice = server.client.chat.completions.create(**options).choices[0]
+    calls = choice.message.tool_calls or ()
+    found = [(call.function.name, call.function.arguments) for call in calls]
+    return choice.message.content or "", found, choice.finish_reason
+
+
+def streamed(server: Server, **options: Any) -> Seen:
+    content, end, found = "", "", dict[int, list[str]]()
+    for chunk in server.client.chat.completions.create(stream=True, **options):
+        for choice in chunk.choices:
+            content, end = content + (choice.delta.content or ""), choice.finish_reason or end
+            for part in choice.delta.tool_calls or ():
+                call = found.setdefault(part.index, ["", ""])
+                call[0] += part.function.name or ""
+                call[1] += part.function.arguments or ""
+    return content, [(name, arguments) for name, arguments in found.values()], end
+
+
+def both_ways(server: Server, **options: Any) -> Seen:
+    asked = {"messages": WALL["messages"], "tools": WALL["tools"], "max_tokens": 128, **options}
+    seen = whole(server, model="calls", seed=1, **asked)
+    assert seen == streamed(server, model="calls", seed=1, **asked), options
+    assert not any(marker in seen[0] for marker in MARKERS)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def uncut(trained: Server) -> Seen:
+    seen = both_ways(trained)
+    assert seen[2] == "tool_calls" and len(seen[1]) == 1
+    return seen
+
+
+def test_at_every_length(trained: Server, uncut: Seen) -> None:
+    """Nothing that is cut is a call, and nothing is finished for the model."""
+    for most in range(1, 33):
+        content, calls, end = both_ways(trained, max_tokens=most)
+        assert content == "" and calls in ([], uncut[1]), most
+        assert end == ("length" if not calls else end) and end in ("length", "tool_calls"), most
+    assert calls and end == "tool_calls"
+
+
+@pytest.mark.parametrize("stop", ["51", "call", "wall", "{", "|", "<", "tool_call|>", "}<t"])
+def test_stop_strings_amid_a_call(trained: Server, uncut: Seen, stop: str) -> None:
+    content, calls, end = both_ways(trained, stop=[stop])
+    assert content == "" and calls in ([], uncut[1])
+    assert end == ("tool_calls" if calls else "stop")
+
+
+def test_the_end_of_a_call_as_stop_token(trained: Server, uncut: Seen) -> None:
+    assert both_ways(trained, extra_body={"stop_token_ids": [500]}) == uncut
+
+
+def test_no_marker_is_text(trained: Server, uncut: Seen) -> None:
+    content, calls, end = both_ways(trained, tool_choice="none")
+    assert not calls and end == "stop" and content
+    content, calls, _ = both_ways(trained, max_tokens=60, extra_body={"ignore_eos": True})
+    assert calls[:1] == uncut[1] and not content.strip()
+
+
+@pytest.mark.parametrize("way", ["required", "named"])
+def test_a_call_that_must_come_and_does_not_fit_says_so(
+    trained: Server, uncut: Seen, way: str
+) -> None:
+    named = {"type": "function", "function": {"name": "wall"}}
+    for most in (13, 16, 18):
+        _, calls, end = both_ways(
+            trained, max_tokens=most, tool_choice=named if way == "named" else way
+        )
+        assert calls and calls != uncut[1] and end == "length"
+
+
+def test_a_form_beside_calls(trained: Server, uncut: Seen) -> None:
+    assert both_ways(trained, response_format={"type": "json_object"}) == uncut
+    for most in (6, 12, 16):
+        _, calls, end = both_ways(trained, max_tokens=most, response_format={"type": "json_object"})
+        assert not calls and end == "length"
+    content, calls, _ = both_ways(
+        trained,
+        messages=[{"role": "user", "content": "Sort: q d x a"}],
+        extra_body={"structured_outputs": {"grammar": "start: /[a-z]( [a-z]){3}/"}},
+    )
+    assert not calls and len(content) == 7

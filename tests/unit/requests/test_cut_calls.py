@@ -153,3 +153,10 @@ def test_every_cut(tokenizer: Any, name: str, reasons: bool) -> None:
                 tried += 1
     assert tried >= 300
     print(f"{name}: {tried} cuts")
+
+
+def test_a_tokenizer_without_the_tokens() -> None:
+    plain = AutoTokenizer.from_pretrained(CHECKPOINTS / "diffusiongemma-tiny-tools")
+    parser_class(reasons=True)
+    with pytest.raises(TypeError, match=r"gemma4 needs a tokenizer with the tokens <\|channel>"):
+        ParserManager.get_parser("gemma4_strict", "gemma4", True, tokenizer=plain)
