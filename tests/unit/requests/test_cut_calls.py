@@ -149,9 +149,9 @@ def test_every_cut(tokenizer: Any, name: str, reasons: bool) -> None:
                 if choice == "none":
                     assert not one.calls
                 else:
-                    assert uncut.content.startswith(one.content), (place, one)
+                    assert uncut.content.startswith(one.content.rstrip()), (place, one)
                 tried += 1
-    assert tried >= 300
+    assert tried >= 200
     print(f"{name}: {tried} cuts")
 
 
