@@ -42,6 +42,26 @@ SEAMS = [
                 final_res = res""",
     ),
     Seam(
+        "a call hides that its answer was cut, where it is not streamed",
+        "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
+        "is_finish_reason_tool_calls = auto_tools_called or (",
+    ),
+    Seam(
+        "what a parser of its own kind leaves of a cut call is the content",
+        "parser.abstract_parser:DelegatingParser._extract_tool_calls",
+        "return None, tool_call_info.content or None",
+    ),
+    Seam(
+        "and it is asked for the rest at the end of a stream",
+        "parser.abstract_parser:DelegatingParser._flush_engine_parsers",
+        'finish = getattr(parser, "finish_streaming", None)',
+    ),
+    Seam(
+        "a prompt can leave reasoning open",
+        "parser.gemma4:Gemma4Parser.adjust_initial_state_from_prompt",
+        "self._engine.reset(initial_state=ParserState.REASONING)",
+    ),
+    Seam(
         "those of a completion by prompt, too",
         "entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
         "async for prompt_idx, res in result_generator:",
