@@ -58,8 +58,12 @@ class GrammarVocabulary:
     @cached_property
     def call_tokens(self) -> tuple[int | None, int | None]:
         """Those that begin and end a call of Gemma 4; None: there is none."""
-        begin, end = (self.tokenizer.tokenize_str(name) for name in (CALL, END))
-        return begin[0] if len(begin) == 1 else None, end[0] if len(end) == 1 else None
+        return self._special(CALL), self._special(END)
+
+    def _special(self, name: str) -> int | None:
+        tokens = self.tokenizer.tokenize_str(name)
+        is_one = len(tokens) == 1 and self.tokenizer.decode_str(tokens) == name
+        return tokens[0] if is_one else None
 
     @cached_property
     def structure(self) -> np.ndarray:
