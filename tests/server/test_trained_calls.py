@@ -147,7 +147,7 @@ def test_a_call_that_must_come_and_does_not_fit_says_so(
     trained: Server, uncut: Seen, way: str
 ) -> None:
     named = {"type": "function", "function": {"name": "wall"}}
-    for most in (13, 16, 18):
+    for most in (14, 16, 18):
         _, calls, end = both_ways(
             trained, max_tokens=most, tool_choice=named if way == "named" else way
         )
