@@ -1,6 +1,6 @@
 """What two uploads of at most 64 MiB carry to a GPU host without a network: OUT/a and OUT/b.
 
-    bench/lease.sh --pack OUT        # here: ten minutes, and 1 GB of downloads
+    bench/lease.sh --pack OUT        # here: a quarter of an hour, 600 MB of downloads
 
 The host has x86-64, Python 3.12, PyTorch 2.11 or later for CUDA, its Triton, transformers 5, numpy,
 pytest. vLLM 0.32.0 is built for PyTorch 2.13, but the libraries that are kept use the stable ABI
