@@ -197,7 +197,12 @@ CASES = {
     "extension-config-key": (
         lambda _: None,
         ["--additional-config", '{"vllm_dllm": {"window": "symmetric"}}'],
-        "takes an object with the keys ['commit_last_block', 'defaults', 'drafter', ",
+        "window is not known. Did you mean window_rule?",
+    ),
+    "extension-config-beside-its-section": (
+        lambda _: None,
+        ["--additional-config", '{"window_rule": "symmetric"}'],
+        'window_rule in --additional-config belongs under vllm_dllm: \'{"vllm_dllm": {"window_rule',
     ),
     "extension-config-value": (
         lambda _: None,
