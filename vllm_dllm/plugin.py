@@ -71,7 +71,8 @@ def _register_models() -> None:
     from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
 
-    ModelRegistry.register_model("DFlashDraftModel", "vllm_dllm.drafters.model:DFlashDraftModel")
+    for drafter in ("DFlashDraftModel", "DFlash2DraftModel"):
+        ModelRegistry.register_model(drafter, f"vllm_dllm.drafters.model:{drafter}")
     for config_class in (
         SDARConfig,
         SDARMoeConfig,

@@ -1,12 +1,50 @@
 """Serves a target, alone and with its drafter, by engines in the tests' process."""
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
 from tests.engines import asynchronous_scheduling, in_this_process
+from tests.paths import CHECKPOINTS
+
+TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
+
+
+def make_dflash2(path: Path) -> Path:
+    """The shipped drafter's layers, and random ones of DFlash2's own."""
+    config = json.loads((DRAFTER / "config.json").read_text())
+    hidden, vocabulary, taps, group, rank = config["hidden_size"], config["vocab_size"], 3, 16, 8
+    config["architectures"] = ["DFlash2DraftModel"]
+    config["dflash_config"] |= {
+        "conv_kernel_size": taps,
+        "conv_group_size": group,
+        "selector_rank": rank,
+        "selector_top_k": 4,
+    }
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return (0.1 * torch.randn(shape, generator=generator)).bfloat16()
+
+    weights = load_file(DRAFTER / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        for conv in (f"layers.{layer}.attention_conv", f"layers.{layer}.mlp_conv"):
+            weights[f"{conv}.base_kernel"] = drawn(2, taps, hidden)
+            weights[f"{conv}.base_kernel"][:, 0] += 1.0
+            weights[f"{conv}.kernel_projection.weight"] = drawn(2 * taps * hidden // group, hidden)
+    weights["candidate_selector.predecessor_codebook"] = drawn(vocabulary, rank)
+    weights["candidate_selector.successor_codebook"] = drawn(vocabulary, rank)
+    weights["candidate_selector.hidden_projection.weight"] = drawn(rank, hidden)
+    path.mkdir(exist_ok=True)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 class Recorder:

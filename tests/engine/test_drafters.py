@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scipy import stats
 from transformers import AutoTokenizer
+from vllm import SamplingParams
 
 from tests import tolerances
-from tests.engine.drafters import serve
+from tests.engine.drafters import DRAFTER, TARGET, make_dflash2, serve, started
 from tests.engine.one_step import is_best_guess
 from tests.engine.rounding import add_noise
 from tests.paths import CHECKPOINTS
@@ -22,7 +24,6 @@ from vllm_dllm.tools.drafter.training.target_states import load_target
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
-TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 WIDTH = 15
 BLOCK_SIZE = 128  # tokens of vLLM's cache blocks on CPUs
 GREEDY = {"temperature": 0.0, "max_tokens": 128}
@@ -300,3 +301,34 @@ def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     assert len(placed) == 20_000
     observed = torch.histc(placed, bins=40, min=0.0, max=1.0)
     assert stats.chisquare(observed.numpy()).pvalue > tolerances.P_VALUE
+
+
+@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlash2DraftModel"])
+def test_a_drafter_of_no_numbers_drafts_nothing(tmp_path: Path, architecture: str) -> None:
+    """And ends no engine: answers are the target's, drawn ones too."""
+    path = make_dflash2(tmp_path / "drafter")
+    weights = load_file(path / "model.safetensors")
+    if architecture == "DFlashDraftModel":
+        weights = {name: weights[name] for name in load_file(DRAFTER / "model.safetensors")}
+        (path / "config.json").write_text((DRAFTER / "config.json").read_text())
+    for weight in weights.values():
+        weight[..., 0] = torch.nan
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    prompts = chat_prompts()[:6]
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0 * (i % 2), seed=i)
+        for i in range(len(prompts))
+    ]
+    speculative = {"model": str(path), "draft_sample_method": "probabilistic"}
+    with started(engine(speculative=speculative)) as llm:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    target = load_target(TARGET, "cpu")
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        answer = list(output.outputs[0].token_ids)
+        assert len(answer) == 24
+        if i % 2 == 0:
+            with torch.no_grad():
+                logits = target.model(torch.tensor([prompt + answer])).logits[0]
+            for token, row in zip(answer, logits[len(prompt) - 1 :], strict=False):
+                assert is_best_guess(token, row.log_softmax(-1))

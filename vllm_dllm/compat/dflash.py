@@ -12,11 +12,25 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 
 from vllm_dllm.compat.attention import cache_scales
 
 
-class DFlashHooks(DFlashSpeculator):
+class FiniteStates(DFlashSpeculator):
+    """Drafts nothing of value where the drafter's states are no numbers. Drawn from, they would end
+    a worker on CPUs, and elsewhere be tokens that there are not."""
+
+    def _run_model(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super()._run_model(*args, **kwargs).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+class DFlash2Hooks(FiniteStates, DFlash2Speculator):
+    def _score_candidates(self, *args: Any) -> torch.Tensor:
+        return super()._score_candidates(*args).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+class DFlashHooks(FiniteStates):
     """vLLM's speculator, with some of its steps open to subclasses."""
 
     def blocks_prepared(self) -> None:

@@ -90,14 +90,25 @@ def drafts_blocks(speculative: SpeculativeConfig | None) -> bool:
     )
 
 
-def draft_with(path: str) -> None:
-    """Model runners of this process, which is a worker, draft with the speculator class at `path`
-    where a DFlash drafter is served. Repeatable."""
+def is_dflash2(speculative: SpeculativeConfig | None) -> bool:
+    """Whether a DFlash2 drafter is asked for."""
+    return (
+        speculative is not None
+        and speculative.method == "dflash"
+        and "DFlash2DraftModel" in speculative.draft_model_config.architectures
+    )
+
+
+def draft_with(dflash: str, dflash2: str) -> None:
+    """Model runners of this process, which is a worker, draft with the speculator classes at these
+    paths where a DFlash or DFlash2 drafter is served. Repeatable."""
 
     def make(stock: Any) -> Any:
         def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
             if drafts_blocks(vllm_config.speculative_config):
-                return resolve_obj_by_qualname(path)(vllm_config, device, req_states)
+                return resolve_obj_by_qualname(dflash)(vllm_config, device, req_states)
+            if is_dflash2(vllm_config.speculative_config):
+                return resolve_obj_by_qualname(dflash2)(vllm_config, device)
             return stock(vllm_config, device, req_states)
 
         return init_speculator

@@ -226,6 +226,18 @@ CPU = (
         "cls",
     ),
     Patch(
+        "platforms.cpu:CpuPlatform.get_punica_wrapper",
+        "adapters in batches",
+        "[a row without an adapter](adapters.md)",
+        "cls",
+    ),
+    Patch(
+        "lora.model_manager:get_supported_lora_modules",
+        "adapters of models with experts",
+        "kernels of their adapters for CPUs",
+        "model",
+    ),
+    Patch(
         "model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls",
         "expert parallelism; experts in bf16 twice as fast on AMD",
         "a `register_experts_kernel`",

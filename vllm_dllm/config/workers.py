@@ -9,8 +9,11 @@ CPU_WORKER = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"
 STOCK_GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 DRAFT_WORKER = "vllm_dllm.drafters.worker.DraftWorker"
 DRAFT_SCHEDULER = "vllm_dllm.drafters.scheduler.make_scheduler"
-SPECULATOR = "vllm_dllm.drafters.dflash.WidthDFlashSpeculator"
-"""Of targets with a DFlash drafter."""
+SPECULATORS = (
+    "vllm_dllm.drafters.dflash.WidthDFlashSpeculator",
+    "vllm_dllm.drafters.dflash2.CheckedDFlash2Speculator",
+)
+"""Of targets with a DFlash drafter, and with a DFlash2 drafter."""
 
 PREFILL_EMITTED_TOKENS = (GPU_WORKER, CPU_WORKER)
 """Those that take a finished block for a part of its request's prefill."""

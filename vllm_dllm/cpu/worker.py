@@ -10,12 +10,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_dllm.compat import drafting
+from vllm_dllm.compat.adapters import leave_vocabulary_to_base
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.prompt_privacy import keep_prompts_private
 from vllm_dllm.compat.runner import prefill_emitted_tokens, send_numbers
-from vllm_dllm.config.workers import SPECULATOR
+from vllm_dllm.config.workers import SPECULATORS
 from vllm_dllm.cpu import bf16_experts, cache_size, compilation, forks, threads
-from vllm_dllm.cpu.compat import collectives
+from vllm_dllm.cpu.compat import adapters, collectives
 from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton, replace_rejection_sample
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.rejection_sample import rejection_sample
@@ -37,11 +38,13 @@ class TritonFreeCPUWorker(CPUWorker):
         replace_rejection_sample(rejection_sample)
         bf16_experts.prefer()
         collectives.exchange_uneven_steps()
-        drafting.draft_with(SPECULATOR)
+        adapters.serve_batches()
+        drafting.draft_with(*SPECULATORS)
         super().init_device()
         compilation.reuse_compiled_models(self.vllm_config)  # whose key has the threads
 
     def load_model(self, **kwargs: Any) -> None:
+        leave_vocabulary_to_base(self.model_runner)
         super().load_model(**kwargs)
         keep_prompts_private(self.model_runner)
         self._threads = threads.of_worker(

@@ -41,13 +41,8 @@ class WidthDFlashSpeculator(DFlashHooks):
     ) -> None:
         config = ExtensionConfig.from_additional_config(vllm_config.additional_config).drafter
         draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
-        # Read from the file: vLLM's configuration of a drafter lacks its block size.
-        written = get_hf_file_to_dict("config.json", draft.model, draft.revision)
         layout = check_drafter(
-            written or draft.hf_config.to_dict(),
-            target.hf_config.to_dict(),
-            draft.model,
-            target.model,
+            written_config(draft), target.hf_config.to_dict(), draft.model, target.model
         )
         check_width(vllm_config.speculative_config.num_speculative_tokens, layout, draft.model)
         if config.draft_window is not None:
@@ -272,6 +267,13 @@ class PredictedWidths(Mapping[str, int]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (self._known,)
+
+
+def written_config(draft_model_config: Any) -> Mapping[str, Any]:
+    """From the file: vLLM's configuration of a drafter lacks its block size."""
+    model, revision = draft_model_config.model, draft_model_config.revision
+    written = get_hf_file_to_dict("config.json", model, revision)
+    return written or draft_model_config.hf_config.to_dict()
 
 
 def check_width(num_drafted: int, layout: DrafterLayout, drafter: str) -> None:

@@ -4,16 +4,19 @@ vLLM takes a launch for each norm, rotation and layer's cache; see `context_kv`.
 quantised or a backend lays out its cache differently, vLLM's own operations are used.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
 from vllm_dllm.compat.dflash import DFlashModelHooks
 from vllm_dllm.drafters.context import ContextWeights, DrafterCaches
 from vllm_dllm.drafters.context_kv import store_context_kv_
+from vllm_dllm.quantization.complete_weights import CompleteWeights
 
 logger = init_logger(__name__)
 
@@ -53,6 +56,31 @@ class FusedContextModel(DFlashModelHooks):
         return super().load_weights(weights)
 
 
-class DFlashDraftModel(DFlashQwen3ForCausalLM):
+class CompleteDrafter(DFlashQwen3ForCausalLM):
+    """Goes before vLLM's class of the same layers."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises ValueError if a tensor is missing, but for those that targets share."""
+        names = WeightsMapper(
+            orig_to_new_prefix={"": "model."},
+            orig_to_new_substr=self.model.hf_to_vllm_mapper.orig_to_new_substr,
+        )
+        shared = ("lm_head.", "model.embed_tokens.", "model.mask_embedding", "draft_id_to_")
+        complete = CompleteWeights(self, self.packed_modules_mapping, names, optional=shared)
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in weights:
+                complete.count(names.map_name(name))
+                yield name, weight
+
+        super().load_weights(counted())
+        complete.check_complete()
+
+
+class DFlash2DraftModel(CompleteDrafter, DFlash2Qwen3ForCausalLM):
+    """vLLM's own."""
+
+
+class DFlashDraftModel(CompleteDrafter):
     # On CPUs vLLM's own operations are faster than the definition in PyTorch.
     model_cls = FusedContextModel if current_platform.is_cuda() else DFlashModelHooks

@@ -8,7 +8,7 @@ target's layers from the embedding, so that its `aux_hidden_state_layer_ids` are
 A block has one slot more than it drafts tokens: the anchor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,11 +165,17 @@ class DrafterLayout:
 def read_layout(
     config: Mapping[str, Any],  # a drafter's config.json, in either layout
     name: str,
+    needed: Collection[str] = (),  # more keys that a drafter of this kind has
 ) -> DrafterLayout:
-    """Raises DrafterMismatch if the config is not a DFlash drafter's."""
+    """Raises DrafterMismatch if the config is not a DFlash drafter's, or not complete."""
     is_speculators = "transformer_layer_config" in config
     inner = config["transformer_layer_config"] if is_speculators else config
     options = config if is_speculators else {**config, **(config.get("dflash_config") or {})}
+    if missing := [key for key in needed if options.get(key) is None]:
+        raise DrafterMismatch(
+            f"{name} is not complete: expected {', '.join(missing)} in its config, in z-lab's "
+            f"layout (dflash_config) or that of speculators (transformer_layer_config)"
+        )
     layer_ids: list[int] | None
     try:
         if is_speculators:
@@ -203,13 +209,14 @@ def check_drafter(
     target_config: Mapping[str, Any],  # the target's config.json
     drafter: str,  # names or paths
     target: str,
+    needed: Collection[str] = (),  # keys, as in `read_layout`
 ) -> DrafterLayout:
     """The drafter's layout, if it fits the target, and the preset if there is one.
 
     Raises:
         DrafterMismatch: naming both sides of everything that does not fit.
     """
-    layout = read_layout(drafter_config, drafter)
+    layout = read_layout(drafter_config, drafter, needed)
     preset = find_preset(drafter)
     if preset is not None:
         _check_preset(layout, preset, drafter)

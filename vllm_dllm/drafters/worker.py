@@ -6,16 +6,18 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.compat import drafting
+from vllm_dllm.compat.adapters import leave_vocabulary_to_base
 from vllm_dllm.compat.prompt_privacy import keep_prompts_private
-from vllm_dllm.config.workers import SPECULATOR
+from vllm_dllm.config.workers import SPECULATORS
 
 
 class DraftWorker(Worker):
     def init_device(self) -> None:
-        drafting.draft_with(SPECULATOR)
+        drafting.draft_with(*SPECULATORS)
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
+        leave_vocabulary_to_base(self.model_runner)
         super().load_model(**kwargs)
         keep_prompts_private(self.model_runner)
 

@@ -1,14 +1,15 @@
 """What masked models have in common: a layer stack of vLLM's, seen through blocks."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.platforms import current_platform
 
 from vllm_dllm.attention import use_window_rules
-from vllm_dllm.models.joined_weights import JoinedWeights
+from vllm_dllm.quantization.complete_weights import CompleteWeights
 from vllm_dllm.quantization.config import adapt_masked
 
 
@@ -21,12 +22,18 @@ class MaskedModel:
 
     names = WeightsMapper()
     """From the checkpoints' names to those that vLLM's class loads."""
+    embedding_modules: ClassVar[dict[str, str]] = {}
+    """That adapters may change: none. vLLM expects one row of logits of a request."""
     streams_vocabulary = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         vllm_config.quant_config = adapt_masked(vllm_config.quant_config)
+        lora_config = vllm_config.lora_config
+        if current_platform.is_cpu():  # where adapters leave experts as they are
+            vllm_config.lora_config = None
         with use_window_rules(vllm_config.attention_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        vllm_config.lora_config = lora_config
 
     @staticmethod
     def get_model_state_cls() -> type:
@@ -36,10 +43,10 @@ class MaskedModel:
         return MaskedModelState
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Raises ValueError if a tensor is missing among those that vLLM joins."""
-        joined = JoinedWeights(self, self.packed_modules_mapping, self.names)
-        loaded = self.load_named_weights(joined.read(weights))
-        joined.check_complete()
+        """Raises ValueError if a tensor is missing."""
+        complete = CompleteWeights(self, self.packed_modules_mapping, self.names)
+        loaded = self.load_named_weights(complete.read(weights))
+        complete.check_complete(loaded)
         return loaded
 
     def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -9,7 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
 from vllm_dllm.compat import startup
-from vllm_dllm.compat.drafting import drafts_blocks
+from vllm_dllm.compat.drafting import drafts_blocks, is_dflash2
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line
 from vllm_dllm.startup.chat_template import check_chat_template
@@ -43,12 +43,14 @@ def _check(arguments: EngineArgs) -> None:
 
 def _complete(config: VllmConfig) -> None:
     """Targets of a DFlash drafter get our scheduler, and on GPUs our worker, where the user left
-    both open. (The configurations of diffusion models name theirs: `serving_config`.)"""
-    if drafts_blocks(config.speculative_config):
-        if config.scheduler_config.scheduler_cls is None:
-            config.scheduler_config.scheduler_cls = DRAFT_SCHEDULER
-        if config.parallel_config.worker_cls == STOCK_GPU_WORKER:
-            config.parallel_config.worker_cls = DRAFT_WORKER
+    both open; those of a DFlash2 drafter the worker. (The configurations of diffusion models name
+    theirs: `serving_config`.)"""
+    is_ours = drafts_blocks(config.speculative_config)
+    if is_ours and config.scheduler_config.scheduler_cls is None:
+        config.scheduler_config.scheduler_cls = DRAFT_SCHEDULER
+    is_ours = is_ours or is_dflash2(config.speculative_config)
+    if is_ours and config.parallel_config.worker_cls == STOCK_GPU_WORKER:
+        config.parallel_config.worker_cls = DRAFT_WORKER
 
 
 def explain_address(host: str, port: int, error: OSError) -> str:

@@ -31,6 +31,32 @@ SEAMS = [
         "model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.apply",
         "            topk_weights,\n            topk_ids,\n            activation.value,",
     ),
+    # --- adapters ---------------------------------------------------------------------------------
+    Seam(
+        "adapters: a request is taken to have one row of logits",
+        "v1.worker.gpu.lora_utils:LoraState.make_lora_inputs",
+        "prompt_lora_mapping = tuple(lora_ids)\n",
+    ),
+    Seam(
+        "adapters: which embeddings they may change is the model's to say",
+        "v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model",
+        "model.embedding_modules,",
+    ),
+    Seam(
+        "adapters on CPUs: rows without one are given the last",
+        "lora.punica_wrapper.punica_cpu:PunicaWrapperCPU._apply_shrink",
+        "shrink_fun(y, x, w_t_all, scale)",
+    ),
+    Seam(
+        "adapters: experts are among what they may change",
+        "lora.model_manager:LoRAModelManager.__init__",
+        "self.supported_lora_modules = get_supported_lora_modules(self.model)",
+    ),
+    Seam(
+        "adapters: experts get other kernels for their sake",
+        "model_executor.layers.fused_moe.layer",
+        "is_lora_enabled=vllm_config.lora_config is not None",
+    ),
     Seam("the C++ RMS norm", "_custom_ops:rms_norm", "torch.ops._C.rms_norm(out, input,"),
     Seam(
         "the cached choice of attention backend",

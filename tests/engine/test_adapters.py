@@ -1,0 +1,157 @@
+"""LoRA adapters: in a batch of several and none, each request is answered as by the checkpoint that
+its adapter is merged into."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from tests import tolerances
+from tests.engine.conftest import Engine
+from tests.engine.drafters import started
+from tests.engine.masked import Reference, Trajectory, make_checkpoint
+from tests.engine.masked_requests import RULES, VOCABULARY, params_of, served
+from tests.engine.nemotron import make_nemotron_checkpoint
+from tests.engine.one_step import is_best_guess, random_ids
+from tests.engine.parting import first_parting
+from tests.engine.rounding import noisy_model
+from tests.engine.test_drafters import TARGET, chat_prompts
+from tests.engine.test_drafters import engine as with_drafter
+from vllm_dllm.tools.drafter.training.target_states import load_target
+
+pytestmark = pytest.mark.numerics
+
+RANK = 8
+LAYERS = {
+    "SDARForCausalLM": "q_proj k_proj v_proj o_proj up_proj down_proj",
+    "NemotronLabsDiffusionModel": "q_proj k_proj v_proj o_proj up_proj down_proj",
+    "LLaDA2MoeModelLM": "query_key_value dense up_proj down_proj",
+}
+"""Of LLaDA2, those of dense layers and shared experts: routed ones need a GPU."""
+
+Weights = Mapping[str, torch.Tensor]
+
+
+def make_adapter(path: Path, checkpoint: Path, layers: list[str], seed: int) -> Weights:
+    """A random one in PEFT's format; returns what it adds to the checkpoint's weights."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs, added = {}, {}
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in layers and ".experts." not in name:
+            n, k = weight.shape
+            a = torch.randn(RANK, k, generator=generator) * k**-0.5
+            b = torch.randn(n, RANK, generator=generator) * 0.2
+            pairs[f"base_model.model.{layer}.lora_A.weight"] = a
+            pairs[f"base_model.model.{layer}.lora_B.weight"] = b
+            added[name] = 2 * b @ a
+    path.mkdir()
+    save_file(pairs, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "target_modules": layers,
+        "bias": "none",
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return added
+
+
+@contextmanager
+def merged(model: torch.nn.Module, added: Weights) -> Iterator[None]:
+    """`model` has the names of transformers."""
+    own = {name: weight.data for name, weight in model.named_parameters()}
+    before = []
+    for name, weight in added.items():
+        changed = own[name.replace("encoder.", "model.", 1)]
+        before.append((changed, changed.clone()))
+        changed += weight
+    try:
+        yield
+    finally:
+        for changed, was in before:
+            changed.copy_(was)
+
+
+@pytest.mark.parametrize("architecture", LAYERS)
+def test_mixed_batch_is_answered_as_by_merged_checkpoints(
+    engine: Callable[..., Engine], tmp_path: Path, architecture: str
+) -> None:
+    """The same prompts to all, so that the prefix cache must tell them apart; more requests and
+    adapters than a step holds."""
+    seeded = architecture == "NemotronLabsDiffusionModel"
+    path, decode = (
+        make_nemotron_checkpoint(tmp_path, 4)
+        if seeded
+        else make_checkpoint(tmp_path, 4, architecture)
+    )
+    layers = LAYERS[architecture].split()
+    added = [make_adapter(path / f"ad{i}", path, layers, i) for i in range(3)]
+    adapters = [None, *(LoRARequest(f"ad{i}", i + 1, str(path / f"ad{i}")) for i in range(3))]
+    prompts = [random_ids(length, VOCABULARY, length) for length in (1, 6, 41, 150)]
+    asked = [(prompt, which) for prompt in prompts for which in range(len(adapters))]
+    rule, max_tokens = RULES["dynamic"], 24
+    model = engine(path, enable_lora=True, max_lora_rank=RANK, max_loras=2, max_cpu_loras=3)
+    outputs = model.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _ in asked],
+        [params_of(rule, max_tokens, 0)] * len(asked),
+        lora_request=[adapters[which] for _, which in asked],
+        use_tqdm=False,
+    )
+    same = 0
+    for (prompt, which), ours in zip(asked, served(model, outputs), strict=True):
+        with merged(decode.model, added[which - 1] if which else {}):
+            theirs = decode.generate(prompt, max_tokens, rule)
+            parting = first_parting(ours.steps, theirs.steps)
+            if parting is not None:
+                assert rounding_decides(decode, prompt, max_tokens, theirs, parting)
+            same += parting is None
+    assert same >= tolerances.DECIDED * len(asked)
+    make_adapter(path / "head", path, ["lm_head", "diffusion_head"], 9)
+    with pytest.raises(ValueError, match=r"received .*lm_head"):
+        model.llm.llm_engine.add_lora(LoRARequest("head", 9, str(path / "head")))
+
+
+def rounding_decides(
+    decode: Reference, prompt: list[int], max_tokens: int, theirs: Trajectory, parting: int
+) -> bool:
+    """Whether the reference parts there from itself when its weights are off by several
+    roundings."""
+    for seed in range(tolerances.NOISES_AT_A_TIE):
+        with noisy_model(decode.model, seed):
+            noisy = decode.generate(prompt, max_tokens, RULES["dynamic"])
+        if first_parting(noisy.steps, theirs.steps) == parting:
+            return True
+    return False
+
+
+@torch.no_grad()
+def test_drafted_answers_are_those_of_merged_targets(tmp_path: Path) -> None:
+    layers = LAYERS["SDARForCausalLM"].split()
+    added = [{}, *(make_adapter(tmp_path / f"ad{i}", TARGET, layers, i) for i in range(2))]
+    adapters = [None, *(LoRARequest(f"ad{i}", i + 1, str(tmp_path / f"ad{i}")) for i in range(2))]
+    asked = [(prompt, which) for prompt in chat_prompts()[:4] for which in range(len(adapters))]
+    lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 2}
+    with started(with_drafter(**lora)) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt, _ in asked],
+            SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=1),
+            lora_request=[adapters[which] for _, which in asked],
+            use_tqdm=False,
+        )
+    target = load_target(TARGET, "cpu")
+    for (prompt, which), output in zip(asked, outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        with merged(target.model, added[which]):
+            logits = target.model(torch.tensor([prompt + answer])).logits[0]
+        for token, row in zip(answer, logits[len(prompt) - 1 :], strict=False):
+            assert is_best_guess(token, row.log_softmax(-1))
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == len(asked)

@@ -1,0 +1,75 @@
+"""A drafter whose files are not what its config says is not served."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.engine.drafters import DRAFTER, TARGET, make_dflash2
+from vllm_dllm import plugin
+from vllm_dllm.drafters.dflash2 import KEYS
+from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
+from vllm_dllm.drafters.presets import DrafterMismatch, check_drafter
+
+Build = Callable[[type[CompleteDrafter], Path], CompleteDrafter]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    plugin.register()
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, backend="gloo")
+        initialize_model_parallel()
+
+    def make(model_class: type[CompleteDrafter], path: Path) -> CompleteDrafter:
+        config = EngineArgs(
+            str(TARGET),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            speculative_config={
+                "method": "dflash",
+                "model": str(path),
+                "num_speculative_tokens": 15,
+            },
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            return model_class(vllm_config=config)
+
+    yield make
+    cleanup_dist_env_and_memory()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_class", [DFlashDraftModel, DFlash2DraftModel])
+def test_a_missing_tensor_is_named(
+    build: Build, tmp_path: Path, model_class: type[CompleteDrafter]
+) -> None:
+    path = DRAFTER if model_class is DFlashDraftModel else make_dflash2(tmp_path / "drafter")
+    model, weights = build(model_class, path), load_file(path / "model.safetensors")
+    model.load_weights(weights.items())
+    for name in weights:
+        if ".layers.2" not in name:
+            left = {key: weight for key, weight in weights.items() if key != name}
+            with pytest.raises(ValueError, match=re.escape(f"no weights for {name}. Check")):
+                model.load_weights(left.items())
+
+
+def test_missing_keys_are_named(tmp_path: Path) -> None:
+    config = json.loads((make_dflash2(tmp_path) / "config.json").read_text())
+    target = json.loads((TARGET / "config.json").read_text())
+    check_drafter(config, target, "drafter", "target", KEYS)
+    for key in KEYS[1:3]:
+        del config["dflash_config"][key]
+    with pytest.raises(DrafterMismatch, match="expected conv_group_size, selector_rank in its"):
+        check_drafter(config, target, "drafter", "target", KEYS)

@@ -1,0 +1,116 @@
+"""The tensors that a model needs of its checkpoint, counted one by one.
+
+vLLM counts what it joined (q, k and v, gate and up, a layer's experts) as loaded after the first
+part, and linear layers and embeddings as loaded whatever came. Here a missing tensor is an error,
+so that no half-loaded model is served.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.models.utils import WeightsMapper
+
+_MOST_NAMED = 8
+_SAVED = {"weight", "weight_packed", "weight_scale", "bias"}
+"""What checkpoints hold of a layer that may be quantised. Other parameters of such layers may have
+been made for a kernel; but what one part of a joined layer has, all must have."""
+
+
+class CompleteWeights:
+    """Passes on a checkpoint's weights, and knows which are still missing."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        packed_modules: Mapping[str, list[str]],
+        mapper: WeightsMapper,  # from the checkpoint's names to those of `model`
+        optional: tuple[str, ...] = (),  # beginnings of names that may be missing
+    ) -> None:
+        self._groups = dict(_groups(model, packed_modules))
+        self._needed = [name for name in _needed(model) if not name.startswith(optional)]
+        self._mapper = mapper
+        self._found: dict[str, set[str]] = defaultdict(set)  # layer -> its tensors
+
+    def read(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights, by the model's names."""
+        for name, weight in self._mapper.apply(weights):
+            self.count(name)
+            yield name, weight
+
+    def count(self, name: str) -> None:
+        """A tensor has come, by the model's name."""
+        layer, _, kind = name.rpartition(".")
+        self._found[layer].add(kind)
+
+    def check_complete(self, loaded: Iterable[str] = ()) -> None:
+        """`loaded`: parameters that came under other names than theirs, too. Raises ValueError if
+        some are missing, with their names in the checkpoint."""
+        known = set(loaded)
+        missing = [
+            f"{layer}.{kind}"
+            for group in self._groups.values()
+            for kind in sorted(set[str]().union(*(self._found.get(layer, ()) for layer in group)))
+            for layer in group
+            if kind not in self._found.get(layer, ())
+        ]
+        for name in self._needed:
+            module, _, kind = name.rpartition(".")
+            layers = self._groups.get(module, (module,))
+            kind = kind.removeprefix("w13_").removeprefix("w2_")
+            if name not in known and not any(kind in self._found.get(each, ()) for each in layers):
+                missing += [f"{each}.{kind}" for each in layers]
+        if missing := [self._in_checkpoint(name) for name in dict.fromkeys(missing)]:
+            rest = len(missing) - _MOST_NAMED
+            more = f" and {rest} more" if rest > 0 else ""
+            raise ValueError(
+                f"Cannot load the checkpoint: no weights for {', '.join(missing[:_MOST_NAMED])}"
+                f"{more}. Check that its files are complete and belong together."
+            )
+
+    def _in_checkpoint(self, name: str) -> str:
+        for old, new in self._mapper.orig_to_new_prefix.items():
+            if new is not None and name.startswith(new):
+                return old + name.removeprefix(new)
+        return name
+
+
+def _needed(model: nn.Module) -> Iterator[str]:
+    """Parameters that a checkpoint must hold."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, BaseKVCacheMethod):
+            continue
+        # Scales are made of weights that are quantised while they are loaded.
+        saved = {"weight", "bias"} if getattr(method, "uses_meta_device", False) else _SAVED
+        is_plain = method is None or isinstance(method, UnquantizedLinearMethod)
+        for kind, _ in module.named_parameters(recurse=False):
+            if is_plain or kind.removeprefix("w13_").removeprefix("w2_") in saved:
+                yield f"{name}.{kind}"
+
+
+def _groups(
+    model: nn.Module, packed_modules: Mapping[str, list[str]]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Layers of `model` that are several in the checkpoint, and the names of those."""
+    for name, module in model.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        if isinstance(module, RoutedExperts):
+            experts, is_here = name.removesuffix(".routed_experts"), module.expert_map
+            yield (
+                name,
+                tuple(
+                    f"{experts}.{expert}.{part}"
+                    for expert in range(module.moe_config.num_experts)
+                    if is_here is None or is_here[expert] >= 0
+                    for part in ("gate_proj", "up_proj", "down_proj")
+                ),
+            )
+        elif isinstance(module, LinearBase) and len(packed_modules.get(leaf, ())) > 1:
+            yield name, tuple(f"{parent}.{part}" for part in packed_modules[leaf])
