@@ -59,6 +59,7 @@ def given(
     worker: str = CPU_WORKER,
     kv_transfer: object = None,
     num_cores: int = 2,
+    num_workers: int = 1,
 ) -> tuple[list[list[int]], list[int]]:
     """The cores that vLLM gives its worker on a machine, and those it reserves."""
     found = [LogicalCPUInfo(id=i, physical_core=i, numa_node=0) for i in range(num_cores)]
@@ -68,7 +69,7 @@ def given(
     monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: num_cores)
     parallel = SimpleNamespace(
         worker_cls=worker,
-        local_world_size=1,
+        local_world_size=num_workers,
         data_parallel_rank_local=None,
         assigned_physical_gpu_ids=None,  # vLLM 0.33 asks
         _api_process_count=1,
@@ -104,6 +105,21 @@ def test_the_user_is_obeyed(
 def test_others_keep_vllms_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given(monkeypatch, worker=STOCK_CPU_WORKER) == ([[0]], [1])
     assert given(monkeypatch, kv_transfer=object(), num_cores=4) == ([[0, 1]], [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "expected"), [(2, [[0], [1]]), (5, [[0, 1], [2, 3]]), (1, [[0], [0]])]
+)
+def test_workers_share_a_memory_node(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, expected: list[list[int]]
+) -> None:
+    """vLLM refuses them: "Not enough allowed NUMA nodes"."""
+    assert given(monkeypatch, num_cores=num_cores, num_workers=2)[0] == expected
+
+
+def test_workers_are_spread_over_memory_nodes() -> None:
+    nodes = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert cpu_cores.share(nodes, 3) == [[0, 1, 2, 3], [4, 5], [6, 7]]
 
 
 def test_small_steps_run_on_one_thread() -> None:

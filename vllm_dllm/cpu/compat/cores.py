@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.utils import torch_utils
+from vllm.utils import cpu_resource_utils, torch_utils
 
 from vllm_dllm.compat.patching import replace
 
@@ -15,10 +15,13 @@ available_cpu_count = torch_utils.available_cpu_count
 def choose_cores(choose: Callable[[list[list[int]]], list[list[int]]], worker_cls: str) -> None:
     """This process' engine gives workers of `worker_cls` the cores that `choose` returns of those
     that vLLM could give each, the ids of its node's cores, where the user leaves the choice open.
+    With fewer memory nodes than workers, which vLLM refuses, each is given its share of a node's.
     Repeatable."""
 
     def make(stock: Any) -> Any:
         class ChosenCores(stock):
+            local_world_size: int
+
             def __init__(self, config: VllmConfig) -> None:
                 self.choice_is_ours = (
                     config.parallel_config.worker_cls == worker_cls
@@ -27,14 +30,26 @@ def choose_cores(choose: Callable[[list[list[int]]], list[list[int]]], worker_cl
                 )
                 super().__init__(config)
 
+            def _by_worker(self, cpu_selector: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
+                num_workers: int = self.local_world_size
+                num_nodes = len(cpu_resource_utils.get_visible_memory_node())
+                if self.simulate_multi_node or not 0 < num_nodes < num_workers:
+                    found: tuple[list[Any], list[Any]] = super()._get_autobind_cpu_ids(cpu_selector)
+                    return found
+                self.local_world_size = num_nodes
+                try:
+                    by_node, reserved = super()._get_autobind_cpu_ids(cpu_selector)
+                finally:
+                    self.local_world_size = num_workers
+                return share(by_node, num_workers), reserved
+
             def _get_autobind_cpu_ids(
                 self, cpu_selector: Callable[..., Any]
             ) -> tuple[list[Any], list[Any]]:
                 if not self.choice_is_ours:
-                    found: tuple[list[Any], list[Any]] = super()._get_autobind_cpu_ids(cpu_selector)
-                    return found
+                    return self._by_worker(cpu_selector)
                 self.reserve_cpu_num = 0
-                by_worker, _ = super()._get_autobind_cpu_ids(cpu_selector)
+                by_worker, _ = self._by_worker(cpu_selector)
                 chosen = choose([[cpu.id for cpu in cpus] for cpus in by_worker])
                 pairs = list(zip(by_worker, chosen, strict=True))
                 left_out = [cpu for cpus, ids in pairs for cpu in cpus if cpu.id not in ids]
@@ -44,3 +59,14 @@ def choose_cores(choose: Callable[[list[list[int]]], list[list[int]]], worker_cl
         return ChosenCores
 
     replace("v1.executor.multiproc_executor:OMPProcessManager", make)
+
+
+def share(by_node: list[list[Any]], num_workers: int) -> list[list[Any]]:
+    """Each worker's cores, where there are fewer nodes than workers. With fewer cores than workers,
+    some compute on the same one."""
+    found = []
+    for node, cores in enumerate(by_node):
+        first, end = (n * num_workers // len(by_node) for n in (node, node + 1))
+        size = max(1, len(cores) // (end - first))
+        found += [cores[i * size % len(cores) :][:size] for i in range(end - first)]
+    return found
