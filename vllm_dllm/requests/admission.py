@@ -16,7 +16,12 @@ from vllm_dllm.config.limits import RequestLimits
 from vllm_dllm.config.masked import FAMILIES, Family
 from vllm_dllm.requests.grammar import check_structured_outputs
 from vllm_dllm.requests.limits import check_asked, check_resolved
-from vllm_dllm.requests.numbers import check_choices, check_numbers, check_sampler_limits
+from vllm_dllm.requests.numbers import (
+    check_choices,
+    check_numbers,
+    check_sampler_limits,
+    check_vocabulary,
+)
 from vllm_dllm.requests.options import (
     PREFIX,
     STREAM_CANVASES,
@@ -78,6 +83,7 @@ def admit(params: SamplingParams, served: Served, resolve: Resolve) -> Any:
     own = request.sampling_params
     check_numbers(own)
     check_choices(own, is_constrained=options.constrained)
+    check_vocabulary(own, served.vocab_size)
     if own.structured_outputs is not None:
         check_structured_outputs(
             own,

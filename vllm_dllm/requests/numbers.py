@@ -94,3 +94,21 @@ def check_choices(params: SamplingParams, *, is_constrained: bool = False) -> No
             + ". Allow another token, or leave out one of them.",
             parameter=key,
         )
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Admission check that some token can begin an answer.
+
+    Raises:
+        VLLMValidationError: becomes HTTP 400; `bad_words` and `min_tokens` exclude them all.
+    """
+    excluded = {word[0] for word in params.bad_words_token_ids or [] if len(word) == 1}
+    if params.min_tokens > 0:
+        excluded |= params.all_stop_token_ids
+    if len(excluded) >= vocab_size and excluded.issuperset(range(vocab_size)):
+        raise VLLMValidationError(
+            f"min_tokens = {params.min_tokens}, stop_token_ids and bad_words must leave a token to "
+            f"answer with, got all {vocab_size} of the vocabulary. Leave out min_tokens, or some "
+            f"of the tokens.",
+            parameter="stop_token_ids",
+        )

@@ -7,7 +7,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.compat.sampling import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens
-from vllm_dllm.requests.numbers import check_choices, check_numbers, check_sampler_limits
+from vllm_dllm.requests.numbers import (
+    check_choices,
+    check_numbers,
+    check_sampler_limits,
+    check_vocabulary,
+)
 
 
 @pytest.mark.parametrize(
@@ -77,3 +82,19 @@ def test_a_request_that_leaves_no_token_to_choose(key: str) -> None:
         check([2], [[2]], bad_words=["x"])
     with pytest.raises(VLLMValidationError, match="that bad_words and min_tokens do not exclude"):
         check([1, 2], [[2]], bad_words=["x"], min_tokens=1)
+
+
+def test_a_request_whose_vocabulary_is_all_excluded() -> None:
+    """`min_tokens` excludes what ends an answer."""
+
+    def check(stops: range, bad: range = range(0), min_tokens: int = 1) -> None:
+        params = SamplingParams(stop_token_ids=list(stops), min_tokens=min_tokens)
+        params.update_from_generation_config({}, eos_token_id=1)
+        params._bad_words_token_ids = [[token] for token in bad]
+        check_vocabulary(params, vocab_size=8)
+
+    check(range(7))
+    check(range(8), min_tokens=0)
+    for stops, bad in ((range(8), range(0)), (range(5), range(5, 8)), (range(0), range(8))):
+        with pytest.raises(VLLMValidationError, match=r"min_tokens = 1, .* got all 8 of the"):
+            check(stops, bad)
