@@ -12,3 +12,4 @@ mkdir -p "$out"
 quantize() { "$python" -m vllm_dllm quantize "$here/diffusiongemma-tiny" "$@"; }
 quantize --scheme fp8-dynamic -o "$out/diffusiongemma-tiny-FP8-dynamic"
 quantize --scheme nvfp4 --calibration "$out/calibration.jsonl" -o "$out/diffusiongemma-tiny-NVFP4"
+"$python" -m checkpoints.recipes.modelopt "$out/diffusiongemma-tiny-NVFP4" "$out/diffusiongemma-tiny-ModelOpt-NVFP4"

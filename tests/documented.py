@@ -46,6 +46,8 @@ SERVERS = (
     """ {"canvases": 32, "stability_threshold": 0, "confidence_threshold": 0.01}]}}'""",
     f".venv/bin/vllm serve {TINY}-FP8-dynamic --host 127.0.0.1 --max-model-len 1024"
     " --kv-cache-memory-bytes 1G",
+    f".venv/bin/vllm serve {TINY}-ModelOpt-NVFP4 --host 127.0.0.1 --max-model-len 1024"
+    " --kv-cache-memory-bytes 1G",
     ".venv/bin/vllm serve checkpoints/qwen3-tiny-target --host 127.0.0.1 --dtype float32"
     " --kv-cache-memory-bytes 1G --speculative-config"
     """ '{"method": "dflash", "model": "checkpoints/qwen3-tiny-dflash","""

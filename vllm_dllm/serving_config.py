@@ -27,6 +27,7 @@ from vllm_dllm.config.masked import FAMILIES, MaskedConfig
 from vllm_dllm.config.step_sizes import canvases_at_once, capture_sizes
 from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
+from vllm_dllm.quantization import modelopt
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
 from vllm_dllm.requests.options import server_defaults
 
@@ -56,6 +57,7 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Raises ValueError when the checkpoint or the command line says something unusable."""
         check_pipeline(vllm_config)
+        modelopt.prepare(vllm_config.model_config)
         scheduler_config, attention_config = (
             vllm_config.scheduler_config,
             vllm_config.attention_config,
@@ -354,8 +356,10 @@ def default_max_num_seqs(vllm_config: VllmConfig) -> int:
     per_request = canvas_length * config.hidden_size * model_config.dtype.itemsize
     most = SLOT_MEMORY_BYTES // per_request
     quantization = vllm_config.quant_config
-    # compressed-tensors never quantises the embeddings here, see `quantization/config.py`.
-    plain = quantization is None or quantization.get_name() == "compressed-tensors"
+    # These never quantise the embeddings here, see `quantization/config.py`.
+    plain = quantization is None or quantization.get_name() in (
+        "compressed-tensors", *modelopt.METHODS,
+    )  # fmt: skip
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if not (plain and shards_begin_at_blocks(config.vocab_size, ranks)):
         most = min(most, LOGITS_MEMORY_BYTES // (canvas_length * config.vocab_size * 8))

@@ -31,6 +31,7 @@ from vllm_dllm.models.image_processor import (
 )
 from vllm_dllm.models.self_conditioning import SelfConditioning
 from vllm_dllm.models.vocabulary import Vocabulary
+from vllm_dllm.quantization import modelopt
 from vllm_dllm.quantization.config import adapt
 
 
@@ -195,6 +196,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         }
         if self.config.tie_word_embeddings:
             absent.add("lm_head")
+        written = getattr(self.quant_config, "config", None) or {}
+        if (algorithm := written.get(modelopt.READ)) is not None:
+            weights = modelopt.read(weights, algorithm, self.config.num_experts)
         expected = ExpectedWeights(self, self.packed_modules_mapping, absent)
         reader = _WeightReader(weights, mapper, expected)
         try:

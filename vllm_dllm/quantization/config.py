@@ -19,7 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from vllm_dllm.quantization import layer_names
+from vllm_dllm.quantization import layer_names, modelopt
 from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, IN_VLLM
 from vllm_dllm.quantization.schemes import Scheme, check_method, describe, recognize
 
@@ -33,7 +33,7 @@ def adapt(
     config: QuantizationConfig | None, text_config: PretrainedConfig
 ) -> QuantizationConfig | None:
     """Changes `config` as DiffusionGemma needs it. On GPUs, methods other than compressed-tensors
-    are returned unchanged, with a warning.
+    are returned unchanged, with a warning if they are not ModelOpt's.
 
     Raises:
         ValueError: a layer's scheme cannot be served.
@@ -44,7 +44,8 @@ def adapt(
         first = IN_CHECKPOINT + next(layer_names.linears(text_config))
         has_zero_points = any(getattr(config, name, False) for name in ("zero_point", "has_zp"))
         check_method(first, config.get_name(), has_zero_points, current_platform.is_cpu())
-        _leave_to_vllm(config.get_name(), "all layers that it quantises")
+        if config.get_name() not in modelopt.METHODS:
+            _leave_to_vllm(config.get_name(), "all layers that it quantises")
         return config
     adapted = _copy(config, ServedCompressedTensors)
     layer_names.write_out(adapted, text_config)

@@ -4,6 +4,7 @@ import torch
 
 KINDS = {
     "weight_scale",
+    "weight_scale_2",
     "weight_global_scale",
     "input_scale",
     "input_global_scale",

@@ -28,7 +28,7 @@ def test_checksums():
     lines = (ROOT / "SHA256SUMS").read_text().splitlines()
     listed = dict(reversed(line.split(maxsplit=1)) for line in lines)
     shipped = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.safetensors")}
-    assert len(shipped) == 9 and shipped <= listed.keys()
+    assert len(shipped) == 10 and shipped <= listed.keys()
     for name, digest in listed.items():
         assert hashlib.sha256((ROOT / name).read_bytes()).hexdigest() == digest, name
 

@@ -1,0 +1,202 @@
+"""Checkpoints of NVIDIA's ModelOpt.
+
+On GPUs they are vLLM's own. CPUs run the formats of compressed-tensors: there, config and tensors
+are read as what compressed-tensors would have written of the same numbers.
+
+Source: vLLM's `modelopt.py`; ModelOpt's `export/unified_export_hf.py` and `quant_utils.py`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from vllm.config import ModelConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, linears
+from vllm_dllm.quantization.schemes import GROUP_SIZE
+
+logger = init_logger(__name__)
+
+METHODS = ("modelopt", "modelopt_fp4")
+"""vLLM's names of the formats below."""
+READ = "read_from_modelopt"
+"""Key in a configuration of compressed-tensors that was made here."""
+
+
+def _args(num_bits: int, strategy: str, **others: Any) -> dict[str, Any]:
+    return {"num_bits": num_bits, "type": "float", "strategy": strategy, "symmetric": True} | others
+
+
+_NVFP4 = _args(4, "tensor_group", group_size=GROUP_SIZE)
+_FP8 = {
+    "format": "float-quantized",
+    "weights": _args(8, "channel", dynamic=False),
+    "input_activations": _args(8, "token", dynamic=True),
+}
+SCHEMES = {
+    "NVFP4": {
+        "format": "nvfp4-pack-quantized",
+        "weights": _NVFP4 | {"dynamic": False},
+        "input_activations": _NVFP4 | {"dynamic": "local"},
+    },
+    "FP8": _FP8,
+    "FP8_PER_CHANNEL_PER_TOKEN": _FP8,
+}
+"""ModelOpt's formats that are served, as compressed-tensors' schemes."""
+
+
+def prepare(model_config: ModelConfig) -> None:
+    """Where `model_config` is a ModelOpt checkpoint's: changes it, on CPUs, to what these run.
+
+    Raises:
+        ValueError: its format is not served; names it.
+    """
+    hf_config = model_config.hf_config
+    written = getattr(hf_config, "quantization_config", None)
+    if not isinstance(written, Mapping) or not _is_modelopts(written):
+        return
+    # config.json has at its top what hf_quant_config.json has one deeper, under other names.
+    options = written.get("quantization", written)
+    algorithm = str(options.get("quant_algo")).upper()
+    excluded = options.get("exclude_modules", options.get("ignore")) or []
+    if algorithm not in SCHEMES:
+        raise ValueError(
+            f"quant_algo of {model_config.model} is {options.get('quant_algo')!r}: of ModelOpt's "
+            f"formats, {', '.join(SCHEMES)} are served. Use another checkpoint, or quantise the "
+            f"bf16 one with `vllm-dllm quantize`."
+        )
+    group_size = int(options.get("group_size") or GROUP_SIZE)
+    if algorithm == "NVFP4" and group_size != GROUP_SIZE:
+        raise ValueError(
+            f"group_size must be {GROUP_SIZE}, got {group_size} in the NVFP4 of "
+            f"{model_config.model}. Use another checkpoint."
+        )
+    if not current_platform.is_cpu():
+        return
+    if algorithm == "FP8":
+        logger.info("On CPUs, inputs of FP8 layers are quantised token by token.")
+    hf_config.quantization_config = compressed_tensors(
+        algorithm, excluded, hf_config.get_text_config()
+    )
+    model_config.quantization = "compressed-tensors"
+
+
+def _is_modelopts(written: Mapping[str, Any]) -> bool:
+    producer = written.get("producer")
+    name = written.get("quant_method") or (isinstance(producer, Mapping) and producer.get("name"))
+    return str(name).lower().startswith("modelopt")
+
+
+def compressed_tensors(
+    algorithm: str, excluded: Iterable[str], text_config: PretrainedConfig
+) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors for a key of `SCHEMES`. Its targets are the
+    linears of the text model in full: nothing else can be quantised here."""
+    patterns = list(excluded)
+    targets = [
+        name
+        for name in (IN_CHECKPOINT + linear for linear in linears(text_config))
+        if not any(_excludes(pattern, name) for pattern in patterns)
+    ]
+    scheme = SCHEMES[algorithm]
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": scheme["format"],
+        "config_groups": {"group_0": scheme | {"targets": targets}},
+        "ignore": [],
+        READ: algorithm,
+    }
+
+
+def _excludes(pattern: str, name: str) -> bool:
+    """Of a linear in the decoder, whose layers are the encoder's, too. A pattern without wildcards
+    is a module's name, or its end, as ModelOpt wrote before 0.39."""
+    twin = name.replace("model.decoder.", "model.encoder.language_model.", 1)
+    if "*" in pattern or "?" in pattern:
+        return fnmatchcase(name, pattern) or fnmatchcase(twin, pattern)
+    module = re.compile(rf"(.*\.)?{re.escape(pattern)}(\..*)?")
+    return bool(module.fullmatch(name) or module.fullmatch(twin))
+
+
+KINDS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+_FUSED = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<part>gate_up_proj|down_proj)"
+    rf"(?:[._](?P<kind>{'|'.join(KINDS)}))?"
+)
+_CACHE_SCALES = (".k_scale", ".v_scale", ".k_bias", ".v_bias")
+
+
+def read(
+    weights: Iterable[tuple[str, torch.Tensor]], algorithm: str, num_experts: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A ModelOpt checkpoint's tensors as compressed-tensors names them. Scales of its KV cache,
+    which CPUs do not quantise, are left out."""
+    each = (
+        own
+        for name, weight in weights
+        if not name.endswith(_CACHE_SCALES)
+        for own in _of_each_expert(name, weight, num_experts)
+    )
+    return _read_nvfp4(each) if algorithm == "NVFP4" else _read_fp8(each)
+
+
+def _of_each_expert(
+    name: str, weight: torch.Tensor, num_experts: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts that are one tensor: weights [E, N, ...], scales [E, ...] or one for all. Gate and up
+    are the halves of N."""
+    found = _FUSED.fullmatch(name)
+    if found is None:
+        yield name, weight
+        return
+    parts = ("gate_proj", "up_proj") if found["part"] == "gate_up_proj" else ("down_proj",)
+    own = weight if weight.numel() > 1 else weight.reshape(1).expand(num_experts)
+    for expert, of_expert in enumerate(own):
+        halves = [of_expert] * len(parts)
+        if of_expert.numel() > 1:
+            halves = list(of_expert.chunk(len(parts)))
+        for part, half in zip(parts, halves, strict=True):
+            yield f"{found['experts']}.{expert}.{part}.{found['kind'] or 'weight'}", half
+
+
+def _read_nvfp4(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Global scales multiply in ModelOpt's files, and divide in compressed-tensors'."""
+    for name, weight in weights:
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and weight.dtype == torch.uint8:
+            yield f"{layer}.weight_packed", weight
+        elif kind == "weight_scale_2":
+            yield f"{layer}.weight_global_scale", weight.float().reciprocal().reshape(1)
+        elif kind == "input_scale":
+            yield f"{layer}.input_global_scale", weight.float().reciprocal().reshape(1)
+        else:
+            yield name, weight
+
+
+def _read_fp8(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A weight's one scale is every channel's. Inputs are quantised without a scale of theirs."""
+    num_channels: dict[str, int] = {}
+    waiting: dict[str, torch.Tensor] = {}
+    for name, weight in weights:
+        layer, _, kind = name.rpartition(".")
+        if kind == "input_scale":
+            continue
+        if kind == "weight_scale":
+            waiting[layer] = weight
+        else:
+            yield name, weight
+        if kind == "weight" and weight.dtype == torch.float8_e4m3fn:
+            num_channels[layer] = len(weight)
+        if layer in num_channels and layer in waiting:
+            scale = waiting.pop(layer).reshape(-1, 1)
+            yield f"{layer}.weight_scale", scale.expand(num_channels[layer], 1).contiguous()
+    for layer, scale in waiting.items():  # of no weight: an error, which the model's reader names
+        yield f"{layer}.weight_scale", scale
