@@ -15,9 +15,8 @@ from vllm.lora.request import LoRARequest
 from tests import tolerances
 from tests.engine.conftest import Engine
 from tests.engine.drafters import started
-from tests.engine.masked import Reference, Trajectory, make_checkpoint
-from tests.engine.masked_requests import RULES, VOCABULARY, params_of, served
-from tests.engine.nemotron import make_nemotron_checkpoint
+from tests.engine.masked import Reference, Trajectory
+from tests.engine.masked_requests import RULES, VOCABULARY, make, params_of, served
 from tests.engine.one_step import is_best_guess, random_ids
 from tests.engine.parting import first_parting
 from tests.engine.rounding import noisy_model
@@ -29,9 +28,9 @@ pytestmark = pytest.mark.numerics
 
 RANK = 8
 LAYERS = {
-    "SDARForCausalLM": "q_proj k_proj v_proj o_proj up_proj down_proj",
-    "NemotronLabsDiffusionModel": "q_proj k_proj v_proj o_proj up_proj down_proj",
-    "LLaDA2MoeModelLM": "query_key_value dense up_proj down_proj",
+    "SDAR": "q_proj k_proj v_proj o_proj up_proj down_proj",
+    "Nemotron": "q_proj k_proj v_proj o_proj up_proj down_proj",
+    "LLaDA2": "query_key_value dense up_proj down_proj",
 }
 """Of LLaDA2, those of dense layers and shared experts: routed ones need a GPU."""
 
@@ -81,19 +80,14 @@ def merged(model: torch.nn.Module, added: Weights) -> Iterator[None]:
             changed.copy_(was)
 
 
-@pytest.mark.parametrize("architecture", LAYERS)
+@pytest.mark.parametrize("family", LAYERS)
 def test_mixed_batch_is_answered_as_by_merged_checkpoints(
-    engine: Callable[..., Engine], tmp_path: Path, architecture: str
+    engine: Callable[..., Engine], tmp_path: Path, family: str
 ) -> None:
     """The same prompts to all, so that the prefix cache must tell them apart; more requests and
     adapters than a step holds."""
-    seeded = architecture == "NemotronLabsDiffusionModel"
-    path, decode = (
-        make_nemotron_checkpoint(tmp_path, 4)
-        if seeded
-        else make_checkpoint(tmp_path, 4, architecture)
-    )
-    layers = LAYERS[architecture].split()
+    path, decode = make(tmp_path, family, 4)
+    layers = LAYERS[family].split()
     added = [make_adapter(path / f"ad{i}", path, layers, i) for i in range(3)]
     adapters = [None, *(LoRARequest(f"ad{i}", i + 1, str(path / f"ad{i}")) for i in range(3))]
     prompts = [random_ids(length, VOCABULARY, length) for length in (1, 6, 41, 150)]
@@ -135,7 +129,7 @@ def rounding_decides(
 
 @torch.no_grad()
 def test_drafted_answers_are_those_of_merged_targets(tmp_path: Path) -> None:
-    layers = LAYERS["SDARForCausalLM"].split()
+    layers = LAYERS["SDAR"].split()
     added = [{}, *(make_adapter(tmp_path / f"ad{i}", TARGET, layers, i) for i in range(2))]
     adapters = [None, *(LoRARequest(f"ad{i}", i + 1, str(tmp_path / f"ad{i}")) for i in range(2))]
     asked = [(prompt, which) for prompt in chat_prompts()[:4] for which in range(len(adapters))]
