@@ -81,7 +81,7 @@ def compare_two_settings(browser: Browser, server: str, folder: Path) -> None:
             slider.press("Home")
             for _ in range(steps):
                 slider.press("ArrowRight")
-            expect(panel.locator(".position")).to_contain_text(f"Canvas {steps + 1} of ")
+            expect(panel.locator(".position")).to_contain_text(f"Step {steps + 1} of ")
         slider.blur()
         page.screenshot(path=folder / "desktop.png", full_page=True)
 
@@ -110,12 +110,13 @@ def show_errors(browser: Browser, server: str, folder: Path) -> None:
         others = page.get_by_label("Others, as JSON")
         for value, complaint in (
             ('{"diffusion_foo": 1}', "diffusion_foo is not known"),
-            ("{", "JSON"),
+            ("{", "“Others, as JSON” must be an object"),
+            ("[1]", "“Others, as JSON” must be an object"),
         ):
             others.fill(value)
             ask(page, QUESTION)
             expect(page.locator(".problem")).to_contain_text(complaint)
-            expect(page.locator("#status")).to_have_text("Not answered.")
+            expect(page.locator("#status")).to_contain_text(f"Not answered: {complaint}")
 
 
 def stop(browser: Browser, server: str, folder: Path) -> None:

@@ -252,8 +252,10 @@ def test_start_ends_with_a_clear_error(complaint: Complaint, broken: Path, name:
 def test_a_server_says_it_last(broken: Path, tmp_path: Path, name: str) -> None:
     """What was found in the process that the user started, and in that of the model."""
     _, options, message = CASES[name]
-    last = conftest.last_words(broken, tmp_path / "vllm.log", *options).splitlines()[-1]
+    log = conftest.last_words(broken, tmp_path / "vllm.log", *options)
+    last = log.splitlines()[-1]
     assert last.startswith("Error: ") and message in last
+    assert "Traceback" not in log
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_a_wrong_folder(tmp_path: Path) -> None:
     missing = tmp_path / "checkpoints" / "nope"
     log = conftest.last_words(missing, tmp_path / "vllm.log")
     assert log.splitlines()[-1] == (
-        f"ValueError: There is no model '{missing}': no such folder (there is no "
+        f"Error: There is no model '{missing}': no such folder (there is no "
         f"'{missing.parent}' either). Name the folder of a checkpoint."
     )
-    assert "Retrying" not in log
+    assert "Retrying" not in log and "Traceback" not in log

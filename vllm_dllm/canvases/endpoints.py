@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import FileResponse, RedirectResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from vllm.logger import init_logger
 
+from vllm_dllm.canvases.about import about
 from vllm_dllm.canvases.hub import CanvasHub
 from vllm_dllm.canvases.middleware import CanvasStreams
 from vllm_dllm.canvases.texts import TokenTexts
@@ -17,6 +18,7 @@ from vllm_dllm.config import canvas_feeds
 logger = init_logger(__name__)
 
 PAGE = Path(__file__).parent / "page"
+START = Path(__file__).parent / "start" / "index.html"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
     # Nothing from elsewhere, and nothing that an answer could make the page run.
@@ -34,6 +36,7 @@ class CanvasEndpoints:
 
     def __init__(self) -> None:
         self._source: tuple[CanvasHub, TokenTexts] | None = None
+        self._about: dict[str, Any] = {}
 
     def attach_router(self, app: FastAPI) -> None:
         # Added before vLLM's own layers, so inside of them: whoever comes here has shown the key.
@@ -42,7 +45,12 @@ class CanvasEndpoints:
         async def redirect() -> Response:
             return RedirectResponse("canvas/")
 
+        async def tell() -> Response:
+            return JSONResponse(self._about, headers=_HEADERS)
+
+        app.add_api_route("/", _serve(START), include_in_schema=False)
         app.add_api_route("/canvas", redirect, include_in_schema=False)
+        app.add_api_route("/canvas/about.json", tell, include_in_schema=False)
         for file in sorted(PAGE.iterdir()):
             name = "" if file.name == "index.html" else file.name
             app.add_api_route(f"/canvas/{name}", _serve(file), include_in_schema=False)
@@ -53,7 +61,21 @@ class CanvasEndpoints:
         if engine_client is None or not engine_client.model_config.is_diffusion or folder is None:
             return
         self._source = CanvasHub(folder), TokenTexts(engine_client.get_tokenizer())
-        logger.info("Canvases can be watched: /canvas, and diffusion_stream_canvases in requests.")
+        self._about = about(engine_client.model_config)
+        logger.info(
+            "Canvases can be watched on %s, and with diffusion_stream_canvases in requests.",
+            page_address(args),
+        )
+
+
+def page_address(args: Namespace) -> str:
+    """Where a browser on this machine finds the page of a server that was started with `args`."""
+    if args.uds:
+        return "/canvas"
+    host = "127.0.0.1" if args.host in (None, "", "0.0.0.0", "::") else args.host
+    scheme = "https" if args.ssl_certfile else "http"
+    name = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{name}:{args.port}{args.root_path or ''}/canvas"
 
 
 def _serve(file: Path) -> Any:

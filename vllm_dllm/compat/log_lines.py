@@ -3,14 +3,22 @@
 Imports nothing of vLLM, whose modules log while they are being imported.
 """
 
+ENGINE = "vllm.v1.engine.core"
 FAILED_START = {
     "vllm.v1.executor.multiproc_executor": "WorkerProc failed to start.",
-    "vllm.v1.engine.core": "EngineCore failed to start.",
+    ENGINE: "EngineCore failed to start.",
 }
 """Logger -> the message with which its process, a child, logs the exception that ends it."""
 
 ENGINE_FAILED = "Engine core initialization failed."
 """How the parent's own exception begins. It knows no more than that the child ended."""
+
+WRONG_OF_OURS = {
+    "vllm.config.scheduler": "Using custom scheduler class %s.",
+    "vllm.plugins": "Found endpoint plugin(s) %s but VLLM_PLUGINS is not set.",
+}
+"""Logger -> how a warning begins that is wrong of what it names, where that is ours: our schedulers
+keep asynchronous scheduling, and a server without the page for canvases lacks nothing."""
 
 WRONG_ON_CPUS = {
     "vllm.triton_utils.importing": "Triton is installed, but doesn't include CPU backend.",

@@ -14,8 +14,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-FOLDER = "VLLM_DLLM_CANVAS_FOLDER"
-"""Environment variable, which a server's first process hands down to the others."""
+FOLDER = "DLLM_CANVAS_FOLDER"
+"""Environment variable, which a server's first process hands down to the others. vLLM warns of
+unknown ones that begin as its own do."""
 FEED = "vllm_dllm_canvas_feed"
 """Key of `SamplingParams.extra_args`, set by the API process and never by a client's wish."""
 _NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})")

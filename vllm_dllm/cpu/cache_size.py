@@ -80,6 +80,35 @@ def _counter(name: str) -> int:
     return sum(int(value) for key, value in lines if key in ("active_file", "inactive_file"))
 
 
+def check_room(num_bytes: int, specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig") -> None:
+    """Raises ValueError where a cache of that size has no room for one request of the longest
+    length. vLLM rounds the sizes to tenths of a GiB, and advises shares of a GPU."""
+    model_config, needed = vllm_config.model_config, _longest(specs, vllm_config)
+    # -1 lets vLLM choose a length that fits.
+    if needed <= num_bytes or model_config.original_max_model_len == -1:
+        return
+    if vllm_config.cache_config.kv_cache_memory_bytes is None:
+        share = vllm_config.cache_config.gpu_memory_utilization
+        cause = f"of the memory, --gpu-memory-utilization {share:g} leaves {_mib(num_bytes)}"
+        remedy = "stop other programs, or raise that share"
+    else:
+        cause = f"--kv-cache-memory-bytes (or VLLM_CPU_KVCACHE_SPACE) is {_mib(num_bytes)}"
+        remedy = "raise it or leave it out"
+    raise ValueError(
+        f"A request of {model_config.max_model_len} tokens needs {_mib(needed)} of KV cache, and "
+        f"{cause}. Lower --max-model-len, {remedy}."
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{max(num_bytes, 0) / (1 << 20):,.2f} MiB"
+
+
+def _longest(specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig") -> int:
+    """Bytes of a request of the longest length."""
+    return sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
+
+
 def cache_bytes(
     available_bytes: int, specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig"
 ) -> int:
@@ -88,16 +117,12 @@ def cache_bytes(
     Raises:
         ValueError: not even one request of the longest length has room.
     """
-    model_config, share = vllm_config.model_config, vllm_config.cache_config.gpu_memory_utilization
-    requests, tokens = vllm_config.scheduler_config.max_num_seqs, model_config.max_model_len
-    longest = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
-    # -1 lets vLLM choose a length that fits.
-    if longest > available_bytes and model_config.original_max_model_len != -1:
-        raise ValueError(
-            f"A request of {tokens} tokens needs {longest / _GIB:.2f} GiB of KV cache, and there "
-            f"are {max(available_bytes, 0) / _GIB:.2f} GiB for it (--gpu-memory-utilization "
-            f"{share:g}). Lower --max-model-len, stop other programs, or raise that share."
-        )
+    tokens, requests = (
+        vllm_config.model_config.max_model_len,
+        vllm_config.scheduler_config.max_num_seqs,
+    )
+    check_room(available_bytes, specs, vllm_config)
+    longest = _longest(specs, vllm_config)
     wanted = max(ROOM * requests * longest, LEAST_BYTES)
     if not specs or wanted >= available_bytes:
         return available_bytes

@@ -60,7 +60,9 @@ class TritonFreeCPUWorker(CPUWorker):
 
     def determine_available_memory(self) -> int:
         if self.cache_config.kv_cache_memory_bytes is not None:
-            return super().determine_available_memory()
+            size = super().determine_available_memory()
+            cache_size.check_room(size, self.get_kv_cache_spec(), self.vllm_config)
+            return size
         # As vLLM does it, but for its check of memory that nobody has asked for.
         if not envs.VLLM_CPU_CI_ENV:
             self.model_runner.warming_up_model()

@@ -92,7 +92,10 @@ def _load(
         return Gemma4ImageProcessorPil.from_pretrained(model, **options)
     except OSError as error:
         reason = str(error).partition("\n")[0]
-        logger.warning("Images are refused, text alone is served: no image processor (%s)", reason)
+        # Where config.json has none, transformers makes one up.
+        sees = PretrainedConfig.get_config_dict(model)[0].get("vision_config") is not None
+        log = logger.warning if sees else logger.info
+        log("Images are refused, text alone is served: no image processor (%s)", reason)
         return None
 
 

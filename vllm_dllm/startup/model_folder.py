@@ -1,29 +1,79 @@
-"""A model that is no folder here and that the hub cannot be asked for: said at once, in one line.
+"""A model that cannot be served for what its folder lacks, or has: said at once, in one line.
 
 vLLM takes any name of two words for one of the hub's, asks five times, and says nothing of folders.
+It advises a newer transformers for a model that it does not know, and sentencepiece where a
+tokenizer is missing.
 """
 
+import json
 import socket
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import transformers
 from huggingface_hub import constants
-from vllm import envs
+from vllm import ModelRegistry, envs
+
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA, MASKED_MODELS
+from vllm_dllm.drafters.presets import read_layout
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 _CONNECT_SECONDS = 3.0
+_TOKENIZERS = (
+    *("tokenizer.json", "*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt"),
+    "tokenization*.py",
+)
 
 
 def check_models(arguments: "EngineArgs") -> None:
-    """Raises ValueError when the model, or the drafter, is nowhere to be found."""
+    """Raises ValueError when the model, or the drafter, is nowhere to be found or of no use."""
     check_model(arguments.model)
-    drafter = (arguments.speculative_config or {}).get("model")
+    folder = Path(arguments.model).expanduser()
+    if arguments.tokenizer is None and not arguments.skip_tokenizer_init:
+        _check_tokenizer(folder)
+    if not arguments.trust_remote_code:
+        _check_architecture(folder)
+    speculative = arguments.speculative_config or {}
+    drafter = speculative.get("model")
     if isinstance(drafter, str):
         check_model(drafter)
+        if speculative.get("method") == "dflash" and (config := _read_config(Path(drafter))):
+            read_layout(config, f"'{drafter}' of --speculative-config")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """A folder's `config.json`; empty where there is none that can be read: vLLM says more."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Raises ValueError where a checkpoint's folder has none."""
+    found = any(path for name in _TOKENIZERS for path in folder.glob(name))
+    if _read_config(folder) and not found:
+        raise ValueError(
+            f"'{folder}' has no tokenizer.json: copy it from where the checkpoint is from, or name "
+            f"a folder that has one with --tokenizer."
+        )
+
+
+def _check_architecture(folder: Path) -> None:
+    """Raises ValueError for a model that neither this project nor vLLM nor transformers knows."""
+    config = _read_config(folder)
+    names, known = config.get("architectures") or [], ModelRegistry.get_supported_archs()
+    is_known = any(name in known or hasattr(transformers, name) for name in names)
+    if names and not is_known and config.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"The model in '{folder}' is a {', '.join(names)}, which cannot be served. The "
+            f"diffusion models that can are {', '.join((DIFFUSION_GEMMA, *MASKED_MODELS))}."
+        )
 
 
 def check_model(model: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
-from vllm_dllm.canvases.endpoints import PAGE, CanvasEndpoints
+from vllm_dllm.canvases.about import ANYTHING, OUR_TASKS
+from vllm_dllm.canvases.endpoints import PAGE, CanvasEndpoints, page_address
 from vllm_dllm.canvases.texts import TokenTexts
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import FEED
@@ -31,7 +33,26 @@ class Tokenizer:
         return f"<{ids[0]}>"
 
 
-def application(is_diffusion: bool = True) -> TestClient:
+def arguments(**address: Any) -> Namespace:
+    """Of a server."""
+    where = {"host": None, "port": 8000, "uds": None, "ssl_certfile": None, "root_path": ""}
+    return Namespace(
+        allowed_origins=["*"],
+        allow_credentials=False,
+        allowed_methods=["*"],
+        allowed_headers=["*"],
+        api_key=list(KEYS),
+        enable_request_id_headers=False,
+        middleware=[],
+        **(where | address),
+    )
+
+
+def application(
+    is_diffusion: bool = True,
+    architecture: str = "SDARForCausalLM",
+    vocab_size: int = 512,
+) -> TestClient:
     """With the middleware that vLLM puts around a plugin's, and a route that shows what it got."""
     app = FastAPI()
 
@@ -43,19 +64,14 @@ def application(is_diffusion: bool = True) -> TestClient:
     plugin = CanvasEndpoints()
     assert isinstance(plugin, EndpointPlugin)
     plugin.attach_router(app)
-    args = Namespace(
-        allowed_origins=["*"],
-        allow_credentials=False,
-        allowed_methods=["*"],
-        allowed_headers=["*"],
-        api_key=list(KEYS),
-        enable_request_id_headers=False,
-        middleware=[],
-    )
+    args = arguments()
     init_entrypoints_middleware(args, app, ())
-    engine = SimpleNamespace(
-        model_config=SimpleNamespace(is_diffusion=is_diffusion), get_tokenizer=Tokenizer
+    model_config = SimpleNamespace(
+        is_diffusion=is_diffusion,
+        architectures=[architecture],
+        get_vocab_size=lambda: vocab_size,
     )
+    engine = SimpleNamespace(model_config=model_config, get_tokenizer=Tokenizer)
     asyncio.run(plugin.init_state(engine, app.state, args))
     return TestClient(app)
 
@@ -105,6 +121,51 @@ def test_the_page_needs_no_key_and_names_no_other_host() -> None:
             assert answer.content == file.read_bytes()
             assert "//" not in answer.text.replace("// ", "").replace("</", ""), "an address"
             assert "innerHTML" not in answer.text
+
+
+def test_the_start_page_links_to_what_is_there() -> None:
+    with application() as client:
+        page = client.get("/").text
+        links = set(re.findall(r'href="(?!data:)([^"]+)"', page))
+        ours = {"canvas/", "canvas/canvas.css"}
+        assert links - ours == {"v1/models", "docs", "metrics", "health"}  # vLLM's
+        assert all(client.get(f"/{link}").status_code == 200 for link in ours)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "vocab_size", "examples", "has_in_order"),
+    [
+        ("SDARForCausalLM", 512, OUR_TASKS, True),
+        ("DiffusionGemmaForBlockDiffusion", 262_144, ANYTHING, False),
+    ],
+)
+def test_the_page_offers_what_the_model_can_do(
+    folder: Path,
+    architecture: str,
+    vocab_size: int,
+    examples: tuple[str, ...],
+    has_in_order: bool,
+) -> None:
+    with application(architecture=architecture, vocab_size=vocab_size) as client:
+        told = client.get("/canvas/about.json").json()
+    assert told["examples"] == list(examples)
+    assert ("in_order" in told["acceptance"]) == has_in_order
+
+
+@pytest.mark.parametrize(
+    ("address", "page"),
+    [
+        ({}, "http://127.0.0.1:8000/canvas"),
+        ({"host": "0.0.0.0", "port": 8001}, "http://127.0.0.1:8001/canvas"),
+        ({"host": "::1"}, "http://[::1]:8000/canvas"),
+        (
+            {"host": "a.example", "ssl_certfile": "c", "root_path": "/x"},
+            "https://a.example:8000/x/canvas",
+        ),
+    ],
+)
+def test_where_the_page_is(address: dict[str, Any], page: str) -> None:
+    assert page_address(arguments(**address)) == page
 
 
 def test_texts() -> None:

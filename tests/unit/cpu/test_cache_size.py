@@ -64,7 +64,7 @@ def test_a_model_without_a_cache_keeps_what_vllm_says() -> None:
 
 
 def test_no_room_for_one_request() -> None:
-    with pytest.raises(ValueError, match=r"A request of 1000 tokens needs 0\.00 GiB of KV"):
+    with pytest.raises(ValueError, match=r"of 1000 tokens needs 0\.59 MiB of KV"):
         cache_size.cache_bytes(FULL_BYTES, LAYERS, config())
 
 
@@ -119,7 +119,20 @@ def test_a_named_share_that_the_model_fills(
     monkeypatch: pytest.MonkeyPatch, node: MemoryNodeInfo
 ) -> None:
     worker = started(monkeypatch, gpu_memory_utilization=0.001)
-    with pytest.raises(ValueError, match=r"0\.00 GiB for it \(--gpu-memory-utilization 0\.001\)"):
+    with pytest.raises(ValueError, match=r"--gpu-memory-utilization 0\.001 leaves 0\.00 MiB"):
+        worker.determine_available_memory()
+
+
+@pytest.mark.usefixtures("node")
+@pytest.mark.parametrize(
+    ("size", "said"), [(10_000, r"is 0\.01 MiB\. "), (1 << 19, r"is 0\.50 MiB\. ")]
+)
+def test_a_named_size_without_room_for_one_request(
+    monkeypatch: pytest.MonkeyPatch, size: int, said: str
+) -> None:
+    """vLLM says that 0.0 GiB are needed, and 0.0 available."""
+    worker = started(monkeypatch, kv_cache_memory_bytes=size)
+    with pytest.raises(ValueError, match=r"needs 0\.59 MiB of KV .*" + said):
         worker.determine_available_memory()
 
 

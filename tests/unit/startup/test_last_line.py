@@ -26,7 +26,7 @@ def fail(logger, message):
 if __name__ == "__main__":
     last_line.install()
     last_line.install()
-    context = multiprocessing.get_context(sys.argv[1])
+    context = multiprocessing.get_context(sys.argv[2])
     child = context.Process(target=fail, args=("vllm.v1.executor.multiproc_executor", ""))
     child.start()
     child.join()
@@ -34,14 +34,18 @@ if __name__ == "__main__":
 """
 
 
-def last_words(folder: Path, error: str, method: str = "spawn") -> list[str]:
+def last_words(
+    folder: Path, error: str, method: str = "spawn", level: str | None = "INFO"
+) -> list[str]:
+    """`level`: of `VLLM_LOGGING_LEVEL`."""
     program = folder / "program.py"
     program.write_text(PROGRAM.replace("{error}", error))
     done = subprocess.run(
-        [sys.executable, str(program), method],
+        [sys.executable, str(program), "serve", method],
         capture_output=True,
         text=True,
-        env={"TMPDIR": str(folder), "PYTHONPATH": ":".join(sys.path)},
+        env={"TMPDIR": str(folder), "PYTHONPATH": ":".join(sys.path)}
+        | ({} if level is None else {"VLLM_LOGGING_LEVEL": level}),
     )
     assert done.returncode == 1
     return done.stderr.splitlines()
@@ -66,3 +70,24 @@ def test_an_error_that_pydantic_wraps(tmp_path: Path) -> None:
     error = """__import__("pydantic").TypeAdapter(int).validate_python("x")"""
     lines = last_words(tmp_path, error)
     assert lines[-1].startswith("Error: Input should be a valid integer"), lines[-3:]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("RuntimeError(ENGINE_FAILED)", "Error: head_size must be 64, got 65"),
+        ("ValueError('no such folder')", "Error: no such folder"),
+        (
+            "KeyError('layers')",
+            "Error: KeyError: 'layers'. VLLM_LOGGING_LEVEL=INFO shows where.",
+        ),
+    ],
+)
+def test_without_a_level_there_are_no_tracebacks(
+    tmp_path: Path, method: str, error: str, said: str
+) -> None:
+    """Neither of this process nor of its children."""
+    lines = last_words(tmp_path, error, method, level=None)
+    assert lines[-1] == said
+    assert not [line for line in lines if "Traceback" in line or line.startswith("  File")]

@@ -1,13 +1,16 @@
 """A model that can only be a folder, or that no hub can be asked for, is refused at once."""
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
+from vllm_dllm.drafters.presets import DrafterMismatch
 from vllm_dllm.startup.model_folder import check_model, check_models
 
 
@@ -105,6 +108,43 @@ def test_a_proxy_is_not_second_guessed(
 
 def test_the_drafter_too(clone: Path, no_network: None) -> None:
     drafter = {"method": "dflash", "model": "checkpoints/drafter"}
-    arguments = SimpleNamespace(model="checkpoints/small", speculative_config=drafter)
     with pytest.raises(ValueError, match="There is no model 'checkpoints/drafter'"):
-        check_models(arguments)  # type: ignore[arg-type]
+        check_models(arguments("checkpoints/small", speculative_config=drafter))
+
+
+def arguments(model: str, **others: Any) -> Any:
+    """Of an engine."""
+    defaults = {"tokenizer": None, "skip_tokenizer_init": False, "trust_remote_code": False}
+    return SimpleNamespace(**{"model": model, "speculative_config": None, **defaults, **others})
+
+
+def write(folder: Path, **config: Any) -> str:
+    """Writes a checkpoint's config."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_no_tokenizer(clone: Path) -> None:
+    small = write(clone / "checkpoints" / "small", architectures=["Qwen3ForCausalLM"])
+    with pytest.raises(ValueError, match=r"small' has no tokenizer\.json: copy it"):
+        check_models(arguments(small))
+    check_models(arguments(small, skip_tokenizer_init=True))
+    (clone / "checkpoints" / "small" / "tokenizer.json").touch()
+    check_models(arguments(small))
+
+
+def test_an_architecture_that_nobody_knows(clone: Path) -> None:
+    """What vLLM says of it is to upgrade transformers."""
+    small = write(
+        clone / "checkpoints" / "small", architectures=["LLaDAModelLM"], model_type="llada"
+    )
+    with pytest.raises(ValueError, match=r"is a LLaDAModelLM, which cannot be served.*SDARMoeForC"):
+        check_models(arguments(small, tokenizer="elsewhere"))
+    check_models(arguments(small, tokenizer="elsewhere", trust_remote_code=True))
+
+
+def test_a_target_is_no_drafter(clone: Path) -> None:
+    large = write(clone / "checkpoints" / "large", num_hidden_layers=2)
+    drafter = {"method": "dflash", "model": large}
+    with pytest.raises(DrafterMismatch, match="is not a DFlash drafter: expected mask_token_id"):
+        check_models(arguments("checkpoints/small", speculative_config=drafter))

@@ -2,10 +2,11 @@
 // What a model says is inserted as text, never as HTML.
 
 import { Panel } from "./panel.js";
-import { readModel, streamChat } from "./stream.js";
+import { readAbout, readModel, streamChat } from "./stream.js";
 
 const byId = (id) => document.getElementById(id);
-const panels = [new Panel(byId("panels"), "Settings A")];
+const about = await readAbout();
+const panels = [];
 let running = null; // AbortController of the streams that are open
 
 function key() {
@@ -26,7 +27,11 @@ async function showModel() {
 function showPanels() {
   const wanted = byId("both").checked ? 2 : 1;
   while (panels.length > wanted) panels.pop().remove();
-  if (panels.length < wanted) panels.push(new Panel(byId("panels"), "Settings B"));
+  while (panels.length < wanted) {
+    const panel = new Panel(byId("panels"), "Settings B");
+    panel.offer(about.acceptance);
+    panels.push(panel);
+  }
   panels[0].title = wanted === 2 ? "Settings A" : "Canvas";
 }
 
@@ -54,8 +59,8 @@ async function ask() {
     const answers = panels.map((panel) =>
       panel.show((settings) => streamChat(body, settings, key(), controller.signal), pace),
     );
-    const done = await Promise.all(answers);
-    byId("status").textContent = done.every(Boolean) ? "Done." : "Not answered.";
+    const problems = new Set((await Promise.all(answers)).filter(Boolean));
+    byId("status").textContent = problems.size === 0 ? "Done." : `Not answered: ${[...problems].join(" ")}`;
   } catch (error) {
     byId("status").textContent = "";
     panels[0].complain(error.message);
@@ -75,5 +80,20 @@ byId("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").requestSubmit();
 });
 
+function showExamples() {
+  for (const question of about.examples) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = question;
+    button.addEventListener("click", () => {
+      byId("prompt").value = question;
+      byId("ask").requestSubmit();
+    });
+    byId("examples").append(button);
+  }
+  byId("prompt").value = about.examples[0] ?? "";
+}
+
+showExamples();
 showPanels();
 showModel().catch(() => {});

@@ -7,6 +7,20 @@ const doubt = (nats) => Math.sqrt(Math.min(nats / WORST_NATS, 1)).toFixed(3);
 
 const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
+// Keys and values from “Others, as JSON”.
+function readObject(text) {
+  let read = null;
+  try {
+    read = JSON.parse(text);
+  } catch {
+    // Said below.
+  }
+  if (read === null || typeof read !== "object" || Array.isArray(read)) {
+    throw new Error(`“Others, as JSON” must be an object such as {"diffusion_accept_tokens": 8}, got ${text}`);
+  }
+  return read;
+}
+
 export class Panel {
   #root;
   #canvas;
@@ -35,6 +49,12 @@ export class Panel {
     this.#root.setAttribute("aria-label", text);
   }
 
+  // The rules of acceptance that the model knows.
+  offer(rules) {
+    const select = this.#find("[data-key=diffusion_acceptance]");
+    for (const rule of rules) select.add(new Option(rule));
+  }
+
   remove() {
     this.#isReplaying = false;
     this.#root.remove();
@@ -44,13 +64,15 @@ export class Panel {
     this.#find(".problem").textContent = text;
   }
 
-  // `ask(settings)` gives the chunks. Draws each canvas for at least `pace` ms; resolves to whether
-  // there was an answer.
+  // `ask(settings)` gives the chunks. Draws each canvas for at least `pace` ms; resolves to why
+  // there was no answer, or to an empty text.
   async show(ask, pace) {
     this.#reset();
     const start = performance.now();
     const waiting = [];
     let text = "";
+    let end = null;
+    let problem = "";
     let isOpen = true;
     const drawing = (async () => {
       // Canvases come as fast as the server denoises; a person wants to see them.
@@ -67,13 +89,14 @@ export class Panel {
       for await (const chunk of ask(this.#settings())) {
         if (chunk.canvas) waiting.push(chunk.canvas);
         text += chunk.choices[0]?.delta?.content ?? "";
+        end = chunk.choices[0]?.finish_reason ?? end;
         if (chunk.usage) {
           this.#rate = chunk.usage.completion_tokens / ((performance.now() - start) / 1000);
         }
       }
     } catch (error) {
       waiting.length = 0;
-      this.complain(error.name === "AbortError" ? "Stopped." : error.message);
+      problem = error.name === "AbortError" ? "Stopped." : error.message;
     } finally {
       isOpen = false;
     }
@@ -81,7 +104,14 @@ export class Panel {
     this.#find(".answer").textContent = text;
     this.#numbers();
     this.#play.disabled = this.#steps.length < 2;
-    return text !== "";
+    if (problem === "" && text === "") {
+      problem =
+        end === "length"
+          ? "All of its tokens were without text. Raise “Most tokens”."
+          : "The model ended its answer before the first word.";
+    }
+    this.complain(problem);
+    return problem;
   }
 
   #find(selector) {
@@ -93,7 +123,7 @@ export class Panel {
     for (const field of this.#root.querySelectorAll("[data-key]")) {
       const value = field.value.trim();
       if (value === "") continue;
-      if (field.dataset.key === "") Object.assign(settings, JSON.parse(value));
+      if (field.dataset.key === "") Object.assign(settings, readObject(value));
       else settings[field.dataset.key] = field.type === "number" ? Number(value) : value;
     }
     return settings;
@@ -105,7 +135,7 @@ export class Panel {
     this.#isReplaying = false;
     this.#slider.disabled = this.#play.disabled = true;
     this.#slider.max = this.#slider.value = 0;
-    this.#find(".position").textContent = "Canvases";
+    this.#find(".position").textContent = "Steps";
     this.#canvas.replaceChildren();
     for (const selector of [".answer", ".problem", ".settled"]) this.#find(selector).textContent = "";
     for (const shown of this.#root.querySelectorAll("[data-show]")) shown.textContent = "–";
@@ -134,10 +164,12 @@ export class Panel {
   #draw(index) {
     const canvas = this.#steps[index];
     this.#slider.value = index;
-    this.#find(".position").textContent = `Canvas ${index + 1} of ${this.#steps.length}`;
+    const blocks = new Set(this.#steps.map((one) => one.block)).size;
+    this.#find(".position").textContent =
+      `Step ${index + 1} of ${this.#steps.length}` + (blocks > 1 ? ` on ${blocks} canvases` : "");
     this.#slider.setAttribute(
       "aria-valuetext",
-      `Block ${canvas.block + 1}, step ${canvas.step}: ${canvas.texts.join("")}`,
+      `Canvas ${canvas.block + 1}, step ${canvas.step}: ${canvas.texts.join("")}`,
     );
     this.#settle(index);
     this.#canvas.classList.toggle("settling", canvas.finished);

@@ -10,8 +10,10 @@ function headers(key) {
   };
 }
 
-async function complaint(response) {
-  if (response.status === 401) return "The server wants an API key: enter it above.";
+async function complaint(response, key) {
+  if (response.status === 401) {
+    return key ? "The server refuses this API key." : "The server wants an API key: enter it above.";
+  }
   const text = await response.text();
   try {
     return JSON.parse(text).error.message;
@@ -20,9 +22,15 @@ async function complaint(response) {
   }
 }
 
+// Examples for the model, and the rules that it knows.
+export async function readAbout() {
+  const response = await fetch(new URL("about.json", document.baseURI));
+  return { examples: [], acceptance: [], ...(response.ok ? await response.json() : {}) };
+}
+
 export async function readModel(key) {
   const response = await fetch(new URL("models", API), { headers: headers(key) });
-  if (!response.ok) throw new Error(await complaint(response));
+  if (!response.ok) throw new Error(await complaint(response, key));
   return (await response.json()).data[0].id;
 }
 
@@ -54,7 +62,7 @@ export async function* streamChat(body, settings, key, signal) {
       vllm_xargs: { ...settings, diffusion_stream_canvases: true },
     }),
   });
-  if (!response.ok) throw new Error(await complaint(response));
+  if (!response.ok) throw new Error(await complaint(response, key));
   for await (const data of readEvents(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
