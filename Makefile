@@ -8,6 +8,9 @@ READY := .venv/.ready
 # So Python must be free to keep what it compiled, or every start compiles all of vLLM again.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check
+# V=1 shows all that pip and vLLM say; else vLLM's warnings are shown, and what this project says.
+QUIET := $(if $(V),,-qq)
+QUIET_LOG := $(if $(V),,VLLM_LOGGING_CONFIG_PATH=$(CURDIR)/scripts/quiet_log.json)
 # Where torch 2.13.0+cpu is, for machines whose first index lacks it.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -28,22 +31,24 @@ $(READY): requirements/cpu.txt pyproject.toml
 	@"$(PYTHON)" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' || { \
 	  echo "vLLM's CPU kernels load libnuma.so.1; on Debian: apt-get install libnuma1"; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
-	@echo "[2/4] pinned packages (1 GB to download, 4 GB installed)"
+	@echo "[2/4] pinned packages: 1 GB to download, 4 GB installed, a minute or more (V=1 shows each)"
 	@$(PIP_INSTALL) -qq pip==26.3 # shows progress while it installs, too
-	@$(PIP_INSTALL) --no-deps -r requirements/cpu.txt || { \
+	@$(PIP_INSTALL) $(QUIET) --no-deps -r requirements/cpu.txt || { \
 	  echo "Trying again with the PyTorch CPU index."; \
-	  $(PIP_INSTALL) --no-deps --extra-index-url $(TORCH_CPU_INDEX) -r requirements/cpu.txt; }
+	  $(PIP_INSTALL) $(QUIET) --no-deps --extra-index-url $(TORCH_CPU_INDEX) -r requirements/cpu.txt; }
 	@echo "[3/4] this project"
 	@$(PIP_INSTALL) -qq --no-deps --no-build-isolation --editable .
-	@echo "[4/4] first start of vLLM"
+	@echo "[4/4] first start of vLLM: half a minute, in which Python compiles it"
 	@$(BIN)/vllm --version
 	@touch $@
 	@echo "Ready. Next: make serve, make demo or make test."
 
 # With what lets clients watch canvases, and the page /canvas (docs/canvases.md).
 serve: export VLLM_PLUGINS := vllm_dllm,vllm_dllm_canvas
-serve: setup ## serve the shipped checkpoint on port 8000 (PORT=...)
-	$(BIN)/vllm serve $(CHECKPOINT) --host 127.0.0.1 --port $(PORT) \
+serve: setup ## serve the shipped checkpoint on port 8000 (PORT=..., V=1 shows the whole log)
+	$(if $(findstring /,$(CHECKPOINT))$(wildcard $(CHECKPOINT)),,$(error There is no folder '$(CHECKPOINT)'. \
+	  CHECKPOINT=FOLDER names one, such as checkpoints/diffusiongemma-tiny))
+	$(QUIET_LOG) $(BIN)/vllm serve $(CHECKPOINT) --host 127.0.0.1 --port $(PORT) \
 	  --diffusion-config '{"canvas_length": 64}' --dtype float32 --max-model-len 1024 \
 	  --kv-cache-memory-bytes 1G
 
