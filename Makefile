@@ -10,7 +10,6 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check
 # V=1 shows all that pip and vLLM say; else vLLM's warnings are shown, and what this project says.
 QUIET := $(if $(V),,-qq)
-QUIET_LOG := $(if $(V),,VLLM_LOGGING_CONFIG_PATH=$(CURDIR)/scripts/quiet_log.json)
 # Where torch 2.13.0+cpu is, for machines whose first index lacks it.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -45,10 +44,13 @@ $(READY): requirements/cpu.txt pyproject.toml
 
 # With what lets clients watch canvases, and the page /canvas (docs/canvases.md).
 serve: export VLLM_PLUGINS := vllm_dllm,vllm_dllm_canvas
+ifndef V
+serve: export VLLM_LOGGING_CONFIG_PATH := $(CURDIR)/scripts/quiet_log.json
+endif
 serve: setup ## serve the shipped checkpoint on port 8000 (PORT=..., V=1 shows the whole log)
 	$(if $(findstring /,$(CHECKPOINT))$(wildcard $(CHECKPOINT)),,$(error There is no folder '$(CHECKPOINT)'. \
 	  CHECKPOINT=FOLDER names one, such as checkpoints/diffusiongemma-tiny))
-	$(QUIET_LOG) $(BIN)/vllm serve $(CHECKPOINT) --host 127.0.0.1 --port $(PORT) \
+	$(BIN)/vllm serve $(CHECKPOINT) --host 127.0.0.1 --port $(PORT) \
 	  --diffusion-config '{"canvas_length": 64}' --dtype float32 --max-model-len 1024 \
 	  --kv-cache-memory-bytes 1G
 

@@ -35,6 +35,9 @@ _SMALL = "--dtype float32 --max-model-len 1024 --kv-cache-memory-bytes 1G"
 SERVERS = (
     f".venv/bin/vllm serve {TINY} --host 127.0.0.1 {_SMALL}",
     f".venv/bin/vllm serve checkpoints/sdar-tiny --host 127.0.0.1 {_SMALL}",
+    f".venv/bin/vllm serve {TINY}-vision --host 127.0.0.1 {_SMALL}",
+    f".venv/bin/vllm serve {TINY}-tools --host 127.0.0.1 {_SMALL}"
+    " --enable-auto-tool-choice --tool-call-parser gemma4_strict",
     f".venv/bin/vllm serve {TINY} --host 127.0.0.1 {_SMALL} --additional-config"
     """ '{"vllm_dllm": {"window_rule": "symmetric", "defaults": {"diffusion_max_steps": 24}}}'""",
     f".venv/bin/vllm serve {TINY} --host 127.0.0.1 {_SMALL} --additional-config"
@@ -114,6 +117,7 @@ PROGRAMS = {
     "from pydantic import BaseModel": (
         "tests/server/test_structured_outputs.py::test_documented_program"
     ),
+    "import base64": "tests/server/test_images.py::test_documented_program",
     "from openai import OpenAI": "tests/server/test_documented.py::test_client_program",
     "from vllm import LLM, SamplingParams": "tests/server/test_documented.py::test_offline_program",
 }

@@ -1,6 +1,8 @@
 """Images over HTTP: chats with pictures are answered, bad pictures are refused."""
 
 import base64
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ from openai import BadRequestError
 from PIL import Image
 
 from tests.engine.images import random_image
+from tests.documents import programs
 from tests.faults.fuzz import SEEING, Fuzz, make_seeing
+from tests.paths import CHECKPOINTS, ROOT
 from tests.pictures import data_url as url_of_bytes
 from tests.pictures import encoded
-from tests.server.conftest import Server, serving
+from tests.server.conftest import UNCOMPILED, Server, serving
 
 MOST_IMAGES = SEEING.most_images
 TOKENS_OF_A_SQUARE = 64 + 2  # 8 x 8 image tokens of 70 at most, and the marks
@@ -75,6 +79,17 @@ def test_an_answer_depends_on_what_the_image_shows(seeing: Server, folder: Path)
     assert len({text_of(answer) for answer in (plain, *answers)}) == 3
     file = ask(seeing, [image_part(f"file://{folder}/pictures/square.png"), question])
     assert text_of(file) == text_of(answers[0])
+
+
+def test_documented_program(folder: Path) -> None:
+    """With the model that has learnt to see."""
+    (program,) = (p.text for p in programs() if p.text.startswith("import base64"))
+    with serving(CHECKPOINTS / "diffusiongemma-tiny-vision", folder, *UNCOMPILED) as server:
+        there = program.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{server.port}")
+        done = subprocess.run(
+            [sys.executable, "-c", there], cwd=ROOT, capture_output=True, text=True
+        )
+    assert done.stdout == "7\n", done.stderr
 
 
 def test_images_between_turns(seeing: Server) -> None:
