@@ -11,8 +11,8 @@ import pytest
 from openai import BadRequestError
 from PIL import Image
 
-from tests.engine.images import random_image
 from tests.documents import programs
+from tests.engine.images import random_image
 from tests.faults.fuzz import SEEING, Fuzz, make_seeing
 from tests.paths import CHECKPOINTS, ROOT
 from tests.pictures import data_url as url_of_bytes
@@ -89,7 +89,7 @@ def test_documented_program(folder: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", there], cwd=ROOT, capture_output=True, text=True
         )
-    assert done.stdout == "7\n", done.stderr
+    assert done.stdout == "4+3=7\n", done.stderr
 
 
 def test_images_between_turns(seeing: Server) -> None:

@@ -4,8 +4,6 @@ import json
 import multiprocessing
 from collections.abc import Sequence
 
-_OPTION = "--additional-config"
-
 
 def check(arguments: Sequence[str]) -> None:
     """Ends the process where `--additional-config` is not JSON: vLLM's own error names a function.
@@ -14,7 +12,7 @@ def check(arguments: Sequence[str]) -> None:
         return
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, is_joined, value = word.partition("=")
-        if name.replace("_", "-") == _OPTION:
+        if name.replace("_", "-") == "--additional-config":
             _check_json(value if is_joined else following)
 
 
@@ -23,6 +21,6 @@ def _check_json(text: str) -> None:
         json.loads(text)
     except ValueError as error:
         raise SystemExit(
-            f"Error: {_OPTION} must be JSON, got {text!r}: {error}. Quote it for the shell, as in "
-            f"""{_OPTION} '{{"vllm_dllm": {{"commit_last_block": true}}}}'."""
+            f"Error: --additional-config must be JSON, got {text!r}: {error}. Quote it for "
+            """the shell, as in --additional-config '{"vllm_dllm": {"commit_last_block": true}}'."""
         ) from None
