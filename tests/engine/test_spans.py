@@ -50,7 +50,7 @@ def test_blocks_of_requests(
         assert len(blocks) == 3
         steps = served.steps(str(request.attributes["gen_ai.request.id"]))
         check_blocks(steps, blocks)
-        root = next(s for s in found if s.span_id == request.parent)
+        (root,) = (s for s in found if s.span_id == request.parent)
         assert (root.name, root.parent) == ("diffusion_request", "")
         assert {block.parent for block in blocks} == {root.span_id}
         assert began <= request.start_ns <= blocks[0].start_ns

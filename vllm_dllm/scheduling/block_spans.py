@@ -1,5 +1,6 @@
 """A span of OpenTelemetry for each finished canvas of a request. docs/metrics.md explains them."""
 
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,19 @@ class _Blocks:
     num_finished: int = 0
 
 
+class SystemIds:
+    """OpenTelemetry's generator of ids, by the operating system's random numbers."""
+
+    def generate_span_id(self) -> int:
+        return secrets.randbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return secrets.randbits(128) or 1
+
+    def is_trace_id_random(self) -> bool:
+        return True
+
+
 class BlockSpans:
     """Makes the spans, in the engine of a server that traces: vLLM has set up OpenTelemetry."""
 
@@ -32,7 +46,9 @@ class BlockSpans:
 
         self._blocks: WeakKeyDictionary[Request, _Blocks] = WeakKeyDictionary()
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
-        self._tracer = trace.get_tracer(__name__)
+        self._tracer: Any = trace.get_tracer(__name__)
+        # A worker in this process seeds Python's numbers, and every start would have the same ids.
+        self._tracer.id_generator = SystemIds()
 
     def denoised(
         self,
