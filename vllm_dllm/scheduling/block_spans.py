@@ -46,9 +46,10 @@ class BlockSpans:
 
         self._blocks: WeakKeyDictionary[Request, _Blocks] = WeakKeyDictionary()
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
-        self._tracer: Any = trace.get_tracer(__name__)
+        tracer: Any = trace.get_tracer(__name__)
+        self._tracer = tracer
         # A worker in this process seeds Python's numbers, and every start would have the same ids.
-        self._tracer.id_generator = SystemIds()
+        tracer.id_generator = SystemIds()
 
     def denoised(
         self,
