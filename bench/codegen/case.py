@@ -26,7 +26,6 @@ class Case:
     loads_ahead: bool = False  # in its main loop, without waiting
     multiples: Collection[str] = ()  # integers that are multiples of 16, as are all strides
     loop_flops: int = 0  # that a pass of the main loop needs; 0: not counted
-    is_ours: bool = True  # others' are counted, and keep no rules
     spills: str = ""  # why its main loop may, all the same
 
     @property

@@ -1,25 +1,23 @@
-"""The Triton kernels of attention and sampler, and stock vLLM's attention, at the shapes of the 26B
-model."""
+"""The Triton kernels of attention and sampler, at the shapes of the 26B model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from attention_kernels.support import FIRST_FP8_CAPABILITY
-from bench.codegen import attention, stock
+from bench.codegen import attention
 from bench.codegen.case import Case
 from vllm_dllm.denoise import draws_triton as draws
 from vllm_dllm.denoise import expected_embedding_triton as embedding
 from vllm_dllm.denoise import vocab_stream_triton as vocabulary
 from vllm_dllm.denoise.vocab_stream import BLOCK
-from vllm_dllm.step.uniform import settle_triton
+from vllm_dllm.step.uniform import condition_triton, settle_triton
 
 FP8 = "fp8e4nv"
 LAYERS = {  # head size, query heads a key head, page
     "sliding layer": (256, 2, 16),
     "full layer": (512, 8, 32),
 }
-PREDICTED = (90, 100)  # chips of `bench.roofline`, which compares with stock's
-WINDOW = 1024  # of sliding layers, tokens
 # Why a loop may spill, by layer, type of the cache and chip. Other tiles spill more, or cost more.
 SPILLS = {
     ("sliding layer", "bf16", 80): "one or two loads of 1,140 instructions: registers hold results "
@@ -31,8 +29,7 @@ SPILLS = {
 
 def cases(chip: int) -> dict[str, Case]:
     """By name, in the order of the table."""
-    kernels = dict((*_attention(chip), *_sampler(chip)))
-    return kernels | dict(_stock(chip)) if chip in PREDICTED else kernels
+    return dict((*_attention(chip), *_sampler(chip)))
 
 
 def _attention(chip: int) -> Iterator[tuple[str, Case]]:
@@ -54,7 +51,7 @@ CANVAS, VOCABULARY = 256, 262_144
 SAMPLER = {
     "output": "bf16",
     "needed": "i32",
-    **dict.fromkeys(("temperature", "within", "maximum", "total", "weighted"), "fp32"),
+    **dict.fromkeys(("temperature", "maximum", "total", "weighted"), "fp32"),
     **dict.fromkeys(("sums", "totals", "decay", "blocks", "entropy_nats", "best_logprob"), "fp32"),
     **dict.fromkeys(("best", "candidate", "best_guess", "drawn"), "i64"),
     # Of canvases and slots.
@@ -70,6 +67,13 @@ SAMPLER = {
 }
 
 
+LANES = 4096  # that hold a hidden size of 2,816
+EMBEDDINGS = dict.fromkeys(("weight", "signal", "gate", "up", "plain", "change", "out"), "bf16") | {
+    "committing": "i64",
+    "first_tokens": "i64",
+}
+
+
 def _sampler(chip: int) -> Iterator[tuple[str, Case]]:
     yield "temperature and noise", draw()
     yield "vocabulary, read_blocks", read_blocks()
@@ -77,6 +81,10 @@ def _sampler(chip: int) -> Iterator[tuple[str, Case]]:
     yield "self-conditioning, weigh", weigh()
     yield "self-conditioning, add_needed, bf16", add_needed("bf16")
     yield "acceptance and next canvas", settle()
+    yield "self-conditioning, store", store_soft()
+    yield "self-conditioning, pre_norm", pre_norm()
+    yield "self-conditioning, gate", gate()
+    yield "self-conditioning, post_norm", post_norm()
 
 
 def draw() -> Case:
@@ -128,12 +136,34 @@ def add_needed(dtype: str) -> Case:
 
 
 def settle() -> Case:
-    constants = {"EMITS_LAST": True, "EMITS_OTHERS": True, "PLACES": CANVAS, "TILE": 16}
+    flags = dict.fromkeys(("EMITS_LAST", "EMITS_OTHERS", "KEEPS_EMITTED"), True)
+    constants = {**flags, "PLACES": CANVAS, "TILE": 16}
     return Case(settle_triton._settle_kernel, SAMPLER, constants, options={"num_warps": 8})
 
 
-def _stock(chip: int) -> Iterator[tuple[str, Case]]:
-    for layer, (head_size, group, page) in LAYERS.items():
-        window = WINDOW if layer == "sliding layer" else 0
-        case = stock.attend(chip, head_size, group, page, window)
-        yield f"stock vLLM's attention, {layer}, bf16", case
+def store_soft() -> Case:
+    return Case(
+        settle_triton._store_soft_kernel, SAMPLER, {"HIDDEN": LANES}, multiples=("hidden_size",)
+    )
+
+
+def pre_norm() -> Case:
+    return _condition(condition_triton._pre_norm_kernel, LANES=LANES)
+
+
+def gate() -> Case:
+    return _condition(condition_triton._gate_kernel, BLOCK=condition_triton._GATED)
+
+
+def post_norm() -> Case:
+    return _condition(condition_triton._post_norm_kernel, LANES=LANES)
+
+
+def _condition(kernel: Any, **constants: int) -> Case:
+    return Case(
+        kernel,
+        SAMPLER | EMBEDDINGS,
+        constants,
+        floats=("eps",),
+        multiples=("hidden_size", "count"),
+    )

@@ -9,8 +9,6 @@ UNITS = {90: "wgmma", 100: "tcgen05"}  # on others mma
 
 def broken(case: Case, chip: int, facts: Facts) -> list[str]:
     """The rules that the code breaks, in words."""
-    if not case.is_ours:
-        return []
     reasons = []
     if facts.local_loads + facts.local_stores and not case.spills:
         reasons.append(

@@ -27,7 +27,7 @@ _INTRODUCTION = """\
 
 Read from the machine code (SASS) of each kernel, compiled at the shapes of the 26B model. No GPU is
 needed. `make codegen` writes this file; do not edit it. A test compiles some of the kernels anew,
-compares them with it, and holds all rows but stock vLLM's to the rules of `bench/codegen/rules.py`.
+compares them with it, and holds all rows to the rules of `bench/codegen/rules.py`.
 sm_80 is the A100, sm_90 H100 and H200, sm_100 B200, sm_120 the RTX 50 and RTX PRO 6000.
 
 Triton {triton} are compared: what `pip install 'vllm-dllm[cuda]'` brings, and the

@@ -15,6 +15,10 @@ for chip in (80, 90, 100):
     CASES[f"sm_{chip} weigh"] = chip, kernels.weigh()
     CASES[f"sm_{chip} temperature and noise"] = chip, kernels.draw()
     CASES[f"sm_{chip} settle"] = chip, kernels.settle()
+    CASES[f"sm_{chip} store_soft"] = chip, kernels.store_soft()
+    CASES[f"sm_{chip} pre_norm"] = chip, kernels.pre_norm()
+    CASES[f"sm_{chip} gate"] = chip, kernels.gate()
+    CASES[f"sm_{chip} post_norm"] = chip, kernels.post_norm()
 
 
 @pytest.fixture(scope="module")
