@@ -5,7 +5,7 @@ from typing import Any
 from vllm.config import ModelConfig
 
 from vllm_dllm.config.architectures import MASKED_MODELS
-from vllm_dllm.requests.keys import ACCEPTANCE_RULES
+from vllm_dllm.requests.options import ACCEPTANCE_RULES
 
 OUR_TASKS = (
     "Sort: o r n i a z l v",
