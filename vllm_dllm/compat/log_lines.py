@@ -3,6 +3,8 @@
 Imports nothing of vLLM, whose modules log while they are being imported.
 """
 
+import re
+
 ENGINE = "vllm.v1.engine.core"
 FAILED_START = {
     "vllm.v1.executor.multiproc_executor": "WorkerProc failed to start.",
@@ -12,6 +14,11 @@ FAILED_START = {
 
 ENGINE_FAILED = "Engine core initialization failed."
 """How the parent's own exception begins. It knows no more than that the child ended."""
+
+WORKER_FAILED = re.compile(
+    r"Worker failed with error '(.*)', please check the stack trace .*", re.S
+)
+"""What the engine makes of the message of a worker's exception, which is the group."""
 
 WRONG_OF_OURS = {
     "vllm.config.scheduler": "Using custom scheduler class %s.",

@@ -20,7 +20,7 @@ from types import TracebackType
 
 from pydantic import ValidationError
 
-from vllm_dllm.compat.log_lines import ENGINE, ENGINE_FAILED, FAILED_START
+from vllm_dllm.compat.log_lines import ENGINE, ENGINE_FAILED, FAILED_START, WORKER_FAILED
 
 FILE = "DLLM_FIRST_ERROR_FILE"
 """Environment variable: where the first error of a child goes."""
@@ -118,7 +118,7 @@ def take_first_error() -> str | None:
 
 def one_line(error: BaseException) -> str:
     """The message without line breaks; of pydantic, the messages alone."""
-    text = str(error) or type(error).__name__
+    text = WORKER_FAILED.sub(r"\1", str(error)) or type(error).__name__
     if isinstance(error, ValidationError):
         text = "; ".join(
             ": ".join([*map(str, e["loc"]), e["msg"].removeprefix("Value error, ")])

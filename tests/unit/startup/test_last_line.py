@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_dllm.startup.last_line import one_line
+
 # What vLLM does: a child process logs its exception, the parent raises one that says nothing.
 PROGRAM = """
 import logging, multiprocessing, sys
@@ -91,3 +93,12 @@ def test_without_a_level_there_are_no_tracebacks(
     lines = last_words(tmp_path, error, method, level=None)
     assert lines[-1] == said
     assert not [line for line in lines if "Traceback" in line or line.startswith("  File")]
+
+
+def test_a_worker_that_fails_when_it_is_asked() -> None:
+    """vLLM wraps its words, and points to tracebacks."""
+    error = RuntimeError(
+        "Worker failed with error 'it's\n small', please check the stack trace above for the root "
+        "cause"
+    )
+    assert one_line(error) == "it's small"
