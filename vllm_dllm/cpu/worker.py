@@ -50,6 +50,9 @@ class TritonFreeCPUWorker(CPUWorker):
         self._threads = threads.of_worker(
             self.model_runner.model, self.model_config.get_total_num_hidden_layers()
         )
+        # Here, a mistake ends the start without vLLM's words around it.
+        if (size := self.cache_config.kv_cache_memory_bytes) is not None:
+            cache_size.check_room(size, self.get_kv_cache_spec(), self.vllm_config)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Raises ValueError: kernels for CPUs have packed copies of the weights, which stay."""
@@ -60,9 +63,7 @@ class TritonFreeCPUWorker(CPUWorker):
 
     def determine_available_memory(self) -> int:
         if self.cache_config.kv_cache_memory_bytes is not None:
-            size = super().determine_available_memory()
-            cache_size.check_room(size, self.get_kv_cache_spec(), self.vllm_config)
-            return size
+            return super().determine_available_memory()
         # As vLLM does it, but for its check of memory that nobody has asked for.
         if not envs.VLLM_CPU_CI_ENV:
             self.model_runner.warming_up_model()

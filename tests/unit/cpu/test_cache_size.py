@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -131,9 +132,13 @@ def test_a_named_size_without_room_for_one_request(
     monkeypatch: pytest.MonkeyPatch, size: int, said: str
 ) -> None:
     """vLLM says that 0.0 GiB are needed, and 0.0 available."""
-    worker = started(monkeypatch, kv_cache_memory_bytes=size)
+    monkeypatch.setattr(cpu_worker.CPUWorker, "load_model", lambda worker: None)
+    monkeypatch.setattr(worker, "keep_prompts_private", lambda runner: None)
+    monkeypatch.setattr(worker.threads, "of_worker", lambda model, num_layers: None)
+    made = started(monkeypatch, kv_cache_memory_bytes=size)
+    made.model_runner = made.model_config = MagicMock()
     with pytest.raises(ValueError, match=r"needs 0\.59 MiB of KV .*" + said):
-        worker.determine_available_memory()
+        made.load_model()
 
 
 @pytest.mark.usefixtures("no_least", "node")

