@@ -12,7 +12,7 @@ function headers(key) {
 
 async function complaint(response, key) {
   if (response.status === 401) {
-    return key ? "The server refuses this API key." : "The server wants an API key: enter it above.";
+    return key ? "The server refuses this API key." : "The server wants an API key: enter it in the form.";
   }
   const text = await response.text();
   try {
