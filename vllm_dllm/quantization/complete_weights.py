@@ -82,7 +82,8 @@ class CompleteWeights:
 
 
 def _needed(model: nn.Module) -> Iterator[str]:
-    """Parameters that a checkpoint must hold."""
+    """Parameters that a checkpoint must hold; of tied ones the first."""
+    seen = set[int]()
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, BaseKVCacheMethod):
@@ -90,7 +91,10 @@ def _needed(model: nn.Module) -> Iterator[str]:
         # Scales are made of weights that are quantised while they are loaded.
         saved = {"weight", "bias"} if getattr(method, "uses_meta_device", False) else _SAVED
         is_plain = method is None or isinstance(method, UnquantizedLinearMethod)
-        for kind, _ in module.named_parameters(recurse=False):
+        for kind, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
             if is_plain or kind.removeprefix("w13_").removeprefix("w2_") in saved:
                 yield f"{name}.{kind}"
 
