@@ -11,12 +11,12 @@ from vllm_dllm.compat.patching import replace
 
 
 @torch.inference_mode()
-def prefill_emitted_tokens(runner: Any, scheduler_output: SchedulerOutput) -> None:
+def join_commits(runner: Any, scheduler_output: SchedulerOutput) -> None:
     """Makes all tokens that the scheduler knows of their requests' prefill, emitted ones too: those
     that are not computed yet are read from the request, like a prompt. For a worker that is about
     to run `scheduler_output`, and schedulers that do not run ahead of the tokens."""
     cached = scheduler_output.scheduled_cached_reqs
-    if cached.req_ids and getattr(runner.sampler, "prefills_emitted_tokens", False):
+    if cached.req_ids and getattr(runner.sampler, "joins_commits", False):
         states = runner.req_states
         slots = [states.req_id_to_index[req_id] for req_id in cached.req_ids]
         prompts = states.prompt_len.np[slots]

@@ -15,7 +15,7 @@ SPECULATORS = (
 )
 """Of targets with a DFlash drafter, and with a DFlash2 drafter."""
 
-PREFILL_EMITTED_TOKENS = (GPU_WORKER, CPU_WORKER)
+JOIN_COMMITS = (GPU_WORKER, CPU_WORKER)
 """Those that take a finished block for a part of its request's prefill."""
 
 CPU_IMPORTS = (

@@ -13,7 +13,7 @@ from vllm_dllm.compat import drafting
 from vllm_dllm.compat.adapters import leave_vocabulary_to_base
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.prompt_privacy import keep_prompts_private
-from vllm_dllm.compat.runner import prefill_emitted_tokens, send_numbers
+from vllm_dllm.compat.runner import join_commits, send_numbers
 from vllm_dllm.config.workers import SPECULATORS
 from vllm_dllm.cpu import bf16_experts, cache_size, compilation, forks, threads
 from vllm_dllm.cpu.compat import adapters, collectives
@@ -81,7 +81,7 @@ class TritonFreeCPUWorker(CPUWorker):
         engine would be told that the model has run and ask for them: a round trip a step."""
         if self._threads is not None and (num_rows := scheduler_output.total_num_scheduled_tokens):
             self._threads.choose(num_rows)
-        prefill_emitted_tokens(self.model_runner, scheduler_output)
+        join_commits(self.model_runner, scheduler_output)
         drafting.tell_widths(self.model_runner, scheduler_output)
         output = super().execute_model(scheduler_output)
         samples_at_once = (

@@ -5,7 +5,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.workers import PREFILL_EMITTED_TOKENS
+from vllm_dllm.config.workers import JOIN_COMMITS
 
 
 def joins_canvases(vllm_config: VllmConfig) -> bool:
@@ -34,7 +34,7 @@ def has_own_steps(vllm_config: VllmConfig) -> bool:
     """Whether known tokens and a canvas may share a forward, in one of our workers: others do not
     know how to read emitted tokens again."""
     worker_cls = vllm_config.parallel_config.worker_cls
-    return joins_canvases(vllm_config) and worker_cls in PREFILL_EMITTED_TOKENS
+    return joins_canvases(vllm_config) and worker_cls in JOIN_COMMITS
 
 
 def spares_last_commit(vllm_config: VllmConfig) -> bool:

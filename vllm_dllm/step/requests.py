@@ -48,7 +48,7 @@ class StepRequests:
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         # Until a request says what the scheduler does.
-        self.prefills_emitted_tokens = self.are_counted = False
+        self.joins_commits = self.are_counted = False
         self._device = slots.canvas.device
         self._canvas_length = slots.canvas.shape[1]
         self._offsets = torch.arange(self._canvas_length, device=self._device)
@@ -79,7 +79,7 @@ class StepRequests:
     def add(self, slot: int, params: SamplingParams) -> None:
         """Takes a new request, or one that comes back after a preemption."""
         options = carried(params) or self._unadmitted  # a warm-up's
-        self.prefills_emitted_tokens = options.joins_commits
+        self.joins_commits = options.joins_commits
         self.are_counted = options.is_counted
         self.sampling_states.add_request(slot, params)
         num_steps = self.settings.max_steps

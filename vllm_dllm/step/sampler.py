@@ -33,8 +33,8 @@ class DiffusionSampler:
         score_prompts_by(whole_rows(step.vocab_size, step.memory.budget_bytes))
 
     @property
-    def prefills_emitted_tokens(self) -> bool:
-        return self.step.requests.prefills_emitted_tokens
+    def joins_commits(self) -> bool:
+        return self.step.requests.joins_commits
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         self.step.requests.add(req_idx, self._asked_for or sampling_params)

@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_dllm.attention.warm_up import compile_flash_attention
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.prompt_privacy import keep_prompts_private
-from vllm_dllm.compat.runner import prefill_emitted_tokens, send_numbers
+from vllm_dllm.compat.runner import join_commits, send_numbers
 from vllm_dllm.parents import end_with_parent
 
 WARMED_UP = (
@@ -50,7 +50,7 @@ class CanvasWorker(Worker):
         return done
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        prefill_emitted_tokens(self.model_runner, scheduler_output)
+        join_commits(self.model_runner, scheduler_output)
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:

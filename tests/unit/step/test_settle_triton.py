@@ -80,7 +80,7 @@ class Step(UniformStep):
         names = "grammars", "first_canvases", "predictions", "logprobs", "observers", "filters"
         self.requests: Any = SimpleNamespace(
             settings=settings,
-            prefills_emitted_tokens=joins,
+            joins_commits=joins,
             are_counted=True,
             are_plain=lambda batch: True,
             **dict.fromkeys(names, nothing),

@@ -64,7 +64,7 @@ class MaskedStep(CanvasStep):
     ) -> torch.Tensor | None:
         """[n] bool: canvases of which the scheduler ran only a part. A canvas ends where its block
         or the context does."""
-        if not self.requests.prefills_emitted_tokens:  # the host may not know where canvases begin
+        if not self.requests.joins_commits:  # the host may not know where canvases begin
             if (batch.lengths_np == self.canvas_length).all():
                 return None
             ends = starts + batch.lengths

@@ -38,7 +38,7 @@ class SeededStep(MaskedStep):
             has_ended &= ends % self.canvas_length == 0
         self._ended = self._last_rows(input_batch, has_ended)
         self._last = None
-        if self.batch is not None and not self.requests.prefills_emitted_tokens:
+        if self.batch is not None and not self.requests.joins_commits:
             has_canvas = np.zeros_like(has_ended)
             has_canvas[self.batch.requests_np] = True
             self._last = self._last_rows(input_batch, has_canvas)

@@ -33,7 +33,7 @@ class Settling:
         if found.cut is not None:
             emitted, denoises = torch.where(found.cut, 0, emitted), denoises & ~found.cut
         committed = None
-        if not self.requests.prefills_emitted_tokens:
+        if not self.requests.joins_commits:
             committed = emitted
         elif denoised.is_committed is not None:
             committed = emitted * denoised.is_committed
@@ -45,7 +45,7 @@ class Settling:
         found: Found,
     ) -> torch.Tensor | bool:
         """[n] bool: blocks that are emitted by the step that finishes them."""
-        if self.spares_last_commit and self.requests.prefills_emitted_tokens:
+        if self.spares_last_commit and self.requests.joins_commits:
             return True
         request_ends = found.numbers.end
         is_last = is_last_block(
@@ -54,7 +54,7 @@ class Settling:
         if self.spares_last_commit:
             return is_last
         is_read_only = request_ends == EVERY_BLOCK
-        return is_read_only | ~is_last if self.requests.prefills_emitted_tokens else is_read_only
+        return is_read_only | ~is_last if self.requests.joins_commits else is_read_only
 
     def write(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
         """What the next step finds. Returns the canvases [n, C] as they would be denoised on."""

@@ -116,8 +116,8 @@ class UniformStep(CanvasStep):
             self.max_model_len,
             slots,
             requests.settings,
-            Emits(self.settling.spares_last_commit, requests.prefills_emitted_tokens),
-            keeps_emitted=not requests.prefills_emitted_tokens,
+            Emits(self.settling.spares_last_commit, requests.joins_commits),
+            keeps_emitted=not requests.joins_commits,
         )
         logprobs = None
         if reports:
