@@ -19,7 +19,7 @@ from tests.engine.one_step import FEW_STEPS, random_ids
 from tests.engine.test_scheduling import Answer, answer_of
 from tests.engines import asynchronous_scheduling
 from vllm_dllm.denoise import draws_triton
-from vllm_dllm.step.uniform import settle_triton
+from vllm_dllm.step.uniform import condition_triton, settle_triton
 from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 pytestmark = pytest.mark.numerics
@@ -48,7 +48,7 @@ class Steps(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> Iterator[Engine]:
-    interpret_kernels(draws_triton, settle_triton)
+    interpret_kernels(condition_triton, draws_triton, settle_triton)
     with asynchronous_scheduling():
         yield engine(
             tiny(64),

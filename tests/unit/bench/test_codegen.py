@@ -158,11 +158,6 @@ def test_rules(changes: dict[str, object], reason: str | None) -> None:
     assert broken(case, 90, facts(**changes)) == ([] if reason is None else [reason])
 
 
-def test_rules_are_not_for_the_kernels_of_others() -> None:
-    case = Case(None, {}, {}, multiplies=True, is_ours=False)
-    assert not broken(case, 90, facts(local_loads=1, units="mma"))
-
-
 def test_what_may_spill_does() -> None:
     """A reason that is no longer needed goes."""
     spilling = {row.key[:2] for row in ROWS if row.facts.local_loads + row.facts.local_stores}

@@ -49,7 +49,10 @@ def test_later_canvases_are_fitted_unless_the_request_says_how_wide_they_are() -
 def test_what_is_carried_is_read_again() -> None:
     params = SamplingParams(extra_args={"theirs": 1, "diffusion_t_min": 0.5})
     options = RequestOptions(
-        read_only=True, canvas_length=16, fits_canvases=True, reasoning=(frozenset({3}),) * 3
+        read_only=True,
+        canvas_length=16,
+        fits_canvases=True,
+        reasoning=(*(frozenset({3}),) * 3, True),
     )
     assert carried(params) is None and not is_read_only(params)
     options.carry(params)

@@ -14,6 +14,7 @@ from tests import nvfp4_format, tolerances
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, read
 from vllm_dllm import cli
 from vllm_dllm.cpu.quantization import int4 as int4_format
+from vllm_dllm.quantization.schemes import INT4_GROUP_SIZE
 from vllm_dllm.quantization.weight_files import TensorInfo
 from vllm_dllm.tools.quantize import calibrate as calibrate_module
 from vllm_dllm.tools.quantize import quantize as quantize_module
@@ -91,7 +92,7 @@ def test_integer_weights_within_their_rounding(checkpoint, int8, int4):
         packed, scale = by_group[f"{module}.weight_packed"], by_group[f"{module}.weight_scale"]
         assert packed.dtype == torch.int32 and scale.dtype == torch.bfloat16
         assert by_group[f"{module}.weight_shape"].tolist() == list(weight.shape)
-        steps = scale.float().repeat_interleave(int4_format.GROUP_SIZE, 1)
+        steps = scale.float().repeat_interleave(INT4_GROUP_SIZE, 1)
         # 7.5 steps, rounded to 8 bits, reach the largest, and the top code is 7.
         most = (0.5 + 7.5 / 256) * steps + slack
         assert ((int4_format.decode(packed, scale.float()) - weight).abs() <= most).all(), module
