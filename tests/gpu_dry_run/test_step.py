@@ -205,6 +205,7 @@ def config(vocab_size: int, dtype: torch.dtype, settings: dict[str, Any]) -> Any
         parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
         diffusion_config=SimpleNamespace(canvas_length=C, max_denoising_steps=None),
         model_config=SimpleNamespace(
+            architecture="DiffusionGemmaForBlockDiffusion",
             get_vocab_size=lambda: vocab_size,
             max_model_len=512,
             dtype=dtype,
