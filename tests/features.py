@@ -36,14 +36,18 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_masked_refusals.py",
     ),
     "images": ("engine/test_images.py::test_one_step",),
-    "quantised checkpoints": ("engine/test_quantized.py::test_one_step_of_the_shipped",),
+    "quantised checkpoints": (
+        "engine/test_quantized.py::test_one_step_of_the_shipped[FP8_DYNAMIC]",
+    ),
     "drafters": (
         "engine/test_drafters.py::test_same_answers_as_the_target_alone",
         "engine/test_drafters.py::test_acceptance_length",
     ),
     "stages of load": ("engine/test_load.py",),
     "aborts": ("engine/test_abort.py",),
-    "other models are left alone": ("engine/test_neighbours.py",),
+    "adapters": (
+        "engine/test_adapters.py::test_mixed_batch_is_answered_as_by_merged_checkpoints[SDAR]",
+    ),
     "a server and its clients": (
         "server/test_openai.py",
         "server/test_parameters.py",
