@@ -16,7 +16,7 @@ from vllm_dllm.compat.prompt_privacy import keep_prompts_private
 from vllm_dllm.compat.runner import join_commits, send_numbers
 from vllm_dllm.config.workers import SPECULATORS
 from vllm_dllm.cpu import bf16_experts, cache_size, compilation, forks, threads
-from vllm_dllm.cpu.compat import adapters, collectives
+from vllm_dllm.cpu.compat import adapters, collectives, tiles
 from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton, replace_rejection_sample
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.rejection_sample import rejection_sample
@@ -34,6 +34,7 @@ class TritonFreeCPUWorker(CPUWorker):
             super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
+        tiles.ask_for_tiles()
         replace_kernels()
         replace_rejection_sample(rejection_sample)
         bf16_experts.prefer()
