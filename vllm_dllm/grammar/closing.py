@@ -20,8 +20,6 @@ MOST_STATES = 500
 _SAME_MASK = 2
 """States of equal length and mask that a search goes on from. They are mostly the same state."""
 _FEW_WAYS = 16
-_TRIED = 3
-"""Later states, the last ones first, that a way is tried to lead to."""
 _LONGER = 4
 """A completion may be so many times longer before it is spelt with as few tokens as possible."""
 
@@ -111,7 +109,8 @@ def wandering_completion(state: GrammarState, most_tokens: int) -> list[int] | N
 
 def _without_detours(start: GrammarState, tokens: list[int]) -> list[int]:
     """A shorter way to the same end: without some of the tokens, or with one in the place of
-    several, where that leads to a state of the same mask as a later one."""
+    several, where that leads to a state like a later one, as far as the mask tells. Nothing tells
+    turns of a loop that counts apart, so the furthest such state is searched by halves."""
     masks = _masks_along(start, tokens)
     state, i = start.copy(), 0
     while i < len(tokens):
@@ -120,12 +119,18 @@ def _without_detours(start: GrammarState, tokens: list[int]) -> list[int]:
             ahead = state.copy()
             if len(head) > 1 or ahead.consume_text(head) < len(head):
                 continue
-            mask = ahead.mask().tobytes()
-            same = [j for j in range(end + len(head) - len(best), len(masks)) if masks[j] == mask]
-            for j in same[: -_TRIED - 1 : -1]:
-                if j - len(head) > end - len(best) and _completes(ahead, tokens[j:]):
-                    best, end = head, j
-                    break
+            mask, first = ahead.mask().tobytes(), end + len(head) - len(best) + 1
+            alike = [j for j in range(first, len(masks)) if masks[j] == mask]
+            known, fails = -1, len(alike)
+            middle = fails - 1  # the last of all is the most likely, where no loop counts
+            while known < middle:
+                if _completes(ahead, tokens[alike[middle] :]):
+                    known = middle
+                else:
+                    fails = middle
+                middle = (known + fails) // 2
+            if known >= 0:
+                best, end = head, alike[known]
         tokens = [*tokens[:i], *best, *tokens[end:]]
         masks = [*masks[: i + len(best)], *masks[end:]]
         if best:

@@ -13,7 +13,8 @@ import torch
 from vllm_dllm.denoise.masked import NO_BOUND, Candidates, Held, MaskedRules
 from vllm_dllm.grammar.run import Judge, Judged, RunRule, reveal_run
 from vllm_dllm.grammar.walk import StuckError
-from vllm_dllm.step.asked.grammars import Answer, CanvasGrammars
+from vllm_dllm.step.asked.answer import Answer
+from vllm_dllm.step.asked.grammars import CanvasGrammars
 from vllm_dllm.step.asked.logits import MaskedLogits
 from vllm_dllm.step.batch import CanvasBatch
 

@@ -5,9 +5,7 @@ not.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -24,12 +22,14 @@ from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import LegalPaths
 from vllm_dllm.grammar.canvas import constrain
 from vllm_dllm.grammar.reasoning import Reasoning
-from vllm_dllm.grammar.rows import DEEP, CanvasRows, Path
-from vllm_dllm.grammar.state import GrammarState, legal_tokens
+from vllm_dllm.grammar.rows import Path
+from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.requests.grammar import exclusions_of, grammars_of
 from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.step.asked.answer import Answer, KeptMarks
+from vllm_dllm.step.asked.candidates import canvas_rows
 from vllm_dllm.step.asked.logits import CanvasLogits
 from vllm_dllm.step.asked.row_masks import RowMasks
 from vllm_dllm.step.batch import CanvasBatch
@@ -38,8 +38,6 @@ from vllm_dllm.step.slots import CanvasSlots
 
 logger = init_logger(__name__)
 
-MOST_PROBABLE = 32
-"""Tokens of each row that go to the host. Where none of them is legal, the row is asked again."""
 COMPILED_WITHIN_S = 0.02
 """For which a step waits. Most grammars take a millisecond or two; the canvas of one that takes
 longer sits steps out, and nobody else waits for it."""
@@ -48,33 +46,6 @@ HELD_STEPS = 4
 model that is not sure by then is at odds with the form: held on to legal tokens it does not come to
 rest, and left alone it does. Its path is legal all the same."""
 _NONE = -1
-_REVEALED_NATS = 20.0
-"""How much less probable than a revealed token the others of its row count."""
-
-
-@dataclass
-class Answer:
-    """One request's, as far as it has been emitted."""
-
-    grammar: Future[GrammarState]
-    position: int  # absolute, of the next token
-    end: int  # absolute, behind the last token that it may get
-    wanted_stop: int | None  # ends an answer that is cut, if nothing excludes it
-    goes_on: bool  # behind its end, with what the model likes
-    is_cut: bool = False  # and closed, as its tokens do not hold what the model wants to say
-    next_forced: list[int] = field(default_factory=list)  # of the canvas behind the present one
-
-    @property
-    def state(self) -> GrammarState:
-        return self.grammar.result()
-
-    @property
-    def stop(self) -> int:
-        stops, own = self.state.stops, self.state.vocabulary.tokenizer.eos_token
-        for stop in (self.wanted_stop, own):
-            if stop is not None and stop in stops:
-                return stop
-        return min(stops)
 
 
 class Legal(NamedTuple):
@@ -107,6 +78,7 @@ class CanvasGrammars:
         self._config, self._req_states, self._slots = vllm_config, req_states, slots
         self._device = slots.canvas.device
         self._answers: dict[int, Answer] = {}
+        self._kept = KeptMarks()
         self._added: dict[int, int] = {}  # slot -> where its first canvas begins
         # Workers that share a model must denoise the same canvases: they wait for the slowest.
         self._waits = vllm_config.parallel_config.tensor_parallel_size > 1
@@ -121,12 +93,14 @@ class CanvasGrammars:
         if self._compiler is None:
             self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         stops = frozenset(stop for stop in params.all_stop_token_ids if not params.ignore_eos)
+        req_id = self._req_states.index_to_req_id[request.slot]
         self._answers[request.slot] = Answer(
             self._compiler.submit(self._compile, params, stops, request.options),
             position=request.prompt_len,
             end=int(self._slots.host("end", np.array([request.slot]))[0]),
             wanted_stop=params.eos_token_id,
             goes_on=params.ignore_eos,
+            kept=self._kept.take(req_id),
         )
         self._added[request.slot] = request.prefill_len
 
@@ -160,8 +134,9 @@ class CanvasGrammars:
         self._slots.canvas[slot, : len(forced)] = self._to_device(forced)
 
     def drop(self, slot: int) -> None:
-        self._answers.pop(slot, None)
         self._added.pop(slot, None)
+        if (answer := self._answers.pop(slot, None)) is not None:
+            self._kept.keep(self._req_states.index_to_req_id[slot], answer)
 
     def _ready(self, slot: int, begin: int) -> Answer | None:
         """The slot's answer with what has been emitted up to `begin` consumed; None if the grammar
@@ -170,15 +145,12 @@ class CanvasGrammars:
         if (error := answer.grammar.exception()) is not None:  # waits
             self._give_up(slot, str(error))
             return None
+        emitted = []
         if answer.position < begin:
             emitted = self._req_states.all_token_ids.gpu[slot][answer.position : begin].tolist()
-            answer.position = begin
-            for token in emitted:
-                if answer.state.has_ended:
-                    break
-                if not answer.state.consume(token):
-                    self._give_up(slot, f"it rejects the emitted token {token}")
-                    return None
+        if (rejected := answer.begin_canvas(begin, emitted)) is not None:
+            self._give_up(slot, f"it rejects the emitted token {rejected}")
+            return None
         return None if answer.state.has_ended else answer
 
     def _give_up(self, slot: int, why: str) -> None:
@@ -269,15 +241,7 @@ class CanvasGrammars:
         if num_tokens <= 0:
             return None
         temperature = row_temperature[batch.rows_of(i)]
-        tokens, logprobs = _top_tokens(logits, i, temperature, MOST_PROBABLE)
-        if revealing is not None:
-            tokens, logprobs = _revealed_first(tokens, logprobs, revealing, i)
-        rows = CanvasRows(
-            tokens.cpu().numpy(),
-            logprobs.cpu().numpy(),
-            partial(_best_legal, logits, i, temperature),
-            partial(_most_probable, logits, i, temperature),
-        )
+        rows = canvas_rows(logits, i, temperature, revealing)
         try:
             found = constrain(answer.state, rows, num_tokens, answer.stop)
         except StuckError as error:
@@ -295,67 +259,3 @@ def _exclude_illegal(logits: CanvasLogits, i: int, path: Path) -> None:
         rows = sorted(path.masks)
         words = np.stack([path.masks[row] for row in rows])
         logits.exclude(i, RowMasks(np.array(rows), words))
-
-
-def _top_tokens(
-    logits: CanvasLogits,
-    i: int,
-    row_temperature: torch.Tensor,  # [L, 1] fp32, of canvas i
-    k: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k most probable tokens [L, k] int64 of each row of canvas i, the best first, and their
-    log-probabilities [L, k] fp32."""
-    tokens, logprobs, first = [], [], 0
-    for rows in logits.processed(i):
-        scaled = rows / row_temperature[first : first + len(rows)]
-        top = scaled.topk(min(k, scaled.shape[1]), dim=-1)
-        tokens.append(top.indices)
-        logprobs.append(top.values - scaled.logsumexp(dim=-1, keepdim=True))
-        first += len(rows)
-    return torch.cat(tokens), torch.cat(logprobs)
-
-
-def _best_legal(
-    logits: CanvasLogits,
-    i: int,
-    temperature: torch.Tensor,  # [L, 1] fp32
-    row: int,
-    words: np.ndarray,  # [W] uint32
-) -> tuple[int, float]:
-    scaled = logits.row(i, row) / temperature[row]
-    is_legal = legal_tokens(words, len(scaled))
-    among = scaled.masked_fill(async_tensor_h2d(~is_legal, device=scaled.device), float("-inf"))
-    token = among.argmax()
-    found = torch.stack((token.double(), (scaled[token] - scaled.logsumexp(dim=-1)).double()))
-    chosen, logprob = found.tolist()
-    return int(chosen), logprob
-
-
-def _most_probable(
-    logits: CanvasLogits,
-    i: int,
-    temperature: torch.Tensor,  # [L, 1] fp32
-    row: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    scaled = logits.row(i, row) / temperature[row]
-    top = scaled.topk(min(DEEP, len(scaled)))
-    logprobs = top.values - scaled.logsumexp(dim=-1)
-    return top.indices.cpu().numpy(), logprobs.cpu().numpy()
-
-
-def _revealed_first(
-    tokens: torch.Tensor,  # [L, k] int64
-    logprobs: torch.Tensor,  # [L, k] fp32
-    revealing: Reveal,
-    i: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What has been revealed for good comes first in its row, and is sure."""
-    L = len(tokens)
-    is_revealed = (revealing.revealed[i, :L] & revealing.is_chosen[i])[:, None]
-    shown = revealing.tokens[i, :L, None]
-    certain = torch.zeros_like(logprobs[:, :1])
-    others = logprobs[:, :-1] - _REVEALED_NATS
-    return (
-        torch.where(is_revealed, torch.cat((shown, tokens[:, :-1]), dim=1), tokens),
-        torch.where(is_revealed, torch.cat((certain, others), dim=1), logprobs),
-    )

@@ -1,0 +1,99 @@
+"""What a grammar's walk on the host asks of a canvas' logits."""
+
+from functools import partial
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_dllm.denoise.acceptance import Reveal
+from vllm_dllm.grammar.rows import DEEP, CanvasRows
+from vllm_dllm.grammar.state import legal_tokens
+from vllm_dllm.step.asked.logits import CanvasLogits
+
+MOST_PROBABLE = 32
+"""Tokens of each row that go to the host. Where none of them is legal, the row is asked again."""
+_REVEALED_NATS = 20.0
+"""How much less probable than a revealed token the others of its row count."""
+
+
+def canvas_rows(
+    logits: CanvasLogits,
+    i: int,
+    temperature: torch.Tensor,  # [L, 1] fp32, of canvas i
+    revealing: Reveal | None,
+) -> CanvasRows:
+    """Canvas i's, on the host: waits for the device."""
+    tokens, logprobs = _top_tokens(logits, i, temperature, MOST_PROBABLE)
+    if revealing is not None:
+        tokens, logprobs = _revealed_first(tokens, logprobs, revealing, i)
+    return CanvasRows(
+        tokens.cpu().numpy(),
+        logprobs.cpu().numpy(),
+        partial(_best_legal, logits, i, temperature),
+        partial(_most_probable, logits, i, temperature),
+    )
+
+
+def _top_tokens(
+    logits: CanvasLogits,
+    i: int,
+    row_temperature: torch.Tensor,  # [L, 1] fp32, of canvas i
+    k: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k most probable tokens [L, k] int64 of each row of canvas i, the best first, and their
+    log-probabilities [L, k] fp32."""
+    tokens, logprobs, first = [], [], 0
+    for rows in logits.processed(i):
+        scaled = rows / row_temperature[first : first + len(rows)]
+        top = scaled.topk(min(k, scaled.shape[1]), dim=-1)
+        tokens.append(top.indices)
+        logprobs.append(top.values - scaled.logsumexp(dim=-1, keepdim=True))
+        first += len(rows)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _best_legal(
+    logits: CanvasLogits,
+    i: int,
+    temperature: torch.Tensor,  # [L, 1] fp32
+    row: int,
+    words: np.ndarray,  # [W] uint32
+) -> tuple[int, float]:
+    scaled = logits.row(i, row) / temperature[row]
+    is_legal = legal_tokens(words, len(scaled))
+    among = scaled.masked_fill(async_tensor_h2d(~is_legal, device=scaled.device), float("-inf"))
+    token = among.argmax()
+    found = torch.stack((token.double(), (scaled[token] - scaled.logsumexp(dim=-1)).double()))
+    chosen, logprob = found.tolist()
+    return int(chosen), logprob
+
+
+def _most_probable(
+    logits: CanvasLogits,
+    i: int,
+    temperature: torch.Tensor,  # [L, 1] fp32
+    row: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    scaled = logits.row(i, row) / temperature[row]
+    top = scaled.topk(min(DEEP, len(scaled)))
+    logprobs = top.values - scaled.logsumexp(dim=-1)
+    return top.indices.cpu().numpy(), logprobs.cpu().numpy()
+
+
+def _revealed_first(
+    tokens: torch.Tensor,  # [L, k] int64
+    logprobs: torch.Tensor,  # [L, k] fp32
+    revealing: Reveal,
+    i: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What has been revealed for good comes first in its row, and is sure."""
+    L = len(tokens)
+    is_revealed = (revealing.revealed[i, :L] & revealing.is_chosen[i])[:, None]
+    shown = revealing.tokens[i, :L, None]
+    certain = torch.zeros_like(logprobs[:, :1])
+    others = logprobs[:, :-1] - _REVEALED_NATS
+    return (
+        torch.where(is_revealed, torch.cat((shown, tokens[:, :-1]), dim=1), tokens),
+        torch.where(is_revealed, torch.cat((certain, others), dim=1), logprobs),
+    )
