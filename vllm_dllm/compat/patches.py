@@ -249,6 +249,11 @@ CPU = (
         "[a fix in PyTorch](fp8-on-amx.md)",
     ),
     Patch(
+        "model_executor.kernels.linear:_POSSIBLE_INT8_KERNELS[]",
+        "int8 linears in fp32 on processors with AMX",
+        "a look at the model's type where `check_cpu_sgl_kernel` looks at the weights",
+    ),
+    Patch(
         "model_executor.kernels.linear:_POSSIBLE_KERNELS[]",
         "linears of 4-bit integers in half the time",
         "`register_linear_kernel` with an order",

@@ -78,6 +78,7 @@ if not on_cpu:
         is_cuda = is_cuda_alike = lambda self: True
     vllm.platforms._current_platform = Gpu()
 before = names()
+of_the_installation = set(sys.modules)  # which is one of vLLM's build for CPUs
 
 from vllm_dllm import plugin
 from vllm_dllm.compat import drafting, runner, scheduler
@@ -133,12 +134,14 @@ for place, value in names().items():
     if isinstance(value, plain) and not is_ours(value) and value != 7:
         continue
     changed.add(place.partition("[]")[0] + ("[]" if "[]" in place else ""))
-cpu = sorted(name for name in sys.modules if name.startswith("vllm_dllm.cpu"))
+new = sys.modules.keys() - of_the_installation
+cpu = sorted(name for name in new if name.startswith("vllm_dllm.cpu"))
 print(json.dumps({"changed": sorted(changed), "cpu": cpu}))
 """
 
 REGISTERED = {
     "model_executor.kernels.linear:_POSSIBLE_NVFP4_KERNELS[]",  # register_linear_kernel
+    "reasoning.abs_reasoning_parsers:ReasoningParserManager.lazy_parsers[]",  # register_lazy_module
     "v1.attention.backends.registry:_ATTN_OVERRIDES[]",  # register_backend
 }
 """Tables of vLLM's that have a function of their own to be added to."""

@@ -1,4 +1,4 @@
-"""CPU kernels for FP8, NVFP4 and W4A16 linears that vLLM can choose. It has good ones for int8.
+"""CPU kernels for FP8, NVFP4 and W4A16 linears that vLLM can choose. Its own for int8 are good.
 
 vLLM has one for FP8, around `torch._scaled_mm`. On processors with AMX, PyTorch 2.13 hands that to
 a reference implementation of oneDNN: 35 s for [256, 1024] x [1024, 1024] on one core, where the
@@ -18,11 +18,13 @@ from vllm.scalar_type import scalar_types
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_dllm.cpu.compat.linear_kernels import (
+    Int8OfFloatsLinearKernel,
     MPLinearKernel,
     MPLinearLayerConfig,
     StockFp8LinearKernel,
     prefer_fp8_on_cpus,
     prefer_int4_on_cpus,
+    prefer_int8_on_cpus,
 )
 from vllm_dllm.cpu.quantization import fp8, int4, nvfp4
 from vllm_dllm.cpu.quantization.scaled import multiply
@@ -162,3 +164,4 @@ class CpuInt4LinearKernel(MPLinearKernel):
 
 
 prefer_int4_on_cpus(CpuInt4LinearKernel)
+prefer_int8_on_cpus(Int8OfFloatsLinearKernel)
