@@ -1,18 +1,17 @@
 """LoRA adapters: in a batch of several and none, each request is answered as by the checkpoint that
 its adapter is merged into."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests import tolerances
+from tests.adapters import Weights, make_adapter
 from tests.engine.conftest import Engine
 from tests.engine.drafters import started
 from tests.engine.masked import Reference, Trajectory
@@ -33,35 +32,6 @@ LAYERS = {
     "LLaDA2": "query_key_value dense up_proj down_proj",
 }
 """Of LLaDA2, those of dense layers and shared experts: routed ones need a GPU."""
-
-Weights = Mapping[str, torch.Tensor]
-
-
-def make_adapter(path: Path, checkpoint: Path, layers: list[str], seed: int) -> Weights:
-    """A random one in PEFT's format; returns what it adds to the checkpoint's weights."""
-    generator = torch.Generator().manual_seed(seed)
-    pairs, added = {}, {}
-    for name, weight in load_file(checkpoint / "model.safetensors").items():
-        layer = name.removesuffix(".weight")
-        if layer.rpartition(".")[2] in layers and ".experts." not in name:
-            n, k = weight.shape
-            a = torch.randn(RANK, k, generator=generator) * k**-0.5
-            b = torch.randn(n, RANK, generator=generator) * 0.2
-            pairs[f"base_model.model.{layer}.lora_A.weight"] = a
-            pairs[f"base_model.model.{layer}.lora_B.weight"] = b
-            added[name] = 2 * b @ a
-    path.mkdir()
-    save_file(pairs, path / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": RANK,
-        "lora_alpha": 2 * RANK,
-        "target_modules": layers,
-        "bias": "none",
-    }
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return added
 
 
 @contextmanager
@@ -88,7 +58,7 @@ def test_mixed_batch_is_answered_as_by_merged_checkpoints(
     adapters than a step holds."""
     path, decode = make(tmp_path, family, 4)
     layers = LAYERS[family].split()
-    added = [make_adapter(path / f"ad{i}", path, layers, i) for i in range(3)]
+    added = [make_adapter(path / f"ad{i}", path, layers, i, RANK) for i in range(3)]
     adapters = [None, *(LoRARequest(f"ad{i}", i + 1, str(path / f"ad{i}")) for i in range(3))]
     prompts = [random_ids(length, VOCABULARY, length) for length in (1, 6, 41, 150)]
     asked = [(prompt, which) for prompt in prompts for which in range(len(adapters))]
@@ -109,7 +79,7 @@ def test_mixed_batch_is_answered_as_by_merged_checkpoints(
                 assert rounding_decides(decode, prompt, max_tokens, theirs, parting)
             same += parting is None
     assert same >= tolerances.DECIDED * len(asked)
-    make_adapter(path / "head", path, ["lm_head", "diffusion_head"], 9)
+    make_adapter(path / "head", path, ["lm_head", "diffusion_head"], 9, RANK)
     with pytest.raises(ValueError, match=r"received .*lm_head"):
         model.llm.llm_engine.add_lora(LoRARequest("head", 9, str(path / "head")))
 
@@ -130,7 +100,7 @@ def rounding_decides(
 @torch.no_grad()
 def test_drafted_answers_are_those_of_merged_targets(tmp_path: Path) -> None:
     layers = LAYERS["SDAR"].split()
-    added = [{}, *(make_adapter(tmp_path / f"ad{i}", TARGET, layers, i) for i in range(2))]
+    added = [{}, *(make_adapter(tmp_path / f"ad{i}", TARGET, layers, i, RANK) for i in range(2))]
     adapters = [None, *(LoRARequest(f"ad{i}", i + 1, str(tmp_path / f"ad{i}")) for i in range(2))]
     asked = [(prompt, which) for prompt in chat_prompts()[:4] for which in range(len(adapters))]
     lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 2}
