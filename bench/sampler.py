@@ -85,8 +85,8 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
     from vllm_dllm.denoise.step import CanvasState, StepRules, denoise_step
     from vllm_dllm.denoise.temperature import temperature
     from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
-    from vllm_dllm.step.asked.logits import StreamedLogits
     from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
+    from vllm_dllm.step.asked.streamed_logits import StreamedLogits
     from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
     from vllm_dllm.step.watched.sampling_memory import SamplingMemory
 

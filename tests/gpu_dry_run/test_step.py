@@ -300,7 +300,7 @@ def test_beside_whole_rows_a_steady_step_copies_only_where_rows_are(
     server.step()
     streams = server.state.step.model.streams_vocabulary
     assert len(cuda.copies) == (2 if streams else 0) and cuda.waits == []
-    assert all(place.startswith("vllm_dllm/step/asked/logits.py") for place in cuda.copies)
+    assert all(place.startswith("vllm_dllm/step/asked/streamed_logits.py") for place in cuda.copies)
 
 
 def test_requests_that_come_together_are_copied_together(server: Server, cuda: FakeCuda) -> None:

@@ -19,8 +19,9 @@ from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
 from vllm_dllm.denoise.temperature import temperature
 from vllm_dllm.step.asked.grammars import Legal
-from vllm_dllm.step.asked.logits import CanvasLogits, StreamedLogits, WholeLogits
+from vllm_dllm.step.asked.logits import CanvasLogits, WholeLogits
 from vllm_dllm.step.asked.settings import SlotSettings, StepSettings, revealing
+from vllm_dllm.step.asked.streamed_logits import StreamedLogits
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.load import LoadStages
 from vllm_dllm.step.requests import StepRequests
