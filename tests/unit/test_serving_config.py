@@ -21,6 +21,7 @@ from vllm_dllm.config.step_sizes import capture_sizes
 from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
 from vllm_dllm.scheduling import scheduler
 from vllm_dllm.scheduling.spared_forwards import joins_commits
+from vllm_dllm.serving_config import steps
 
 Configure = Callable[..., VllmConfig]
 
@@ -111,9 +112,9 @@ def test_blocks_longer_than_the_checkpoint_s_are_warned_of(
 def on_h100(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The 26B model's settings as vLLM leaves them on an H100, adjusted; and the log's lines."""
     platform = SimpleNamespace(is_cuda_alike=lambda: True)
-    monkeypatch.setattr(serving_config, "current_platform", platform)
+    monkeypatch.setattr(steps, "current_platform", platform)
     log: list[str] = []
-    monkeypatch.setattr(serving_config.logger, "info", lambda text, *args: log.append(text % args))
+    monkeypatch.setattr(steps.logger, "info", lambda text, *args: log.append(text % args))
 
     def choose(max_num_seqs: int | None = None, **options: Any) -> tuple[Any, str]:
         text = SimpleNamespace(hidden_size=2816, vocab_size=262_144)
@@ -137,9 +138,9 @@ def on_h100(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             compilation_config=SimpleNamespace(**graphs | options),
         )
         if max_num_seqs is None:
-            most = serving_config.default_max_num_seqs(config)
+            most = steps.default_max_num_seqs(config)
             config.scheduler_config.max_num_seqs = most
-        serving_config.choose_steps(config)
+        steps.choose_steps(config)
         return config, log[-1]
 
     return choose

@@ -284,7 +284,7 @@ class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
 
 
 def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> CanvasScheduling:
-    """The `scheduler_cls` of our models (`serving_config.py`): a factory, because when it is set,
+    """The `scheduler_cls` of our models (`serving_config`): a factory, because when it is set,
     vLLM has not yet decided whether to schedule asynchronously."""
     end_with_parent()  # this is the engine's process
     is_async = vllm_config.scheduler_config.async_scheduling

@@ -8,7 +8,6 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.config.diffusion import DiffusionConfig
 from vllm.config.scheduler import SchedulerConfig
-from vllm.config.vllm import OptimizationLevel
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import (
     DiffusionGemmaModelForBlockDiffusionConfig,
@@ -24,18 +23,24 @@ from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
 from vllm_dllm.config.masked import FAMILIES, MaskedConfig
-from vllm_dllm.config.step_sizes import canvases_at_once, capture_sizes
 from vllm_dllm.config.workers import GPU_WORKER
-from vllm_dllm.models.vocabulary import shards_begin_at_blocks
 from vllm_dllm.quantization import modelopt
-from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
 from vllm_dllm.requests.options import server_defaults
+from vllm_dllm.serving_config.checks import (
+    check_pipeline,
+    check_stop_tokens,
+    check_token_budget,
+    check_weight_files,
+)
+from vllm_dllm.serving_config.steps import (
+    FEWEST_REQUESTS,
+    LOGITS_MEMORY_BYTES,
+    choose_steps,
+    default_max_num_seqs,
+)
 
 logger = init_logger(__name__)
 
-SLOT_MEMORY_BYTES = 512 << 20
-"""Bounds what requests keep from step to step when the default number of requests is picked."""
-LOGITS_MEMORY_BYTES = 4 << 30
 CPU_PAGE = 128
 """Tokens of a page of the KV cache that vLLM chooses on CPUs, after models had their say."""
 SCHEDULER = "vllm_dllm.scheduling.scheduler.make_scheduler"
@@ -47,7 +52,6 @@ _TOKENS_OF_PROMPT = 8192
 """The same on GPUs: what vLLM's server has in a step on large ones, unless told otherwise. From
 there on longer steps are no faster by the token (H200, the 26B model: 10.3 us at 8,192, 10.9 at
 4,096), and everyone waits for them: behind 32,768 tokens, 10,240 took 0.35 s."""
-_FEWEST_REQUESTS = 8  # stock vLLM's default
 
 
 class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
@@ -142,7 +146,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         check_token_budget(vllm_config)
         if scheduler_config.max_num_seqs >= SchedulerConfig.DEFAULT_MAX_NUM_SEQS:  # not the user's
             per_request = 8 * config.block_length * vllm_config.model_config.get_vocab_size()
-            most = max(_FEWEST_REQUESTS, LOGITS_MEMORY_BYTES // per_request)
+            most = max(FEWEST_REQUESTS, LOGITS_MEMORY_BYTES // per_request)
             scheduler_config.max_num_seqs = min(scheduler_config.max_num_seqs, most)
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
@@ -176,14 +180,6 @@ def use_our_attention(vllm_config: VllmConfig) -> None:
             f"{current_platform.get_device_name()}. Leave the option out, or use another GPU."
         )
     attention_config.backend = ours
-
-
-def check_pipeline(vllm_config: VllmConfig) -> None:
-    if (size := vllm_config.parallel_config.pipeline_parallel_size) != 1:
-        raise ValueError(
-            f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "
-            f"last stage learns which canvases are committed. Use --tensor-parallel-size."
-        )
 
 
 def use_our_classes(vllm_config: VllmConfig) -> None:
@@ -260,111 +256,3 @@ def obstacle_to_images(vllm_config: VllmConfig, num_tokens: int) -> str | None:
             f"{config.max_num_batched_tokens}."
         )
     return None
-
-
-def check_weight_files(vllm_config: VllmConfig) -> None:
-    """Raises ValueError, naming the file, when one of a local checkpoint is missing, cut short or
-    not in safetensors. vLLM's loader reads what there is, and names no file."""
-    folder, load_format = Path(vllm_config.model_config.model), vllm_config.load_config.load_format
-    known = any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
-    # Left to vLLM: formats that are asked for by name, and safetensors of other names.
-    unread = load_format == "auto" and folder.is_dir() and not any(folder.glob("*.safetensors"))
-    if (known or unread) and load_format != "dummy":
-        read_shards(folder)
-
-
-def check_stop_tokens(vllm_config: VllmConfig) -> None:
-    """Raises ValueError when the checkpoint's answers would end at a token that it does not have,
-    and so never."""
-    model_config = vllm_config.model_config
-    vocab_size = model_config.get_vocab_size()
-    sources = {
-        "generation_config.json": model_config.try_get_generation_config(),
-        "config.json": {"eos_token_id": getattr(model_config.hf_config, "eos_token_id", None)},
-    }
-    for file, values in sources.items():
-        ids = values.get("eos_token_id")
-        for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"eos_token_id in {file} must be a token id, or several, from 0 to "
-                    f"{vocab_size - 1}, got {ids!r}: no answer would end. Correct it there."
-                )
-
-
-def check_token_budget(vllm_config: VllmConfig) -> None:
-    """Raises ValueError when no step can ever hold a whole canvas: a canvas is denoised in one
-    piece, so its request would wait for ever."""
-    assert vllm_config.diffusion_config is not None
-    canvas_length = vllm_config.diffusion_config.canvas_length
-    config = vllm_config.scheduler_config
-    for name in (
-        "max_num_batched_tokens",
-        "max_num_scheduled_tokens",
-        "long_prefill_token_threshold",
-    ):
-        budget = getattr(config, name)
-        if budget and budget < canvas_length:  # 0 and None: no such limit
-            raise ValueError(
-                f"{name} must be at least the canvas length, {canvas_length} tokens, got {budget}: "
-                f"a canvas is denoised in one piece. Raise it or leave it out."
-            )
-
-
-def choose_steps(vllm_config: VllmConfig) -> None:
-    """Chooses which steps become CUDA graphs, unless the user did. The log says that, and what a
-    step has room for."""
-    assert vllm_config.diffusion_config is not None
-    canvas_length = vllm_config.diffusion_config.canvas_length
-    config, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
-    budget, num_reqs = config.max_num_batched_tokens, config.max_num_seqs
-    room = budget // canvas_length
-    if num_reqs > room:
-        wanted = num_reqs * canvas_length
-        why = f"the others wait (--max-num-batched-tokens {wanted} has room for all)"
-    else:
-        why = f"{budget - num_reqs * canvas_length} tokens are left to prompts"
-    chosen = (graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size)
-    captured = "as configured"
-    if has_cuda_graphs(vllm_config) and chosen == (None, None):
-        graphs.cudagraph_capture_sizes = sizes = capture_sizes(canvas_length, num_reqs, budget)
-        captured = f"for steps of {', '.join(map(str, sizes))} tokens"
-    logger.info(
-        "Serving at most %d requests at once: a step of %d tokens has room for %d canvases of %d, "
-        "%s. CUDA graphs %s.",
-        *(num_reqs, budget, room, canvas_length, why, captured),
-    )
-
-
-def has_cuda_graphs(vllm_config: VllmConfig) -> bool:
-    """Whether steps become CUDA graphs, asked before vLLM has settled the mode: where none was
-    named, the optimization level decides."""
-    mode = vllm_config.compilation_config.cudagraph_mode
-    if mode is None and vllm_config.optimization_level == OptimizationLevel.O0:
-        mode = CUDAGraphMode.NONE
-    return mode != CUDAGraphMode.NONE and not vllm_config.model_config.enforce_eager
-
-
-def default_max_num_seqs(vllm_config: VllmConfig) -> int:
-    """Requests whose expected embeddings, most of what a slot holds, fit `SLOT_MEMORY_BYTES`, and
-    whose logits fit `LOGITS_MEMORY_BYTES`, unless they are never all there. On a GPU no more than
-    a step has room for: the others would wait while they hold their slots and caches."""
-    assert vllm_config.diffusion_config is not None
-    canvas_length = vllm_config.diffusion_config.canvas_length
-    model_config = vllm_config.model_config
-    config = model_config.hf_text_config
-    per_request = canvas_length * config.hidden_size * model_config.dtype.itemsize
-    most = SLOT_MEMORY_BYTES // per_request
-    quantization = vllm_config.quant_config
-    # These never quantise the embeddings here, see `quantization/config.py`.
-    plain = quantization is None or quantization.get_name() in (
-        "compressed-tensors", *modelopt.METHODS,
-    )  # fmt: skip
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    if not (plain and shards_begin_at_blocks(config.vocab_size, ranks)):
-        most = min(most, LOGITS_MEMORY_BYTES // (canvas_length * config.vocab_size * 8))
-    most = max(_FEWEST_REQUESTS, most)
-    if current_platform.is_cuda_alike():
-        budget = vllm_config.scheduler_config.max_num_batched_tokens
-        most = min(most, canvases_at_once(budget, canvas_length))
-    return most

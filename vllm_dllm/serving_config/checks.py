@@ -1,0 +1,64 @@
+"""What no diffusion model can be served with, found at start-up."""
+
+from pathlib import Path
+
+from vllm.config import VllmConfig
+
+from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
+
+
+def check_pipeline(vllm_config: VllmConfig) -> None:
+    if (size := vllm_config.parallel_config.pipeline_parallel_size) != 1:
+        raise ValueError(
+            f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "
+            f"last stage learns which canvases are committed. Use --tensor-parallel-size."
+        )
+
+
+def check_weight_files(vllm_config: VllmConfig) -> None:
+    """Raises ValueError, naming the file, when one of a local checkpoint is missing, cut short or
+    not in safetensors. vLLM's loader reads what there is, and names no file."""
+    folder, load_format = Path(vllm_config.model_config.model), vllm_config.load_config.load_format
+    known = any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
+    # Left to vLLM: formats that are asked for by name, and safetensors of other names.
+    unread = load_format == "auto" and folder.is_dir() and not any(folder.glob("*.safetensors"))
+    if (known or unread) and load_format != "dummy":
+        read_shards(folder)
+
+
+def check_stop_tokens(vllm_config: VllmConfig) -> None:
+    """Raises ValueError when the checkpoint's answers would end at a token that it does not have,
+    and so never."""
+    model_config = vllm_config.model_config
+    vocab_size = model_config.get_vocab_size()
+    sources = {
+        "generation_config.json": model_config.try_get_generation_config(),
+        "config.json": {"eos_token_id": getattr(model_config.hf_config, "eos_token_id", None)},
+    }
+    for file, values in sources.items():
+        ids = values.get("eos_token_id")
+        for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"eos_token_id in {file} must be a token id, or several, from 0 to "
+                    f"{vocab_size - 1}, got {ids!r}: no answer would end. Correct it there."
+                )
+
+
+def check_token_budget(vllm_config: VllmConfig) -> None:
+    """Raises ValueError when no step can ever hold a whole canvas: a canvas is denoised in one
+    piece, so its request would wait for ever."""
+    assert vllm_config.diffusion_config is not None
+    canvas_length = vllm_config.diffusion_config.canvas_length
+    config = vllm_config.scheduler_config
+    for name in (
+        "max_num_batched_tokens",
+        "max_num_scheduled_tokens",
+        "long_prefill_token_threshold",
+    ):
+        budget = getattr(config, name)
+        if budget and budget < canvas_length:  # 0 and None: no such limit
+            raise ValueError(
+                f"{name} must be at least the canvas length, {canvas_length} tokens, got {budget}: "
+                f"a canvas is denoised in one piece. Raise it or leave it out."
+            )

@@ -1,0 +1,221 @@
+"""The logits of a step's canvases where the vocabulary is large: never all at once.
+
+The sampler gets hidden states and reads the vocabulary tile by tile, so that what it takes does not
+grow with the number of requests. A request whose sampling parameters need whole rows has them made
+for it, some rows at a time. Which way a request goes depends on nothing but itself, so its answer
+does not depend on its neighbours.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, VocabReader
+from vllm_dllm.step.asked.filters import LogitFilters
+from vllm_dllm.step.asked.logits import (
+    BYTES_PER_WHOLE_LOGIT,
+    ReadRows,
+    concat,
+    read_rows,
+    tiles,
+    whole_rows,
+)
+from vllm_dllm.step.asked.row_masks import RowMasks
+from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.watched.sampling_memory import SamplingMemory
+
+if TYPE_CHECKING:
+    from vllm_dllm.denoise.vocab_stream_triton import FusedVocabReader
+
+TILE_TOKENS = 16 * BLOCK
+CACHED_TILE = (256, 4 * BLOCK)
+"""Most rows and tokens of a tile on CPUs. A dozen passes go over its 4 MiB of logits, which caches
+hold; over tiles of 16 MiB they take twice as long."""
+# fp32: logit, scaled, below its block's largest, weight, cumulative, rounded, for the product
+_BYTES_PER_STREAMED_LOGIT = 7 * 4
+# The same, and what the other tiles of a row have left: 28 bytes for 1,024 logits of the vocabulary
+_BYTES_PER_CACHED_LOGIT = 8 * 4
+_FUSED_COPIES = 2  # of a logit: our GPU kernels work in its place; as much again is for products
+
+
+def tile_shape(
+    rows: int,
+    budget_bytes: int,
+    fused_bytes: int | None,  # that a logit takes in kernels that do everything; None: without them
+    on_cpu: bool = False,
+) -> tuple[int, int]:
+    """Rows and tokens of a streamed tile. On a GPU, a launch costs more than a tile of few rows:
+    these have as many tokens as fit."""
+    num_bytes = _streamed_bytes(fused_bytes, on_cpu)
+    if fused_bytes is None:
+        most_rows, tokens = CACHED_TILE if on_cpu else (rows, TILE_TOKENS)
+        return max(1, min(most_rows, budget_bytes // (tokens * num_bytes))), tokens
+    tile_rows = max(1, min(rows, budget_bytes // (TILE_TOKENS * num_bytes)))
+    tokens = budget_bytes // (tile_rows * num_bytes) // BLOCK * BLOCK
+    return tile_rows, max(TILE_TOKENS, tokens)
+
+
+def _streamed_bytes(fused_bytes: int | None, on_cpu: bool) -> int:
+    """That a logit of a streamed tile takes."""
+    if fused_bytes is not None:
+        return fused_bytes
+    return _BYTES_PER_CACHED_LOGIT if on_cpu else _BYTES_PER_STREAMED_LOGIT
+
+
+class StreamedLogits:
+    """Made of hidden states [rows, H], with the arguments of `WholeLogits`."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        batch: CanvasBatch,
+        starts: torch.Tensor,
+        guesses: torch.Tensor,
+        soft: SoftEmbedding,
+        filters: LogitFilters,
+        memory: SamplingMemory,
+        kept: torch.Tensor | None = None,
+    ) -> None:
+        self.hidden, self.batch, self.soft, self.filters = hidden, batch, soft, filters
+        self.model, self.starts, self.guesses, self.kept = soft.model, starts, guesses, kept
+        self.memory = memory
+        self._masks: dict[int, RowMasks] = {}
+
+    def exclude(self, i: int, masks: RowMasks) -> None:
+        self._masks[i] = masks
+
+    def row(self, i: int, position: int) -> torch.Tensor:
+        row = self.batch.rows_of(i).start + position
+        logits = self.model.compute_logits(self.hidden[row : row + 1])
+        rules = self.filters.of_canvas(i, self.batch, self.starts[i], self.guesses[i]).rules
+        rules.apply_(logits, position, self.starts[i], self.guesses[i])
+        return logits[0]
+
+    def raw(self, i: int) -> Iterator[torch.Tensor]:
+        vocab_size, of_canvas = self.model.config.vocab_size, self.batch.rows_of(i)
+        tile_rows = whole_rows(vocab_size, self.memory.budget_bytes)
+        most_rows = min(tile_rows, of_canvas.stop - of_canvas.start)
+        self.memory.take(most_rows * vocab_size * BYTES_PER_WHOLE_LOGIT)
+        for rows in tiles(of_canvas, tile_rows):
+            yield self.model.compute_logits(self.hidden[rows])
+
+    def processed(self, i: int) -> Iterator[torch.Tensor]:
+        kept = None if self.kept is None else self.kept[i]
+        rules = self.filters.of_canvas(i, self.batch, self.starts[i], self.guesses[i], kept)
+        masks, first = self._masks.get(i), 0
+        for logits in self.raw(i):
+            rules.apply_(logits)
+            if masks is not None:
+                masks.exclude_(logits, first)
+            yield logits
+            first += len(logits)
+
+    def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
+        whole = sorted({*self.filters.needs_whole_rows(self.batch), *self._masks})
+        if not whole:
+            return self._stream(self.hidden, row_temperature, draw, self._guess_rows())
+        is_plain = np.ones(len(draw), dtype=bool)
+        parts, places = [], []
+        for i in whole:
+            rows = self.batch.rows_of(i)
+            is_plain[rows] = False
+            places.append(np.arange(rows.start, rows.stop))
+            parts.append(self._read_one(i, row_temperature, draw))
+        if is_plain.any():
+            places.append(np.flatnonzero(is_plain))
+            plain = async_tensor_h2d(places[-1], device=draw.device)
+            guess = self._guess_rows()
+            parts.append(
+                self._stream(
+                    self.hidden[plain],
+                    row_temperature[plain],
+                    draw[plain],
+                    None if guess is None else guess[plain],
+                )
+            )
+        stats, soft = concat(parts)
+        order = async_tensor_h2d(np.concatenate(places).argsort(), device=draw.device)
+        return RowStats(*(column[order] for column in stats)), soft[order]
+
+    def _read_one(self, i: int, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
+        parts, first = [], self.batch.rows_of(i).start
+        for logits in self.processed(i):
+            rows = slice(first, first + len(logits))
+            scaled = logits.div_(row_temperature[rows])
+            scaled = self.filters.truncate(scaled, self.batch, rows)
+            parts.append(read_rows(self.soft, scaled, draw[rows]))
+            first = rows.stop
+        return concat(parts)
+
+    def _guess_rows(self) -> torch.Tensor | None:
+        """[rows] int64, the step before's best guesses, if they are asked for."""
+        return self.batch.flatten(self.guesses) if self.soft.tolerance else None
+
+    def _stream(
+        self,
+        hidden: torch.Tensor,
+        temperature: torch.Tensor,
+        draw: torch.Tensor,
+        guess: torch.Tensor | None,
+    ) -> ReadRows:
+        fused_bytes, on_cpu = self._fused_bytes(hidden), hidden.device.type == "cpu"
+        tile_rows, tile_tokens = tile_shape(
+            len(draw), self.memory.budget_bytes, fused_bytes, on_cpu
+        )
+        _, weight = self.model.vocabulary_shard()
+        num_logits = min(len(draw), tile_rows) * min(tile_tokens, len(weight))
+        self.memory.take(num_logits * _streamed_bytes(fused_bytes, on_cpu))
+        return concat(
+            [
+                self._stream_tile(
+                    hidden[rows],
+                    temperature[rows],
+                    draw[rows],
+                    None if guess is None else guess[rows],
+                    tile_tokens,
+                )
+                for rows in tiles(slice(0, len(draw)), tile_rows)
+            ]
+        )
+
+    def _fused_bytes(self, hidden: torch.Tensor) -> int | None:
+        """That a logit takes, if kernels for GPUs do all that is done to it."""
+        weight = self.model.vocabulary_shard()[1]
+        in_place = hidden.is_cuda and weight.dtype == hidden.dtype and self.soft.top_k is None
+        return _FUSED_COPIES * hidden.element_size() if in_place else None
+
+    def _stream_tile(
+        self,
+        hidden: torch.Tensor,
+        temperature: torch.Tensor,
+        draw: torch.Tensor,
+        guess: torch.Tensor | None,
+        tile_tokens: int,
+    ) -> ReadRows:
+        _, weight = self.model.vocabulary_shard()
+        head = self.model.output_shard()
+        soft = self.soft.start(hidden, temperature, guess)
+        reader = self._reader(hidden, temperature, draw)
+        for first in range(0, len(weight), tile_tokens):
+            tile = slice(first, first + tile_tokens)
+            logits, blocks, weights = reader.read(F.linear(hidden, head[tile]))
+            soft.add(logits, blocks, weights, weight[tile])
+        blocks = VocabBlocks(*self.model.gather_shards(reader.blocks()))
+        return reader.join(blocks), soft.result()
+
+    def _reader(
+        self, hidden: torch.Tensor, temperature: torch.Tensor, draw: torch.Tensor
+    ) -> "VocabReader | FusedVocabReader":
+        first_token, weight = self.model.vocabulary_shard()
+        if not hidden.is_cuda:
+            return VocabReader(self.model.cap, temperature, draw, first_token)
+        from vllm_dllm.denoise.vocab_stream_triton import FusedVocabReader  # needs Triton
+
+        softcap = self.model.softcap
+        return FusedVocabReader(softcap, temperature, draw, first_token, len(weight))
