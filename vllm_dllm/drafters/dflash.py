@@ -6,8 +6,7 @@ target's hidden states even while nothing is drafted, so that drafting can resum
 it pauses they are computed in bulk; beyond the longest context that is drafted for, not at all.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, load_predictor
 from vllm_dllm.drafters.passes import reveal, reveal_counts
 from vllm_dllm.drafters.pending_context import PendingContext
+from vllm_dllm.drafters.predicted_widths import PredictedWidths
 from vllm_dllm.drafters.presets import DrafterLayout, DrafterMismatch, check_drafter
 
 logger = init_logger(__name__)
@@ -236,37 +236,6 @@ class WidthDFlashSpeculator(DFlashHooks):
             narrow_blocks(
                 self.input_buffers.seq_lens, self._block_widths, self.num_speculative_steps
             )
-
-
-class PredictedWidths(Mapping[str, int]):
-    """Widths on their way from the device, by request. Reading waits for them, and so does sending
-    them to another process."""
-
-    def __init__(self, request_ids: list[str], widths: torch.Tensor) -> None:
-        """`widths` [num_reqs] int64; starts to copy them."""
-        self._request_ids = request_ids
-        self._widths = widths.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if widths.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
-
-    @cached_property
-    def _known(self) -> dict[str, int]:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return dict(zip(self._request_ids, self._widths.tolist(), strict=True))
-
-    def __getitem__(self, request_id: str) -> int:
-        return self._known[request_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
-
-    def __len__(self) -> int:
-        return len(self._request_ids)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (self._known,)
 
 
 def written_config(draft_model_config: Any) -> Mapping[str, Any]:

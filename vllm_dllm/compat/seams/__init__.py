@@ -5,9 +5,9 @@ installed one, `scripts/check_vllm.py VERSION` in any other. A seam that moved m
 source, then change `compat/`.
 """
 
-from vllm_dllm.compat.seams import engine, processes, streams, worker
+from vllm_dllm.compat.seams import engine, processes, schedulers, streams, worker
 
-SEAMS = [*engine.SEAMS, *worker.SEAMS, *processes.SEAMS, *streams.SEAMS]
+SEAMS = [*engine.SEAMS, *schedulers.SEAMS, *worker.SEAMS, *processes.SEAMS, *streams.SEAMS]
 
 SIGNATURES = {
     "v1.core.sched.diffusion_scheduler:diffusion_canvas_width": "request canvas_length",

@@ -22,135 +22,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from attention_kernels.masks import visible, visible_range
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.compat.attention import use_cpu_kernels
 from vllm_dllm.cpu.attention.blocks import cut_into_blocks
+from vllm_dllm.cpu.attention.canvases import attend_canvases, check_cache_layout
 from vllm_dllm.cpu.attention.images import Image, cut_out_images
-from vllm_dllm.cpu.compat.ops import write_cpu_kv_cache
-
-
-@dataclass(frozen=True)
-class CanvasLayout:
-    """Where the n reference-rule canvases of a batch, or one of its images, find their queries and
-    keys, by position. It is the same for all layers with the same window and block size.
-
-    Q = longest canvas (tokens), B = most cache blocks any canvas sees, K <= B * block_size = keys.
-    """
-
-    selected: np.ndarray  # [n] int64, the canvases' indices in the batch
-    query_len: int  # Q
-    rows: torch.Tensor | None  # [n, Q] int64, query row of each canvas position (clamped past its
-    # end); None: the canvases are the batch, all of one length
-    valid_rows: torch.Tensor | None  # entries of flattened `rows` that are canvas positions
-    block_columns: np.ndarray  # [n, B] int64, columns of the block table
-    keys: slice  # the K keys of those blocks that any canvas sees
-    bias: torch.Tensor | None  # [n, 1, 1, 1 or Q, K] fp32, 0 for a visible key, else -inf; None:
-    # all are
-    only_canvases: bool  # the batch holds no other requests
-
-    @classmethod
-    def build(
-        cls,
-        selected: np.ndarray,  # [n] int64
-        query_start_loc: np.ndarray,  # [num_reqs + 1]
-        seq_lens: np.ndarray,  # [num_reqs]
-        block_size: int,
-        window_left: int,  # tokens of context a canvas sees
-    ) -> "CanvasLayout":
-        starts = query_start_loc[selected]
-        query_lens = query_start_loc[selected + 1] - starts
-        query_len = int(query_lens.max())
-        only_canvases = len(selected) == len(seq_lens)
-        rows = valid_rows = None
-        if not only_canvases or query_lens.min() != query_len:
-            steps = np.arange(query_len)
-            real = steps < query_lens[:, None]
-            rows = torch.from_numpy((starts[:, None] + np.where(real, steps, 0)).astype(np.int64))
-            valid_rows = torch.from_numpy(np.flatnonzero(real))
-
-        ends = seq_lens[selected]
-        context_lens, seq_ends = torch.from_numpy(ends - query_lens), torch.from_numpy(ends)
-        first_keys = visible_range(
-            first_query=context_lens,
-            last_query=seq_ends - 1,
-            context_len=context_lens,
-            seq_len=seq_ends,
-            causal=False,
-            window_left=window_left,
-        )[0].numpy()
-        first_blocks = first_keys // block_size
-        last_steps = (ends - 1) // block_size - first_blocks
-        block_steps = np.minimum(np.arange(last_steps.max() + 1), last_steps[:, None])
-        # From here on, positions count from the first block of each canvas.
-        first_seen, end_seen = (
-            first_keys - first_blocks * block_size,
-            ends - first_blocks * block_size,
-        )
-        keys = slice(int(first_seen.min()), int(end_seen.max()))
-        bias = None
-        if first_seen.max() != keys.start or end_seen.min() != keys.stop:
-            positions = np.arange(keys.start, keys.stop)
-            seen = (positions >= first_seen[:, None]) & (positions < end_seen[:, None])
-            bias = _bias(torch.from_numpy(seen))[:, None, None, None, :]
-        return cls(
-            selected=selected,
-            query_len=query_len,
-            rows=rows,
-            valid_rows=valid_rows,
-            block_columns=first_blocks[:, None] + block_steps,
-            keys=keys,
-            bias=bias,
-            only_canvases=only_canvases,
-        )
-
-    @classmethod
-    def of_image(cls, image: Image, block_size: int, window_left: int) -> "CanvasLayout":
-        num_rows = image.rows.stop - image.rows.start
-        query_pos = torch.arange(image.end - num_rows, image.end)[:, None]
-        first_key = min(image.first_key, max(image.end - num_rows - window_left, 0))
-        first_block, last_block = first_key // block_size, (image.end - 1) // block_size
-        shift = first_block * block_size
-        seen = visible(
-            query_pos,
-            torch.arange(first_key, image.end),
-            context_len=image.end - num_rows,
-            causal=True,
-            window_left=window_left,
-            spans=torch.tensor((image.first_key, image.end)).expand(num_rows, 1, 2),
-        )
-        return cls(
-            selected=np.array([image.request]),
-            query_len=num_rows,
-            rows=torch.arange(image.rows.start, image.rows.stop)[None],
-            valid_rows=torch.arange(num_rows),
-            block_columns=np.arange(first_block, last_block + 1)[None],
-            keys=slice(first_key - shift, image.end - shift),
-            bias=_bias(seen)[None, None, None],
-            only_canvases=False,
-        )
-
-
-def _bias(seen: torch.Tensor) -> torch.Tensor:
-    """What is added to scores: 0 where a key is seen, else minus infinity."""
-    return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-
-
-@dataclass(frozen=True)
-class CanvasKeys:
-    """A layout and the cache blocks that hold its keys in one KV cache group."""
-
-    layout: CanvasLayout
-    blocks: torch.Tensor  # [n, B] int64
-
-    @classmethod
-    def build(
-        cls,
-        layout: CanvasLayout,
-        block_table: np.ndarray,  # [num_reqs, max_blocks]
-    ) -> "CanvasKeys":
-        blocks = block_table[layout.selected[:, None], layout.block_columns]
-        return cls(layout, torch.from_numpy(blocks.astype(np.int64)))
+from vllm_dllm.cpu.attention.layout import CanvasKeys, CanvasLayout
 
 
 @dataclass
@@ -174,7 +51,7 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.window_size > 0:
             if self.isa == "amx":  # its cache is laid out for tiles
                 use_cpu_kernels(self, "vec", layer_names)
-            _check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
+            check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
 
     def build(
         self,
@@ -285,87 +162,3 @@ class CpuCanvasBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
         return CpuCanvasMetadataBuilder
-
-
-def attend_canvases(
-    query: torch.Tensor,  # [T, Hq, D]
-    kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
-    canvas_keys: CanvasKeys,
-    scale: float,
-    output: torch.Tensor,  # [T, Hq, D], written at the canvases' rows
-    softcap: float = 0.0,  # scores become softcap * tanh(score / softcap); 0 = none
-) -> None:
-    """Attention of the rows of a layout over the keys they see."""
-    layout = canvas_keys.layout
-    n, Q = len(layout.selected), layout.query_len
-    Hq, D = query.shape[1:]
-    keys, values = _gather_blocks(kv_cache, canvas_keys.blocks, layout.keys)
-    Hkv = keys.shape[1]
-    # The heads of a group share their keys, and the mask does not depend on the row: fold the
-    # group's heads into the row axis.
-    own = query[: n * Q] if layout.rows is None else query[layout.rows]
-    grouped = own.view(n, Q, Hkv, Hq // Hkv, D).permute(0, 2, 3, 1, 4)
-    # fp32, as in vLLM's kernel: rounding scores to bf16 changes rows by up to 2%.
-    scores = torch.matmul(grouped.reshape(n, Hkv, -1, D).float() * scale, keys.float())
-    if softcap > 0:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    if layout.bias is not None:
-        scores.view(n, Hkv, Hq // Hkv, Q, -1).add_(layout.bias)
-    probs = torch.softmax(scores, dim=-1).to(values.dtype)
-    attended = torch.matmul(probs, values).view(n, Hkv, Hq // Hkv, Q, D)
-    by_row = attended.permute(0, 3, 1, 2, 4)
-    if layout.rows is None:
-        output[: n * Q].view(n, Q, Hkv, Hq // Hkv, D).copy_(by_row)
-    else:
-        flat_rows = layout.rows.view(-1)[layout.valid_rows]
-        output[flat_rows] = by_row.reshape(n * Q, Hq, D)[layout.valid_rows]
-
-
-def _gather_blocks(
-    kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
-    blocks: torch.Tensor,  # [n, B] int64
-    positions: slice,  # K positions, counted from the first block's
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Transposed keys [n, Hkv, D, K] and values [n, Hkv, K, D].
-
-    For each block and head the kernel stores the keys transposed, then the values as they are.
-    """
-    num_blocks, Hkv, block_size, width = kv_cache.shape
-    D = width // 2
-    n, B = blocks.shape
-    keys = kv_cache.view(num_blocks, Hkv, 2, D, block_size)[:, :, 0][blocks]
-    values = kv_cache.view(num_blocks, Hkv, 2, block_size, D)[:, :, 1][blocks]
-    return (
-        keys.permute(0, 2, 3, 1, 4).reshape(n, Hkv, D, B * block_size)[..., positions],
-        values.permute(0, 2, 1, 3, 4).reshape(n, Hkv, B * block_size, D)[:, :, positions],
-    )
-
-
-def _check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_size: int) -> None:
-    """Writes one block as vLLM does and reads it back as `_gather_blocks` does.
-
-    Raises:
-        ValueError: this processor's kernels lay the cache out differently.
-    """
-    Hkv, D = 2, 64
-    if kv_cache_dtype == "auto":
-        cache = torch.zeros(1, Hkv, block_size, 2 * D, dtype=dtype)
-        halves = cache.view(1, Hkv, 2 * block_size, D).chunk(2, dim=2)
-        keys = torch.arange(block_size * Hkv * D).remainder(251).to(dtype)
-        keys = keys.view(block_size, Hkv, D)
-        slots = torch.arange(block_size)
-        write_cpu_kv_cache(
-            keys, -keys, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
-        )
-        read_keys, read_values = _gather_blocks(
-            cache, torch.zeros(1, 1, dtype=torch.int64), slice(0, block_size)
-        )
-        if torch.equal(read_keys[0].permute(2, 0, 1), keys) and torch.equal(
-            read_values[0].transpose(0, 1), -keys
-        ):
-            return
-    raise ValueError(
-        f"The reference window rule on CPU needs a KV cache with transposed keys per block, which "
-        f"kv_cache_dtype={kv_cache_dtype!r} with the {isa!r} kernels does not have. Serve with "
-        f"--kv-cache-dtype auto."
-    )

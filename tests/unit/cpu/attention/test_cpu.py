@@ -9,12 +9,8 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from attention_kernels.testing import PagedBatch, allowed
-from vllm_dllm.cpu.attention.backend import (
-    CanvasKeys,
-    CanvasLayout,
-    _check_cache_layout,
-    attend_canvases,
-)
+from vllm_dllm.cpu.attention.canvases import attend_canvases, check_cache_layout
+from vllm_dllm.cpu.attention.layout import CanvasKeys, CanvasLayout
 
 pytestmark = pytest.mark.numerics
 
@@ -63,9 +59,9 @@ def test_symmetric_rule_is_what_vllms_kernel_computes(name: str, window: int) ->
 
 
 def test_layout_check_accepts_this_machine_and_names_what_it_refuses() -> None:
-    _check_cache_layout("vec", torch.float32, "auto", BLOCK)
+    check_cache_layout("vec", torch.float32, "auto", BLOCK)
     with pytest.raises(ValueError, match="kv_cache_dtype='fp8'"):
-        _check_cache_layout("vec", torch.float32, "fp8", BLOCK)
+        check_cache_layout("vec", torch.float32, "fp8", BLOCK)
 
 
 class PagedCase:
