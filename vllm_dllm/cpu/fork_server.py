@@ -9,8 +9,10 @@ Only that is used: a program that has a fork server of its own, or changes varia
 read when they are loaded, spawns as before.
 """
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import sys
@@ -103,11 +105,20 @@ class ForkedProcess(context.ForkServerProcess):
         super().__init__(*args, **kwargs)
 
     def _bootstrap(self, *args: Any, **kwargs: Any) -> int:
-        """Ends as a spawned process does: Python frees all that is left, shared memory too. The
-        fork server would leave that out."""
+        """Ends with what libraries of Python and C have registered for the end, which frees shared
+        memory too; a fork server would leave that out. What it imported stays as it is: vLLM has an
+        engine look for garbage in it at the end, and a spawned process takes it down object by
+        object. Both take seconds, and vLLM kills an engine after five."""
+        gc.unfreeze = _stay_frozen
         code: int = super()._bootstrap(*args, **kwargs)  # type: ignore[misc]
-        ctypes.pythonapi.Py_Exit(code)
+        atexit._run_exitfuncs()
+        # PyDLL keeps Python's lock: none of its threads runs while libraries of C end.
+        ctypes.PyDLL(None).exit(code)
         return code
+
+
+def _stay_frozen() -> None:
+    """In place of `gc.unfreeze`."""
 
 
 class ForkContext(context.ForkServerContext):

@@ -63,6 +63,35 @@ if __name__ == "__main__":
     write(folder / "ended", code=process.exitcode)
 """
 
+ENDING = """
+import atexit, ctypes, gc, pathlib, sys
+from vllm_dllm.cpu import fork_server
+
+class Held:
+    def __init__(self, path):
+        self.path = path
+
+    def __del__(self):
+        self.path.touch()
+
+def child(folder):
+    global held, c_end
+    held = Held(folder / "taken_down")
+    atexit.register((folder / "python").touch)
+    c_end = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: (folder / "c").touch())
+    ctypes.CDLL(None)["__cxa_atexit"](c_end, None, None)
+    gc.unfreeze()
+    assert gc.get_freeze_count() > 0
+    sys.exit(7)
+
+if __name__ == "__main__":
+    fork_server.start(["colorsys"])
+    process = fork_server.ForkContext().Process(target=child, args=(pathlib.Path(sys.argv[1]),))
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
@@ -141,6 +170,22 @@ def test_nor_while_the_server_imports(program: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_for(lambda: not is_running(server))
+
+
+def test_libraries_end_and_nothing_is_taken_down(tmp_path: Path) -> None:
+    """What is registered for the end of Python and of C runs, as it frees shared memory. The heap
+    is left as it is: that took longer than vLLM waits for an engine."""
+    program, folder = tmp_path / "program.py", tmp_path / "ends"
+    program.write_text(ENDING)
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, str(program), str(folder)],
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+    assert sorted(path.name for path in folder.iterdir()) == ["c", "python"]
 
 
 def test_variables_that_count() -> None:
