@@ -4,8 +4,9 @@
     python -m venv /tmp/browser && /tmp/browser/bin/pip install playwright
     /tmp/browser/bin/python scripts/canvas_page.py http://127.0.0.1:8000 FOLDER
 
-Needs Chromium (Debian's package `chromium`) and the small checkpoint. FOLDER gets desktop.png and
-phone.png, which docs/canvases.md shows. Look at them.
+Needs Chromium (Debian's package `chromium`) and a small checkpoint, `diffusiongemma-tiny` or the
+masked `sdar-tiny`. FOLDER gets desktop.png and phone.png, which docs/canvases.md shows. Look at
+them. `--api-key` names the server's, if it has one.
 """
 
 import argparse
@@ -19,18 +20,23 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 QUESTION = "Count from 34 to 59."
 ANSWER = " ".join(map(str, range(34, 60)))
 DESKTOP, PHONE = (1100, 800), (390, 844)
+api_key = ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("server")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--api-key", default="")
     arguments = parser.parse_args()
+    global api_key
+    api_key = arguments.api_key
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         chromium = shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for check in (compare_two_settings, on_a_phone, show_text_as_text, show_errors, stop):
+        checks = (click_examples, compare_two_settings, on_a_phone, show_text_as_text, show_errors)
+        for check in (*checks, stop, *([ask_with_keys] if api_key else [])):
             check(browser, arguments.server, arguments.folder)
             print(f"{check.__name__}: ok")
         browser.close()
@@ -53,6 +59,7 @@ def page_of(
         ),
     )
     page.goto(f"{server}/canvas")
+    page.locator("#key").fill(api_key)
     expect(page.locator("#model")).not_to_contain_text("Looking")
     yield page
     assert not wrong, wrong
@@ -64,6 +71,33 @@ def ask(page: Page, question: str, seed: int = 4) -> None:
     for field, value in {"seed": str(seed), "pace": "30", "prompt": question}.items():
         page.locator(f"#{field}").fill(value)
     page.locator("#prompt").press("Control+Enter")
+
+
+def click_examples(browser: Browser, server: str, folder: Path) -> None:
+    """Each is answered. The rules that are offered are those that the model takes."""
+    with page_of(browser, server, DESKTOP) as page:
+        for example in page.locator("#examples button").all():
+            example.click()
+            expect(page.locator("#status")).to_have_text("Done.", timeout=120_000)
+            expect(page.locator(".answer")).not_to_be_empty()
+        page.locator("summary").click()
+        rules = page.get_by_label("Acceptance")
+        for rule in rules.locator("option").all_inner_texts():
+            rules.select_option(rule)
+            ask(page, QUESTION)
+            expect(page.locator("#status")).to_have_text("Done.", timeout=120_000)
+
+
+def ask_with_keys(browser: Browser, server: str, folder: Path) -> None:
+    """With none and with a wrong one, the page says which it is."""
+    with page_of(browser, server, DESKTOP) as page:
+        for key, complaint in (
+            ("", "The server wants an API key"),
+            ("wrong", "The server refuses this API key."),
+        ):
+            page.locator("#key").fill(key)
+            ask(page, QUESTION)
+            expect(page.locator(".problem")).to_contain_text(complaint)
 
 
 def compare_two_settings(browser: Browser, server: str, folder: Path) -> None:
