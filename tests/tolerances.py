@@ -109,8 +109,8 @@ LOGIT = LOGPROB
 
 
 ROTATED_IN_FP32 = within(2 * FEW * SUMS_OF_A_LAYER * U, size=4.0)
-"""Drafters compared in float64, in two layers. Only their rotations are in fp32, as in vLLM: angles
-of up to 16 radians, off by U of that."""
+"""Drafters compared in float64, in two layers. Only their norms and rotations are in fp32, as in
+vLLM: angles of up to 16 radians, off by U of that."""
 
 BETWEEN_TIES = 10 * LOGPROB
 """Of log-probabilities whose linears round their inputs to 8 or 4 bits. An input on the other side

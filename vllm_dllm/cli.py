@@ -7,9 +7,8 @@ from importlib import metadata
 from pkgutil import resolve_name
 from typing import Any
 
-from vllm_dllm.errors import InputError
+from vllm_dllm.errors import InputError, ServerError
 from vllm_dllm.tools.commands import COMMANDS, OF_DRAFTER, Command
-from vllm_dllm.tools.server_process import ServerError
 
 OF_EXTRA = ("datasets", "lm_eval", "optuna")  # packages of the extra `eval`
 CONTINUES = "the same command continues from here"

@@ -15,7 +15,6 @@ entropy and the lead of the best logit) and needs kilobytes.
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -137,12 +136,10 @@ def summary(logits: Tensor) -> Tensor:
     return torch.cat(((top - log_total).exp(), entropy, lead), dim=-1)
 
 
-def save_predictor(
-    predictor: BlockPilot, path: Path, details: dict[str, Any] | None = None
-) -> None:
-    """Writes config.json, with `details` of how it was made, and the weights into `path`."""
+def save_predictor(predictor: BlockPilot, path: Path) -> None:
+    """Writes config.json and the weights into `path`."""
     path.mkdir(parents=True, exist_ok=True)
-    config = {"predictor": "blockpilot", **asdict(predictor.config), **(details or {})}
+    config = {"predictor": "blockpilot", **asdict(predictor.config)}
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     weights = {name: w.detach().contiguous() for name, w in predictor.state_dict().items()}
     save_file(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})

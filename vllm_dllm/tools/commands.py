@@ -239,7 +239,7 @@ COMMANDS = {
 
 OF_DRAFTER = {
     "train": Command(
-        "vllm_dllm.tools.drafter.training.train:train",
+        "vllm_dllm.tools.drafter.train:train",
         "Train a DFlash drafter for your model, ready for `vllm serve`. After an interruption the "
         "same command continues.",
         (
@@ -271,7 +271,7 @@ OF_DRAFTER = {
         resumes=True,
     ),
     "calibrate-width": Command(
-        "vllm_dllm.tools.drafter.calibration.calibrate:calibrate_width",
+        "vllm_dllm.tools.drafter.calibrate:calibrate_width",
         "Measure which block size suits each prompt, and train the predictor of the width policy "
         "`blockpilot` on it.",
         (
@@ -286,18 +286,7 @@ OF_DRAFTER = {
                 "small",
                 choices=("full", "small"),
             ),
-            _arg(
-                "--radius K", "block sizes within K of the base, none above the trained one", int, 2
-            ),
-            _arg("--base SIZE", "default: the block the drafter was trained with", int),
-            _arg(
-                "--draft-width",
-                "follow: draft a block of that size; full: always draft the trained block and "
-                "verify part of it",
-                str,
-                "follow",
-                choices=("follow", "full"),
-            ),
+            _arg("--radius K", "try the drafter's own block size and the K below it", int, 2),
             _MAX_TOKENS,
             _SEED,
             _arg("--device", "cpu or cuda", str, "cpu"),

@@ -1,13 +1,10 @@
 """The numbers on a server's `/metrics`, and how they have changed."""
 
-import http.client
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_dllm.errors import InputError
@@ -102,19 +99,18 @@ def read(url: str) -> Scrape:
 
 
 def _get(url: str, timeout_s: float) -> str:
-    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise InputError(f"--url must be like http://127.0.0.1:8000, got '{url}'.")
-    # A proxy of the environment has no business here.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{url}/metrics", timeout=timeout_s) as answer:
-            return answer.read().decode()
-    except urllib.error.HTTPError as error:
+        # A proxy of the environment has no business here.
+        answer = httpx.get(f"{url}/metrics", timeout=timeout_s, trust_env=False)
+        return answer.raise_for_status().text
+    except httpx.UnsupportedProtocol as error:
+        raise InputError(f"--url must be like http://127.0.0.1:8000, got '{url}'.") from error
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
         raise InputError(
-            f"the server at {url} answers /metrics with HTTP {error.code}: it is not vLLM."
+            f"the server at {url} answers /metrics with HTTP {status}: it is not vLLM."
         ) from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", error)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise InputError(
-            f"no server answers at {url} ({reason}). Start one, or name its address with --url."
+            f"no server answers at {url} ({error}). Start one, or name its address with --url."
         ) from error

@@ -1,7 +1,6 @@
 """A `vllm serve` process for as long as a `with` block lasts."""
 
 import contextlib
-import http.client
 import os
 import re
 import signal
@@ -13,17 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
+import httpx
 from rich.console import Console
 from rich.text import Text
+
+from vllm_dllm.errors import ServerError
 
 HOST = "127.0.0.1"
 STOP_SECONDS = 20  # after this long, a server that was asked to stop is killed
 ENDING_SECONDS = 3  # a server whose connections broke has ended within this time, if it ends
 FIRST_ERRORS, LAST_LINES = 3, 12  # lines of its log to show when it ends
-
-
-class ServerError(Exception):
-    """The server did not start or has ended; the message says why and what to do."""
 
 
 def serve_command(checkpoint: Path, port: int, *options: str) -> list[str]:
@@ -142,15 +140,12 @@ class Server:
         return "".join(self.log.read_text(errors="replace").splitlines()[-1:])
 
     def _is_healthy(self) -> bool:
-        # Not urllib: it would ask a proxy, if the environment names one.
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
         try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
+            # trust_env: a proxy named in the environment has no business with our own server.
+            url = f"http://{HOST}:{self.port}/health"
+            return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+        except httpx.HTTPError:
             return False
-        finally:
-            connection.close()
 
 
 def wait_on_console(server: Server, console: Console) -> float:

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from checkpoints.recipes.target_model import save_target, target_config
 from checkpoints.recipes.tokenizer import build_tokenizer
-from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, drafter_config, save_drafter
+from vllm_dllm.tools.drafter.reference import DFlashDrafter, drafter_config, save_drafter
 
 MASK_TOKEN = "<unused0>"
 

@@ -8,8 +8,8 @@ from bench.drafter import ALONE, require_same_answers
 from bench.drafter_oracle import best_widths
 from bench.drafter_report import bars
 from tests.paths import CHECKPOINTS
-from vllm_dllm.tools.drafter.training.collect import complete
-from vllm_dllm.tools.drafter.training.target_states import load_target
+from vllm_dllm.tools.drafter.sequences import complete
+from vllm_dllm.tools.drafter.target_states import load_target
 
 
 def test_refuses_other_answers() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, Qwen3Fo
 from checkpoints.recipes import match_heads
 from checkpoints.recipes.run_log import earlier_log
 from tests.paths import CHECKPOINTS
-from vllm_dllm.tools.drafter.training.reference import load_drafter
+from vllm_dllm.tools.drafter.reference import load_drafter
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,7 @@ from tests.processes import HANGS_S
 from tests.unit.config.test_files import room_for
 from vllm_dllm.drafters.buffer import NUM_SHARDS, QUEUE_LENGTH, BlockBuffer
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.training.blocks import KnownSequence
-from vllm_dllm.tools.drafter.training.read_buffer import read_buffer
+from vllm_dllm.tools.drafter.sequences import KnownSequence, read_buffer
 
 VOCAB_SIZE = 512
 

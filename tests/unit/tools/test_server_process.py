@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import is_running, wait_for
+from vllm_dllm.errors import ServerError
 from vllm_dllm.tools import server_process
 
 
@@ -33,7 +34,7 @@ def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
     failing = server_process.Server([sys.executable, "-c", script], 1, tmp_path / "server.log")
     with (
         failing,
-        pytest.raises(server_process.ServerError, match=r"ended \(3\).*server\.log") as ended,
+        pytest.raises(ServerError, match=r"ended \(3\).*server\.log") as ended,
     ):
         failing.wait_until_ready(lambda seconds: None)
     shown = str(ended.value).splitlines()[2:]

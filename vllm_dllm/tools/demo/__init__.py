@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, serving_note
-from vllm_dllm.errors import InputError
+from vllm_dllm.errors import InputError, ServerError
 from vllm_dllm.requests.options import STREAM_CANVASES, WATCHING_PLUGINS
 from vllm_dllm.tools.demo import drawing, picture, pixels
 from vllm_dllm.tools.demo.drawing import Step
@@ -31,7 +31,6 @@ from vllm_dllm.tools.server_process import (
     ENDING_SECONDS,
     HOST,
     Server,
-    ServerError,
     check_checkpoint,
     choose_port,
     serve_command,

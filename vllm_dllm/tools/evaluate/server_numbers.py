@@ -1,15 +1,15 @@
 """What a server reports about itself: tokens, denoise steps, memory of the weights."""
 
-import http.client
-import json
 from dataclasses import dataclass
+from typing import Any
+
+import httpx
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.scrape import Change, Scrape, scrape
 from vllm_dllm.tools.server_process import HOST
 
-WEIGHT_SIZES = "vllm_dllm.tools.evaluate.weight_sizes.WeightSizes"
-OPTIONS = ("--worker-extension-cls", WEIGHT_SIZES)
+OPTIONS = ("--worker-extension-cls", f"{__name__}.WeightSizes")
 ANSWER_SECONDS = 600.0
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # enables /collective_rpc; only we use the server
 
@@ -46,27 +46,46 @@ def read_metrics(port: int) -> Scrape:
 
 def read_weight_bytes(port: int) -> int:
     """Asks how much memory the weights take in all workers together."""
-    answer = _ask(port, "POST", "/collective_rpc", {"method": "weight_sizes"})
-    return sum(worker["bytes"] for worker in json.loads(answer)["results"])
+    answer = _ask(port, "/collective_rpc", {"method": "weight_bytes"})
+    return sum(answer.json()["results"])
 
 
 def warm_up(port: int, model: str) -> None:
     """Asks for a first answer, which takes longer than later ones."""
-    _ask(port, "POST", "/v1/completions", {"model": model, "prompt": "Hello", "max_tokens": 16})
+    _ask(port, "/v1/completions", {"model": model, "prompt": "Hello", "max_tokens": 16})
 
 
-def _ask(port: int, method: str, path: str, body: dict[str, object] | None = None) -> str:
-    # Not urllib: it would ask a proxy, if the environment names one.
-    connection = http.client.HTTPConnection(HOST, port, timeout=ANSWER_SECONDS)
+def _ask(port: int, path: str, body: dict[str, object]) -> httpx.Response:
+    url = f"http://{HOST}:{port}{path}"
     try:
-        headers = {"Content-Type": "application/json"}
-        connection.request(method, path, json.dumps(body) if body else None, headers)
-        response = connection.getresponse()
-        text = response.read().decode()
-    except (OSError, http.client.HTTPException) as error:
+        answer = httpx.post(url, json=body, timeout=ANSWER_SECONDS, trust_env=False)
+    except httpx.HTTPError as error:
         raise InputError(f"the server did not answer {path}: {error!r}") from error
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise InputError(f"the server answered {path} with {response.status}: {text}")
-    return text
+    if answer.status_code != 200:
+        raise InputError(f"the server answered {path} with {answer.status_code}: {answer.text}")
+    return answer
+
+
+class WeightSizes:
+    """Adds a method to each worker of the server, for `/collective_rpc`."""
+
+    model_runner: Any  # the worker's
+
+    def weight_bytes(self) -> int:
+        """Counts the bytes of this worker's parameters, tied ones once. Tables computed from the
+        configuration (rotary embeddings) are not weights."""
+        from vllm.model_executor.layers.linear import LinearBase  # takes seconds; only a worker's
+
+        stored: dict[int, int] = {}
+        packed = 0
+        for module in self.model_runner.model.modules():
+            for parameter in module.parameters(recurse=False):
+                storage = parameter.untyped_storage()
+                stored[storage.data_ptr()] = storage.nbytes()
+            weight = getattr(module, "weight", None)
+            if isinstance(module, LinearBase) and weight is not None and weight.numel() == 0:
+                # A CPU kernel keeps the only copy, in its own layout and the same type.
+                num_rows = getattr(module, "output_size_per_partition", module.output_size)
+                num_columns = getattr(module, "input_size_per_partition", module.input_size)
+                packed += num_rows * num_columns * weight.itemsize
+        return sum(stored.values()) + packed

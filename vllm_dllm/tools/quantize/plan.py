@@ -1,12 +1,13 @@
-"""Which tensors of a DiffusionGemma checkpoint are quantised, which are left, and why.
+"""Which tensors of a checkpoint are quantised, which are left, and why.
 
-The linears of the text layers are quantised. transformers keeps a layer's experts in two tensors,
-gate_up_proj [E, 2I, H] and down_proj [E, H, I]; a quantised checkpoint has three linears per expert
-instead, as llm-compressor writes them and vLLM reads them.
+The linears of the text layers are quantised, experts too. Masked models' checkpoints keep experts
+one by one. transformers' DiffusionGemma keeps a layer's in two tensors, gate_up_proj [E, 2I, H] and
+down_proj [E, H, I]; a quantised checkpoint has three linears per expert instead, as llm-compressor
+writes them and vLLM reads them.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,12 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     preset_name_to_scheme,
 )
+from transformers import DiffusionGemmaConfig
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.schemes import GROUP_SIZE, INT4_GROUP_SIZE
 from vllm_dllm.quantization.weight_files import TensorInfo
+from vllm_dllm.tools.quantize.source import Source
 
 PRESETS = {  # of compressed-tensors
     "fp8-dynamic": "FP8_DYNAMIC",
@@ -32,8 +35,10 @@ PRESETS = {  # of compressed-tensors
 }
 _WIDTHS = {"nvfp4": GROUP_SIZE, "w4a16": INT4_GROUP_SIZE}  # must divide a row's
 
-_LAYER = r"model\.decoder\.layers\.(\d+)\."
-_DENSE = re.compile(_LAYER + r"(self_attn\.(?:q|k|v|o)_proj|mlp\.(?:gate|up|down)_proj)\.weight")
+_LAYER = r"(?:model\.decoder|model|encoder)\.layers\.(\d+)\."
+_TOGETHER = (("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj"))
+_NAMES = "|".join((*_TOGETHER[0], *_TOGETHER[1], "query_key_value", "dense"))
+_DENSE = re.compile(rf"({_LAYER}.*\.)({_NAMES})\.weight")
 _EXPERTS = re.compile(_LAYER + r"experts\.(gate_up_proj|down_proj)")
 
 # What is left as it is, in the order of look-up. The recipe of
@@ -43,10 +48,14 @@ KEPT = (
         r"model\.encoder\.(vision_tower|embed_vision)\..*",
         "vision tower: only text layers are quantised",
     ),
-    (r"(model\.decoder\.embed_tokens|lm_head)\.weight", "embeddings, which are also the LM head"),
+    (
+        r".*\.(embed_tokens|word_embeddings)\.weight|(lm|diffusion)_head\.weight",
+        "embeddings, LM head",
+    ),
     (r"model\.decoder\.self_conditioning\..*", "self-conditioning: feeds its errors back"),
-    (_LAYER + r"router\..*", "router: an error picks other experts"),
-    (r"model\..*(norm\.weight|norm_[12]\.weight|layer_scalar)", "norms and scalars"),
+    (_LAYER + r"(router|mlp\.gate)\..*", "router: an error picks other experts"),
+    (r".*(norm|norm_[12])\.weight|.*\.layer_scalar", "norms and scalars"),
+    (r".*\.bias", "biases"),
 )
 
 
@@ -81,35 +90,42 @@ class Plan:
     """Linear modules that are left, by transformers' names."""
 
 
-def make_plan(
-    scheme: str,
-    tensors: Mapping[str, TensorInfo],
-    layer_types: Sequence[str],  # of the text config
-) -> Plan:
+def make_plan(scheme: str, source: Source) -> Plan:
     """Decides about every tensor. InputError if one is unknown, missing or has a wrong shape."""
-    quantized, kept = {}, {}
-    for name, info in tensors.items():
+    if scheme == "nvfp4" and source.is_masked:
+        raise InputError(
+            "nvfp4 is for DiffusionGemma alone, whose inputs it measures while that denoises; a "
+            "masked model takes --scheme fp8-dynamic, int8 or w4a16"
+        )
+    quantized: dict[str, tuple[Linear, ...]] = {}
+    kept: dict[str, str] = {}
+    for name, info in source.tensors.items():
         if linears := _linears(name, info):
-            check_linear(name, info, linears[0].shape[1], scheme)
+            _check_linear(name, info, linears[0].shape[1], scheme)
             quantized[name] = linears
         else:
             kept[name] = _reason(name)
-    for name in _expected(layer_types):
+    if source.is_masked:
+        expected = _expected_of_masked(quantized, source.config["num_hidden_layers"])
+    else:
+        config = DiffusionGemmaConfig.from_dict(source.config)
+        expected = _expected(config.text_config.layer_types)
+    for name in expected:
         if name not in quantized:
             raise InputError(
-                f"the checkpoint has no tensor {name}: expected all layers of config.json, as "
-                f"transformers' save_pretrained writes them; copy or save the checkpoint again"
+                f"the checkpoint has no tensor {name}: expected all layers of config.json; copy or "
+                f"save the checkpoint again"
             )
-    return Plan(scheme, quantized, kept, _ignored_modules(kept, tensors))
+    return Plan(scheme, quantized, kept, _ignored_modules(kept, source))
 
 
 def _linears(name: str, info: TensorInfo) -> tuple[Linear, ...]:
-    if match := _DENSE.fullmatch(name):
+    if _DENSE.fullmatch(name):
         module = name.removesuffix(".weight")
         fused = re.sub(r"\.[qkv]_proj$", ".qkv_proj", module)
         fused = re.sub(r"mlp\.(gate|up)_proj$", "mlp.gate_up_proj", fused)
-        shape = _expect_axes(name, info, 2)
-        return (Linear(module, None, slice(shape[0]), (shape[0], shape[1]), fused, fused),)
+        out, width = _expect_axes(name, info, 2)
+        return (Linear(module, None, slice(out), (out, width), fused, fused),)
     if match := _EXPERTS.fullmatch(name):
         num_experts, out, width = _expect_axes(name, info, 3)
         prefix = name.removesuffix(f".{match[2]}")
@@ -138,7 +154,7 @@ def _expect_axes(name: str, info: TensorInfo, count: int) -> tuple[int, ...]:
     return info.shape
 
 
-def check_linear(name: str, info: TensorInfo, width: int, scheme: str) -> None:
+def _check_linear(name: str, info: TensorInfo, width: int, scheme: str) -> None:
     """Raises InputError if the tensor of linears with inputs of that width cannot be quantised."""
     if info.dtype not in ("BF16", "F16", "F32"):
         raise InputError(f"{name}: expected BF16, F16 or F32 weights, got {info.dtype}")
@@ -155,13 +171,13 @@ def _reason(name: str) -> str:
         if re.fullmatch(pattern, name):
             return reason
     raise InputError(
-        f"{name} is not a tensor of transformers' DiffusionGemmaForBlockDiffusion: expected a "
-        f"checkpoint as its save_pretrained writes it"
+        f"{name} is not a tensor of a model that is served: expected a checkpoint as it is "
+        f"published, or as transformers' save_pretrained writes it"
     )
 
 
 def _expected(layer_types: Sequence[str]) -> Iterator[str]:
-    """Gives the names of all tensors that a complete checkpoint has to quantise."""
+    """Gives the names of all tensors that a complete DiffusionGemma has to quantise."""
     for i, layer_type in enumerate(layer_types):
         prefix = f"model.decoder.layers.{i}"
         # Full-attention layers have no values of their own: the keys serve as values.
@@ -173,11 +189,24 @@ def _expected(layer_types: Sequence[str]) -> Iterator[str]:
             yield f"{prefix}.experts.{projection}_proj"
 
 
-def _ignored_modules(kept: dict[str, str], tensors: Mapping[str, TensorInfo]) -> list[str]:
-    modules = {"lm_head"}
-    for name in kept:
+def _expected_of_masked(quantized: Collection[str], num_layers: int) -> Iterator[str]:
+    """Gives names that must be there beside the ones that are. All layers must have some."""
+    first = min(quantized, default="model.layers.0.self_attn.q_proj.weight")
+    missing = set(range(num_layers))
+    for match in filter(None, map(_DENSE.fullmatch, quantized)):
+        missing.discard(int(match[2]))
+        for together in _TOGETHER:
+            if match[3] in together:
+                yield from (f"{match[1]}{part}.weight" for part in together)
+    yield from (re.sub(r"layers\.\d+", f"layers.{layer}", first) for layer in missing)
+
+
+def _ignored_modules(kept: Mapping[str, str], source: Source) -> list[str]:
+    modules = {"lm_head", "diffusion_head"} if source.is_masked else {"lm_head"}
+    for name, reason in kept.items():
         module = name.removesuffix(".weight")
-        if name != module and len(tensors[name].shape) == 2 and "embed_tokens" not in name:
+        is_matrix = name != module and len(source.tensors[name].shape) == 2
+        if is_matrix and not reason.startswith("embeddings"):
             modules.add(module)
             # transformers has each text layer twice, and saves the weights they share once.
             modules.add(module.replace("decoder.layers", "encoder.language_model.layers"))

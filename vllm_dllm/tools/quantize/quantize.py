@@ -28,7 +28,6 @@ from vllm_dllm.quantization.weight_files import INDEX_FILE, open_shard
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.progress import progress_bars
 from vllm_dllm.tools.quantize.calibrate import Ranges, calibrate, read_prompts
-from vllm_dllm.tools.quantize.masked_plan import make_masked_plan
 from vllm_dllm.tools.quantize.plan import (
     Linear,
     Plan,
@@ -81,7 +80,7 @@ def quantize(
     without creating `out`.
     """
     source = read_source(checkpoint)
-    plan = _make_plan(scheme, source)
+    plan = make_plan(scheme, source)
     if dry_run:
         print(describe(plan, source.tensors))
         return
@@ -98,20 +97,17 @@ def quantize(
         return
     resumed = resumable.is_resumed(partial, run, "checkpoint, scheme or prompts")
     with progress_bars() as progress:
-        weight_amax = _known_weight_amax(source, plan, partial, resumed, progress)
+        known = partial / WEIGHT_RANGES_FILE
+        if resumed and known.exists():
+            weight_amax = resumable.read_json(known)
+        else:
+            weight_amax = _weight_amax(source, plan, progress)
         resumable.start(partial, run)
-        write_json(partial / WEIGHT_RANGES_FILE, weight_amax)
+        write_json(known, weight_amax)
         scales = Scales(weight_amax, _input_amax(checkpoint, prompts, partial, progress))
         _write_shards(source, plan, scales, partial, progress)
     _write_rest(source, plan, partial)
     resumable.finish(partial, out, WORKING_FILES)
-
-
-def _make_plan(scheme: str, source: Source) -> Plan:
-    if source.is_masked:
-        return make_masked_plan(scheme, source.tensors, source.config["num_hidden_layers"])
-    config = DiffusionGemmaConfig.from_dict(source.config)
-    return make_plan(scheme, source.tensors, config.text_config.layer_types)
 
 
 def _check_calibration(scheme: str, calibration: Path | None) -> None:
@@ -137,19 +133,9 @@ def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[
     }
 
 
-def _known_weight_amax(
-    source: Source, plan: Plan, partial: Path, resumed: bool, progress: Progress
-) -> dict[str, float]:
-    """Reads `_weight_amax` from the file that a stopped run left, if there is one."""
-    left = partial / WEIGHT_RANGES_FILE
-    if resumed and left.exists():
-        return json.loads(left.read_text())
-    task = progress.add_task("checking weights", total=len(source.tensors))
-    return _weight_amax(source, plan, lambda: progress.advance(task))
-
-
-def _weight_amax(source: Source, plan: Plan, advance: Callable[[], None]) -> dict[str, float]:
+def _weight_amax(source: Source, plan: Plan, progress: Progress) -> dict[str, float]:
     """Finds each weight group's largest magnitude, and checks that all tensors are finite."""
+    task = progress.add_task("checking weights", total=len(source.tensors))
     largest: dict[str, float] = defaultdict(float)
     for file_name, tensors in source.shards.items():
         with open_shard(source.path / file_name) as file:
@@ -163,7 +149,7 @@ def _weight_amax(source: Source, plan: Plan, advance: Callable[[], None]) -> dic
                 for linear in plan.quantized.get(name, ()):
                     amax = _matrix(weight, linear).abs().amax().item()
                     largest[linear.weight_group] = max(largest[linear.weight_group], amax)
-                advance()
+                progress.advance(task)
     return largest
 
 

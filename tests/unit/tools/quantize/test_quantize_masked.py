@@ -1,6 +1,8 @@
 """`vllm-dllm quantize` of masked models' checkpoints."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from tests.engine.masked import make_checkpoint
 from tests.paths import CHECKPOINTS
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import TensorInfo
-from vllm_dllm.tools.quantize.masked_plan import make_masked_plan
+from vllm_dllm.tools.quantize.plan import make_plan
 from vllm_dllm.tools.quantize.quantize import quantize
+from vllm_dllm.tools.quantize.source import Source, read_source
 
 SDAR = CHECKPOINTS / "sdar-tiny"
 
@@ -70,10 +73,20 @@ def test_what_cannot_be_used(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_must_hold_whole_groups() -> None:
+def test_rows_must_hold_whole_groups(tmp_path: Path) -> None:
     tensors = {"model.layers.0.self_attn.o_proj.weight": TensorInfo((64, 40), "BF16")}
+    config = {"architectures": ["SDARForCausalLM"], "num_hidden_layers": 1}
+    source = Source(tmp_path, config, {"model.safetensors": tensors}, has_index=False)
     with pytest.raises(InputError, match="width that is a multiple of 32, got 40"):
-        make_masked_plan("w4a16", tensors, 1)
+        make_plan("w4a16", source)
+
+
+@pytest.mark.parametrize("gone", ["model.layers.3.", "model.layers.3.mlp.up_proj."])
+def test_incomplete_layers(gone: str) -> None:
+    source = read_source(SDAR)
+    tensors = {name: t for name, t in source.tensors.items() if not name.startswith(gone)}
+    with pytest.raises(InputError, match=f"has no tensor {re.escape(gone)}.*weight: expected all"):
+        make_plan("int8", replace(source, shards={"model.safetensors": tensors}))
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:

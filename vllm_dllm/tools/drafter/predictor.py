@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictorConfig
-from vllm_dllm.tools.drafter.calibration.data import Measured
+from vllm_dllm.tools.drafter.measured import Measured
 
 EPOCHS = 60
 BATCH_SIZE = 64

@@ -7,10 +7,10 @@ from transformers import AutoTokenizer
 
 from checkpoints.recipes.drafter.evaluate import summarize
 from tests.paths import CHECKPOINTS
-from vllm_dllm.tools.drafter.training.collect import complete, read_prompts
-from vllm_dllm.tools.drafter.training.offline import replay
-from vllm_dllm.tools.drafter.training.reference import load_drafter
-from vllm_dllm.tools.drafter.training.target_states import load_target
+from vllm_dllm.tools.drafter.offline import replay
+from vllm_dllm.tools.drafter.reference import load_drafter
+from vllm_dllm.tools.drafter.sequences import complete, read_prompts
+from vllm_dllm.tools.drafter.target_states import load_target
 
 pytestmark = pytest.mark.numerics
 

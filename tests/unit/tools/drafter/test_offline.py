@@ -1,46 +1,20 @@
 """Offline replay against speculative decoding done literally, one prompt and step at a time."""
 
-import random
-
 import pytest
 import torch
 
 from checkpoints.recipes.drafter.evaluate import summarize
-from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
 from checkpoints.recipes.tokenizer import EOS_ID
 from tests import tolerances
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.training.blocks import KnownSequence
-from vllm_dllm.tools.drafter.training.collect import complete
-from vllm_dllm.tools.drafter.training.fit import Options, fit
-from vllm_dllm.tools.drafter.training.offline import Replayed, mean_length, replay
-from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_drafter
-from vllm_dllm.tools.drafter.training.target_states import Target, load_target
+from vllm_dllm.tools.drafter.offline import Replayed, mean_length, replay
+from vllm_dllm.tools.drafter.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.sequences import complete
+from vllm_dllm.tools.drafter.target_states import Target
 
 pytestmark = pytest.mark.numerics
 
 MAX_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(7, 490) for _ in range(rng.randint(3, 20))] for _ in range(6)]
-
-
-@pytest.fixture(scope="module")
-def pair(
-    tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
-) -> tuple[Target, DFlashDrafter]:
-    folder = tmp_path_factory.mktemp("pair")
-    path = make_tiny_target(folder / "target")
-    target = load_target(path, "cpu")
-    drafter = load_drafter(make_tiny_drafter(folder / "dflash", path)).train()
-    answers = complete(target, prompts, MAX_TOKENS)
-    sequences = [KnownSequence(p + a, len(p)) for p, a in zip(prompts, answers, strict=True)]
-    # Half-trained: some guesses are right, some are not.
-    fit(target, drafter, sequences, Options(block_size=8, steps=12), folder)
-    return target, drafter.eval()
 
 
 @torch.no_grad()
@@ -85,19 +59,18 @@ def literal(
     ids=["whole block", "fewer verified", "narrow block", "one token"],
 )
 def test_equals_literal_speculative_decoding(
-    pair: tuple[Target, DFlashDrafter],
+    target: Target,
+    half_trained: DFlashDrafter,
     prompts: list[list[int]],
     draft_width: int,
     verify_width: int,
 ) -> None:
-    target, drafter = pair
-    answers = complete(target, prompts, MAX_TOKENS)
+    answers = complete(target, prompts[:6], MAX_TOKENS)
+    replayed = replay(target, half_trained, prompts[:6], answers, draft_width)
     emitted: list[int] = []
-    for prompt, found in zip(
-        prompts, replay(target, drafter, prompts, answers, draft_width), strict=True
-    ):
+    for prompt, found in zip(prompts, replayed, strict=False):
         lengths = found.lengths(verify_width)
-        expected = literal(target, drafter, prompt, draft_width, verify_width, MAX_TOKENS)
+        expected = literal(target, half_trained, prompt, draft_width, verify_width, MAX_TOKENS)
         assert (found.answer, lengths) == expected
         first = target.model(torch.tensor([prompt])).logits[0, -1]
         allowed = tolerances.model(layers=4, width=64, logits=2.0)
@@ -108,9 +81,11 @@ def test_equals_literal_speculative_decoding(
 
 
 def test_an_answer_of_one_token_needs_no_verification(
-    pair: tuple[Target, DFlashDrafter], prompts: list[list[int]]
+    target: Target, half_trained: DFlashDrafter, prompts: list[list[int]]
 ) -> None:
-    one, other = replay(*pair, prompts[:2], [[EOS_ID], [9, 9, EOS_ID]], draft_width=3)
+    one, other = replay(
+        target, half_trained, prompts[:2], [[EOS_ID], [9, 9, EOS_ID]], draft_width=3
+    )
     assert one.lengths(3) == []
     assert sum(other.lengths(3)) == 2
 
@@ -131,11 +106,11 @@ def test_tau_is_the_mean_over_verifications() -> None:
 
 
 def test_refuses_a_drafter_for_another_target(
-    pair: tuple[Target, DFlashDrafter], monkeypatch: pytest.MonkeyPatch
+    target: Target, half_trained: DFlashDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair[1].config, "num_target_layers", 9)
+    monkeypatch.setattr(half_trained.config, "num_target_layers", 9)
     with pytest.raises(InputError, match="target layers: 9 in the drafter, 4 in the target"):
-        replay(*pair, [[5, 6]], [[7, 8]], 3)
+        replay(target, half_trained, [[5, 6]], [[7, 8]], 3)
 
 
 def test_summary_by_task() -> None:

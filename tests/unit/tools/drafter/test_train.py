@@ -15,12 +15,11 @@ from checkpoints.recipes.drafter.tiny import MASK_TOKEN, make_tiny_drafter, make
 from vllm_dllm import cli
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.training import fit, train
-from vllm_dllm.tools.drafter.training.blocks import KnownSequence
-from vllm_dllm.tools.drafter.training.collect import complete, read_prompts
-from vllm_dllm.tools.drafter.training.fit import Options
-from vllm_dllm.tools.drafter.training.reference import load_drafter
-from vllm_dllm.tools.drafter.training.target_states import load_target, target_text_config
+from vllm_dllm.tools.drafter import fit, train
+from vllm_dllm.tools.drafter.fit import Options
+from vllm_dllm.tools.drafter.reference import load_drafter
+from vllm_dllm.tools.drafter.sequences import KnownSequence, complete, read_prompts
+from vllm_dllm.tools.drafter.target_states import load_target, target_text_config
 
 pytestmark = pytest.mark.numerics
 
@@ -30,12 +29,7 @@ OPTIONS: dict[str, Any] = dict(
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_target(tmp_path_factory.mktemp("target") / "target")
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random(0)
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     texts = ["".join(rng.choices("abcdefgh", k=rng.randint(3, 9))) for _ in range(40)]
@@ -52,9 +46,11 @@ def short_log() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def trained(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(
+    target_folder: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     out = tmp_path_factory.mktemp("trained") / "dflash"
-    train.train(target, out, **OPTIONS, prompts=prompts)
+    train.train(target_folder, out, **OPTIONS, prompts=prompt_file)
     return out
 
 
@@ -78,16 +74,16 @@ def stopped_at(step: int) -> Iterator[None]:
         yield
 
 
-def longest_answered(target: Path, prompts: Path) -> int:
+def longest_answered(target_folder: Path, prompt_file: Path) -> int:
     """Tokens of a prompt and its answer."""
-    room = target_text_config(target).max_position_embeddings - OPTIONS["max_tokens"]
-    questions = read_prompts(prompts, target, room)
-    answers = complete(load_target(target, "cpu"), questions, OPTIONS["max_tokens"])
+    room = target_text_config(target_folder).max_position_embeddings - OPTIONS["max_tokens"]
+    questions = read_prompts(prompt_file, target_folder, room)
+    answers = complete(load_target(target_folder, "cpu"), questions, OPTIONS["max_tokens"])
     return max(len(q) + len(a) for q, a in zip(questions, answers, strict=True))
 
 
 def test_writes_a_drafter_with_its_log_and_pictures(
-    trained: Path, target: Path, prompts: Path
+    trained: Path, target_folder: Path, prompt_file: Path
 ) -> None:
     names = {"config.json", "model.safetensors", "training_log.json", "training.png"}
     assert {path.name for path in trained.iterdir()} == names
@@ -97,7 +93,7 @@ def test_writes_a_drafter_with_its_log_and_pictures(
     assert drafter.config.dflash_config == {
         "mask_token_id": 497,
         "target_layer_ids": [2],
-        "trained_context": longest_answered(target, prompts),
+        "trained_context": longest_answered(target_folder, prompt_file),
     }
     log = read_log(trained)
     assert [entry["step"] for entry in log] == [2, 4, 6, 8]
@@ -106,9 +102,9 @@ def test_writes_a_drafter_with_its_log_and_pictures(
 
 
 def test_says_how_far_it_is_and_where_it_wrote(
-    target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target_folder: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train.train(target, tmp_path / "dflash", **OPTIONS, prompts=prompts)
+    train.train(target_folder, tmp_path / "dflash", **OPTIONS, prompts=prompt_file)
     said = capsys.readouterr()
     assert said.out == f"Wrote {tmp_path / 'dflash'}\n"
     assert "40 of 40 prompts answered\n" in said.err
@@ -139,8 +135,8 @@ def test_anchors_lie_where_the_next_token_is_known() -> None:
 
 @pytest.mark.parametrize("step", [3, 6], ids=["between two logs", "just after a log"])
 def test_killed_and_resumed_gives_the_same_weights(
-    target: Path,
-    prompts: Path,
+    target_folder: Path,
+    prompt_file: Path,
     trained: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -148,10 +144,10 @@ def test_killed_and_resumed_gives_the_same_weights(
 ) -> None:
     out = tmp_path / "dflash"
     with stopped_at(step):
-        train.train(target, out, **OPTIONS, prompts=prompts)
+        train.train(target_folder, out, **OPTIONS, prompts=prompt_file)
     assert not out.exists()
     monkeypatch.setattr(train, "complete", None)  # the answers are there already
-    train.train(target, out, **OPTIONS, prompts=prompts)
+    train.train(target_folder, out, **OPTIONS, prompts=prompt_file)
     weights = "model.safetensors"
     assert (out / weights).read_bytes() == (trained / weights).read_bytes()
     logs = [read_log(path) for path in (out, trained)]
@@ -160,22 +156,22 @@ def test_killed_and_resumed_gives_the_same_weights(
     assert logs[0] == logs[1]
 
 
-def test_another_run_is_not_resumed(target: Path, prompts: Path, tmp_path: Path) -> None:
+def test_another_run_is_not_resumed(target_folder: Path, prompt_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "dflash"
     with stopped_at(0):
-        train.train(target, out, **OPTIONS, prompts=prompts)
+        train.train(target_folder, out, **OPTIONS, prompts=prompt_file)
     with pytest.raises(InputError, match=r"dflash\.partial is left from a run with another"):
-        train.train(target, out, **OPTIONS | {"seed": 5}, prompts=prompts)
+        train.train(target_folder, out, **OPTIONS | {"seed": 5}, prompts=prompt_file)
 
 
-def test_goes_on_from_a_buffer(target: Path, trained: Path, tmp_path: Path) -> None:
+def test_goes_on_from_a_buffer(target_folder: Path, trained: Path, tmp_path: Path) -> None:
     buffer = BlockBuffer(tmp_path / "buffer", max_bytes=100_000)
     rng = random.Random(1)
     for _ in range(30):
         buffer.add([rng.randrange(7, 490) for _ in range(14)], start=9, accepted=3)
     buffer.close()
     out = tmp_path / "dflash"
-    train.train(target, out, **OPTIONS, from_buffer=tmp_path / "buffer", init_from=trained)
+    train.train(target_folder, out, **OPTIONS, from_buffer=tmp_path / "buffer", init_from=trained)
     drafter, before = load_drafter(out), load_drafter(trained)
     assert drafter.config.dflash_config == before.config.dflash_config
     assert not drafter.fc.weight.equal(before.fc.weight)
@@ -184,14 +180,16 @@ def test_goes_on_from_a_buffer(target: Path, trained: Path, tmp_path: Path) -> N
 
 
 def test_what_a_published_drafter_was_trained_on_stays_unknown(
-    target: Path, prompts: Path, trained: Path, tmp_path: Path
+    target_folder: Path, prompt_file: Path, trained: Path, tmp_path: Path
 ) -> None:
     published = shutil.copytree(trained, tmp_path / "published")
     config = json.loads((published / "config.json").read_text())
     del config["dflash_config"]["trained_context"]
     (published / "config.json").write_text(json.dumps(config))
     out = tmp_path / "dflash"
-    train.train(target, out, **OPTIONS | {"steps": 1}, prompts=prompts, init_from=published)
+    train.train(
+        target_folder, out, **OPTIONS | {"steps": 1}, prompts=prompt_file, init_from=published
+    )
     assert "trained_context" not in load_drafter(out).config.dflash_config
 
 
@@ -208,14 +206,14 @@ def test_layers_are_spread_as_in_published_drafters(
 
 @pytest.fixture
 def refusal(
-    target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target_folder: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """Runs the command, which has to refuse; returns what it says, which has to be one line."""
 
     def run(options: str, out: Path = tmp_path / "dflash") -> str:
-        places = {"here": tmp_path, "prompts": prompts}
+        places = {"here": tmp_path, "prompts": prompt_file}
         given = [word.format(**places) for word in options.split()]
-        fixed = ["--target", str(target), "--mask-token", MASK_TOKEN, "-o", str(out)]
+        fixed = ["--target", str(target_folder), "--mask-token", MASK_TOKEN, "-o", str(out)]
         capsys.readouterr()  # what transformers says while it saves
         assert cli.main(["drafter", "train", *fixed, *given]) == 1
         error = capsys.readouterr().err

@@ -9,26 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
 from vllm_dllm.cli import main
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, load_predictor
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.calibration import calibrate, predictor
-from vllm_dllm.tools.drafter.calibration.data import (
+from vllm_dllm.tools.drafter import calibrate, predictor
+from vllm_dllm.tools.drafter.measured import (
     Measured,
     candidate_sizes,
     measure,
     measure_in_parts,
     split_prompts,
 )
-from vllm_dllm.tools.drafter.calibration.predictor import Trained, train_predictor
-from vllm_dllm.tools.drafter.calibration.report import build_report, describe
-from vllm_dllm.tools.drafter.training.blocks import KnownSequence
-from vllm_dllm.tools.drafter.training.collect import complete
-from vllm_dllm.tools.drafter.training.fit import Options, fit
-from vllm_dllm.tools.drafter.training.offline import replay
-from vllm_dllm.tools.drafter.training.reference import load_drafter, save_drafter
-from vllm_dllm.tools.drafter.training.target_states import load_target
+from vllm_dllm.tools.drafter.offline import replay
+from vllm_dllm.tools.drafter.predictor import Trained, train_predictor
+from vllm_dllm.tools.drafter.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.report import build_report, describe
+from vllm_dllm.tools.drafter.sequences import complete
+from vllm_dllm.tools.drafter.target_states import Target
 
 pytestmark = pytest.mark.numerics
 
@@ -63,19 +60,9 @@ def test_labels_keep_the_best_fixed_size_unless_another_is_better() -> None:
     assert data.smallest_best.tolist() == [1, 0, 0, 2]
 
 
-@pytest.mark.parametrize(
-    ("base", "radius", "expected"),
-    [(16, 2, (14, 15, 16)), (8, 2, (6, 7, 8, 9, 10)), (3, 5, tuple(range(2, 9)))],
-    ids=["none above the trained", "around a base", "none below two"],
-)
-def test_candidate_sizes(base: int, radius: int, expected: tuple[int, ...]) -> None:
-    assert candidate_sizes(16, base, radius) == expected
-
-
-@pytest.mark.parametrize(("base", "radius"), [(17, 2), (1, 2), (16, 0)])
-def test_candidates_that_cannot_be(base: int, radius: int) -> None:
-    with pytest.raises(InputError, match=f"2 to 16, .* got radius {radius} and base {base}"):
-        candidate_sizes(16, base, radius)
+def test_candidate_sizes() -> None:
+    assert candidate_sizes(16, 2) == (14, 15, 16)
+    assert candidate_sizes(4, 5) == (2, 3, 4)
 
 
 def test_no_prompt_is_on_both_sides() -> None:
@@ -156,39 +143,15 @@ def test_a_result_at_the_oracle_is_called_a_leak() -> None:
     assert not report["looks_like_a_leak"]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and its drafter, half-trained: some guesses are right, some are not."""
-    folder = tmp_path_factory.mktemp("pair")
-    path = make_tiny_target(folder / "target")
-    target = load_target(path, "cpu")
-    drafter = load_drafter(make_tiny_drafter(folder / "untrained", path)).train()
-    prompts = random_prompts(12)
-    answers = complete(target, prompts, MAX_TOKENS)
-    sequences = [KnownSequence(p + a, len(p)) for p, a in zip(prompts, answers, strict=True)]
-    fit(target, drafter, sequences, Options(block_size=BLOCK_SIZE, steps=12), folder)
-    save_drafter(drafter, folder / "dflash", torch.float32)
-    return path, folder / "dflash"
-
-
-def random_prompts(count: int) -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(7, 490) for _ in range(rng.randint(3, 12))] for _ in range(count)]
-
-
-@pytest.mark.parametrize("draft_width", ["follow", "full"])
-def test_measures_what_decoding_would_do(pair: tuple[Path, Path], draft_width: str) -> None:
-    target, drafter = load_target(pair[0], "cpu"), load_drafter(pair[1])
-    prompts = random_prompts(6)
-    found = measure(target, drafter, prompts, SIZES, draft_width, MAX_TOKENS)
+def test_measures_what_decoding_would_do(
+    target: Target, half_trained: DFlashDrafter, prompts: list[list[int]]
+) -> None:
+    prompts = prompts[:6]
+    found = measure(target, half_trained, prompts, SIZES, MAX_TOKENS)
     answers = complete(target, prompts, MAX_TOKENS)
     for i, size in enumerate(SIZES):
-        drafted = size - 1 if draft_width == "follow" else BLOCK_SIZE - 1
-        right = [
-            course
-            for course in replay(target, drafter, prompts, answers, drafted)
-            if len(course.answer) > 1
-        ]
+        replayed = replay(target, half_trained, prompts, answers, size - 1)
+        right = [course for course in replayed if len(course.answer) > 1]
         lengths = [course.lengths(size - 1) for course in right]
         assert found.emitted[:, i].tolist() == [sum(one) for one in lengths]
         assert found.verifications[:, i].tolist() == [len(one) for one in lengths]
@@ -197,7 +160,9 @@ def test_measures_what_decoding_would_do(pair: tuple[Path, Path], draft_width: s
 
 
 @pytest.fixture
-def command(pair: tuple[Path, Path], tmp_path: Path) -> Callable[..., tuple[int, Path]]:
+def command(
+    target_folder: Path, half_trained_folder: Path, tmp_path: Path
+) -> Callable[..., tuple[int, Path]]:
     """Runs the command; returns the exit status and OUT."""
     prompts, words = tmp_path / "prompts.jsonl", ["river", "stone", "lamp", "bread", "cloud"]
     rng = random.Random(1)
@@ -206,8 +171,8 @@ def command(pair: tuple[Path, Path], tmp_path: Path) -> Callable[..., tuple[int,
     out = tmp_path / "predictor"
 
     def run(*options: object, **changes: object) -> tuple[int, Path]:
-        arguments = {"--target": pair[0], "--drafter": pair[1], "--prompts": prompts, "-o": out}
-        arguments |= {"--max-tokens": MAX_TOKENS}
+        arguments = {"--target": target_folder, "--drafter": half_trained_folder}
+        arguments |= {"--prompts": prompts, "-o": out, "--max-tokens": MAX_TOKENS}
         arguments |= {f"--{name}": value for name, value in changes.items()}
         named = [str(word) for item in arguments.items() for word in item]
         return main(["drafter", "calibrate-width", *named, *map(str, options)]), out
@@ -218,7 +183,7 @@ def command(pair: tuple[Path, Path], tmp_path: Path) -> Callable[..., tuple[int,
 def test_from_end_to_end(
     command: Callable[..., tuple[int, Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, out = command("--draft-width", "full")
+    status, out = command()
     assert status == 0
     assert sorted(file.name for file in out.iterdir()) == [
         "config.json", "model.safetensors", "report.json", "report.png",
@@ -243,11 +208,11 @@ def test_goes_on_where_it_was_interrupted(
 ) -> None:
     calls: list[int] = []
 
-    def measure_twice(*args: Any) -> Measured:
+    def measure_twice(*args: Any, **options: Any) -> Measured:
         calls.append(len(args[2]))
         if len(calls) == 2:
             raise Interruption
-        return measure(*args)
+        return measure(*args, **options)
 
     monkeypatch.setattr(calibrate, "measure", measure_twice)
     with pytest.raises(Interruption):
@@ -262,7 +227,7 @@ def test_goes_on_where_it_was_interrupted(
 
 
 def test_parts_are_read_back_whole(tmp_path: Path) -> None:
-    prompts, done = random_prompts(70), []
+    prompts, done = [[7] * (1 + i % 9) for i in range(70)], []
 
     def fake(part: list[list[int]]) -> Measured:
         return measured([[float(len(prompt))] * 3 for prompt in part], torch.randn(len(part), V))
@@ -284,7 +249,7 @@ def test_a_run_of_other_options_is_not_gone_on_with(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def stop(*args: Any) -> Measured:
+    def stop(*_: Any, **__: Any) -> Measured:
         raise Interruption
 
     with monkeypatch.context() as patch:
@@ -302,8 +267,7 @@ WRONG = {
     "no target": ({"target": "nowhere"}, (), "nowhere holds no model"),
     "no drafter": ({"drafter": "nowhere"}, (), "nowhere holds no drafter"),
     "no prompts": ({"prompts": "nowhere"}, (), "cannot read the prompts"),
-    "base": ({}, ("--base", 9), "base block size of 2 to 8"),
-    "radius": ({}, ("--radius", 0), "a radius of at least 1"),
+    "radius": ({}, ("--radius", 0), "--radius must be at least 1, got 0"),
 }
 
 

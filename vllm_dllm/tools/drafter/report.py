@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from vllm_dllm.tools.drafter.calibration.data import Measured
-from vllm_dllm.tools.drafter.calibration.predictor import Trained
+from vllm_dllm.tools.drafter.measured import Measured
+from vllm_dllm.tools.drafter.predictor import Trained
 
 RESAMPLES = 2000
 LEAK_SHARE = 0.95  # of the way from the best fixed size to the oracle
@@ -27,7 +28,8 @@ def build_report(
 ) -> dict[str, Any]:
     """Gives numbers on the held-out prompts, ready for JSON. τ is the mean over prompts, as the
     paper takes it; `pooled_tau` weighs all verifications equally, which is what time depends on."""
-    sizes = trained.predictor.config.block_sizes
+    config = trained.predictor.config
+    sizes = config.block_sizes
     fixed = training.best_fixed
     predicted = trained.predictor.draft_tokens(held_out.logits) + 1
     chosen = torch.searchsorted(torch.tensor(sizes), predicted)
@@ -45,6 +47,9 @@ def build_report(
     low, high = _interval(tau["blockpilot"] - tau["best_fixed"], seed)
     share = gain / room if room > 0 else 0.0
     return {
+        "variant": config.variant,
+        "seed": seed,
+        "weights_bytes_bf16": config.memory_bytes(),
         "held_out": numbers,
         "held_out_fixed": {
             str(size): _policy(held_out, sizes, torch.full_like(labels, i))
@@ -127,13 +132,9 @@ def describe(report: dict[str, Any]) -> str:
 
 def save_plot(report: dict[str, Any], file: Path) -> None:
     """Draws τ of every fixed size and of the policies, and how often each size is best."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     sizes = [int(size) for size in report["held_out_fixed"]]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    figure = Figure(figsize=(10, 4), layout="tight")
+    left, right = figure.subplots(1, 2)
     fixed = [row["tau"] for row in report["held_out_fixed"].values()]
     left.plot(sizes, fixed, "o-", color="tab:gray", label="fixed")
     for name, color in (("blockpilot", "tab:blue"), ("oracle", "tab:green")):
@@ -146,6 +147,4 @@ def save_plot(report: dict[str, Any], file: Path) -> None:
         right.bar(offsets, counts / counts.sum(), 0.4, label=split)
     right.set(xlabel="label: best block size", ylabel="share of prompts", xticks=sizes)
     right.legend()
-    figure.tight_layout()
     figure.savefig(file, dpi=80)
-    plt.close(figure)

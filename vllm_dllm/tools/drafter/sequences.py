@@ -1,14 +1,16 @@
-"""What the target answers to prompts: greedy completions as token ids, collected once.
+"""The token sequences that a drafter learns from.
 
-A drafter learns what its own target writes, so answers come from the target: from a running vLLM
-server, or from transformers. They are written line by line, and a stopped run continues after the
-last whole line.
+A drafter learns what its own target writes. So prompts are answered greedily by the target, from a
+running vLLM server or by transformers, once: answers are written line by line, and a stopped run
+continues after the last whole line. Or the sequences are the blocks that a serving drafter kept
+(`vllm_dllm/drafters/buffer.py`).
 """
 
 import json
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ from typing import Any
 import openai
 import torch
 
+from vllm_dllm.drafters.buffer import PATTERN
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.training.blocks import KnownSequence
-from vllm_dllm.tools.drafter.training.target_states import Target
+from vllm_dllm.tools.drafter.target_states import Target
 from vllm_dllm.tools.prompt_file import encode_rows, read_rows
 
 BATCH_SIZE = 128
@@ -26,6 +28,16 @@ SERVER_CONNECTIONS = 32
 
 Completer = Callable[[Sequence[list[int]]], list[list[int]]]
 """Prompts -> their answers."""
+
+
+@dataclass(frozen=True)
+class KnownSequence:
+    """Tokens whose continuation at every anchor is known."""
+
+    tokens: list[int]
+    first_anchor: int
+    """Index of the first token that may start a block: where the answer starts, or the one block
+    that a serving drafter reported. The last anchor is the second to last token."""
 
 
 def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
@@ -130,3 +142,36 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
         with path.open("r+b") as file:
             file.truncate(len(whole))
     return [json.loads(line) for line in whole.splitlines()]
+
+
+def read_buffer(path: Path, vocab_size: int) -> list[KnownSequence]:
+    """Reads the blocks of a buffer, oldest first, as sequences to train on.
+
+    After a block's anchor come the accepted tokens and the one the target put in place of the first
+    wrong guess; what would have followed that guess is not known.
+    """
+    shards = sorted(path.glob(PATTERN))
+    if not shards:
+        raise InputError(f"{path} holds no buffer: expected files {PATTERN}")
+    sequences = []
+    for shard in shards:
+        lines = shard.read_bytes().split(b"\n")[:-1]  # the rest is not a whole line
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                sequence = KnownSequence(row["tokens"], row["anchor"])
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise InputError(
+                    f'{shard}, line {number}: expected {{"tokens": [...], "anchor": 3}}: {error!r}'
+                ) from error
+            largest = max(sequence.tokens, default=0)
+            if largest >= vocab_size:
+                raise InputError(
+                    f"{shard}, line {number} has token {largest}, the drafter's vocabulary has "
+                    f"{vocab_size} tokens: the buffer belongs to another model"
+                )
+            if 0 <= sequence.first_anchor < len(sequence.tokens) - 1:
+                sequences.append(sequence)
+    if not sequences:
+        raise InputError(f"{path} holds no block with a known token after its anchor")
+    return sequences

@@ -1,16 +1,13 @@
 """What a width predictor learns from: how far each block size gets on each prompt.
 
 The target answers every prompt once. Speculative decoding is lossless, so the course of every block
-size can be worked out on that answer (`offline`). τ of a prompt is the mean number of tokens its
-verifications emit. The label is the size with the largest τ. Answers are only a few blocks long, so
-nine prompts in ten have ties: the label is then the size that is best for all prompts together, if
-it is among them, else the smallest. So labels differ from the overall best only where another size
-is better. If ties went to the smallest, a predictor that cannot tell prompts apart would choose it
-for all of them, and lose on the others: 2 to 18 % of τ, measured with a half-trained drafter.
-
-Verifying fewer tokens of the same draft never emits more at once, so with `full` drafts the largest
-size is rarely beaten, and then only because a shorter step ended where the next one starts better.
-With `follow` the drafter sees a shorter block and may guess better or worse in it.
+size can be worked out on that answer (`offline`); the drafter sees blocks of that size. τ of a
+prompt is the mean number of tokens its verifications emit. The label is the size with the largest
+τ. Answers are only a few blocks long, so nine prompts in ten have ties: the label is then the size
+that is best for all prompts together, if it is among them, else the smallest. So labels differ from
+the overall best only where another size is better. If ties went to the smallest, a predictor that
+cannot tell prompts apart would choose it for all of them, and lose on the others: 2 to 18 % of τ,
+measured with a half-trained drafter.
 """
 
 import json
@@ -23,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.training.collect import complete
-from vllm_dllm.tools.drafter.training.offline import replay
-from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
-from vllm_dllm.tools.drafter.training.target_states import Target
+from vllm_dllm.tools.drafter.offline import replay
+from vllm_dllm.tools.drafter.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.sequences import complete
+from vllm_dllm.tools.drafter.target_states import Target
 
 PROMPTS_PER_PART = 32
 _TIE = 1e-9  # of τ: the same sums in another order
@@ -71,14 +68,11 @@ class Measured:
         return tau >= tau.amax(-1, keepdim=True) - _TIE
 
 
-def candidate_sizes(trained_block_size: int, base: int, radius: int) -> tuple[int, ...]:
-    """Gives base - radius to base + radius, as far as the drafter was trained with them."""
-    if radius < 1 or not 2 <= base <= trained_block_size:
-        raise InputError(
-            f"expected a radius of at least 1 and a base block size of 2 to {trained_block_size}, "
-            f"the block the drafter was trained with, got radius {radius} and base {base}"
-        )
-    return tuple(range(max(2, base - radius), min(trained_block_size, base + radius) + 1))
+def candidate_sizes(trained_block_size: int, radius: int) -> tuple[int, ...]:
+    """Gives the size that the drafter was trained with, and `radius` smaller ones, from 2 on."""
+    if radius < 1:
+        raise InputError(f"--radius must be at least 1, got {radius}")
+    return tuple(range(max(2, trained_block_size - radius), trained_block_size + 1))
 
 
 def measure(
@@ -86,16 +80,11 @@ def measure(
     drafter: DFlashDrafter,
     prompts: Sequence[list[int]],
     sizes: Sequence[int],
-    draft_width: str,  # "follow": blocks of the size; "full": of the trained size, verified in part
     max_tokens: int,
 ) -> Measured:
     """Measures all prompts but those whose answer is a single token: nothing is drafted there."""
     answers = complete(target, prompts, max_tokens)
-    if draft_width == "full":
-        trained = drafter.config.block_size
-        courses = [replay(target, drafter, prompts, answers, trained - 1)] * len(sizes)
-    else:
-        courses = [replay(target, drafter, prompts, answers, size - 1) for size in sizes]
+    courses = [replay(target, drafter, prompts, answers, size - 1) for size in sizes]
     lengths = [
         [course[i].lengths(size - 1) for course, size in zip(courses, sizes, strict=True)]
         for i in range(len(prompts))

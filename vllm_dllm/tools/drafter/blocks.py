@@ -1,4 +1,4 @@
-"""Many blocks of many sequences in one forward of the drafter.
+"""Many blocks of many sequences in one forward of the drafter, and the loss of what it guesses.
 
 A block sees the tokens before its anchor, and itself in both directions; never another block or the
 tokens it has to guess. A narrow block ends early: nothing sees its masks past the width.
@@ -8,20 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
-from vllm_dllm.tools.drafter.training.target_states import Target
-
-
-@dataclass(frozen=True)
-class KnownSequence:
-    """Tokens whose continuation at every anchor is known."""
-
-    tokens: list[int]
-    first_anchor: int
-    """Index of the first token that may start a block: where the answer starts, or the one block
-    that a serving drafter reported. The last anchor is the second to last token."""
+from vllm_dllm.tools.drafter.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.sequences import KnownSequence
+from vllm_dllm.tools.drafter.target_states import Target
 
 
 @dataclass(frozen=True)
@@ -89,3 +81,33 @@ def block_logits(
     embeddings = target.embed(blocks.tokens).to(dtype)
     hidden = drafter(embeddings, blocks.positions, context, blocks.visible)
     return target.logits(hidden.to(target.model.dtype)).float()
+
+
+def drafting_loss(
+    drafter: DFlashDrafter,
+    target: Target,
+    rows: list[KnownSequence],
+    anchors: list[list[int]],  # [B][N], -1: no block
+    widths: list[list[int]],  # [B][N], slots of each block
+) -> Tensor:
+    """Gives the weighted mean of the cross entropies over the masked slots, [] float32, in nats.
+
+    The first wrong guess ends a draft, so tokens near the anchor weigh more: exp(-(k - 1) / γ), as
+    in the paper (arXiv:2602.06036).
+    """
+    block_size = drafter.config.block_size
+    tokens = pad(rows, target.device)
+    lengths, starts, slots = (
+        torch.tensor(values, device=target.device)
+        for values in ([len(row.tokens) for row in rows], anchors, widths)
+    )
+    blocks = make_blocks(tokens, lengths, starts, slots, block_size, drafter.mask_token_id)
+    states, _ = target.states(tokens, drafter.target_layer_ids)
+    logits = block_logits(drafter, target, states, blocks)
+    slot = torch.arange(block_size, device=target.device).repeat(starts.shape[1])
+    decay = block_size * 7 / 16  # γ: 7 for blocks of 16, as in the paper
+    weight = torch.exp(-(slot - 1) / decay) * (blocks.wanted >= 0)
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), blocks.wanted.flatten(), ignore_index=-1, reduction="none"
+    )
+    return (losses * weight.flatten()).sum() / weight.sum()

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
+from checkpoints.recipes.drafter.tiny import make_tiny_drafter
 from tests import tolerances
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_drafter, save_drafter
+from vllm_dllm.tools.drafter.reference import DFlashDrafter, load_drafter, save_drafter
 
 pytestmark = pytest.mark.numerics
 
@@ -22,10 +22,8 @@ FP64 = tolerances.within(tolerances.sum_error(1000, torch.float64), size=10.0)
 
 
 @pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> DFlashDrafter:
-    folder = tmp_path_factory.mktemp("drafter")
-    target = make_tiny_target(folder / "target")
-    return load_drafter(make_tiny_drafter(folder / "dflash", target), torch.float64)
+def drafter(drafter_folder: Path) -> DFlashDrafter:
+    return load_drafter(drafter_folder, torch.float64)
 
 
 @pytest.fixture
@@ -109,9 +107,8 @@ def test_context_may_come_in_parts(drafter: DFlashDrafter, inputs: tuple[Tensor,
         torch.testing.assert_close(torch.cat((first[1], second[1]), dim=2), values, **FP64)
 
 
-def test_layout_is_that_of_published_drafters(tmp_path: Path) -> None:
-    target = make_tiny_target(tmp_path / "target")
-    path = make_tiny_drafter(tmp_path / "dflash", target, dtype=torch.bfloat16)
+def test_layout_is_that_of_published_drafters(target_folder: Path, tmp_path: Path) -> None:
+    path = make_tiny_drafter(tmp_path / "dflash", target_folder, dtype=torch.bfloat16)
     config = json.loads((path / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
     assert config["model_type"] == "qwen3"
@@ -131,12 +128,10 @@ def test_layout_is_that_of_published_drafters(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 
-def test_saves_what_it_loads(tmp_path: Path) -> None:
-    target = make_tiny_target(tmp_path / "target")
-    path = make_tiny_drafter(tmp_path / "dflash", target)
-    save_drafter(load_drafter(path), tmp_path / "again", torch.float32)
+def test_saves_what_it_loads(drafter_folder: Path, tmp_path: Path) -> None:
+    save_drafter(load_drafter(drafter_folder), tmp_path / "again", torch.float32)
     for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (path / name).read_bytes()
+        assert (tmp_path / "again" / name).read_bytes() == (drafter_folder / name).read_bytes()
 
 
 def test_refuses_a_folder_without_a_drafter(tmp_path: Path) -> None:
@@ -144,7 +139,6 @@ def test_refuses_a_folder_without_a_drafter(tmp_path: Path) -> None:
         load_drafter(tmp_path)
 
 
-def test_refuses_another_architecture(tmp_path: Path) -> None:
-    target = make_tiny_target(tmp_path / "target")
+def test_refuses_another_architecture(target_folder: Path) -> None:
     with pytest.raises(InputError, match=r"expected .*DFlashDraftModel.*Qwen3ForCausalLM"):
-        load_drafter(target)
+        load_drafter(target_folder)

@@ -5,8 +5,9 @@ target's table, where the anchor is the token sampled last; the mask at position
 at p, through the target's LM head. Every layer attends, without a causal mask, to the block and the
 context: all tokens whose target states are known, which is every token before the anchor. The
 context is not run through the layers: keys and values of each layer are projected straight from
-the target's states. Same numbers as vLLM 0.32's `qwen3_dflash.py`; "DFlash: Block Diffusion for
-Flash Speculative Decoding" (arXiv:2602.06036).
+the target's states. So the layers are Qwen3's, with a KV cache that is filled from these states.
+Same numbers as vLLM 0.32's `qwen3_dflash.py`; "DFlash: Block Diffusion for Flash Speculative
+Decoding" (arXiv:2602.06036).
 """
 
 import json
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Qwen3Config
+from transformers import DynamicCache, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
     apply_rotary_pos_emb,
 )
@@ -65,81 +66,22 @@ def drafter_config(
     )
 
 
-class DFlashAttention(nn.Module):
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        hidden, head_dim = config.hidden_size, config.head_dim
-        self.head_dim = head_dim
-        self.q_proj = nn.Linear(hidden, config.num_attention_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, hidden, bias=False)
-        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-
-    def keys_values(
-        self,
-        hidden: Tensor,  # [B, T, H]
-        rotation: tuple[Tensor, Tensor],  # cos, sin [B, T, head_dim]
-    ) -> tuple[Tensor, Tensor]:
-        shape = (*hidden.shape[:-1], -1, self.head_dim)
-        keys = self.k_norm(self.k_proj(hidden).view(shape)).transpose(1, 2)
-        values = self.v_proj(hidden).view(shape).transpose(1, 2)
-        return apply_rotary_pos_emb(keys, keys, *rotation)[1], values
-
-    def forward(
-        self,
-        hidden: Tensor,  # [B, Q, H]
-        rotation: tuple[Tensor, Tensor],
-        context: tuple[Tensor, Tensor],  # keys, values [B, kv_heads, C, head_dim]
-        visible: Tensor | None,  # [B, Q, C + Q] bool; None: every query sees every key
-    ) -> Tensor:
-        queries = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
-        queries = queries.transpose(1, 2)
-        queries = apply_rotary_pos_emb(queries, queries, *rotation)[0]
-        keys, values = self.keys_values(hidden, rotation)
-        output = F.scaled_dot_product_attention(
-            queries,
-            torch.cat((context[0], keys), dim=2),
-            torch.cat((context[1], values), dim=2),
-            attn_mask=None if visible is None else visible[:, None],
-            enable_gqa=True,
-        )
-        return self.o_proj(output.transpose(1, 2).flatten(2))
-
-
-class DFlashLayer(nn.Module):
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        self.self_attn = DFlashAttention(config)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        context: tuple[Tensor, Tensor],
-        visible: Tensor | None,
-    ) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, context, visible)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
 class DFlashDrafter(nn.Module):
     """The whole drafter; its parameters are named as in the published checkpoints."""
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
+        config._attn_implementation = "sdpa"
         self.config = config
         self.mask_token_id: int = config.dflash_config["mask_token_id"]
         self.target_layer_ids: list[int] = config.dflash_config["target_layer_ids"]
         states_size = len(self.target_layer_ids) * config.hidden_size
         self.fc = nn.Linear(states_size, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Qwen3RotaryEmbedding(config)  # holds no weights
 
     def context_kv(
@@ -149,7 +91,14 @@ class DFlashDrafter(nn.Module):
     ) -> ContextKV:
         context = self.hidden_norm(self.fc(states))
         rotation = self.rotary(context, positions)
-        return [layer.self_attn.keys_values(context, rotation) for layer in self.layers]
+        keys_values = []
+        for layer in self.layers:
+            attention = layer.self_attn
+            heads = (*context.shape[:-1], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(context).view(heads)).transpose(1, 2)
+            values = attention.v_proj(context).view(heads).transpose(1, 2)
+            keys_values.append((apply_rotary_pos_emb(keys, keys, *rotation)[1], values))
+        return keys_values
 
     def forward(
         self,
@@ -160,9 +109,16 @@ class DFlashDrafter(nn.Module):
     ) -> Tensor:
         """Gives [B, Q, H] for the target's LM head. Without `visible` all queries are one block."""
         rotation = self.rotary(embeddings, positions)
+        cache = DynamicCache(context)
         hidden = embeddings
-        for layer, layer_context in zip(self.layers, context, strict=True):
-            hidden = layer(hidden, rotation, layer_context, visible)
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=None if visible is None else visible[:, None],
+                past_key_values=cache,
+                position_embeddings=rotation,
+                is_causal=False,
+            )
         return self.norm(hidden)
 
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_dllm.tools.drafter.training.blocks import KnownSequence, block_logits, make_blocks, pad
-from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
-from vllm_dllm.tools.drafter.training.target_states import Target, check_fit
+from vllm_dllm.tools.drafter.blocks import block_logits, make_blocks, pad
+from vllm_dllm.tools.drafter.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.sequences import KnownSequence
+from vllm_dllm.tools.drafter.target_states import Target, check_fit
 
 ANCHORS_PER_FORWARD = 64
 ROWS_PER_FORWARD = 16

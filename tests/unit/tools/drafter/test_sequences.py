@@ -1,7 +1,6 @@
 """Prompts and the target's answers to them, from transformers and from a server."""
 
 import json
-import random
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,42 +10,25 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints.recipes.drafter.tiny import make_tiny_target
 from checkpoints.recipes.tokenizer import EOS_ID
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.training.blocks import KnownSequence
-from vllm_dllm.tools.drafter.training.collect import (
+from vllm_dllm.tools.drafter.sequences import (
+    KnownSequence,
     collect,
     complete,
     read_prompts,
     server_completer,
 )
-from vllm_dllm.tools.drafter.training.target_states import Target, load_target
+from vllm_dllm.tools.drafter.target_states import Target
 
 MAX_TOKENS = 6
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def target(model: Path) -> Target:
-    return load_target(model, "cpu")
-
-
-@pytest.fixture
-def prompts() -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(7, 490) for _ in range(rng.randint(3, 20))] for _ in range(5)]
-
-
-def test_reads_messages_and_texts(model: Path, tmp_path: Path) -> None:
+def test_reads_messages_and_texts(target_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     rows = [{"messages": [{"role": "user", "content": "Sort: b a"}]}, {"prompt": "Sort: b a"}]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    with_template, plain = read_prompts(path, model, room=100)
+    with_template, plain = read_prompts(path, target_folder, room=100)
     start = "".join(map(str, with_template)).index("".join(map(str, plain)))
     assert start > 0, "the text is inside of its turn"
     assert len(with_template) > len(plain)
@@ -65,13 +47,13 @@ def test_reads_messages_and_texts(model: Path, tmp_path: Path) -> None:
     ids=["no file", "empty", "not JSON", "other keys", "not a text", "too long"],
 )
 def test_refuses_unusable_prompts(
-    model: Path, tmp_path: Path, content: str | None, message: str
+    target_folder: Path, tmp_path: Path, content: str | None, message: str
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     if content is not None:
         path.write_text(content)
     with pytest.raises(InputError, match=message):
-        read_prompts(path, model, room=50)
+        read_prompts(path, target_folder, room=50)
 
 
 @torch.no_grad()

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
 from tests import tolerances
-from vllm_dllm.tools.drafter.training.blocks import Blocks, block_logits, make_blocks
-from vllm_dllm.tools.drafter.training.reference import DFlashDrafter, load_drafter
-from vllm_dllm.tools.drafter.training.target_states import Target, load_target
+from vllm_dllm.tools.drafter.blocks import Blocks, block_logits, make_blocks
+from vllm_dllm.tools.drafter.reference import DFlashDrafter, load_drafter
+from vllm_dllm.tools.drafter.target_states import Target
 
 pytestmark = pytest.mark.numerics
 
@@ -25,11 +24,8 @@ LOGITS = dict(rtol=0.0, atol=tolerances.model(layers=4, width=64, logits=2.0))
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, DFlashDrafter]:
-    folder: Path = tmp_path_factory.mktemp("pair")
-    path = make_tiny_target(folder / "target")
-    drafter = load_drafter(make_tiny_drafter(folder / "dflash", path))
-    return load_target(path, "cpu"), drafter
+def drafter(drafter_folder: Path) -> DFlashDrafter:
+    return load_drafter(drafter_folder)
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +57,9 @@ def test_wanted_are_the_tokens_behind_the_anchor(tokens: Tensor, blocks: Blocks)
 
 @torch.no_grad()
 def test_a_block_among_others_is_a_block_alone(
-    pair: tuple[Target, DFlashDrafter], tokens: Tensor, blocks: Blocks
+    target: Target, drafter: DFlashDrafter, tokens: Tensor, blocks: Blocks
 ) -> None:
     """Alone means: no mask, and a context that ends before the anchor."""
-    target, drafter = pair
     states, _ = target.states(tokens, drafter.target_layer_ids)
     together = block_logits(drafter, target, states, blocks).view(2, 3, W, -1)
     for row in range(2):
@@ -80,9 +75,8 @@ def test_a_block_among_others_is_a_block_alone(
 
 @torch.no_grad()
 def test_a_block_sees_neither_the_future_nor_other_blocks(
-    pair: tuple[Target, DFlashDrafter], tokens: Tensor, blocks: Blocks
+    target: Target, drafter: DFlashDrafter, tokens: Tensor, blocks: Blocks
 ) -> None:
-    target, drafter = pair
     states, _ = target.states(tokens, drafter.target_layer_ids)
     expected = block_logits(drafter, target, states, blocks)[0].view(3, W, -1)[1, :3]
     changed_states = states.clone()
@@ -96,11 +90,8 @@ def test_a_block_sees_neither_the_future_nor_other_blocks(
 
 
 @torch.no_grad()
-def test_states_are_the_outputs_of_the_layers(
-    pair: tuple[Target, DFlashDrafter], tokens: Tensor
-) -> None:
+def test_states_are_the_outputs_of_the_layers(target: Target, tokens: Tensor) -> None:
     """The last layer's too, which transformers shows only behind the final norm."""
-    target, _ = pair
     states, logits = target.states(tokens[:1], [1, 3])
     hidden = target.model(tokens[:1], output_hidden_states=True).hidden_states
     second, last = states.chunk(2, dim=-1)

@@ -18,22 +18,22 @@ from transformers import AutoTokenizer, Qwen3Config
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.drafter.training.blocks import KnownSequence
-from vllm_dllm.tools.drafter.training.collect import (
-    collect,
-    complete,
-    read_prompts,
-    server_completer,
-)
-from vllm_dllm.tools.drafter.training.fit import STATE_FILE, Options, fit
-from vllm_dllm.tools.drafter.training.read_buffer import read_buffer
-from vllm_dllm.tools.drafter.training.reference import (
+from vllm_dllm.tools.drafter.fit import STATE_FILE, Options, fit
+from vllm_dllm.tools.drafter.reference import (
     DFlashDrafter,
     drafter_config,
     load_drafter,
     save_drafter,
 )
-from vllm_dllm.tools.drafter.training.target_states import (
+from vllm_dllm.tools.drafter.sequences import (
+    KnownSequence,
+    collect,
+    complete,
+    read_buffer,
+    read_prompts,
+    server_completer,
+)
+from vllm_dllm.tools.drafter.target_states import (
     check_fit,
     load_target,
     target_text_config,
@@ -190,7 +190,7 @@ def _fingerprint(
 
 def _draw(log: list[dict[str, Any]], path: Path) -> None:
     """Draws loss and acceptance length over the steps."""
-    figure = Figure(figsize=(10, 4))
+    figure = Figure(figsize=(10, 4), layout="tight")
     for axes, key, label in zip(
         figure.subplots(1, 2),
         ("loss", "tau_held_out"),
@@ -199,5 +199,4 @@ def _draw(log: list[dict[str, Any]], path: Path) -> None:
     ):
         axes.plot([entry["step"] for entry in log], [entry[key] for entry in log])
         axes.set(xlabel="step", ylabel=label)
-    figure.tight_layout()
     figure.savefig(path, dpi=80)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from vllm_dllm.tools.drafter.training.blocks import KnownSequence
-from vllm_dllm.tools.drafter.training.loss import drafting_loss
-from vllm_dllm.tools.drafter.training.offline import mean_length, replay
-from vllm_dllm.tools.drafter.training.reference import DFlashDrafter
-from vllm_dllm.tools.drafter.training.target_states import Target
+from vllm_dllm.tools.drafter.blocks import drafting_loss
+from vllm_dllm.tools.drafter.offline import mean_length, replay
+from vllm_dllm.tools.drafter.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.sequences import KnownSequence
+from vllm_dllm.tools.drafter.target_states import Target
 
 STATE_FILE = "state.pt"  # while the run is unfinished
 HELD_OUT_SHARE = 16  # one sequence in this many is held out, to measure τ

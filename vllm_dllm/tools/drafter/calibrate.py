@@ -1,0 +1,112 @@
+"""`vllm-dllm drafter calibrate-width`: makes a BlockPilot predictor for a target and its drafter.
+
+Measuring takes nearly all the time; a stopped run continues after the last part it measured
+(`resumable.py`).
+"""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, save_predictor
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools import resumable
+from vllm_dllm.tools.drafter.measured import (
+    Measured,
+    candidate_sizes,
+    measure,
+    measure_in_parts,
+    split_prompts,
+)
+from vllm_dllm.tools.drafter.predictor import train_predictor
+from vllm_dllm.tools.drafter.reference import WEIGHTS_FILE, load_drafter
+from vllm_dllm.tools.drafter.report import build_report, describe, save_plot
+from vllm_dllm.tools.drafter.sequences import read_prompts
+from vllm_dllm.tools.drafter.target_states import (
+    check_fit,
+    load_target,
+    target_text_config,
+)
+from vllm_dllm.tools.progress import progress_bars
+
+REPORT_FILE = "report.json"
+PLOT_FILE = "report.png"
+MEASURED_FOLDERS = ("training", "held-out")  # OUT does not keep these
+HELD_OUT_SHARE = 0.25
+
+
+def calibrate_width(
+    target: Path,
+    drafter: Path,
+    prompts: Path,
+    out: Path,
+    *,
+    variant: str,  # of the predictor: "full" or "small"
+    radius: int,  # block sizes below the trained one to try
+    max_tokens: int,  # of an answer
+    seed: int,
+    device: str,
+) -> None:
+    """Writes the predictor, its report and a plot to `out`. Raises InputError for input that cannot
+    be used; `out` never exists unfinished."""
+    partial = resumable.partial_folder(out)
+    model = load_drafter(drafter)
+    text_config = target_text_config(target)
+    check_fit(model.config, text_config, (str(drafter), str(target)))
+    sizes = candidate_sizes(model.config.block_size, radius)
+    room = text_config.max_position_embeddings - max_tokens
+    sides = split_prompts(read_prompts(prompts, target, room), HELD_OUT_SHARE, seed)
+    weight_files = [*sorted(target.glob("*.safetensors")), drafter / WEIGHTS_FILE]
+    run = {  # what the measurements depend on; the training may differ
+        "weights": resumable.file_marks(weight_files),
+        "prompts": resumable.digest(sides),
+        "block_sizes": sizes,
+        "max_tokens": max_tokens,
+    }
+    if not resumable.is_finished(out, run, MEASURED_FOLDERS):
+        resumable.is_resumed(partial, run, "target, drafter, prompts or sizes")
+        verifier, model = load_target(target, device), model.to(device)
+        resumable.start(partial, run)
+        measure_part = functools.partial(
+            measure, verifier, model, sizes=sizes, max_tokens=max_tokens
+        )
+        training, held_out = _measure_sides(measure_part, sides, partial)
+        config = PredictorConfig(
+            variant=variant,
+            vocab_size=training.logits.shape[1],
+            block_sizes=sizes,
+            trained_block_size=model.config.block_size,
+            hidden_size=HIDDEN_SIZES[variant],
+        )
+        found = train_predictor(training, config, seed)
+        save_predictor(found.predictor, partial)
+        report = build_report(found, training, held_out, seed)
+        resumable.write_json(partial / REPORT_FILE, report)
+        save_plot(report, partial / PLOT_FILE)
+        resumable.finish(partial, out, MEASURED_FOLDERS)
+    print(describe(json.loads((out / REPORT_FILE).read_text())))
+
+
+def _measure_sides(
+    measure_part: Callable[[Sequence[list[int]]], Measured],
+    sides: tuple[list[list[int]], list[list[int]]],  # training and held-out prompts
+    partial: Path,
+) -> list[Measured]:
+    """Measures each side's prompts; parts that a stopped run has measured are read."""
+    measured: list[Measured] = []
+    with progress_bars() as progress:
+        for name, side in zip(MEASURED_FOLDERS, sides, strict=True):
+            folder = partial / name
+            folder.mkdir(exist_ok=True)
+            task = progress.add_task(f"measuring {name} prompts", total=len(side))
+            advance = functools.partial(progress.advance, task)
+            measured.append(measure_in_parts(measure_part, side, folder, advance))
+    training, held_out = map(len, measured)
+    if min(training, held_out) < 2:
+        raise InputError(
+            f"the target answers {training} of the training and {held_out} of the held-out "
+            f"prompts with two tokens or more, expected at least 2 each: give prompts that need "
+            f"longer answers"
+        )
+    return measured

@@ -1,1 +1,0 @@
-"""Makes width predictors: measures block sizes on prompts and trains BlockPilot on them."""

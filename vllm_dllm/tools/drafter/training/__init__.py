@@ -1,1 +1,0 @@
-"""Makes drafters: the reference in PyTorch, the target's answers, training, evaluation."""
