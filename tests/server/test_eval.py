@@ -50,7 +50,7 @@ def test_quantised_checkpoints(
     """Through the harness, and in the same servers chat and a stream of a client."""
     asked: list[str] = []
 
-    def ask_first(task: Any, model: str, port: int, **options: Any) -> Outcome:
+    def ask_first(task: Any, model: str, port: int, *asking: Any, **options: Any) -> Outcome:
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         request: dict[str, Any] = {
             "model": model,
@@ -62,7 +62,7 @@ def test_quantised_checkpoints(
         stream = client.chat.completions.create(**request, stream=True)
         streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         asked.extend((answer.choices[0].message.content or "", streamed))
-        return original(task, model, port, **options)
+        return original(task, model, port, *asking, **options)
 
     original = evaluate.evaluate
     monkeypatch.setattr(evaluate, "evaluate", ask_first)

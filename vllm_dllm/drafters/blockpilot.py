@@ -64,15 +64,6 @@ class PredictorConfig:
     def num_inputs(self) -> int:
         return self.vocab_size if self.variant == "full" else TOP_K + 2
 
-    def num_parameters(self) -> int:
-        inputs, hidden, outputs = self.num_inputs, self.hidden_size, len(self.block_sizes)
-        scaling = 2 * inputs if self.variant == "small" else 0
-        return (inputs + 1 + hidden + 1) * hidden + (hidden + 1) * outputs + scaling
-
-    def memory_bytes(self, element_size: int = 2) -> int:
-        """Memory of the weights; a running batch of n requests adds n * num_inputs numbers."""
-        return self.num_parameters() * element_size
-
 
 class BlockPilot(nn.Module):
     def __init__(self, config: PredictorConfig):

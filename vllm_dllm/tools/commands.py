@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_dllm.tools.plan.gpus import ELEMENT_BYTES, GPUS
+from vllm_dllm.tools.plan import ELEMENT_BYTES, GPUS
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]  # what argparse's add_argument takes
 
@@ -189,7 +189,7 @@ COMMANDS = {
         ),
     ),
     "tune": Command(
-        "vllm_dllm.tools.tune.run:run",
+        "vllm_dllm.tools.tune:run",
         "Search for settings that answer a task sooner and as well; write them for `vllm serve`.",
         (
             _CHECKPOINT,

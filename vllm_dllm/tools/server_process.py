@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import httpx
 from rich.console import Console
@@ -61,7 +61,8 @@ class Server:
     """A server that starts with its block, answers after `wait_until_ready` and ends with it.
 
     It runs in its own process group, so that Ctrl-C reaches only the program that uses it, and
-    stopping it also stops the engine processes it started.
+    stopping it also stops the engine processes it started. Signals that would end the program leave
+    through the block. Must be used in the main thread.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class Server:
                 env=self._environment,
                 start_new_session=True,
             )
+        ending = (signal.SIGTERM, signal.SIGHUP)
+        self._handlers = {number: signal.signal(number, _exit) for number in ending}
         return self
 
     def __exit__(
@@ -99,6 +102,8 @@ class Server:
         finally:  # also when Ctrl-C is pressed again while waiting
             self._signal(signal.SIGKILL)
             self._process.wait()
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
 
     @property
     def pid(self) -> int:
@@ -146,6 +151,10 @@ class Server:
             return httpx.get(url, timeout=5, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
+
+
+def _exit(number: int, stack: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def wait_on_console(server: Server, console: Console) -> float:

@@ -6,9 +6,7 @@ import select
 import subprocess
 import sys
 import termios
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
@@ -43,32 +41,12 @@ vllm_dllm:block_seconds_count{{engine="{engine}",model_name="m"}} 4.0
 """
 
 
-@pytest.fixture
-def served() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
-    """An address, and what it answers there: a status and a text by path."""
-    answers: dict[str, tuple[int, str]] = {}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, text = answers.get(self.path, (404, ""))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", answers
-        server.shutdown()
-        thread.join()
+Served = tuple[str, dict[str, Callable[[bytes], tuple[int, str]]]]
 
 
-def scrape(served: tuple[str, dict[str, tuple[int, str]]], text: str, at: float) -> Scrape:
+def scrape(served: Served, text: str, at: float) -> Scrape:
     url, answers = served
-    answers["/metrics"] = 200, text
+    answers["/metrics"] = lambda _: (200, text)
     return Scrape(at, read(url).samples)
 
 
@@ -83,7 +61,7 @@ def drawn(*scrapes: Scrape) -> dict[str, list[str]]:
     return {line[:28].strip(): line[28:].split() for line in lines(*scrapes)}
 
 
-def test_a_frame(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
+def test_a_frame(served: Served) -> None:
     earlier = scrape(served, OF_ENGINE.format(engine=0, tokens=100, forwards=30), 50.0)
     later = scrape(served, OF_ENGINE.format(engine=0, tokens=160, forwards=40), 54.0)
     shown = drawn(earlier, later)
@@ -100,7 +78,7 @@ def test_a_frame(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
     assert not {"Canvases cut", "Engine  running"} & shown.keys()
 
 
-def test_several_engines(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
+def test_several_engines(served: Served) -> None:
     text = "".join(OF_ENGINE.format(engine=i, tokens=160, forwards=40 + i) for i in range(2))
     both = scrape(served, text, 1.0)
     assert drawn(both)["Requests"][0] == "6" and drawn(both)["KV cache"][-1] == "25.0%"
@@ -124,14 +102,14 @@ def test_several_engines(served: tuple[str, dict[str, tuple[int, str]]]) -> None
     ],
 )
 def test_other_servers(
-    served: tuple[str, dict[str, tuple[int, str]]],
+    served: Served,
     capsys: pytest.CaptureFixture[str],
     status: int,
     text: str,
     complaint: str,
 ) -> None:
     url, answers = served
-    answers["/metrics"] = status, text
+    answers["/metrics"] = lambda _: (status, text)
     assert cli.main(["top", "--url", url, "--once"]) == 1
     message = capsys.readouterr().err
     assert message.startswith("vllm-dllm top: ") and complaint in message
@@ -143,7 +121,7 @@ def test_other_servers(
     [
         ("http://127.0.0.1:1", "no server answers at http://127.0.0.1:1 "),
         ("127.0.0.1:8000", "--url must be like http://127.0.0.1:8000, got '127.0.0.1:8000'"),
-        ("http://", "no server answers at"),
+        ("http://", "--url must be like"),
         ("http://127.0.0.1:port", "no server answers at"),
     ],
 )
@@ -153,23 +131,23 @@ def test_no_server(url: str, complaint: str) -> None:
 
 
 def test_once(
-    served: tuple[str, dict[str, tuple[int, str]]],
+    served: Served,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And wherever the output is no terminal."""
     url, answers = served
-    answers["/metrics"] = 200, OF_ENGINE.format(engine=0, tokens=160, forwards=40)
+    answers["/metrics"] = lambda _: (200, OF_ENGINE.format(engine=0, tokens=160, forwards=40))
     monkeypatch.setattr(top, "REFRESH_SECONDS", 0.0)
     for options in ([], ["--once"]):
         assert cli.main(["top", "--url", url + "/", *options]) == 0
         assert "4.00" in capsys.readouterr().out
 
 
-def test_q_ends_it(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
+def test_q_ends_it(served: Served) -> None:
     """In a terminal, which then is as it was."""
     url, answers = served
-    answers["/metrics"] = 200, OF_ENGINE.format(engine=0, tokens=160, forwards=40)
+    answers["/metrics"] = lambda _: (200, OF_ENGINE.format(engine=0, tokens=160, forwards=40))
     keyboard, terminal = os.openpty()
     before = termios.tcgetattr(terminal)
     command = [sys.executable, "-m", "vllm_dllm", "top", "--url", url]
@@ -189,7 +167,7 @@ def test_q_ends_it(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_started_anew(served: tuple[str, dict[str, tuple[int, str]]]) -> None:
+def test_a_server_that_started_anew(served: Served) -> None:
     old, new = (
         scrape(served, OF_ENGINE.format(engine=0, tokens=n, forwards=n), at)
         for n, at in ((40, 1.0), (2, 2.0))

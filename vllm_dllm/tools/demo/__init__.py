@@ -5,7 +5,6 @@ The demo streams answers over HTTP with the canvases in them (docs/canvases.md),
 
 import os
 import queue
-import signal
 import sys
 import tempfile
 import threading
@@ -13,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import openai
 from PIL import Image
@@ -24,7 +22,7 @@ from rich.text import Text
 from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, serving_note
 from vllm_dllm.errors import InputError, ServerError
 from vllm_dllm.requests.options import STREAM_CANVASES, WATCHING_PLUGINS
-from vllm_dllm.tools.demo import drawing, picture, pixels
+from vllm_dllm.tools.demo import drawing, picture
 from vllm_dllm.tools.demo.drawing import Step
 from vllm_dllm.tools.demo.questions import Question, questions_for
 from vllm_dllm.tools.server_process import (
@@ -74,8 +72,6 @@ def run(
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # an encoding without box characters
     view = View(Console(highlight=False), pace)
-    signal.signal(signal.SIGTERM, _exit)
-    signal.signal(signal.SIGHUP, _exit)
 
     command = serve_command(checkpoint, port, *OPTIONS)
     with Server(command, port, log, _environment()) as server:
@@ -96,11 +92,6 @@ def _environment() -> dict[str, str]:
     variable, _, needed = WATCHING_PLUGINS.partition("=")
     names = (*os.environ.get(variable, "").split(","), *needed.split(","))
     return {variable: ",".join(dict.fromkeys(name for name in names if name))}
-
-
-def _exit(number: int, stack: FrameType | None) -> None:
-    """Leaves through the `with` blocks, so that the server is stopped."""
-    raise SystemExit(128 + number)
 
 
 @dataclass
@@ -210,9 +201,9 @@ class View:
 
     def _show_image(self, image: Image.Image) -> None:
         if self._live and self._console.color_system is not None:
-            self._console.print(pixels.half_blocks(image), no_wrap=True, overflow="crop")
+            self._console.print(drawing.half_blocks(image), no_wrap=True, overflow="crop")
         else:
-            self._console.print(Text(pixels.shades(image)), soft_wrap=True)
+            self._console.print(Text(drawing.shades(image)), soft_wrap=True)
 
     def _redraw(self, steps: Iterator[Step]) -> None:
         """Draws one frame per step, in the same place; each stays for at least `pace_s`."""

@@ -79,9 +79,9 @@ def calibrate_width(
             trained_block_size=model.config.block_size,
             hidden_size=HIDDEN_SIZES[variant],
         )
-        found = train_predictor(training, config, seed)
-        save_predictor(found.predictor, partial)
-        report = build_report(found, training, held_out, seed)
+        predictor = train_predictor(training, config, seed)
+        save_predictor(predictor, partial)
+        report = build_report(predictor, training, held_out, seed)
         resumable.write_json(partial / REPORT_FILE, report)
         save_plot(report, partial / PLOT_FILE)
         resumable.finish(partial, out, MEASURED_FOLDERS)

@@ -1,10 +1,10 @@
 """Trains a width predictor: cross-entropy against the best block size of each prompt."""
 
-from dataclasses import dataclass
+import copy
+import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictorConfig
 from vllm_dllm.tools.drafter.measured import Measured
@@ -16,17 +16,9 @@ WEIGHT_DECAY = 0.01
 VALIDATION_SHARE = 0.15  # of the training prompts, to choose an epoch
 
 
-@dataclass(frozen=True)
-class Trained:
-    predictor: BlockPilot
-    epoch: int
-    """The epoch whose weights are kept, for its lowest loss on the validation prompts."""
-    losses: list[tuple[float, float]]
-    """The losses of each epoch, in nats: training, validation."""
-
-
-def train_predictor(data: Measured, config: PredictorConfig, seed: int) -> Trained:
-    """Trains on the CPU, in seconds for a few thousand prompts; a seed gives the same weights."""
+def train_predictor(data: Measured, config: PredictorConfig, seed: int) -> BlockPilot:
+    """Trains on the CPU, in seconds for a few thousand prompts; a seed gives the same weights.
+    Those of the epoch with the lowest loss on the validation prompts are kept."""
     torch.manual_seed(seed)
     predictor = BlockPilot(config)
     order = torch.randperm(len(data))
@@ -39,23 +31,18 @@ def train_predictor(data: Measured, config: PredictorConfig, seed: int) -> Train
     optimizer = torch.optim.AdamW(
         predictor.parameters(), lr=LEARNING_RATES[config.variant], weight_decay=WEIGHT_DECAY
     )
-    losses: list[tuple[float, float]] = []
-    best: dict[str, Tensor] = {}
+    lowest, best = math.inf, predictor.state_dict()
     for _ in range(EPOCHS):
         predictor.train()
-        total = 0.0
         for rows in torch.randperm(len(labels)).split(BATCH_SIZE):
             loss = F.cross_entropy(predictor(inputs[rows]), labels[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            total += loss.item() * len(rows)
         predictor.eval()
         with torch.no_grad():
             validation_loss = F.cross_entropy(predictor(seen), wanted).item()
-        if not losses or validation_loss < min(loss for _, loss in losses):
-            best = {name: w.clone() for name, w in predictor.state_dict().items()}
-        losses.append((total / len(labels), validation_loss))
+        if validation_loss < lowest:
+            lowest, best = validation_loss, copy.deepcopy(predictor.state_dict())
     predictor.load_state_dict(best)
-    epoch = min(range(EPOCHS), key=lambda i: losses[i][1])
-    return Trained(predictor, epoch, losses)
+    return predictor

@@ -15,8 +15,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from vllm_dllm.drafters.blockpilot import BlockPilot
 from vllm_dllm.tools.drafter.measured import Measured
-from vllm_dllm.tools.drafter.predictor import Trained
 
 RESAMPLES = 2000
 LEAK_SHARE = 0.95  # of the way from the best fixed size to the oracle
@@ -24,14 +24,13 @@ LEAST_ROOM = 0.01  # of τ, between those two, for that share to mean anything
 
 
 def build_report(
-    trained: Trained, training: Measured, held_out: Measured, seed: int
+    predictor: BlockPilot, training: Measured, held_out: Measured, seed: int
 ) -> dict[str, Any]:
     """Gives numbers on the held-out prompts, ready for JSON. τ is the mean over prompts, as the
     paper takes it; `pooled_tau` weighs all verifications equally, which is what time depends on."""
-    config = trained.predictor.config
-    sizes = config.block_sizes
+    sizes = predictor.config.block_sizes
     fixed = training.best_fixed
-    predicted = trained.predictor.draft_tokens(held_out.logits) + 1
+    predicted = predictor.draft_tokens(held_out.logits) + 1
     chosen = torch.searchsorted(torch.tensor(sizes), predicted)
     labels = held_out.labels(fixed)
     policies = {
@@ -47,9 +46,8 @@ def build_report(
     low, high = _interval(tau["blockpilot"] - tau["best_fixed"], seed)
     share = gain / room if room > 0 else 0.0
     return {
-        "variant": config.variant,
+        "variant": predictor.config.variant,
         "seed": seed,
-        "weights_bytes_bf16": config.memory_bytes(),
         "held_out": numbers,
         "held_out_fixed": {
             str(size): _policy(held_out, sizes, torch.full_like(labels, i))
@@ -73,8 +71,6 @@ def build_report(
             for i, size in enumerate(sizes)
         },
         "prompts": [len(training), len(held_out)],
-        "kept_epoch": trained.epoch,
-        "losses_nats": trained.losses,
     }
 
 

@@ -8,7 +8,7 @@ import functools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate import report
-from vllm_dllm.tools.evaluate.harness import evaluate
+from vllm_dllm.tools.evaluate.harness import Asking, evaluate
 from vllm_dllm.tools.evaluate.plot import plot
 from vllm_dllm.tools.evaluate.report import Row
 from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics, read_weight_bytes
@@ -26,89 +26,69 @@ from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.progress import progress_bars
 from vllm_dllm.tools.server_process import check_checkpoint
 
-__all__ = ["Settings", "run"]
-
+__all__ = ["run"]
 
 HELD_OUT = "checkpoints/held_out.yaml"
 PIPE_COLUMNS = 110  # of the table, if the output is not a terminal
 
 
-@dataclass(frozen=True)
-class Settings:
-    tasks: Sequence[str] | None
-    """Task files, or task names of lm-evaluation-harness; None for `HELD_OUT`."""
-    data: Path
-    """Folder of data sets, each in OWNER/NAME."""
-    api: str
-    """`chat` or `completions`."""
-    limit: int | None
-    """Prompts per task; None for all."""
-    concurrency: int
-    """Prompts at once."""
-    serve_options: Sequence[str] | None
-    """Further options for `vllm serve`; None for those of `serving.serve_options`."""
-    out: Path
-    """Folder for eval.json and eval.png."""
-
-
-def run(checkpoints: Sequence[Path], **options: Any) -> None:
-    """Prints a table, and writes it with a plot to `out`. The options are the fields of `Settings`.
+def run(
+    checkpoints: Sequence[Path],
+    tasks: Sequence[str] | None,  # files, or names in lm-evaluation-harness; None: `HELD_OUT`
+    out: Path,  # folder for eval.json and eval.png
+    **options: Any,
+) -> None:
+    """Prints a table, and writes it with a plot to `out`. The options are the fields of `Asking`.
 
     Raises:
         InputError, ServerError: say what went wrong and what to do.
     """
-    settings = Settings(**options)
-    _check(checkpoints, settings)
+    asking = Asking(**options)
+    _check(checkpoints, asking, out)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-eval-"))
     with quiet(logs / "lm_eval.log"):
-        tasks = load_tasks(settings.tasks or [HELD_OUT], settings.data)
-        settings = replace(settings, serve_options=serve_options(tasks, settings.serve_options))
+        loaded = load_tasks(tasks or [HELD_OUT], asking.data)
+        asking = replace(asking, serve_options=serve_options(loaded, asking.serve_options))
         rows: list[Row] = []
         for checkpoint in checkpoints:
-            rows += _evaluate_checkpoint(checkpoint, tasks, settings, console, logs)
+            rows += _evaluate_checkpoint(checkpoint, loaded, asking, console, logs)
     table = report.with_recovery(rows)
-    asked = report.asked(table, settings.concurrency)
+    asked = report.asked(table, asking.concurrency)
     console.print(report.as_table(table, asked))
     machine = report.machine()
-    report.save(table, settings, machine, settings.out / "eval.json")
-    plot(table, f"{asked}; {machine['device']}", settings.out / "eval.png")
-    console.print(f"{settings.out / 'eval.json'}, {settings.out / 'eval.png'}", soft_wrap=True)
+    report.save(table, asking, machine, out / "eval.json")
+    plot(table, f"{asked}; {machine['device']}", out / "eval.png")
+    console.print(f"{out / 'eval.json'}, {out / 'eval.png'}", soft_wrap=True)
 
 
-def _check(checkpoints: Sequence[Path], settings: Settings) -> None:
+def _check(checkpoints: Sequence[Path], asking: Asking, out: Path) -> None:
     for checkpoint in checkpoints:
         check_checkpoint(checkpoint)
     if len(set(checkpoints)) < len(checkpoints):
         raise InputError("a checkpoint is named twice: name each one once")
-    for name, number in (("limit", settings.limit), ("concurrency", settings.concurrency)):
-        if number is not None and number < 1:
-            raise InputError(f"--{name} must be at least 1, got {number}")
-    if not settings.data.is_dir():
-        raise InputError(f"--data: there is no folder '{settings.data}'")
+    asking.check()
     try:
-        settings.out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # now, not after everything has been measured
         raise InputError(f"-o must name a folder that can be written: {error}") from error
 
 
 def _evaluate_checkpoint(
-    checkpoint: Path, tasks: dict[str, Task], settings: Settings, console: Console, logs: Path
+    checkpoint: Path, tasks: dict[str, Task], asking: Asking, console: Console, logs: Path
 ) -> Iterator[Row]:
-    with served(checkpoint, settings.serve_options or (), console, logs) as port:
+    with served(checkpoint, asking.serve_options or (), console, logs) as port:
         weight_bytes = read_weight_bytes(port)
         for name, task in tasks.items():
             before = read_metrics(port)
             with progress_bars(console) as progress:
-                num_prompts = min(len(task.eval_docs), settings.limit or len(task.eval_docs))
+                num_prompts = min(len(task.eval_docs), asking.limit or len(task.eval_docs))
                 bar = progress.add_task(name, total=num_prompts)
                 outcome = evaluate(
                     task,
                     str(checkpoint),
                     port,
-                    api=settings.api,
-                    concurrency=settings.concurrency,
-                    limit=settings.limit,
+                    asking,
                     log=logs / "lm_eval.log",
                     on_answer=functools.partial(progress.advance, bar),
                 )

@@ -62,6 +62,33 @@ def sampling_of(checkpoint: Path) -> dict[str, object]:
     return {} if is_masked else {"temperature": 1.0}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """How `eval` and `tune` ask a task's prompts."""
+
+    data: Path
+    """Folder of data sets, each in OWNER/NAME."""
+    api: str
+    """`chat` or `completions`."""
+    limit: int | None
+    """The first so many prompts of a task; None for all."""
+    concurrency: int
+    """Prompts at once."""
+    serve_options: Sequence[str] | None
+    """Further options for `vllm serve`; None for those of `serving.serve_options`."""
+
+    def check(self, least_prompts: int = 1) -> None:
+        """Raises InputError for what cannot be asked."""
+        for name, number, least in (
+            ("limit", self.limit, least_prompts),
+            ("concurrency", self.concurrency, 1),
+        ):
+            if number is not None and number < least:
+                raise InputError(f"--{name} must be at least {least}, got {number}")
+        if not self.data.is_dir():
+            raise InputError(f"--data: there is no folder '{self.data}'")
+
+
 @dataclass(frozen=True)
 class Score:
     name: str
@@ -83,26 +110,23 @@ def evaluate(
     task: Task,
     model: str,
     port: int,
+    asking: Asking,
     *,
-    api: str,
-    concurrency: int,
-    limit: int | None,
     log: Path,
     on_answer: Callable[[], None],
     prompts: Sequence[int] | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Outcome:
-    """Sends the server all prompts of the task, `concurrency` at once. What the harness would print
-    goes to `log`.
+    """Sends the server the task's prompts. What the harness would print goes to `log`.
 
-    limit: the first so many prompts only. prompts: these only, by their index in the task; excludes
-    `limit`. options: `diffusion_*` keys that each request gets.
+    prompts: these only, by their index in the task, whatever the limit. options: `diffusion_*` keys
+    that each request gets.
     """
-    client = (_ChatClient if api == "chat" else _Client)(
-        base_url=f"http://{HOST}:{port}/v1/{APIS[api]}",
+    client = (_ChatClient if asking.api == "chat" else _Client)(
+        base_url=f"http://{HOST}:{port}/v1/{APIS[asking.api]}",
         model=model,
         tokenizer_backend=None,  # the server has one
-        num_concurrent=concurrency,
+        num_concurrent=asking.concurrency,
         max_retries=1,  # our own server must not fail even once
         timeout=ANSWER_SECONDS,
         header={"Authorization": "Bearer none"},  # not a key from the environment
@@ -113,11 +137,11 @@ def evaluate(
             found: Any = lm_eval.simple_evaluate(
                 client,
                 tasks=[task],
-                limit=limit,
+                limit=asking.limit if prompts is None else None,
                 samples=None if prompts is None else {task.task_name: list(prompts)},
                 gen_kwargs=sampling_of(Path(model))
                 | ({"vllm_xargs": dict(options)} if options else {}),
-                apply_chat_template=api == "chat",
+                apply_chat_template=asking.api == "chat",
                 task_manager=task_manager(False),
             )
     except (aiohttp.ClientError, requests.RequestException, TimeoutError) as error:

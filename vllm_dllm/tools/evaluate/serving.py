@@ -3,11 +3,9 @@
 import logging
 import os
 import re
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import datasets
 import torch
@@ -58,7 +56,7 @@ def _default_options(longest_answer: int) -> list[str]:
 @contextmanager
 def served(checkpoint: Path, options: Sequence[str], console: Console, logs: Path) -> Iterator[int]:
     """Serves the checkpoint with further `options` of `vllm serve`; gives the port of a server that
-    has answered once. Its log goes to `logs`. Signals end the block, too.
+    has answered once. Its log goes to `logs`.
 
     Raises:
         ServerError: it did not start, or has ended. The message says why and what to do.
@@ -69,7 +67,7 @@ def served(checkpoint: Path, options: Sequence[str], console: Console, logs: Pat
     log = logs / f"{checkpoint.resolve().name}-{port}.log"
     console.print(f"Serving {checkpoint}, log: {log}", soft_wrap=True)
     command = serve_command(checkpoint, port, *OPTIONS, *options)
-    with _signals_stop(), Server(command, port, log, ENVIRONMENT) as server:
+    with Server(command, port, log, ENVIRONMENT) as server:
         seconds = wait_on_console(server, console)
         console.print(f"Ready after {seconds:.0f} s.")
         try:
@@ -78,21 +76,6 @@ def served(checkpoint: Path, options: Sequence[str], console: Console, logs: Pat
         except InputError:
             server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
             raise
-
-
-@contextmanager
-def _signals_stop() -> Iterator[None]:
-    """Signals exit through the `with` blocks, so that the server is stopped."""
-
-    def leave(number: int, stack: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

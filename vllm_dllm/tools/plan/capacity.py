@@ -7,7 +7,7 @@ from pathlib import Path
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.step_sizes import canvases_at_once
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.plan.gpus import ELEMENT_BYTES, GPUS
+from vllm_dllm.tools.plan import ELEMENT_BYTES, GPUS
 from vllm_dllm.tools.plan.shape import read_shape
 
 GIB = 1 << 30

@@ -5,3 +5,221 @@ Optuna chooses them. One half of the prompts is for the search. The settings tha
 beats in both accuracy and speed are then tried on the other half, so that luck in the search does
 not count.
 """
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from lm_eval.api.task import Task
+from rich.console import Console
+
+from vllm_dllm.errors import InputError
+from vllm_dllm.tools import resumable
+from vllm_dllm.tools.evaluate.harness import Asking, evaluate
+from vllm_dllm.tools.evaluate.report import machine, sha256_sums
+from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics
+from vllm_dllm.tools.evaluate.serving import quiet, serve_options, served
+from vllm_dllm.tools.evaluate.tasks import load_tasks
+from vllm_dllm.tools.progress import progress_bars
+from vllm_dllm.tools.server_process import check_checkpoint
+from vllm_dllm.tools.tune import report
+from vllm_dllm.tools.tune.plot import plot
+from vllm_dllm.tools.tune.report import Confirmed, choose
+from vllm_dllm.tools.tune.search import Measured, Tried, front, search
+from vllm_dllm.tools.tune.space import Space, Value
+
+LEAST_PROMPTS = 8
+WORKING_FILES = TRIALS_FILE, CONFIRMED_FILE = "trials.log", "confirmed.json"
+PIPE_COLUMNS = 150  # of the table, if the output is not a terminal
+Measure = Callable[[Sequence[int], Mapping[str, Value]], Measured]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Asking):
+    task: str
+    """A task file, or a task name of lm-evaluation-harness."""
+    trials: int
+    """Settings to try, the checkpoint's own among them."""
+    max_loss: float
+    """How far accuracy may be below that of the checkpoint's own settings, in points of 100."""
+    out: Path
+    """Folder to write; must not exist."""
+
+
+def run(checkpoint: Path, **options: Any) -> None:
+    """Writes defaults.yaml, tune.json and tune.png to `out`, and prints a table. The options are
+    the fields of `Settings`.
+
+    Raises:
+        InputError, ServerError: say what went wrong and what to do.
+    """
+    settings = Settings(**options)
+    _check(checkpoint, settings)
+    space = Space(checkpoint)
+    identity = _identity(checkpoint, settings)
+    if resumable.is_finished(settings.out, identity, WORKING_FILES):
+        return
+    partial = resumable.partial_folder(settings.out)
+    resumable.is_resumed(partial, identity, "checkpoint, task or options")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-tune-"))
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with quiet(logs / "lm_eval.log"):
+        task = _load(settings)
+        halves = _halves(task, settings.limit)
+        serving = serve_options({settings.task: task}, settings.serve_options)
+        resumable.start(partial, identity)
+        with served(checkpoint, serving, console, logs) as port:
+            measure = _measure(task, str(checkpoint), port, settings, logs / "lm_eval.log")
+            tried, confirmed = _search_and_confirm(
+                partial, space, halves, settings, measure, console
+            )
+    _write(partial, checkpoint, settings, tried, confirmed, console)
+    resumable.finish(partial, settings.out, WORKING_FILES)
+    console.print(f"vllm serve {checkpoint} --config {settings.out}/defaults.yaml", soft_wrap=True)
+
+
+def _check(checkpoint: Path, settings: Settings) -> None:
+    check_checkpoint(checkpoint)
+    settings.check(LEAST_PROMPTS)
+    if settings.trials < 1:
+        raise InputError(f"--trials must be at least 1, got {settings.trials}")
+    if not 0 <= settings.max_loss < 100:
+        raise InputError(
+            f"--max-loss must be in points from 0 to below 100, got {settings.max_loss:g}"
+        )
+
+
+def _identity(checkpoint: Path, settings: Settings) -> dict[str, Any]:
+    """Gives what must be the same when a stopped run continues; more trials are welcome."""
+    asked = asdict(settings)
+    del asked["trials"], asked["max_loss"], asked["out"]
+    marks = resumable.file_marks(sorted(checkpoint.glob("*.safetensors")))
+    return {"checkpoint": str(checkpoint), "weights": marks} | asked | {"data": str(settings.data)}
+
+
+def _load(settings: Settings) -> Task:
+    tasks = load_tasks([settings.task], settings.data)
+    if len(tasks) > 1:
+        raise InputError(
+            f"--task must be one task, got '{settings.task}' with {len(tasks)}: {', '.join(tasks)}"
+        )
+    return next(iter(tasks.values()))
+
+
+def _halves(task: Task, limit: int | None) -> tuple[Sequence[int], Sequence[int]]:
+    """Gives prompts to search with and to confirm with, in turn, since files are often sorted."""
+    count = min(len(task.eval_docs), limit or len(task.eval_docs))
+    if count < LEAST_PROMPTS:
+        raise InputError(
+            f"task '{task.task_name}' must have at least {LEAST_PROMPTS} prompts, got {count}"
+        )
+    return range(0, count, 2), range(1, count, 2)
+
+
+def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -> Measure:
+    def measure(prompts: Sequence[int], keys: Mapping[str, Value]) -> Measured:
+        before = read_metrics(port)
+        outcome = evaluate(
+            task,
+            model,
+            port,
+            settings,
+            log=log,
+            on_answer=lambda: None,
+            prompts=prompts,
+            options=keys,
+        )
+        done = Counters.since(before, port)
+        score = outcome.scores[0]
+        scores = tuple(score_of(score.by_prompt.get(prompt), score.name) for prompt in prompts)
+        return Measured(scores, done.tokens, done.forwards, outcome.seconds)
+
+    def score_of(value: object, name: str) -> float:
+        if isinstance(value, (int, float)) and 0 <= value <= 1:
+            return float(value)
+        raise InputError(
+            f"task '{task.task_name}' must score each answer from 0 to 1, got {value!r} for its "
+            f"first metric, {name}. Put another first in a task file."
+        )
+
+    return measure
+
+
+def _search_and_confirm(
+    partial: Path,
+    space: Space,
+    halves: tuple[Sequence[int], Sequence[int]],
+    settings: Settings,
+    measure: Measure,
+    console: Console,
+) -> tuple[list[Tried], list[Confirmed]]:
+    def say(tried: Tried) -> None:
+        found = tried.measured
+        console.print(
+            f"{tried.number:4d}  accuracy {found.accuracy:6.1%}  "
+            f"{found.tokens_per_forward:6.2f} tokens/forward  "
+            f"{found.tokens_per_second:6.0f} tokens/s  {tried.keys['diffusion_acceptance']}"
+        )
+        progress.update(bar, completed=tried.number + 1)
+
+    with progress_bars(console) as progress:
+        bar = progress.add_task("trials", total=settings.trials)
+        tried = search(
+            partial / TRIALS_FILE,
+            space,
+            settings.trials,
+            lambda keys: measure(halves[0], keys),
+            say,
+        )
+        own = next(t for t in tried if t.is_own)
+        candidates = [own, *(t for t in front(tried) if t is not own)]
+        confirming = progress.add_task("confirming", total=len(candidates))
+        found: list[Measured] = []
+        for candidate in candidates:
+            found.append(_confirm(partial / CONFIRMED_FILE, candidate, halves[1], measure))
+            progress.advance(confirming)
+    confirmed = [
+        Confirmed.against(found[0], candidate, measured)
+        for candidate, measured in zip(candidates, found, strict=True)
+    ]
+    return tried, sorted(confirmed, key=lambda c: c.measured.tokens_per_forward)
+
+
+def _confirm(file: Path, tried: Tried, prompts: Sequence[int], measure: Measure) -> Measured:
+    """Takes what `file` says of this trial, or measures it and keeps that there."""
+    known: dict[str, Any] = resumable.read_json(file) if file.exists() else {}
+    if (key := str(tried.number)) not in known:
+        known[key] = asdict(measure(prompts, tried.keys))
+        resumable.write_json(file, known)
+    return Measured.from_json(known[key])
+
+
+def _write(
+    partial: Path,
+    checkpoint: Path,
+    settings: Settings,
+    tried: Sequence[Tried],
+    confirmed: Sequence[Confirmed],
+    console: Console,
+) -> None:
+    chosen = choose(confirmed, settings.max_loss / 100)
+    own = next(c for c in confirmed if c.tried.is_own)
+    here = machine()
+    prompts = f"{len(own.measured.scores)} prompts of {settings.task}"
+    console.print(report.as_table(confirmed, chosen, prompts))
+    report.write_defaults(partial / "defaults.yaml", chosen, own.measured, prompts)
+    asked = {
+        "checkpoint": str(checkpoint),
+        "weights": sha256_sums(checkpoint),
+        "machine": here,
+        "concurrency": settings.concurrency,
+        "max_loss": settings.max_loss / 100,
+    }
+    (partial / "tune.json").write_text(report.as_json(tried, confirmed, chosen, asked))
+    title = f"{checkpoint.name}: {len(tried)} trials, {prompts}; {here['device']}"
+    plot(tried, confirmed, chosen, title, partial / "tune.png")

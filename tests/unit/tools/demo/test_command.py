@@ -16,7 +16,7 @@ from tests.processes import HANGS_S, is_running, wait_for
 from tests.unit.tools.demo.recorded import RECORDED
 from vllm_dllm import cli
 from vllm_dllm.tools import demo
-from vllm_dllm.tools.demo import pixels
+from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.questions import PICTURE_QUESTIONS, questions_for
 from vllm_dllm.tools.server_process import choose_port
 
@@ -71,7 +71,6 @@ def stub(
     monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # must not be asked
     monkeypatch.setenv("VLLM_PLUGINS", "another,vllm_dllm")
-    monkeypatch.setattr(demo.signal, "signal", lambda *given: None)  # pytest keeps its handlers
 
     def prepare(lines: list[dict[str, object]]) -> Path:
         (tmp_path / "steps.json").write_text(json.dumps(lines))
@@ -111,7 +110,7 @@ def test_whole_demo_of_a_checkpoint_that_sees(
     asked = (checkpoint / "steps.json.asked").read_text().splitlines()
     expected = [question.message["content"] for question in questions_for(checkpoint)]
     assert [json.loads(body)["messages"][0]["content"] for body in asked] == expected
-    assert pixels.shades(PICTURE_QUESTIONS[0].image) in capsys.readouterr().out
+    assert drawing.shades(PICTURE_QUESTIONS[0].image) in capsys.readouterr().out
     assert "<image" in (checkpoint / "c.svg").read_text()
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.unit.tools.demo.recorded import PIXELS, RECORDED, steps
 from vllm_dllm.tools import demo
-from vllm_dllm.tools.demo import pixels
+from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.questions import Question
 
 SORT = Question("Sort: [dog] cat")
@@ -78,7 +78,7 @@ def test_redrawn_in_place_on_a_terminal() -> None:
 
 
 def test_half_blocks() -> None:
-    drawn = pixels.half_blocks(PIXELS)
+    drawn = drawing.half_blocks(PIXELS)
     assert drawn.plain == "▀▀\n▀▀"
     assert [str(span.style) for span in drawn.spans] == [
         *("#ff0000 on #000000", "#ffffff on #ffffff"),
@@ -116,7 +116,7 @@ def test_a_picture_wider_than_the_terminal_is_cut(tmp_path: Path) -> None:
 
 
 def test_a_picture_where_there_are_no_colours(with_picture: Question) -> None:
-    assert pixels.shades(PIXELS) == "▓\n▒"
+    assert drawing.shades(PIXELS) == "▓\n▒"
     out = io.StringIO()
     draw(Console(file=out, highlight=False, width=72), with_picture)
     assert out.getvalue().splitlines()[1:4] == ["▓", "▒", "What number is shown?"]

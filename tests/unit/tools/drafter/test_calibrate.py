@@ -21,7 +21,7 @@ from vllm_dllm.tools.drafter.measured import (
     split_prompts,
 )
 from vllm_dllm.tools.drafter.offline import replay
-from vllm_dllm.tools.drafter.predictor import Trained, train_predictor
+from vllm_dllm.tools.drafter.predictor import train_predictor
 from vllm_dllm.tools.drafter.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.report import build_report, describe
 from vllm_dllm.tools.drafter.sequences import complete
@@ -98,7 +98,7 @@ def test_gains_nothing_where_there_is_nothing_to_learn() -> None:
 def test_same_seed_same_weights() -> None:
     config = PredictorConfig("small", V, SIZES, BLOCK_SIZE, HIDDEN_SIZES["small"])
     data = learnable(100)
-    one, two, other = (train_predictor(data, config, seed).predictor for seed in (1, 1, 2))
+    one, two, other = (train_predictor(data, config, seed) for seed in (1, 1, 2))
     assert torch.equal(one.scores.weight, two.scores.weight)
     assert not torch.equal(one.scores.weight, other.scores.weight)
 
@@ -121,7 +121,7 @@ def test_numbers_of_a_report() -> None:
         torch.tensor([[10, 12, 12], [30, 30, 30]]),
         torch.tensor([[5, 4, 6], [10, 10, 6]]),
     )  # τ: 2, 3, 2 and 3, 3, 5
-    report = build_report(Trained(Fixed([6, 8]), 0, []), training, held_out, 0)  # type: ignore[arg-type]
+    report = build_report(Fixed([6, 8]), training, held_out, 0)  # type: ignore[arg-type]
     numbers = report["held_out"]
     assert numbers["best_fixed"] == {
         "tau": 3.0, "pooled_tau": 3.0, "verified_a_token": 6 * 14 / 42, "block_size": 7,
@@ -136,10 +136,10 @@ def test_numbers_of_a_report() -> None:
 
 def test_a_result_at_the_oracle_is_called_a_leak() -> None:
     data = measured([[3.0, 2.0, 2.0], [2.0, 2.0, 3.0]] * 30)
-    report = build_report(Trained(Fixed([6, 8] * 30), 0, []), data, data, 0)  # type: ignore[arg-type]
+    report = build_report(Fixed([6, 8] * 30), data, data, 0)  # type: ignore[arg-type]
     assert report["looks_like_a_leak"] and "too good" in describe(report)
     same = measured([[3.0, 3.0, 3.0]] * 60)  # the oracle gains nothing: there is nothing to leak
-    report = build_report(Trained(Fixed([6] * 60), 0, []), same, same, 0)  # type: ignore[arg-type]
+    report = build_report(Fixed([6] * 60), same, same, 0)  # type: ignore[arg-type]
     assert not report["looks_like_a_leak"]
 
 

@@ -1,9 +1,7 @@
 """Prompts and the target's answers to them, from transformers and from a server."""
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,42 +100,27 @@ def test_leaves_out_answers_without_an_anchor(tmp_path: Path, prompts: list[list
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[str, dict[str, Any]]]:
+def server(
+    served: tuple[str, dict[str, Callable[[bytes], tuple[int, str]]]],
+) -> tuple[str, dict[str, Any]]:
     """URL of a stand-in for vLLM's server, and what the test wants in its answers."""
+    url, answers = served
     extra: dict[str, Any] = {}
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+    def complete(body: bytes) -> tuple[int, str]:
+        request = json.loads(body)
+        assert request["model"] == "tiny"
+        assert request["temperature"] == 0.0
+        assert request["max_tokens"] == MAX_TOKENS
+        assert request["return_token_ids"] is True
+        answer = [request["prompt"][0], EOS_ID]
+        choice = {"index": 0, "text": "", "finish_reason": "stop", "token_ids": answer}
+        completion = {"id": "1", "object": "text_completion", "choices": [choice | extra]}
+        return 200, json.dumps(completion)
 
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert request["model"] == "tiny"
-            assert request["temperature"] == 0.0
-            assert request["max_tokens"] == MAX_TOKENS
-            assert request["return_token_ids"] is True
-            answer = [request["prompt"][0], EOS_ID]
-            choice = {"index": 0, "text": "", "finish_reason": "stop", "token_ids": answer}
-            self.send({"id": "1", "object": "text_completion", "choices": [choice | extra]})
-
-        def send(self, body: dict[str, Any]) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    http = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{http.server_port}", extra
-    http.shutdown()
-    thread.join()
-    http.server_close()
+    models = {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
+    answers |= {"/v1/models": lambda _: (200, json.dumps(models)), "/v1/completions": complete}
+    return url, extra
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from vllm_dllm.tools.tune.intervals import difference_interval, mean_interval
+from vllm_dllm.tools.tune.report import difference_interval, mean_interval
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (0, 40), (31, 40), (253, 253)])

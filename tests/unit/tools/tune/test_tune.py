@@ -17,8 +17,8 @@ from tests.unit.tools.stub_server import STUB, write_checkpoint, write_task
 from vllm_dllm import cli
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.options import server_defaults
+from vllm_dllm.tools import tune
 from vllm_dllm.tools.evaluate import serving
-from vllm_dllm.tools.tune import run as tune
 from vllm_dllm.tools.tune.search import Measured, Tried, front
 
 ROWS = {f"Count to {n}.": str(n) for n in range(1, 17)}
