@@ -1,19 +1,21 @@
 """What vLLM's API server loads, because of the entry point `vllm.endpoint_plugins`, where the
 environment names it: `VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas`."""
 
+import functools
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from vllm.config import ModelConfig
 from vllm.logger import init_logger
 
-from vllm_dllm.canvases.about import about
 from vllm_dllm.canvases.hub import CanvasHub
-from vllm_dllm.canvases.middleware import CanvasStreams
-from vllm_dllm.canvases.texts import TokenTexts
+from vllm_dllm.canvases.middleware import CanvasStreams, Texts
 from vllm_dllm.config import canvas_feeds
+from vllm_dllm.config.architectures import MASKED_MODELS
+from vllm_dllm.requests.options import ACCEPTANCE_RULES
 
 logger = init_logger(__name__)
 
@@ -29,13 +31,25 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
+OUR_TASKS = (
+    "Sort: o r n i a z l v",
+    "Count from 34 to 59.",
+    "Reverse: sand rose seed cherry eagle fox bridge cloud",
+)
+ANYTHING = (
+    "Write a poem of four lines about the sea.",
+    "Why is the sky blue? Explain it to a child.",
+    "Write a Python function that tells whether a word is a palindrome.",
+)
+_SMALL_VOCABULARY = 1024  # those of the shipped checkpoints have half of it
+
 
 class CanvasEndpoints:
     name = "vllm_dllm_canvas"
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._source: tuple[CanvasHub, TokenTexts] | None = None
+        self._source: tuple[CanvasHub, Texts] | None = None
         self._about: dict[str, Any] = {}
 
     def attach_router(self, app: FastAPI) -> None:
@@ -60,12 +74,33 @@ class CanvasEndpoints:
         folder = canvas_feeds.folder()
         if engine_client is None or not engine_client.model_config.is_diffusion or folder is None:
             return
-        self._source = CanvasHub(folder), TokenTexts(engine_client.get_tokenizer())
+        self._source = CanvasHub(folder), token_texts(engine_client.get_tokenizer())
         self._about = about(engine_client.model_config)
         logger.info(
             "Canvases can be watched on %s, and with diffusion_stream_canvases in requests.",
             page_address(args),
         )
+
+
+def token_texts(tokenizer: Any) -> Texts:
+    """Makes what says the tokens of a canvas one by one; each is decoded once. Special ones say
+    nothing; part of a character is U+FFFD."""
+
+    @functools.cache
+    def text(token: int) -> str:
+        return tokenizer.decode([token], skip_special_tokens=True)
+
+    return lambda tokens: [text(token) for token in tokens]
+
+
+def about(config: ModelConfig) -> dict[str, Any]:
+    """Says what the page is told: questions that the model can answer, and the rules of acceptance
+    that it knows."""
+    is_masked = not MASKED_MODELS.keys().isdisjoint(config.architectures)
+    return {
+        "examples": OUR_TASKS if config.get_vocab_size() < _SMALL_VOCABULARY else ANYTHING,
+        "acceptance": [rule for rule in ACCEPTANCE_RULES if is_masked or rule != "in_order"],
+    }
 
 
 def page_address(args: Namespace) -> str:

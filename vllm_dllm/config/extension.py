@@ -1,19 +1,64 @@
 """What vLLM has no option for: `--additional-config '{"vllm_dllm": {...}}'`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 
-from vllm_dllm.config.checks import Boolean, Count, Number, PathName, nearest, read, settings
+from vllm_dllm.config.checks import (
+    Boolean,
+    Count,
+    Integer,
+    Number,
+    PathName,
+    nearest,
+    read,
+    settings,
+)
+from vllm_dllm.config.denoise import MOST_NATS, MOST_STEPS
 from vllm_dllm.config.drafter import DrafterConfig
-from vllm_dllm.config.limits import RequestLimits
-from vllm_dllm.config.load_stages import LoadStage, check_order
 
 WindowRule = Literal["reference", "symmetric"]
 SECTION = "vllm_dllm"
 """Of vLLM's additional config."""
+
+
+@settings
+class RequestLimits:
+    """What one request may ask of a server that serves others at the same time; named like what is
+    limited. A request beyond one is answered with HTTP 400."""
+
+    n: Count = 64
+    """Answers: `n` times the prompts of a completion."""
+    prompt_logprobs: Count = 2048
+    """Log-probabilities of prompts: their tokens times one more than `prompt_logprobs`."""
+    bad_words: Count = 1024
+    """Tokens of all `bad_words`."""
+    logit_bias: Count = 1024
+    """Tokens that get a bias."""
+    prediction: Count = 32_768
+    """Tokens of a predicted output. A server keeps room for as many requests as it runs at once."""
+    canvas_length: Count = 8
+    """The least `diffusion_canvas_length`: a canvas takes as many steps for a few tokens as for
+    many."""
+    canvases: Count | None = None
+    """Canvases of one HTTP request in a step that others share; more take turns. None: 2 on CPUs,
+    where each canvas makes a step longer; elsewhere a quarter of `--max-num-seqs`."""
+
+
+@settings
+class LoadStage:
+    """How much sooner canvases may be finished while a server is busy: when a step has `canvases`
+    or more, those of requests that allow it are finished by these thresholds, where they are looser
+    than the request's."""
+
+    canvases: Count
+    confidence_threshold: Annotated[Number, Ge(0), Le(MOST_NATS)] = 0.0
+    """Nats; 0 loosens nothing."""
+    stability_threshold: Annotated[Integer, Ge(0), Le(MOST_STEPS)] = MOST_STEPS
+    """Steps; `MOST_STEPS` loosens nothing."""
 
 
 @settings
@@ -52,7 +97,7 @@ class ExtensionConfig:
     """What one request may ask for; from an object of its settings."""
     load_stages: tuple[LoadStage, ...] = ()
     """How much sooner canvases may be finished while the server is busy, for requests that allow it
-    (`diffusion_load_stages`); from a list of objects, see `config.load_stages`."""
+    (`diffusion_load_stages`); from a list of objects, see `LoadStage`."""
     drain_seconds: Count = 15
     """For requests in flight to finish when the server is told to stop, unless vLLM's
     `--shutdown-timeout` says so."""
@@ -62,7 +107,7 @@ class ExtensionConfig:
             raise ValueError(
                 "self_conditioning_tolerance and self_conditioning_top_k exclude each other."
             )
-        check_order(self.load_stages)
+        _check_order(self.load_stages)
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "ExtensionConfig":
@@ -71,6 +116,20 @@ class ExtensionConfig:
         for name in given:
             _check_place(name, cls.__annotations__)
         return read(cls, given[SECTION] if given.get(SECTION) is not None else {})
+
+
+def _check_order(stages: Sequence[LoadStage]) -> None:
+    """Raises ValueError for a stage that does not follow the one before it, or is tighter."""
+    for earlier, later in pairwise(stages):
+        if (
+            later.canvases <= earlier.canvases
+            or later.confidence_threshold < earlier.confidence_threshold
+            or later.stability_threshold > earlier.stability_threshold
+        ):
+            raise ValueError(
+                f"load_stages must be ordered: each with more canvases than the one before, and "
+                f"no tighter threshold, got {later} after {earlier}."
+            )
 
 
 def _check_place(name: str, settings: Iterable[str]) -> None:

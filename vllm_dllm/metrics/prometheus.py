@@ -1,13 +1,16 @@
 """The metrics on `/metrics` whose names begin with `vllm_dllm:`. docs/metrics.md explains them."""
 
+from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from vllm_dllm.metrics.counts import ACCEPTANCES, CAUSES, COMMITS
-
 PREFIX = "vllm_dllm:"
+CAUSES = ("converged", "revealed", "step_cap")
+COMMITS = ("shared", "own", "none")
+ACCEPTANCES = ("entropy_bound", "confidence", "top_k", "in_order")
 
 COUNTERS = {
     "forwards": "Forwards of the model.",
@@ -50,6 +53,27 @@ HISTOGRAMS = {
         (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100),
     ),
 }
+
+
+@dataclass
+class CanvasCounts:
+    """What the engine's process counts between two messages to an API process: each field for the
+    metric of its name."""
+
+    forwards: int = 0
+    denoise_steps: int = 0
+    accepted_positions: int = 0
+    canvases_cut: int = 0
+    # As the last step says; 0: there was none
+    sampling_memory_peak_bytes: int = 0
+    sampling_memory_bound_bytes: int = 0
+    canvases_finished: Tally[str] = field(default_factory=Tally)  # by cause
+    commits: Tally[str] = field(default_factory=Tally)  # by forward
+    requests: Tally[str] = field(default_factory=Tally)  # by acceptance
+    block_denoise_steps: list[int] = field(default_factory=list)
+    block_entropy_nats: list[float] = field(default_factory=list)
+    block_seconds: list[float] = field(default_factory=list)
+
 
 _registered: list[Counter | Gauge | Histogram] = []
 

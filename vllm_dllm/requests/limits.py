@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.config.limits import RequestLimits
+from vllm_dllm.config.extension import RequestLimits
 from vllm_dllm.requests.options import RequestOptions
 
 

@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 from vllm_dllm.compat.runner import numbers_of
 from vllm_dllm.compat.scheduler import scheduled_at
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers, CanvasRow
-from vllm_dllm.metrics.counts import CanvasCounts
+from vllm_dllm.metrics.prometheus import CanvasCounts
 from vllm_dllm.scheduling.block_spans import BlockSpans
 
 

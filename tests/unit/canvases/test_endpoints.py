@@ -15,9 +15,14 @@ from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
-from vllm_dllm.canvases.about import ANYTHING, OUR_TASKS
-from vllm_dllm.canvases.endpoints import PAGE, CanvasEndpoints, page_address
-from vllm_dllm.canvases.texts import TokenTexts
+from vllm_dllm.canvases.endpoints import (
+    ANYTHING,
+    OUR_TASKS,
+    PAGE,
+    CanvasEndpoints,
+    page_address,
+    token_texts,
+)
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import FEED
 
@@ -30,7 +35,7 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         assert skip_special_tokens and len(ids) == 1
-        return f"<{ids[0]}>"
+        return "" if ids[0] in self.all_special_ids else f"<{ids[0]}>"
 
 
 def arguments(**address: Any) -> Namespace:
@@ -169,5 +174,5 @@ def test_where_the_page_is(address: dict[str, Any], page: str) -> None:
 
 
 def test_texts() -> None:
-    texts = TokenTexts(Tokenizer())
+    texts = token_texts(Tokenizer())
     assert texts([5, 0, 5, 9]) == ["<5>", "", "<5>", "<9>"]

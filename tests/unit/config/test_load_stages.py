@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.load_stages import LoadStage
+from vllm_dllm.config.extension import ExtensionConfig, LoadStage
 
 
 def test_what_a_stage_leaves_out_it_loosens_nothing_of() -> None:

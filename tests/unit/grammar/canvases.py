@@ -11,10 +11,10 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from tests.paths import CHECKPOINTS
+from tests.unit.grammar.reference import ENDED
 from vllm_dllm.grammar.canvas import constrain
 from vllm_dllm.grammar.compile import Grammars
 from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.reference import ENDED
 from vllm_dllm.grammar.rows import DEEP, CanvasRows
 from vllm_dllm.grammar.state import GrammarState, legal_tokens
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary

@@ -17,9 +17,9 @@ from tests.unit.grammar.canvases import (
     text_of,
     tokenizer,
 )
+from tests.unit.grammar.reference import best_path
 from vllm_dllm.grammar.beam import WORTH_NATS, beam, search
 from vllm_dllm.grammar.cheapest import cheapest
-from vllm_dllm.grammar.reference import best_path
 from vllm_dllm.grammar.walk import walk
 
 L = 32

@@ -23,9 +23,9 @@ from tests.unit.grammar.canvases import (
     text_of,
     tokenizer,
 )
+from tests.unit.grammar.reference import plain_walk
 from vllm_dllm.grammar.canvas import constrain
 from vllm_dllm.grammar.closing import completion
-from vllm_dllm.grammar.reference import plain_walk
 from vllm_dllm.grammar.state import MOST_SPACES
 from vllm_dllm.grammar.walk import walk
 

@@ -25,7 +25,6 @@ from vllm_dllm import plugin
 from vllm_dllm.compat.metrics import CarryingStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.metrics.canvas_numbers import CanvasRow
-from vllm_dllm.metrics.counts import CanvasCounts
 from vllm_dllm.metrics.drafts import DRAFT_HISTOGRAMS, CountedHistogram, DraftMetrics
 from vllm_dllm.metrics.prometheus import (
     BY_LABEL,
@@ -33,6 +32,7 @@ from vllm_dllm.metrics.prometheus import (
     GAUGES,
     HISTOGRAMS,
     PREFIX,
+    CanvasCounts,
     CanvasMetrics,
 )
 from vllm_dllm.requests.options import ACCEPTANCE_RULES

@@ -6,8 +6,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.limits import RequestLimits
+from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
 from vllm_dllm.requests.limits import check_asked, check_resolved
 from vllm_dllm.requests.options import RequestOptions
 

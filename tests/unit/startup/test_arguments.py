@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_dllm.startup import arguments
+from vllm_dllm.startup.installation import check_arguments
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,7 @@ from vllm_dllm.startup import arguments
 )
 def test_json_that_is_none(words: list[str]) -> None:
     with pytest.raises(SystemExit, match=r"^Error: --additional-config must be JSON, got '{"):
-        arguments.check(["vllm", "serve", "model", *words])
+        check_arguments(["vllm", "serve", "model", *words])
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_json_that_is_none(words: list[str]) -> None:
     ids=["right", "dotted", "another command"],
 )
 def test_others(words: list[str]) -> None:
-    arguments.check(words)
+    check_arguments(words)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_dllm.config.load_stages import LoadStage
+from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.step.load import LoadStages
 

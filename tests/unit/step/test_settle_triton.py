@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from attention_kernels.interpreter import interpret_kernels
 from tests import tolerances
 from vllm_dllm.config.denoise import DenoiseConfig
-from vllm_dllm.config.load_stages import LoadStage
+from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise import draws_triton
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
