@@ -14,7 +14,7 @@ from vllm_dllm.canvases.hub import CanvasHub
 from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import FEED
-from vllm_dllm.config.canvas_message import TOPIC_BYTES, pack, pack_end
+from vllm_dllm.config.canvas_message import pack, pack_end
 from vllm_dllm.requests.options import STREAM_CANVASES
 
 BODY: dict[str, Any] = {
@@ -52,7 +52,7 @@ class Engine:
                     tokens = np.array([[8, 8], [step, 7]], dtype=np.int32)
                     nothing = np.zeros((2, 2), dtype=np.float32)
                     # The first is of somebody else, who has left.
-                    topics = [b"0" * TOPIC_BYTES, found[1]]
+                    topics = [b"0" * 32, found[1]]
                     message = pack(topics, numbers, nothing[0], tokens, nothing, tokens == 7)
                     await socket.send(message)
                 await socket.send(pack_end(found[1]))
