@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.metrics import check_against, ours, since
@@ -63,6 +65,31 @@ def test_what_a_trace_counts(server: Server) -> None:
     assert changed["commits_total none"] == len(QUESTIONS) + 3
     assert changed["commits_total shared"] == blocks - len(QUESTIONS) - 3 > 0
     assert "commits_total own" not in changed
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_usage_says_what_a_trace_counts(server: Server, streamed: bool) -> None:
+    """Of a chat, and of a completion with several answers to several prompts."""
+    for of_chat in (True, False):
+        seen = len(server.trace.read_text()) if server.trace.exists() else 0
+        found = [usage for usage in usages(server, of_chat, streamed) if usage is not None]
+        trace = server.trace.read_text()[seen:].splitlines()
+        details = found[-1].completion_tokens_details.model_extra
+        assert details["denoise_steps"] == details["forwards"] == len(trace)
+
+
+def usages(server: Server, of_chat: bool, streamed: bool) -> Iterator[Any]:
+    common: Any = {"model": server.model, "max_tokens": 100, "seed": 1, "stream": streamed}
+    if streamed:
+        common["stream_options"] = {"include_usage": True}
+    if of_chat:
+        messages: Any = [{"role": "user", "content": QUESTIONS[2]}]
+        answer = server.client.chat.completions.create(messages=messages, **common)
+    else:
+        answer = server.client.completions.create(prompt=[QUESTIONS[0], "Sort:"], n=2, **common)
+    for part in answer if streamed else [answer]:
+        assert getattr(part, "metrics", None) is None, part.metrics  # vLLM's, of drafts
+        yield part.usage
 
 
 def test_the_text_is_valid(server: Server) -> None:

@@ -6,9 +6,10 @@ from typing import Any, Protocol
 
 from vllm_dllm.compat.cut_answers import noting_ends, say_length
 from vllm_dllm.compat.patching import is_server, replace
+from vllm_dllm.compat.request_steps import Steps, take_steps
 
 
-class Counter(Protocol):
+class TokenCounter(Protocol):
     """Of the tokens of a request's answers."""
 
     def add(self, answer: Any, tokens: Any) -> None:
@@ -18,15 +19,39 @@ class Counter(Protocol):
         """What `usage.completion_tokens_details` is to say."""
 
 
-def count_in_usage(start: Callable[[Any, Any], Counter | None]) -> None:
-    """`start(request, tokenizer)` makes a counter for a request to a diffusion model, or None.
-    Repeatable, and nothing in a process that is no server."""
+class _Counter:
+    """Of a request to a diffusion model."""
+
+    def __init__(self, tokens: TokenCounter | None) -> None:
+        self._tokens = tokens
+        self._steps: list[Steps] = []  # of each answer that is finished
+
+    def add(self, prompt: int, result: Any) -> None:
+        for output in result.outputs:
+            if self._tokens is not None:
+                self._tokens.add((prompt, output.index), output.token_ids)
+            if (steps := take_steps(output)) is not None:
+                self._steps.append(steps)
+
+    def counts(self) -> dict[str, int]:
+        """What is known so far: steps are, when an answer is finished."""
+        found = {} if self._tokens is None else self._tokens.counts()
+        if self._steps:
+            columns = zip(*self._steps, strict=True)
+            found |= dict(zip(Steps._fields, map(sum, columns), strict=True))
+        return found
+
+
+def count_in_usage(start: Callable[[Any, Any], TokenCounter | None]) -> None:
+    """Denoise steps and forwards are counted, and what `start(request, tokenizer)` counts, if it
+    does. Repeatable, and nothing in a process that is no server."""
     if not is_server():
         return
 
-    def counter_of(serving: Any, request: Any) -> Counter | None:
-        is_ours = serving.model_config.is_diffusion
-        return start(request, serving.renderer.tokenizer) if is_ours else None
+    def counter_of(serving: Any, request: Any) -> _Counter | None:
+        if not serving.model_config.is_diffusion:
+            return None
+        return _Counter(start(request, serving.renderer.tokenizer))
 
     def chat_stream(stock: Any) -> Any:
         def stream(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,15 +64,13 @@ def count_in_usage(start: Callable[[Any, Any], Counter | None]) -> None:
 
     def chat(stock: Any) -> Any:
         async def answer(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.model_config.is_diffusion:
+            if (counter := counter_of(self, request)) is None:
                 return await stock(self, request, results, *args, **kwargs)
-            counter, ends = counter_of(self, request), dict[int, str | None]()
+            ends: dict[int, str | None] = {}
             # One result, which holds the whole answers.
-            results = noting_ends(results, ends)
-            if counter is not None:
-                results = _counted(results, counter)
+            results = _counted(noting_ends(results, ends), counter)
             found = say_length(await stock(self, request, results, *args, **kwargs), ends)
-            return found if counter is None else _put(found, counter)
+            return _put(found, counter)
 
         return answer
 
@@ -64,12 +87,11 @@ def count_in_usage(start: Callable[[Any, Any], Counter | None]) -> None:
 
     def completion(stock: Any) -> Any:
         def answer(self: Any, results: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            if (counter := counter_of(self, request)) is not None:
+                for prompt, result in enumerate(results):
+                    counter.add(prompt, result)
             response = stock(self, results, request, *args, **kwargs)
-            if (counter := counter_of(self, request)) is None:
-                return response
-            for prompt, result in enumerate(results):
-                _count(counter, prompt, result)
-            return _put(response, counter)
+            return response if counter is None else _put(response, counter)
 
         return answer
 
@@ -81,19 +103,14 @@ def count_in_usage(start: Callable[[Any, Any], Counter | None]) -> None:
     replace(f"{of_completion}.request_output_to_completion_response", completion)
 
 
-def _count(counter: Counter, prompt: int, result: Any) -> None:
-    for output in result.outputs:
-        counter.add((prompt, output.index), output.token_ids)
-
-
-async def _counted(results: AsyncIterator[Any], counter: Counter) -> AsyncIterator[Any]:
+async def _counted(results: AsyncIterator[Any], counter: _Counter) -> AsyncIterator[Any]:
     """Those of a completion come with the number of their prompt."""
     async for result in results:
-        _count(counter, *(result if isinstance(result, tuple) else (0, result)))
+        counter.add(*(result if isinstance(result, tuple) else (0, result)))
         yield result
 
 
-async def _with_counts(stream: AsyncIterator[str], counter: Counter) -> AsyncIterator[str]:
+async def _with_counts(stream: AsyncIterator[str], counter: _Counter) -> AsyncIterator[str]:
     """Adds the counts so far to each event that has a `usage`."""
     async for event in stream:
         if '"usage":{' in event:
@@ -106,7 +123,7 @@ async def _with_counts(stream: AsyncIterator[str], counter: Counter) -> AsyncIte
         yield event
 
 
-def _put(response: Any, counter: Counter) -> Any:
+def _put(response: Any, counter: _Counter) -> Any:
     """Into a response, unless it is an error."""
     from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 

@@ -8,6 +8,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from vllm_dllm.compat.request_steps import denoised
 from vllm_dllm.compat.runner import numbers_of
 from vllm_dllm.compat.scheduler import scheduled_at
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers, CanvasRow
@@ -63,8 +64,10 @@ class CanvasCounter:
         counts = self._counts
         counts.denoise_steps += 1
         counts.accepted_positions += row.accepted
-        if row.step == 1 and request is not None:
-            self._began[request] = began
+        if request is not None:
+            denoised(request)
+            if row.step == 1:
+                self._began[request] = began
         if self._spans is not None and request is not None:
             self._spans.denoised(request, row, began)
         if row.cause is None:

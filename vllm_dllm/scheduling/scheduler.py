@@ -19,6 +19,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.compat.grammar import BlockCheck
 from vllm_dllm.compat.metrics import CarryingStats
+from vllm_dllm.compat.request_steps import count_steps
 from vllm_dllm.compat.runner import numbers_of
 from vllm_dllm.compat.scheduler import (
     SchedulerHooks,
@@ -84,6 +85,8 @@ class CanvasScheduling(SchedulerHooks):
             if self._counter is not None:
                 self._counter.request_received(options.acceptance)
         super().add_request(request)
+        if self._counter is not None:
+            count_steps(request, self.num_spec_tokens)
 
     def sitting_out(self) -> list[Request]:
         return self.fair_share.sitting_out(self.running, self.waiting)
