@@ -1,6 +1,7 @@
 """What ruff cannot know of this project; `make lint` runs it.
 
-No test or bench has a tolerance of its own, README stays short, and files that pages name exist.
+No test or bench has a tolerance of its own, docstrings are sentences, files and README stay short,
+and files that pages name exist.
 """
 
 import ast
@@ -18,6 +19,12 @@ FOLDERS = {
 }
 ALLOWED = {"atol", "rtol", "abs", "rel"}  # keywords that allow for an error
 COMPARES = {"assert_close", "approx", "allclose", "isclose"}
+MOST_LINES = 300  # of a file of the package that is no kernel
+# Words that a docstring does not begin with: what follows is no sentence.
+FRAGMENT = re.compile(
+    r"(Of|In|On|By|For|From|To|At|With|Without|As|After|Before|Between|Beside|Those|That|Which"
+    r"|Until|While|Under|Over|Into|Behind|Beyond|Through|Than)\b"
+)
 
 
 def own_tolerances(source: str) -> Iterator[str]:
@@ -43,7 +50,23 @@ def own_tolerances(source: str) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
+def fragments(source: str) -> Iterator[str]:
+    """Finds docstrings of functions and classes that are no sentences."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            text = ast.get_docstring(node) or ""
+            if FRAGMENT.match(text):
+                yield f"line {node.lineno}: {text.splitlines()[0]}"
+
+
 def complaints() -> Iterator[str]:
+    for path in (*ROOT.glob("vllm_dllm/**/*.py"), *ROOT.glob("attention_kernels/**/*.py")):
+        name, source = path.relative_to(ROOT), path.read_text()
+        for found in fragments(source):
+            yield f"{name}, {found}: say it in a sentence"
+        lines = len(source.splitlines())
+        if lines > MOST_LINES and "triton" not in path.stem:
+            yield f"{name} has {lines} lines, expected {MOST_LINES} at most: part it"
     for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("bench/**/*.py")):
         for found in own_tolerances(path.read_text()):
             yield f"{path.relative_to(ROOT)}, {found}: name it in tests/tolerances.py, with why"

@@ -62,8 +62,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one GPU. `cells` by head size and whether there is a window, with the query heads that
-    they were measured with."""
+    """How long attention takes on one GPU. `cells` go by head size and whether there is a window,
+    with the query heads that they were measured with."""
 
     gpu: str
     cells: Mapping[tuple[int, bool], tuple[int, tuple[Cell, ...]]]
@@ -84,7 +84,7 @@ class Times:
 
     @classmethod
     def shipped(cls, capability: tuple[int, int]) -> "Times | None":
-        """Those of a GPU of this compute capability, if there was one to measure on."""
+        """Returns what was measured on a GPU of this compute capability, if one was."""
         path = _SHIPPED / "sm_{}{}.json".format(*capability)
         return cls.read(path) if path.exists() else None
 

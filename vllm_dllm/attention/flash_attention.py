@@ -24,7 +24,7 @@ _BY_FLAGS = (*FA4_HEAD_SIZES[9], 512)  # head sizes on Hopper; 512 in vLLM's cop
 
 @dataclass(frozen=True)
 class FlashAttention:
-    """Of one kind of layer."""
+    """FlashAttention-4 for one kind of layer."""
 
     forward: Callable[..., Any]  # see `fa4_fwd.Forward`
     has_flags: bool

@@ -105,7 +105,7 @@ class GpuCanvasImpl(TritonAttentionImpl):
 
     @property
     def least_rows_of_fa4(self) -> int | None:
-        """Of a step that runs FlashAttention-4; None: none does."""
+        """The fewest rows of a step that runs FlashAttention-4. None: no step does."""
         rows = (rows for rows, version in self._choice.steps if version == "fa4")
         return None if self._fa4 is None else next(rows, None)
 

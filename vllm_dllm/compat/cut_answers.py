@@ -12,7 +12,7 @@ async def noting_ends(results: AsyncIterator[Any], ends: dict[int, str | None]) 
 
 
 def say_length(response: Any, ends: dict[int, str | None]) -> Any:
-    """In a chat's response, unless it is an error."""
+    """Puts `length` where an answer of a chat's response was cut. Leaves errors as they are."""
     for choice in getattr(response, "choices", ()):
         if ends.get(choice.index) == "length":
             choice.finish_reason = "length"

@@ -151,7 +151,7 @@ _IS_RIGHT, _COMPLAINS, _FAILS = "is right", "complains", "fails"
 
 
 def _outcome(model: type[BaseModel], body: Any) -> str:
-    """Of the checks of `body`."""
+    """Says what the checks of `body` found."""
     try:
         model.model_validate(body)
     except (ValidationError, VLLMClientError):

@@ -38,6 +38,7 @@ def denoised(request: Request) -> None:
 
 
 def take_steps(output: Any) -> Steps | None:
-    """Of a finished answer; None: it goes on. vLLM would show what it takes for drafts."""
+    """Returns the steps of a finished answer, and None for one that goes on. They are taken out,
+    since vLLM would show them as drafts."""
     counts, output.spec_decode_metrics = output.spec_decode_metrics, None
     return None if counts is None else Steps(counts.histogram[0], len(counts.per_step_drafted))

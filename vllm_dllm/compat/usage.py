@@ -10,7 +10,7 @@ from vllm_dllm.compat.request_steps import Steps, take_steps
 
 
 class TokenCounter(Protocol):
-    """Of the tokens of a request's answers."""
+    """Counts tokens of a request's answers."""
 
     def add(self, answer: Any, tokens: Any) -> None:
         """The next tokens of the answer that `answer` names."""
@@ -20,7 +20,7 @@ class TokenCounter(Protocol):
 
 
 class _Counter:
-    """Of a request to a diffusion model."""
+    """Counts what `usage` says of a request to a diffusion model."""
 
     def __init__(self, tokens: TokenCounter | None) -> None:
         self._tokens = tokens
@@ -104,7 +104,7 @@ def count_in_usage(start: Callable[[Any, Any], TokenCounter | None]) -> None:
 
 
 async def _counted(results: AsyncIterator[Any], counter: _Counter) -> AsyncIterator[Any]:
-    """Those of a completion come with the number of their prompt."""
+    """Counts results as they pass. A completion's come with the number of their prompt."""
     async for result in results:
         counter.add(*(result if isinstance(result, tuple) else (0, result)))
         yield result
@@ -124,7 +124,7 @@ async def _with_counts(stream: AsyncIterator[str], counter: _Counter) -> AsyncIt
 
 
 def _put(response: Any, counter: _Counter) -> Any:
-    """Into a response, unless it is an error."""
+    """Puts the counts into a response, unless it is an error."""
     from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 
     usage = getattr(response, "usage", None)

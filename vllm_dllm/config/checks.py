@@ -79,7 +79,7 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.65) -> str | No
 
 
 def plain(name: str) -> str:
-    """As it is compared."""
+    """Returns the form in which names are compared."""
     return name.lower().replace("-", "_")
 
 

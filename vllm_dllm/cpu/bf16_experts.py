@@ -91,7 +91,8 @@ class Bf16Experts(StockExperts):
 
 
 def is_faster(moe_config: FusedMoEConfig) -> bool:
-    """Than vLLM's kernel, on this processor, for steps of the current configuration's canvases."""
+    """Whether this is faster than vLLM's kernel on this processor, for steps of the current
+    configuration's canvases."""
     diffusion = get_current_vllm_config().diffusion_config
     if diffusion is None or moe_config.in_dtype != torch.bfloat16 or moe_config.has_bias:
         return False

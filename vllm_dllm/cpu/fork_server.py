@@ -118,7 +118,7 @@ class ForkedProcess(context.ForkServerProcess):
 
 
 def _stay_frozen() -> None:
-    """In place of `gc.unfreeze`."""
+    """Stands in the place of `gc.unfreeze`."""
 
 
 class ForkContext(context.ForkServerContext):

@@ -239,7 +239,7 @@ class WidthDFlashSpeculator(DFlashHooks):
 
 
 def written_config(draft_model_config: Any) -> Mapping[str, Any]:
-    """From the file: vLLM's configuration of a drafter lacks its block size."""
+    """Reads the drafter's config.json: vLLM's configuration of it lacks its block size."""
     model, revision = draft_model_config.model, draft_model_config.revision
     written = get_hf_file_to_dict("config.json", model, revision)
     return written or draft_model_config.hf_config.to_dict()

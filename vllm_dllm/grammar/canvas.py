@@ -11,7 +11,7 @@ from vllm_dllm.grammar.walk import StuckError, masks_along
 
 @dataclass(frozen=True)
 class Constrained:
-    """Of one canvas."""
+    """What a grammar makes of one canvas."""
 
     path: Path  # fewer tokens than rows if the answer ends: the rows behind are free
     next_forced: list[int]  # how the block behind it has to begin

@@ -82,7 +82,7 @@ class _Search:
         heapq.heappush(self._waiting, (cost, -row, next(self._numbers), what))
 
     def _go_on(self, fork: _Fork) -> None:
-        """Through the rows that the model is sure of, to the next choice."""
+        """Goes on through the rows that the model is sure of, to the next choice."""
         row = len(fork.tokens)
         end = int(self._unsure[np.searchsorted(self._unsure, row)])
         if end > row:
@@ -103,8 +103,8 @@ class _Search:
         self._choose(_Fork(state, fork.tokens + guesses, fork.cost), is_aside=True)
 
     def _choose(self, fork: _Fork, *, is_aside: bool) -> None:
-        """Of forks with the same legal tokens, which are mostly in the same state, the first one
-        goes on, which is the cheapest."""
+        """Lets the cheapest go on of forks with the same legal tokens, which are mostly in the same
+        state: the first one."""
         self._num_states += 1
         row, words = len(fork.tokens), legal_words(fork.state)
         signature = row, words.tobytes()

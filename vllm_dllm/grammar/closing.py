@@ -23,8 +23,9 @@ _FEW_WAYS = 16
 
 
 def completion(state: GrammarState, most_tokens: int) -> list[int] | None:
-    """At most `most_tokens` tokens that complete the answer, without a stop token; None if none are
-    found. `[]`: it is complete. Does not move `state`, which remembers it."""
+    """Finds at most `most_tokens` tokens that complete the answer, without a stop token; None if it
+    finds none. `[]`: the answer is complete. Does not move `state`, which remembers what was
+    found."""
     if state.in_call_by_choice:
         return None
     known = state.known_completions

@@ -29,7 +29,7 @@ class GrammarError(ValueError):
 
 
 class Grammars:
-    """Of one vocabulary, for all threads of a process."""
+    """Compiles grammars of one vocabulary, for all threads of a process."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.vocabulary = vocabulary
@@ -73,14 +73,14 @@ class Grammars:
 
 
 def check_size(kind: str, spec: str) -> None:
-    """Of what a client sent, before anything is made of it. Raises GrammarError."""
+    """Checks what a client sent, before anything is made of it. Raises GrammarError."""
     most = _MOST_BYTES.get(kind, _MOST_BYTES_ELSE)
     if len(spec) > most:
         raise GrammarError(f"it must be at most {most} bytes, got {len(spec)}. Shorten it")
 
 
 def check_schema(schema: Any, path: str = "#") -> None:
-    """Of a JSON schema: llguidance takes minutes for some thousands of properties, and ends the
+    """Checks a JSON schema: llguidance takes minutes for some thousands of properties, and ends the
     process where thousands of definitions refer to each other. Raises GrammarError."""
     if isinstance(schema, dict):
         _check_count(len(schema), path)

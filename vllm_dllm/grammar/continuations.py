@@ -47,7 +47,8 @@ def _is_free_text(
     state: GrammarState,
     is_legal: np.ndarray,  # [V] bool
 ) -> bool:
-    """In a string or the like: most characters that the request does not exclude are legal."""
+    """Whether this is inside of a string or the like: most characters that the request does not
+    exclude are legal."""
     characters = state.vocabulary.characters
     possible = len(characters)
     if state.exclusions is not None:

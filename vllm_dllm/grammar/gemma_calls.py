@@ -65,7 +65,7 @@ def _without(text: str) -> str:
 
 
 class _Arguments:
-    """Of one function."""
+    """The form of one function's arguments."""
 
     def __init__(self, lark: LarkRules, schema: Any) -> None:
         self._lark, self._schemas = lark, Schemas(schema)
@@ -152,7 +152,8 @@ class _Arguments:
         return f'"[" {item} {rest} "]"' if least else f'"[" ({item} {rest})? "]"'
 
     def _object(self, form: Form) -> str:
-        """With the properties that are named; where none is, with any that may be added."""
+        """Makes an object of the properties that are named; where none is, of any that may be
+        added."""
         schema, path = form.schema, form.path
         named, required = dict(schema.get("properties", {})), schema.get("required", [])
         added = schema.get("additionalProperties", True)
@@ -177,7 +178,7 @@ class _Arguments:
                 raise SchemaError(f"{form.path}/{key} is not supported in the arguments of calls")
 
     def _pairs(self, named: Mapping[str, Any], required: Sequence[str], path: str) -> str:
-        """In the order of the model's template, jinja's `dictsort`."""
+        """Makes pairs in the order of the model's template, jinja's `dictsort`."""
         first = rest = '""'  # of those that are still to come: before the first one, and behind it
         for name in sorted(named, key=str.lower, reverse=True):
             pair = self._lark.add(
@@ -221,7 +222,7 @@ def _repeated(rule: str, least: int, most: int | None) -> str:
 
 
 def _written(value: Any, path: str) -> str:
-    """As the model writes a value."""
+    """Writes a value as the model does."""
     if isinstance(value, str):
         if QUOTE in value:
             raise SchemaError(f"{path} has a text with {QUOTE} in it, got {value!r}")

@@ -35,8 +35,9 @@ class _MalformedError(ValueError):
 
 
 class GemmaReader:
-    """Of one answer, in as many pieces as it comes in. A call is one from where its arguments end;
-    what is written in the place of a call, but is none, is text. No marker stands in the text."""
+    """Reads one answer, in as many pieces as it comes in. A call is one from where its arguments
+    end; what is written in the place of a call, but is none, is text. No marker stands in the
+    text."""
 
     def __init__(self, markers: Collection[str] = MARKERS, *, reads_calls: bool = True) -> None:
         self._markers, self._reads_calls = markers, reads_calls
@@ -80,7 +81,7 @@ class GemmaReader:
 
 
 def read_calls(text: str) -> tuple[str, list[Call]]:
-    """Of a whole answer: the text around the calls, and the calls."""
+    """Parts a whole answer into the text around the calls, and the calls."""
     reader = GemmaReader()
     around, calls = reader.read(text)
     return around + reader.finish(), calls

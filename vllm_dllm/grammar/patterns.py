@@ -38,7 +38,7 @@ def mend_patterns(schema: Any) -> Any:
 
 
 def mend_pattern(pattern: str) -> str:
-    """With NUL excluded from each class that excludes anything."""
+    """Excludes NUL from each class that excludes anything."""
     return _NEGATED_CLASS.sub(_without_nul, pattern)
 
 

@@ -115,6 +115,6 @@ def draw(state: GrammarState, judge: Judge, row: int, words: np.ndarray) -> Judg
 
 
 def only_token(words: np.ndarray) -> int:
-    """Of a mask [W] that has one."""
+    """Returns the only token of a mask [W]."""
     (place,) = np.flatnonzero(words)
     return int(place) * 32 + int(words[place]).bit_length() - 1

@@ -47,7 +47,7 @@ class SchemaError(ValueError):
 
 
 class Form(NamedTuple):
-    """Of a value, one kind of it. Empty `schema`: any value of that kind."""
+    """One kind that a value may be of. An empty `schema` allows any value of that kind."""
 
     kind: str  # one of KINDS, "integer", or "values" of an enumeration
     schema: dict[str, Any]
@@ -139,7 +139,7 @@ class Schemas:
         yield from found
 
     def _check_one_of(self, alternatives: list[Any], path: str) -> None:
-        """That no value fits two of them."""
+        """Checks that no value fits two of them."""
         plain = [
             [schema for schema, _ in self._plain(one, f"{path}/{i}", ())]
             for i, one in enumerate(alternatives)
@@ -231,7 +231,8 @@ def _types(schema: dict[str, Any]) -> list[str] | None:
 
 
 def _kinds(schema: dict[str, Any]) -> list[str]:
-    """Without a type, those that its keys are about; any, if there are none."""
+    """Returns the types of a schema; if it names none, those that its keys are about; if there are
+    none, all."""
     if (values := _values(schema)) is not None:
         return [kind for kind in KINDS if any(_is_of(value, [kind]) for value in values)]
     if (types := _types(schema)) is not None:

@@ -15,7 +15,8 @@ model that is unsure of what follows would write it to the end of the canvas."""
 
 
 class GrammarState:
-    """After some tokens of an answer. `has_ended`: one of them ended it, and what follows is free.
+    """A grammar after some tokens of an answer. `has_ended`: one of them ended it; what follows is
+    free.
 
     Stop tokens are kept from the matcher: they are legal where the grammar is complete, whichever
     they are, and where they are text of the grammar. So is reasoning, in which all other tokens are
@@ -181,7 +182,7 @@ class GrammarState:
         self.known_tails.clear()
 
     def _admitted(self, tokens: list[int]) -> list[int]:
-        """Those before the first that is excluded."""
+        """Returns the tokens before the first that is excluded."""
         if self.exclusions is None:
             return tokens
         before = list(self._before)

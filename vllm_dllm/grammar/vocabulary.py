@@ -57,7 +57,7 @@ class GrammarVocabulary:
 
     @cached_property
     def call_tokens(self) -> tuple[int | None, int | None]:
-        """Those that begin and end a call of Gemma 4; None: there is none."""
+        """The tokens that begin and end a call of Gemma 4; None where the vocabulary has none."""
         return self._special(CALL), self._special(END)
 
     def _special(self, name: str) -> int | None:

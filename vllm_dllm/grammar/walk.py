@@ -72,8 +72,8 @@ def think(state: GrammarState, rows: CanvasRows, num_rows: int, path: Path) -> i
 
 
 def unsure_rows(state: GrammarState, rows: CanvasRows, num_rows: int) -> np.ndarray:
-    """Those, rising, whose best guess is not as good as decided, or is whitespace or a stop token;
-    and `num_rows`."""
+    """Returns the rows, rising, whose best guess is not as good as decided, or is whitespace or a
+    stop token; and `num_rows`."""
     guess = rows.tokens[:num_rows, 0]
     unsure = rows.logprobs[:num_rows, 0] < SURE
     unsure |= state.vocabulary.spaces[guess] > 0

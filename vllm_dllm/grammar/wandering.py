@@ -72,7 +72,7 @@ def _without_detours(start: GrammarState, tokens: list[int]) -> list[int]:
 
 
 def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:
-    """Before each of the tokens, and behind the last."""
+    """Returns the masks before each of the tokens, and behind the last."""
     state, masks = start.copy(), [start.mask().tobytes()]
     for token in tokens:
         state.consume_text([token])

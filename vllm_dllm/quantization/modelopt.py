@@ -115,8 +115,8 @@ def compressed_tensors(
 
 
 def _excludes(pattern: str, name: str) -> bool:
-    """Of a linear in the decoder, whose layers are the encoder's, too. A pattern without wildcards
-    is a module's name, or its end, as ModelOpt wrote before 0.39."""
+    """Whether a pattern means a linear in the decoder, whose layers are the encoder's, too. A
+    pattern without wildcards is a module's name, or its end, as ModelOpt wrote before 0.39."""
     twin = name.replace("model.decoder.", "model.encoder.language_model.", 1)
     if "*" in pattern or "?" in pattern:
         return fnmatchcase(name, pattern) or fnmatchcase(twin, pattern)

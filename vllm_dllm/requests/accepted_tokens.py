@@ -13,7 +13,7 @@ from vllm_dllm.requests.prediction import ids_of
 
 
 class AcceptedTokens:
-    """Of one prediction, in any number of answers that grow.
+    """Counts what any number of answers that grow take of one prediction.
 
     Bit i of a row stands for token i of the prediction, and is 0 where one more token of the
     answer so far is found: H. Hyyro, "Bit-parallel LCS-length computation revisited" (2004). A
@@ -37,7 +37,7 @@ class AcceptedTokens:
         self._rows[answer] = row
 
     def counts(self) -> dict[str, int]:
-        """As OpenAI names them, of all answers together."""
+        """Returns the counts of all answers together, as OpenAI names them."""
         rejected = sum(row.bit_count() for row in self._rows.values())
         predicted = len(self._rows) * self._all.bit_length()
         return {
@@ -47,6 +47,7 @@ class AcceptedTokens:
 
 
 def accepted_tokens(request: Any, tokenizer: Any) -> AcceptedTokens | None:
-    """Of a chat or completion over HTTP, after its checks; None if it predicts nothing."""
+    """Makes a counter for a chat or completion over HTTP, after its checks; None if it predicts
+    nothing."""
     prediction = (request.vllm_xargs or {}).get(PREDICTION)
     return None if prediction is None else AcceptedTokens(ids_of(prediction, tokenizer))

@@ -169,7 +169,7 @@ def _check_canvas(options: RequestOptions, served: Served, params: SamplingParam
 
 
 def _check_prompt(params: SamplingParams) -> None:
-    """Of a model whose known tokens see their whole block."""
+    """Checks a request to a model whose known tokens see their whole block."""
     if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
         raise VLLMValidationError(
             "prompt_logprobs is not possible with a masked model: a row of the prompt has seen its "

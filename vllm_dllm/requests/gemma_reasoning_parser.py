@@ -72,7 +72,7 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
 
 
 class ReasoningReader:
-    """Of one answer, in as many pieces as it comes in. From the first marker of calls on, all is
+    """Reads one answer, in as many pieces as it comes in. From the first marker of calls on, all is
     content, which others read."""
 
     def __init__(self, markers: Collection[str], *, begins_open: bool) -> None:

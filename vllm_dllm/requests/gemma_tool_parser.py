@@ -56,7 +56,7 @@ class GemmaToolParser(ToolParser):
         self._num_calls = 0
 
     def adjust_request(self, request: Any) -> Any:
-        """Of a chat or a response: holds its answer to the form of calls."""
+        """Holds the answer to a chat or a response to the form of calls."""
         if not request.tools or request.tool_choice == "none":
             return request
         request.skip_special_tokens = False
@@ -148,7 +148,7 @@ def _whole_call(index: int, call: Call) -> DeltaToolCall:
 
 
 def wanted_calls(request: Any) -> dict[str, Any] | None:
-    """Which calls a chat or a response may have, as a format of structural tags
+    """Says which calls a chat or a response may have, as a format of structural tags
     (`structural_tag.py`); None: none at all.
 
     Raises:

@@ -32,7 +32,8 @@ _NO_STOPS: frozenset[int] = frozenset()
 
 @lru_cache(maxsize=8)
 def grammars_of(tokenizer: Any, vocab_size: int) -> Grammars:
-    """Of this process. Raises ValueError unless the tokenizer is one of the fast ones."""
+    """Returns this process' grammars. Raises ValueError unless the tokenizer is one of the fast
+    ones."""
     return Grammars(GrammarVocabulary(llguidance_tokenizer(tokenizer, vocab_size)))
 
 
@@ -128,7 +129,7 @@ def _check_ends(params: SamplingParams, exclusions: Exclusions, eos: int) -> Non
 
 
 def _check_settings(config: StructuredOutputsConfig, tokenizer: Any) -> None:
-    """Of the server."""
+    """Checks the server's settings."""
     if config.backend not in ("auto", BACKEND):
         raise _refusal(
             f"structured outputs of a diffusion model need the backend '{BACKEND}', and this "
@@ -179,7 +180,7 @@ def _fewest_tokens(
     reasoning: Reasoning | None,
     exclusions: Exclusions | None,
 ) -> int:
-    """Of the shortest answer that is known; 0 if no search finds one, and yet there may be one.
+    """Counts the shortest answer that is known; 0 if no search finds one, and yet there may be one.
 
     Raises:
         GrammarError: there is none, or none is found without what the request excludes.

@@ -26,8 +26,8 @@ _ORDINARY = {"defaults", "limits", f"{PREFIX}prediction"}
 
 
 def check_body(body: dict[str, Any], *, parses_tool_calls: bool, forces_tool_calls: bool) -> None:
-    """Of a request for an answer, on any of the routes, before anything is made of it. May change
-    it. `parses_tool_calls`: the server looks for calls in the answers; `forces_tool_calls`: it can
+    """Checks a request for an answer, on any route, before anything is made of it. May change it.
+    `parses_tool_calls`: the server looks for calls in the answers; `forces_tool_calls`: it can
     hold an answer to the form of a call.
 
     Raises:
@@ -53,7 +53,8 @@ def refuse_beam_search() -> None:
 
 
 def wrong_type(parameter: str, value: Any) -> VLLMValidationError:
-    """Of a value in a body that is no object, list or string where one is expected."""
+    """Makes the error for a value in a body that is no object, list or string where one is
+    expected."""
     return VLLMValidationError(
         f"{parameter} has another type than is expected, got {reprlib.repr(value)}. Correct it or "
         f"leave it out.",

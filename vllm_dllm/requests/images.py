@@ -12,7 +12,7 @@ MOST_IMAGES = 16
 
 
 def check_media(modality: str, count: int, most_images: int | None) -> None:
-    """Of one kind: image, video, audio. `most_images` is None where the checkpoint reads text."""
+    """Checks one kind: image, video, audio. `most_images` is None where the checkpoint reads text."""
     if most_images is None:
         raise VLLMValidationError(
             f"This checkpoint reads text only, got {count} {modality}(s): it has no vision tower, "
@@ -34,7 +34,8 @@ def check_media(modality: str, count: int, most_images: int | None) -> None:
 
 
 def check_size(width: int, height: int, unit: int, most_tokens: int) -> None:
-    """Of an image, in pixels, that is not scaled: `unit` x `unit` pixels become a token."""
+    """Checks the size of an image, in pixels, that is not scaled: `unit` x `unit` pixels become a
+    token."""
     if width % unit or height % unit or width * height > most_tokens * unit**2:
         raise VLLMValidationError(
             f"This checkpoint takes images as they are: both sides must be multiples of {unit} "

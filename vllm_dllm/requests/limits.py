@@ -16,7 +16,7 @@ from vllm_dllm.requests.options import RequestOptions
 
 @dataclass
 class _Total:
-    """Of the prompts of one HTTP request."""
+    """Adds up the prompts of one HTTP request."""
 
     answers: int = 0
     prompt_logprobs: int = 0
@@ -31,7 +31,7 @@ def count_http_request() -> None:
 
 
 def check_asked(limits: RequestLimits, params: SamplingParams, options: RequestOptions) -> None:
-    """Of one prompt, before anything is made of its parameters."""
+    """Checks one prompt's parameters before anything is made of them."""
     total = _total.get() or _Total()
     total.answers += params.n
     _at_most("n", "answers", total.answers, limits.n)
@@ -54,7 +54,7 @@ def check_resolved(
     num_prompt_tokens: int,
     vocab_size: int,
 ) -> None:
-    """Of one prompt, when its bad words and its prediction are tokens."""
+    """Checks them again when bad words and prediction are tokens."""
     words = params.bad_words_token_ids or ()
     _at_most("bad_words", "tokens", sum(map(len, words)), limits.bad_words)
     _at_most("prediction", "tokens", len(options.predicted), limits.prediction)

@@ -35,7 +35,7 @@ WIDTH_STEP = 16  # tokens: few different widths, and a little room after the las
 
 @dataclass(frozen=True)
 class Asked:
-    """Of a field: a request may ask for it."""
+    """Marks a field that a request may ask for."""
 
     by_server: bool = False
     """A server may have a default for it: `--additional-config`, `defaults`."""
@@ -63,7 +63,7 @@ AcceptanceRule = Literal["entropy_bound", "confidence", "top_k", "in_order"]
 
 @settings
 class RequestOptions:
-    """Of one request. None: the server's setting."""
+    """What one request asks for. None: the server's setting."""
 
     max_steps: Annotated[_Count | None, Asked(by_server=True, masked=True)] = None
     canvas_length: Annotated[_Count | None, Asked()] = None
@@ -233,7 +233,8 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 
 
 def carried(params: SamplingParams | None) -> RequestOptions | None:
-    """Of an admitted request; None: it was not, as a warm-up's."""
+    """Returns the options of an admitted request, and None for one that was not admitted, as a
+    warm-up's."""
     own = _own(params)
     return None if own is None else RequestOptions(**own)
 

@@ -24,7 +24,7 @@ def check() -> None:
 
 
 def obstacle(environment: Mapping[str, str]) -> str | None:
-    """Which variable keeps this project out, and what to do; None if there is none."""
+    """Says which variable keeps this project out, and what to do; None if there is none."""
     named = environment.get("VLLM_PLUGINS")
     if named is not None and _OURS not in named.split(","):
         together = ",".join(filter(None, (named, _OURS)))

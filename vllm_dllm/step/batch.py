@@ -42,8 +42,8 @@ class CanvasBatch:
     def build(
         cls, input_batch: InputBatch, canvas_length: int, device: torch.device
     ) -> "CanvasBatch":
-        """From one denoising step to the next, and often from one request to another, the canvases
-        lie in the same places: what was built for them is kept."""
+        """Builds a step's batch. From one step to the next, and often from one request to another,
+        canvases lie in the same places: what was built for them is kept."""
         lengths = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
         return cls.of_last_rows(input_batch, lengths, canvas_length, device)
 

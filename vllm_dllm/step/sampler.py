@@ -50,7 +50,7 @@ class DiffusionSampler:
 
     @cached_property
     def _most_bytes(self) -> int:
-        """That a step may take for logits and what is made of them."""
+        """Returns the most bytes that a step may take for logits and what is made of them."""
         return step_bytes(self.step.model, self._max_rows, self.step.memory.budget_bytes)
 
     def take_numbers(self) -> CanvasNumbers | None:

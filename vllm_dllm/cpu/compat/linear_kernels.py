@@ -45,8 +45,8 @@ def prefer_int8_on_cpus(kernel: type[StockInt8LinearKernel]) -> None:
 
 
 class Int8OfFloatsLinearKernel(StockInt8LinearKernel):
-    """Of fp32 inputs. Where a processor has AMX, vLLM's looks at the weights alone to choose
-    an operation that takes inputs in half precision and no others."""
+    """Multiplies fp32 inputs. Where a processor has AMX, vLLM's own looks at the weights alone to
+    choose an operation that takes inputs in half precision and no others."""
 
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:

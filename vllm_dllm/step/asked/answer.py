@@ -85,7 +85,8 @@ class Answer:
 
 
 class KeptMarks:
-    """Of requests that left, by id: a preempted one's answer goes on as if it had stayed."""
+    """Keeps the marks of requests that left, by id: a preempted one's answer goes on as if it had
+    stayed."""
 
     def __init__(self) -> None:
         self._marks: OrderedDict[str, tuple[Mark, Mark]] = OrderedDict()

@@ -62,7 +62,7 @@ def tile_shape(
 
 
 def _streamed_bytes(fused_bytes: int | None, on_cpu: bool) -> int:
-    """That a logit of a streamed tile takes."""
+    """Returns the bytes that a logit of a streamed tile takes."""
     if fused_bytes is not None:
         return fused_bytes
     return _BYTES_PER_CACHED_LOGIT if on_cpu else _BYTES_PER_STREAMED_LOGIT
@@ -185,7 +185,7 @@ class StreamedLogits:
         )
 
     def _fused_bytes(self, hidden: torch.Tensor) -> int | None:
-        """That a logit takes, if kernels for GPUs do all that is done to it."""
+        """Returns the bytes that a logit takes, if kernels for GPUs do all that is done to it."""
         weight = self.model.vocabulary_shard()[1]
         in_place = hidden.is_cuda and weight.dtype == hidden.dtype and self.soft.top_k is None
         return _FUSED_COPIES * hidden.element_size() if in_place else None

@@ -124,7 +124,7 @@ class SeededStep(MaskedStep):
         logits: torch.Tensor,  # [n, V] fp32
         is_new: torch.Tensor | None,  # [n] bool; None: all are
     ) -> None:
-        """Of these requests' canvases, the first token is what `logits` foretold, where that
+        """Makes what `logits` foretold the first token of these requests' canvases, where that
         `is_new`."""
 
 

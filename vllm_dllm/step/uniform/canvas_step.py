@@ -79,7 +79,7 @@ class CanvasStep(ABC):
         return None
 
     def begin(self, input_batch: InputBatch) -> None:
-        """Before the forward: which canvases it holds."""
+        """Learns before the forward which canvases it holds."""
         self.batch = None
         if input_batch.num_draft_tokens > 0:
             self.batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)

@@ -27,7 +27,8 @@ NAMES = ("step", "accepted", "entropy", "denoises", "finished", "converged")
 
 
 class Emits(NamedTuple):
-    """Which blocks are emitted by the step that finishes them, see `Settling._emits_at_once`."""
+    """Says which blocks are emitted by the step that finishes them, see
+    `Settling._emits_at_once`."""
 
     last: bool
     others: bool

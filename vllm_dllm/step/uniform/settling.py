@@ -18,7 +18,7 @@ class Settling:
         self.spares_last_commit = spares_last_commit
 
     def settle(self, found: Found, denoised: Denoised) -> Settled:
-        """Which canvases are finished, and which blocks the step emits. Writes nothing."""
+        """Decides which canvases are finished, and which blocks the step emits. Writes nothing."""
         outcome, committing = denoised.outcome, found.numbers.is_committing == 1
         denoises = ~committing
         finished = outcome.finished & denoises
