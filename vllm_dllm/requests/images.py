@@ -12,7 +12,7 @@ MOST_IMAGES = 16
 
 
 def check_media(modality: str, count: int, most_images: int | None) -> None:
-    """Checks one kind: image, video, audio. `most_images` is None where the checkpoint reads text."""
+    """Checks one kind: image, video, audio. `most_images`: None where the checkpoint reads text."""
     if most_images is None:
         raise VLLMValidationError(
             f"This checkpoint reads text only, got {count} {modality}(s): it has no vision tower, "
