@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import REGISTRY, Histogram
 
@@ -32,11 +32,6 @@ class CountedHistogram(Histogram):
 _registered: list[CountedHistogram] = []
 
 
-class _OfEngine(NamedTuple):
-    acceptance_length: CountedHistogram
-    draft_width: CountedHistogram
-
-
 class DraftMetrics:
     """The metrics of the engines whose statistics come to this process."""
 
@@ -52,7 +47,7 @@ class DraftMetrics:
         }
         _registered.extend(histograms.values())
         self._of_engine = {
-            engine: _OfEngine(**{name: h.labels(*labels) for name, h in histograms.items()})
+            engine: {name: h.labels(*labels) for name, h in histograms.items()}
             for engine, labels in labels_by_engine.items()
         }
 
@@ -63,9 +58,9 @@ class DraftMetrics:
         accepted, and in how many there was one."""
         metrics = self._of_engine[engine]
         for length, times in lengths(num_verified, accepted):
-            metrics.acceptance_length.observe_many(1 + length, times)
+            metrics["acceptance_length"].observe_many(1 + length, times)
         for width, times in lengths(num_verified, drafted):
-            metrics.draft_width.observe_many(width, times)
+            metrics["draft_width"].observe_many(width, times)
 
 
 def lengths(count: int, reached: Sequence[int]) -> Iterator[tuple[int, int]]:

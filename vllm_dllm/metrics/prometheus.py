@@ -3,7 +3,7 @@
 from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
@@ -87,61 +87,45 @@ class CanvasMetrics:
         # As vLLM does with its own: a process may come to make others.
         while _registered:
             REGISTRY.unregister(_registered.pop())
-        counters = {name: _counter(name, text, labelnames) for name, text in COUNTERS.items()}
+        metrics: dict[str, Any] = {
+            name: Counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()
+        }
         # Where several processes take requests, each gets a part of an engine's messages.
-        gauges = {
+        metrics |= {
             name: Gauge(PREFIX + name, text, labelnames, multiprocess_mode="mostrecent")
             for name, text in GAUGES.items()
         }
-        by_label = {
-            name: _counter(name, text, (*labelnames, label))
-            for name, (label, _, text) in BY_LABEL.items()
-        }
-        histograms = {
+        metrics |= {
             name: Histogram(PREFIX + name, text, labelnames, buckets=buckets)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        _registered.extend((*gauges.values(), *histograms.values()))
+        by_label = {
+            name: Counter(PREFIX + name, text, (*labelnames, label))
+            for name, (label, _, text) in BY_LABEL.items()
+        }
+        _registered.extend((*metrics.values(), *by_label.values()))
         # From the start, because a rate misses what a new series begins with.
-        self._of_engine = {
-            engine: _OfEngine(
-                {name: counter.labels(*labels) for name, counter in counters.items()},
-                {name: gauge.labels(*labels) for name, gauge in gauges.items()},
-                {
-                    (name, value): counter.labels(*labels, value)
-                    for name, counter in by_label.items()
-                    for value in BY_LABEL[name][1]
-                },
-                {name: histogram.labels(*labels) for name, histogram in histograms.items()},
-            )
+        self._of_engine: dict[int, dict[Any, Any]] = {
+            engine: {name: metric.labels(*labels) for name, metric in metrics.items()}
+            | {
+                (name, value): counter.labels(*labels, value)
+                for name, counter in by_label.items()
+                for value in BY_LABEL[name][1]
+            }
             for engine, labels in labels_by_engine.items()
         }
 
     def observe(self, counts: Mapping[str, Any], engine: int) -> None:
         """`counts`: the fields of `CanvasCounts`."""
         metrics = self._of_engine[engine]
-        for name, counter in metrics.counters.items():
+        for name in COUNTERS:
+            metrics[name].inc(counts[name])
+        for name in GAUGES:
             if counts[name]:
-                counter.inc(counts[name])
-        for name, gauge in metrics.gauges.items():
-            if counts[name]:
-                gauge.set(counts[name])
+                metrics[name].set(counts[name])
         for name in BY_LABEL:
             for value, number in counts[name].items():
-                metrics.by_label[name, value].inc(number)
-        for name, histogram in metrics.histograms.items():
+                metrics[name, value].inc(number)
+        for name in HISTOGRAMS:
             for value in counts[name]:
-                histogram.observe(value)
-
-
-class _OfEngine(NamedTuple):
-    counters: dict[str, Counter]
-    gauges: dict[str, Gauge]
-    by_label: dict[tuple[str, str], Counter]
-    histograms: dict[str, Histogram]
-
-
-def _counter(name: str, text: str, labelnames: Sequence[str]) -> Counter:
-    counter = Counter(PREFIX + name, text, labelnames)
-    _registered.append(counter)
-    return counter
+                metrics[name].observe(value)
