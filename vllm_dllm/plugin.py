@@ -6,7 +6,7 @@ from vllm import ModelRegistry
 from vllm.logger import init_logger
 
 from vllm_dllm.compat import version
-from vllm_dllm.config.architectures import DIFFUSION_GEMMA, MASKED_MODELS
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES, register_configs
 
 logger = init_logger(__name__)
 
@@ -62,27 +62,14 @@ def _register() -> None:
 
 def _register_models() -> None:
     """Registers the models with what their starts check; DiffusionGemma itself comes later."""
-    from transformers import AutoConfig
-
     from vllm_dllm.compat.model_configs import set_serving_config
-    from vllm_dllm.models.fast_dllm_config import FastDLLMQwenConfig
-    from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
-    from vllm_dllm.models.nemotron_labs_config import NemotronLabsDiffusionConfig
-    from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
 
     for drafter in ("DFlashDraftModel", "DFlash2DraftModel"):
         ModelRegistry.register_model(drafter, f"vllm_dllm.drafters.model:{drafter}")
-    for config_class in (
-        SDARConfig,
-        SDARMoeConfig,
-        LLaDA2MoeConfig,
-        NemotronLabsDiffusionConfig,
-        FastDLLMQwenConfig,
-    ):
-        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    for architecture, module in MASKED_MODELS.items():
-        ModelRegistry.register_model(architecture, f"{module}:{architecture}")
+    register_configs()
+    for architecture, family in FAMILIES.items():
+        ModelRegistry.register_model(architecture, f"{family.module}:{architecture}")
         set_serving_config(architecture, MaskedServingConfig)
     set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
 
@@ -94,7 +81,7 @@ def _check_requests() -> None:
     from vllm_dllm.requests.admission import Served, admit, admit_target
     from vllm_dllm.requests.http import check_body, refuse_beam_search, wrong_type
 
-    admission.set_admission((DIFFUSION_GEMMA, *MASKED_MODELS), Served.of, admit, admit_target)
+    admission.set_admission((DIFFUSION_GEMMA, *FAMILIES), Served.of, admit, admit_target)
     http.check_bodies(check_body, wrong_type)
     http.admit_before_streams()
     http.set_beam_search_check(refuse_beam_search)

@@ -28,7 +28,7 @@ from transformers import (
 from checkpoints.recipes.tokenizer import build_tokenizer
 from tests.engine.llada2 import LLaDA2
 from tests.unit.denoise.test_masked import published
-from vllm_dllm.config.masked import FAMILIES
+from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
 

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm_dllm.canvases.hub import CanvasHub
 from vllm_dllm.canvases.middleware import CanvasStreams, Texts
 from vllm_dllm.config import canvas_feeds
-from vllm_dllm.config.architectures import MASKED_MODELS
+from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.requests.options import ACCEPTANCE_RULES
 
 logger = init_logger(__name__)
@@ -96,7 +96,7 @@ def token_texts(tokenizer: Any) -> Texts:
 def about(config: ModelConfig) -> dict[str, Any]:
     """Says what the page is told: questions that the model can answer, and the rules of acceptance
     that it knows."""
-    is_masked = not MASKED_MODELS.keys().isdisjoint(config.architectures)
+    is_masked = not FAMILIES.keys().isdisjoint(config.architectures)
     return {
         "examples": OUR_TASKS if config.get_vocab_size() < _SMALL_VOCABULARY else ANYTHING,
         "acceptance": [rule for rule in ACCEPTANCE_RULES if is_masked or rule != "in_order"],

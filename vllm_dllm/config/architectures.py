@@ -1,11 +1,100 @@
 """The models that we serve, by the name that their `config.json` gives as their architecture."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pkgutil import resolve_name
+from typing import Any
+
 DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
-MASKED_MODELS = {
-    "SDARForCausalLM": "vllm_dllm.models.sdar",
-    "SDARMoeForCausalLM": "vllm_dllm.models.sdar",
-    "LLaDA2MoeModelLM": "vllm_dllm.models.llada2",
-    "NemotronLabsDiffusionModel": "vllm_dllm.models.nemotron_labs",
-    "Fast_dLLM_QwenForCausalLM": "vllm_dllm.models.fast_dllm",
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of masked models: where its classes are, and what its published loop does."""
+
+    module: str
+    """Of the model's class, which is named like the architecture."""
+    config: str
+    """The class of its config.json, "module:Class"."""
+    threshold: float
+    """Candidates that are more probable are revealed."""
+    is_causal: bool = False
+    """Known tokens see what is before them alone, the last one foretells the canvas' first, and
+    blocks begin where the prompt ends. Else all rows see their whole block, and blocks are counted
+    from the prompt's first token.
+
+    With this go two more things of Nemotron's loop: a candidate that is exactly as probable as
+    the threshold is revealed, too; and temperature, top_k, top_p and min_p do not change how
+    probable it is."""
+    is_shifted: bool = False
+    """A row's logits are those of the token after it. So the last row of a finished block foretells
+    the next one's first token, which is always the most probable one."""
+    sub_block_length: int | None = None
+    """Tokens of a part of the block that is revealed before those behind it. None: no parts."""
+    block_key: str = "block_size"
+    """Of the block's length in config.json."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """What config.json may not say otherwise: variants whose layers or steps are other ones."""
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether a canvas' first token is known before its first step, and a block is finished
+        when nothing is hidden before a token that ends the answer."""
+        return self.is_causal or self.is_shifted
+
+
+_NO_WINDOWS = {"use_sliding_window": False}
+FAMILIES = {
+    "SDARForCausalLM": Family(
+        "vllm_dllm.models.sdar",
+        "vllm_dllm.models.sdar_config:SDARConfig",
+        threshold=0.85,
+        fixed=_NO_WINDOWS,
+    ),
+    "SDARMoeForCausalLM": Family(
+        "vllm_dllm.models.sdar",
+        "vllm_dllm.models.sdar_config:SDARMoeConfig",
+        threshold=0.85,
+        fixed=_NO_WINDOWS,
+    ),
+    "LLaDA2MoeModelLM": Family(
+        "vllm_dllm.models.llada2",
+        "vllm_dllm.models.llada2_config:LLaDA2MoeConfig",
+        threshold=0.95,
+        fixed={
+            "score_function": "sigmoid",
+            "use_rmsnorm": True,
+            "norm_head": False,
+            # LLaDA2.2's, which change how many tokens a block has.
+            "delete_token_id": None,
+            "split_token_id": None,
+            "image_token_offset": None,  # LLaDA2.0-Uni's, which writes images, too
+        },
+    ),
+    "NemotronLabsDiffusionModel": Family(
+        "vllm_dllm.models.nemotron_labs",
+        "vllm_dllm.models.nemotron_labs_config:NemotronLabsDiffusionConfig",
+        threshold=0.9,
+        is_causal=True,
+        fixed={"dlm_paradigm": "bidirectional"},
+    ),
+    "Fast_dLLM_QwenForCausalLM": Family(
+        "vllm_dllm.models.fast_dllm",
+        "vllm_dllm.models.fast_dllm_config:FastDLLMQwenConfig",
+        threshold=1.0,
+        is_shifted=True,
+        sub_block_length=8,
+        block_key="bd_size",
+        fixed=_NO_WINDOWS,
+    ),
 }
-"""And the module of each."""
+"""Of masked models."""
+
+
+def register_configs() -> None:
+    """Lets transformers read the config.json of masked models. Repeatable."""
+    from transformers import AutoConfig  # takes seconds
+
+    for family in FAMILIES.values():
+        config_class = resolve_name(family.config)
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)

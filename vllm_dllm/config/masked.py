@@ -1,71 +1,11 @@
 """What a masked model's checkpoint says of its blocks, read and checked once at start-up."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
 
-
-@dataclass(frozen=True)
-class Family:
-    """What the published loop of an architecture does."""
-
-    threshold: float
-    """Candidates that are more probable are revealed."""
-    is_causal: bool = False
-    """Known tokens see what is before them alone, the last one foretells the canvas' first, and
-    blocks begin where the prompt ends. Else all rows see their whole block, and blocks are counted
-    from the prompt's first token.
-
-    With this go two more things of Nemotron's loop: a candidate that is exactly as probable as
-    the threshold is revealed, too; and temperature, top_k, top_p and min_p do not change how
-    probable it is."""
-    is_shifted: bool = False
-    """A row's logits are those of the token after it. So the last row of a finished block foretells
-    the next one's first token, which is always the most probable one."""
-    sub_block_length: int | None = None
-    """Tokens of a part of the block that is revealed before those behind it. None: no parts."""
-    block_key: str = "block_size"
-    """Of the block's length in config.json."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """What config.json may not say otherwise: variants whose layers or steps are other ones."""
-
-    @property
-    def is_seeded(self) -> bool:
-        """Whether a canvas' first token is known before its first step, and a block is finished
-        when nothing is hidden before a token that ends the answer."""
-        return self.is_causal or self.is_shifted
-
-
-_NO_WINDOWS = {"use_sliding_window": False}
-FAMILIES = {
-    "SDARForCausalLM": Family(threshold=0.85, fixed=_NO_WINDOWS),
-    "SDARMoeForCausalLM": Family(threshold=0.85, fixed=_NO_WINDOWS),
-    "LLaDA2MoeModelLM": Family(
-        threshold=0.95,
-        fixed={
-            "score_function": "sigmoid",
-            "use_rmsnorm": True,
-            "norm_head": False,
-            # LLaDA2.2's, which change how many tokens a block has.
-            "delete_token_id": None,
-            "split_token_id": None,
-            "image_token_offset": None,  # LLaDA2.0-Uni's, which writes images, too
-        },
-    ),
-    "NemotronLabsDiffusionModel": Family(
-        threshold=0.9, is_causal=True, fixed={"dlm_paradigm": "bidirectional"}
-    ),
-    "Fast_dLLM_QwenForCausalLM": Family(
-        threshold=1.0,
-        is_shifted=True,
-        sub_block_length=8,
-        block_key="bd_size",
-        fixed=_NO_WINDOWS,
-    ),
-}
-"""Of masked models, by architecture."""
+from vllm_dllm.config.architectures import FAMILIES, Family
 
 
 @dataclass(frozen=True)

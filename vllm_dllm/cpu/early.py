@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_dllm.config.architectures import DIFFUSION_GEMMA, MASKED_MODELS
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
 from vllm_dllm.config.workers import CPU_IMPORTS, cpu_variables
 from vllm_dllm.cpu import fork_server
 from vllm_dllm.cpu.compat import engine_processes
@@ -29,6 +29,6 @@ def serves_our_model(arguments: Sequence[str]) -> bool:
 def _is_ours(folder: str) -> bool:
     try:
         config: Any = json.loads((Path(folder) / "config.json").read_bytes())
-        return not {DIFFUSION_GEMMA, *MASKED_MODELS}.isdisjoint(config["architectures"])
+        return not {DIFFUSION_GEMMA, *FAMILIES}.isdisjoint(config["architectures"])
     except (OSError, ValueError, TypeError, KeyError):
         return False  # not a checkpoint; what is wrong with it, the start will say

@@ -10,9 +10,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.compat.admission import KEYS_OF_VLLM
+from vllm_dllm.config.architectures import FAMILIES, Family
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
-from vllm_dllm.config.masked import FAMILIES, Family
 from vllm_dllm.requests.grammar import check_structured_outputs
 from vllm_dllm.requests.limits import check_asked, check_resolved
 from vllm_dllm.requests.numbers import (

@@ -14,10 +14,10 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, Strict
 from vllm.sampling_params import SamplingParams
 
+from vllm_dllm.config.architectures import Family
 from vllm_dllm.config.checks import Boolean, Integer, Number, plain, read, settings, unknown
 from vllm_dllm.config.denoise import HIGHEST_TEMPERATURE, LOWEST_MAXIMUM, MOST_STEPS, Nats
 from vllm_dllm.config.extension import WindowRule
-from vllm_dllm.config.masked import Family
 
 PREFIX = "diffusion_"
 STREAM_CANVASES = f"{PREFIX}stream_canvases"

@@ -19,10 +19,11 @@ from vllm.platforms import current_platform
 from vllm_dllm.attention import gpu_backend
 from vllm_dllm.compat.ending import end_start_in_time
 from vllm_dllm.config import tiles
+from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
-from vllm_dllm.config.masked import FAMILIES, MaskedConfig
+from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.quantization import modelopt
 from vllm_dllm.requests.options import server_defaults

@@ -16,7 +16,7 @@ import transformers
 from huggingface_hub import constants
 from vllm import ModelRegistry, envs
 
-from vllm_dllm.config.architectures import DIFFUSION_GEMMA, MASKED_MODELS
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
 from vllm_dllm.drafters.presets import read_layout
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _check_architecture(folder: Path) -> None:
     if names and not is_known and config.get("model_type") not in transformers.CONFIG_MAPPING:
         raise ValueError(
             f"The model in '{folder}' is a {', '.join(names)}, which cannot be served. The "
-            f"diffusion models that can are {', '.join((DIFFUSION_GEMMA, *MASKED_MODELS))}."
+            f"diffusion models that can are {', '.join((DIFFUSION_GEMMA, *FAMILIES))}."
         )
 
 

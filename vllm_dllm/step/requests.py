@@ -8,8 +8,8 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.masked import FAMILIES
 from vllm_dllm.denoise import noise
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, stop_tokens
 from vllm_dllm.requests.options import RequestOptions, carried, server_defaults

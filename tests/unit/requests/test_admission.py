@@ -8,9 +8,9 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
+from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.extension import RequestLimits
-from vllm_dllm.config.masked import FAMILIES
 from vllm_dllm.requests.admission import Served, admit, admit_target
 from vllm_dllm.requests.limits import count_http_request
 from vllm_dllm.requests.options import CARRIED, KEYS, RequestOptions, carried, server_defaults

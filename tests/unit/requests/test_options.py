@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.masked import FAMILIES
 from vllm_dllm.requests.options import (
     CARRIED,
     KEYS,

@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
-from vllm_dllm.config.architectures import MASKED_MODELS
+from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate.tasks import task_manager
 from vllm_dllm.tools.server_process import HOST
@@ -58,7 +58,7 @@ def sampling_of(checkpoint: Path) -> dict[str, object]:
     checkpoint's own temperatures: tasks that ask for 0 mean other kinds of model. Masked models
     are among those."""
     config = json.loads((checkpoint / "config.json").read_text())
-    is_masked = not MASKED_MODELS.keys().isdisjoint(config.get("architectures") or ())
+    is_masked = not FAMILIES.keys().isdisjoint(config.get("architectures") or ())
     return {} if is_masked else {"temperature": 1.0}
 
 

@@ -1,7 +1,6 @@
 """Memory of a served checkpoint, by its shape: weights, what a request keeps, keys and values."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,8 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
+from vllm_dllm.config.architectures import register_configs
 from vllm_dllm.errors import InputError
-from vllm_dllm.models.fast_dllm_config import FastDLLMQwenConfig
-from vllm_dllm.models.llada2_config import LLaDA2MoeConfig
-from vllm_dllm.models.nemotron_labs_config import NemotronLabsDiffusionConfig
-from vllm_dllm.models.sdar_config import SDARConfig, SDARMoeConfig
 from vllm_dllm.quantization.weight_files import read_json, read_shards
 
 VISION_TOWER = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
@@ -106,17 +102,10 @@ def _read_config(folder: Path) -> PretrainedConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{file} does not exist: expected the folder of a checkpoint")
-    kinds: Iterable[type[PretrainedConfig]] = (
-        SDARConfig,
-        SDARMoeConfig,
-        LLaDA2MoeConfig,
-        NemotronLabsDiffusionConfig,
-        FastDLLMQwenConfig,
-    )
-    masked = {kind.model_type: kind for kind in kinds}
-    kind = masked.get(str(read_json(file).get("model_type")))
+    read_json(file)  # says what is wrong with the file, if it is no JSON
+    register_configs()
     try:
-        return (kind or AutoConfig).from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder)
     except ValueError as error:
         raise InputError(f"{file} is not what transformers expects ({error})") from error
 

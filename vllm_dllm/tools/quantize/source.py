@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_dllm.config.architectures import DIFFUSION_GEMMA, MASKED_MODELS
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import (
     INDEX_FILE,
@@ -42,11 +42,11 @@ def read_source(path: Path) -> Source:
     if not (path / "config.json").exists():
         raise InputError(f"{path} is not the folder of a checkpoint: it has no config.json")
     config = read_json(path / "config.json")
-    known = {DIFFUSION_GEMMA, *MASKED_MODELS}
+    known = {DIFFUSION_GEMMA, *FAMILIES}
     if known.isdisjoint(config.get("architectures") or ()):
         raise InputError(
             f"{path / 'config.json'}: expected the architecture {DIFFUSION_GEMMA} or that of a "
-            f"masked model ({', '.join(MASKED_MODELS)}), got {config.get('architectures')}: only "
+            f"masked model ({', '.join(FAMILIES)}), got {config.get('architectures')}: only "
             f"these checkpoints can be quantised"
         )
     if "quantization_config" in config:

@@ -7,8 +7,8 @@ from typing import Any
 
 import optuna
 
+from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.denoise import DenoiseConfig
-from vllm_dllm.config.masked import FAMILIES
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.options import MASKED_ENTROPY_BOUND
 

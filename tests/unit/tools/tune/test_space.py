@@ -9,7 +9,7 @@ from optuna.samplers import RandomSampler
 from optuna.trial import FixedTrial
 
 from tests.paths import CHECKPOINTS
-from vllm_dllm.config.masked import FAMILIES
+from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.tools.tune.space import Space
