@@ -78,10 +78,11 @@ def run(
         try:
             view.wait_for(server, checkpoint)
             for question in questions:
-                answer = Answer(question, port)
+                answer = Answer(question)
                 view.show(answer, _steps_of(answer, server))
                 if question is questions[0] and save_picture is not None and answer.steps:
-                    picture.save(save_picture, question, answer.first_canvas())
+                    first = [step for step in answer.steps if step.block == 0]
+                    picture.save(save_picture, question, first)
                     view.say(f"Picture: {save_picture}")
         finally:
             view.say(f"\nStopping the server. Its log stays: {log}")
@@ -96,70 +97,68 @@ def _environment() -> dict[str, str]:
 
 @dataclass
 class Answer:
-    """One question, which a thread asks as soon as the object is made."""
+    """One question, and what has come of it."""
 
     question: Question
-    port: int
     text: str = ""
     num_tokens: int = 0
     seconds: float = 0.0
-    error: Exception | None = None
     steps: list[Step] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.coming: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
-        """Its steps, as they come; None: that was all."""
-        threading.Thread(target=self._ask, daemon=True).start()
-
-    def first_canvas(self) -> list[Step]:
-        return [step for step in self.steps if step.block == 0]
-
-    def _ask(self) -> None:
-        try:
-            # trust_env: a proxy named in the environment has no business with our own server.
-            with openai.OpenAI(
-                base_url=f"http://{HOST}:{self.port}/v1",
-                api_key="unused",
-                max_retries=0,
-                http_client=openai.DefaultHttpxClient(trust_env=False),
-            ) as client:
-                model = client.models.list().data[0].id
-                start = time.monotonic()
-                stream = client.chat.completions.create(
-                    model=model,
-                    messages=[self.question.message],
-                    stream=True,
-                    stream_options={"include_usage": True},
-                    max_tokens=MOST_TOKENS,
-                    seed=0,  # the same canvases in every demo
-                    extra_body={"vllm_xargs": {STREAM_CANVASES: True}},
-                )
-                for chunk in stream:
-                    if (canvas := getattr(chunk, "canvas", None)) is not None:
-                        self.coming.put(Step.from_event(canvas))
-                    for choice in chunk.choices:
-                        self.text += choice.delta.content or ""
-                    if chunk.usage is not None:
-                        self.num_tokens = chunk.usage.completion_tokens
-                self.seconds = time.monotonic() - start
-        except Exception as error:  # nobody sees a thread's exceptions: the reader raises it
-            self.error = error
-        finally:
-            self.coming.put(None)
+    def ask(self, port: int) -> Iterator[Step]:
+        """Asks the server at `port`; gives the steps as they come."""
+        # trust_env: a proxy named in the environment has no business with our own server.
+        with openai.OpenAI(
+            base_url=f"http://{HOST}:{port}/v1",
+            api_key="unused",
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(trust_env=False),
+        ) as client:
+            model = client.models.list().data[0].id
+            start = time.monotonic()
+            stream = client.chat.completions.create(
+                model=model,
+                messages=[self.question.message],
+                stream=True,
+                stream_options={"include_usage": True},
+                max_tokens=MOST_TOKENS,
+                seed=0,  # the same canvases in every demo
+                extra_body={"vllm_xargs": {STREAM_CANVASES: True}},
+            )
+            for chunk in stream:
+                if (canvas := getattr(chunk, "canvas", None)) is not None:
+                    yield Step.from_event(canvas)
+                for choice in chunk.choices:
+                    self.text += choice.delta.content or ""
+                if chunk.usage is not None:
+                    self.num_tokens = chunk.usage.completion_tokens
+            self.seconds = time.monotonic() - start
 
 
 def _steps_of(answer: Answer, server: Server) -> Iterator[Step]:
-    """Gives the steps of `answer` as they come, up to its last one; `answer` keeps them as well.
+    """Gives the steps of `answer` as they come, up to its last one; `answer` keeps them as well. A
+    thread asks, so that drawing takes none of the time that is told.
 
     Raises ServerError when the request fails or the server ends.
     """
-    while (step := answer.coming.get()) is not None:
-        answer.steps.append(step)
-        yield step
-    if answer.error is not None:
+    coming: queue.SimpleQueue[Step | Exception | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            for step in answer.ask(server.port):
+                coming.put(step)
+            coming.put(None)
+        except Exception as error:  # nobody sees a thread's exceptions: the reader raises it
+            coming.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    while isinstance(came := coming.get(), Step):
+        answer.steps.append(came)
+        yield came
+    if came is not None:
         server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
         asked = answer.question.text
-        raise ServerError(f"the server did not answer '{asked}': {answer.error}") from answer.error
+        raise ServerError(f"the server did not answer '{asked}': {came}") from came
 
 
 class View:
