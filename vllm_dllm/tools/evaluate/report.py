@@ -140,8 +140,7 @@ def sha256_sums(checkpoint: Path) -> dict[str, str]:
 
 
 def machine() -> dict[str, object]:
-    distributions = importlib.metadata.distributions()
-    installed = {d.name.replace("_", "-"): d.version for d in distributions}
+    installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
         "python": platform.python_version(),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,29 +45,16 @@ def prompts(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def fp8(checkpoint, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("fp8") / "out"
-    quantize(checkpoint, "fp8-dynamic", out)
-    return out
+def quantised(scheme: str) -> Any:
+    """A fixture: the checkpoint, quantised."""
+
+    @pytest.fixture(scope="session")
+    def made(checkpoint, prompts, tmp_path_factory) -> Path:
+        out = tmp_path_factory.mktemp(scheme) / "out"
+        quantize(checkpoint, scheme, out, prompts if scheme == "nvfp4" else None)
+        return out
+
+    return made
 
 
-@pytest.fixture(scope="session")
-def fp4(checkpoint, prompts, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("nvfp4") / "out"
-    quantize(checkpoint, "nvfp4", out, prompts)
-    return out
-
-
-@pytest.fixture(scope="session")
-def int8(checkpoint, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("int8") / "out"
-    quantize(checkpoint, "int8", out)
-    return out
-
-
-@pytest.fixture(scope="session")
-def int4(checkpoint, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("w4a16") / "out"
-    quantize(checkpoint, "w4a16", out)
-    return out
+fp8, fp4, int8, int4 = map(quantised, ("fp8-dynamic", "nvfp4", "int8", "w4a16"))
