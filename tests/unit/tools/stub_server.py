@@ -31,7 +31,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/collective_rpc":
             assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
-            return self.reply(json.dumps({"results": [1000, 1000]}))
+            return self.reply(json.dumps({"results": 2 * [{"bytes": 1000}]}))
         chat = self.path.startswith("/v1/chat")
         prompt = body["messages"][-1]["content"] if chat else body["prompt"]
         answer = next((a for q, a in answers.items() if prompt.endswith(q)), "what?")

@@ -46,8 +46,8 @@ def read_metrics(port: int) -> Scrape:
 
 def read_weight_bytes(port: int) -> int:
     """Asks how much memory the weights take in all workers together."""
-    answer = _ask(port, "/collective_rpc", {"method": "weight_bytes"})
-    return sum(answer.json()["results"])
+    answer = _ask(port, "/collective_rpc", {"method": "weight_sizes"})
+    return sum(worker["bytes"] for worker in answer.json()["results"])
 
 
 def warm_up(port: int, model: str) -> None:
@@ -71,8 +71,8 @@ class WeightSizes:
 
     model_runner: Any  # the worker's
 
-    def weight_bytes(self) -> int:
-        """Counts the bytes of this worker's parameters, tied ones once. Tables computed from the
+    def weight_sizes(self) -> dict[str, int]:
+        """Counts the `bytes` of this worker's parameters, tied ones once. Tables computed from the
         configuration (rotary embeddings) are not weights."""
         from vllm.model_executor.layers.linear import LinearBase  # takes seconds; only a worker's
 
@@ -88,4 +88,4 @@ class WeightSizes:
                 num_rows = getattr(module, "output_size_per_partition", module.output_size)
                 num_columns = getattr(module, "input_size_per_partition", module.input_size)
                 packed += num_rows * num_columns * weight.itemsize
-        return sum(stored.values()) + packed
+        return {"bytes": sum(stored.values()) + packed}  # vLLM makes text of a plain number
