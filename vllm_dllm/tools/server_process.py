@@ -118,10 +118,12 @@ class Server:
         """Gives the seconds until the server answered; calls `waiting(seconds so far)` several
         times a second. Raises ServerError if the server ends."""
         start = time.monotonic()
-        while not self._is_healthy():
-            self.check_alive()
-            waiting(time.monotonic() - start)
-            time.sleep(0.2)
+        # trust_env: a proxy named in the environment has no business with our own server.
+        with httpx.Client(timeout=5, trust_env=False) as client:
+            while not self._is_healthy(client):
+                self.check_alive()
+                waiting(time.monotonic() - start)
+                time.sleep(0.2)
         return time.monotonic() - start
 
     def check_alive(self, patience_s: float = 0) -> None:
@@ -144,11 +146,9 @@ class Server:
     def last_log_line(self) -> str:
         return "".join(self.log.read_text(errors="replace").splitlines()[-1:])
 
-    def _is_healthy(self) -> bool:
+    def _is_healthy(self, client: httpx.Client) -> bool:
         try:
-            # trust_env: a proxy named in the environment has no business with our own server.
-            url = f"http://{HOST}:{self.port}/health"
-            return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+            return client.get(f"http://{HOST}:{self.port}/health").status_code == 200
         except httpx.HTTPError:
             return False
 
