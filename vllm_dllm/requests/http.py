@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_dllm.config.checks import nearest, plain
 from vllm_dllm.config.extension import SECTION, ExtensionConfig
 from vllm_dllm.requests.limits import count_http_request
-from vllm_dllm.requests.options import KEYS, PREFIX
+from vllm_dllm.requests.options import KEYS, PREFIX, own_values
 from vllm_dllm.requests.prediction import take_openai_prediction
 
 _CONTENT = frozenset(
@@ -36,6 +36,8 @@ def check_body(body: dict[str, Any], *, parses_tool_calls: bool, forces_tool_cal
     count_http_request()
     for place, name in _names(body):
         _check_place(place, name)
+    if isinstance(keys := body.get("vllm_xargs"), dict):
+        _check_types(keys)
     if body.get("use_beam_search"):
         refuse_beam_search()
     take_openai_prediction(body)
@@ -96,6 +98,15 @@ def _check_place(place: str, name: str) -> None:
         f'extra_body={{"vllm_xargs": {{"{key}": ...}}}}.',
         parameter=name,
     )
+
+
+def _check_types(keys: dict[str, Any]) -> None:
+    """vLLM takes `true` for 1 in `vllm_xargs`, and complains of an object in a line for each type
+    that it would take."""
+    try:
+        own_values(keys)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
 
 
 def _check_tool_choice(choice: Any, parses_tool_calls: bool, forces_tool_calls: bool) -> None:

@@ -182,9 +182,23 @@ def read_keys(
     asked = {key: value for key, value in given.items() if value is not None}
     for key, value in asked.items():
         _check_key(key, value, family)
-    own = {key.removeprefix(PREFIX): value for key, value in asked.items()}
-    read(RequestOptions, own, PREFIX)  # alone, since a default may be what a key lacks
+    own = own_values(asked)  # alone, since a default may be what a key lacks
     return read(RequestOptions, {**defaults, **own}, PREFIX)
+
+
+def own_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the keys that are known, by name without `diffusion_`.
+
+    Raises:
+        ValueError: one has another type or is out of range; its first word is the key.
+    """
+    own = {
+        key.removeprefix(PREFIX): value
+        for key, value in given.items()
+        if key in KEYS and value is not None
+    }
+    read(RequestOptions, own, PREFIX)
+    return own
 
 
 def server_defaults(given: Mapping[str, Any], family: Family | None) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.extension import RequestLimits
 from vllm_dllm.requests.admission import Served, admit, admit_target
+from vllm_dllm.requests.http import check_body
 from vllm_dllm.requests.limits import count_http_request
 from vllm_dllm.requests.options import CARRIED, KEYS, RequestOptions, carried, server_defaults
 
@@ -130,6 +131,20 @@ def test_a_key_takes_its_type_alone_and_is_named_otherwise(name: str, value: str
     assert str(error).startswith(f"{key} "), error
     assert len(str(error)) < 300 and "\n" not in str(error)
     assert error.parameter == key
+
+
+@pytest.mark.parametrize("value", ["true", "an object", "a list of booleans", "lists"])
+@pytest.mark.parametrize("name", TAKES)
+def test_a_body_is_told_before_vllm_makes_something_else_of_it(name: str, value: str) -> None:
+    """vLLM's reader takes `true` for 1, also in a list."""
+    key = f"diffusion_{name}"
+    body = {"vllm_xargs": {**NEEDS.get(name, {}), key: VALUES[value]}}
+    if value in TAKES[name] or (name, value) == ("stream_canvases", "true"):
+        check_body(body, parses_tool_calls=False, forces_tool_calls=False)
+        return
+    with pytest.raises(VLLMValidationError, match=f"^{key} must be") as refused:
+        check_body(body, parses_tool_calls=False, forces_tool_calls=False)
+    assert refused.value.parameter == key
 
 
 NAMES = {
