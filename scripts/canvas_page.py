@@ -156,8 +156,8 @@ def show_errors(browser: Browser, server: str, folder: Path) -> None:
 def stop(browser: Browser, server: str, folder: Path) -> None:
     with page_of(browser, server, DESKTOP) as page:
         page.locator("summary").click()
-        # No canvas is finished before its last step.
-        settings = '{"diffusion_confidence_threshold": 1e-9}'
+        # A token a step takes long enough for a click.
+        settings = '{"diffusion_acceptance": "top_k", "diffusion_accept_tokens": 1}'
         page.get_by_label("Others, as JSON").fill(settings)
         page.get_by_label("Most tokens").fill("900")
         ask(page, QUESTION)
