@@ -2,8 +2,8 @@ r"""Patterns of JSON schemas, as llguidance takes them.
 
 llguidance 1.7.6 lets `\\` and `\"` stand for a character of any class that has all control
 characters, even if it excludes backslashes and quotation marks: `"a\\b"` fits `^[^\\]*$`. A class
-that lacks one of them means what it says, so none has NUL here. Its formats of times and of email
-addresses take what readers do not (`formats.py`), so a pattern stands beside them.
+that lacks one of them means what it says, so none has NUL here. Its formats of times take what
+Python's readers do not (`formats.py`), so a pattern stands beside them.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_dllm.grammar.formats import FORMATS
 
-_NARROWED = ("date", "time", "date-time", "email")
+_TIMES = ("date", "time", "date-time")
 _VALUES = ("enum", "const", "default", "examples")
 """What holds no schemas."""
 _NEGATED_CLASS = re.compile(r"\\.|\[\^((?:\\.|[^\]\\])+)\]|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
@@ -31,9 +31,9 @@ def mend_patterns(schema: Any) -> Any:
             found[key] = {mend_pattern(name): mend_patterns(of) for name, of in value.items()}
         else:
             found[key] = value if key in _VALUES else mend_patterns(value)
-    if (name := found.get("format")) in _NARROWED:
-        own = {"pattern": f"^({FORMATS[name]})$"}
-        found["allOf"] = [*found["allOf"], own] if isinstance(found.get("allOf"), list) else [own]
+    if (name := found.get("format")) in _TIMES:
+        time = {"pattern": f"^({FORMATS[name]})$"}
+        found["allOf"] = [*found["allOf"], time] if isinstance(found.get("allOf"), list) else [time]
     return found
 
 

@@ -9,7 +9,6 @@ from uuid import UUID
 
 import numpy as np
 import pytest
-from pydantic import EmailStr, TypeAdapter
 
 from tests.unit.grammar.canvases import answer, of_schema, text_of, tokenizer
 from vllm_dllm.grammar.closing import shortest_known
@@ -73,13 +72,11 @@ READERS: dict[str, Callable[[str], object]] = {
     "uuid": UUID,
     "ipv4": IPv4Address,
     "ipv6": IPv6Address,
-    "email": TypeAdapter(EmailStr).validate_python,
 }
 NOT_READ = {
     "date": ("0000-01-01", "2021-02-29"),
     "time": ("23:59:60Z", "00:00:00z"),
     "date-time": ("0000-01-01T00:00:00Z", "2020-01-01t00:00:00Z"),
-    "email": ("a@b", ".a@b.cd", "a..b@c.de", "a@-b.cd", "a@b.1"),
 }
 
 
