@@ -4,13 +4,32 @@ Imports nothing of vLLM, whose modules log while they are being imported.
 """
 
 import re
+from types import TracebackType
 
 ENGINE = "vllm.v1.engine.core"
+WORKER = "vllm.v1.executor.multiproc_executor"
 FAILED_START = {
-    "vllm.v1.executor.multiproc_executor": "WorkerProc failed to start.",
+    WORKER: "WorkerProc failed to start.",
     ENGINE: "EngineCore failed to start.",
 }
 """Logger -> the message with which its process, a child, logs the exception that ends it."""
+
+FAILED_CALL = "WorkerProc hit an exception."
+"""What a worker logs when it cannot do what the engine asks of it, at a start or later."""
+START_CALLS = frozenset(
+    {
+        *("get_kv_cache_spec", "get_supported_kv_cache_layouts", "set_kv_cache_layout"),
+        *("determine_available_memory", "update_max_model_len", "initialize_from_config"),
+        *("compile_or_warm_up_model", "get_kv_connector_handshake_metadata"),
+    }
+)
+"""What an engine asks of a worker before it serves. A start in which one fails has failed."""
+
+
+def failed_call(traceback: TracebackType | None) -> str | None:
+    """Which call it was, by the traceback of the exception that a worker logs."""
+    return traceback and traceback.tb_frame.f_locals.get("method")
+
 
 ENGINE_FAILED = "Engine core initialization failed."
 """How the parent's own exception begins. It knows no more than that the child ended."""

@@ -20,7 +20,15 @@ from types import TracebackType
 
 from pydantic import ValidationError
 
-from vllm_dllm.compat.log_lines import ENGINE, ENGINE_FAILED, FAILED_START, WORKER_FAILED
+from vllm_dllm.compat.log_lines import (
+    ENGINE,
+    ENGINE_FAILED,
+    FAILED_CALL,
+    FAILED_START,
+    START_CALLS,
+    WORKER_FAILED,
+    failed_call,
+)
 
 FILE = "DLLM_FIRST_ERROR_FILE"
 """Environment variable: where the first error of a child goes."""
@@ -49,7 +57,7 @@ class _FirstError(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         path = os.environ.get(FILE)
-        if error is None or path is None or record.msg != FAILED_START[record.name]:
+        if error is None or path is None or not _ends_a_start(record):
             return
         # A full disk must not hide the error itself.
         with contextlib.suppress(OSError), open(path, "x", opener=_for_owner) as file:
@@ -58,6 +66,12 @@ class _FirstError(logging.Handler):
             record.exc_info = None
             if record.name == ENGINE and multiprocessing.parent_process() is not None:
                 raise SystemExit(1)
+
+
+def _ends_a_start(record: logging.LogRecord) -> bool:
+    if record.msg == FAILED_CALL and record.exc_info:
+        return failed_call(record.exc_info[2]) in START_CALLS
+    return record.msg == FAILED_START[record.name]
 
 
 def _for_owner(path: str, flags: int) -> int:

@@ -95,6 +95,47 @@ def test_without_a_level_there_are_no_tracebacks(
     assert not [line for line in lines if "Traceback" in line or line.startswith("  File")]
 
 
+CALL = """
+import logging, sys
+from vllm_dllm.compat.log_lines import FAILED_CALL, WORKER
+from vllm_dllm.startup import last_line
+
+def call(method):
+    try:
+        raise ValueError("a cache is too small")
+    except ValueError:
+        logging.getLogger(WORKER).exception(FAILED_CALL)
+
+last_line.install()
+logging.basicConfig()
+call(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "level", "is_shown"),
+    [
+        ("determine_available_memory", None, False),
+        ("compile_or_warm_up_model", "INFO", True),
+        ("execute_model", None, True),  # of a server that serves
+    ],
+)
+def test_a_call_of_a_worker_at_a_start(
+    tmp_path: Path, call: str, level: str | None, is_shown: bool
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(CALL)
+    done = subprocess.run(
+        [sys.executable, str(program), call],
+        capture_output=True,
+        text=True,
+        env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+        | ({} if level is None else {"VLLM_LOGGING_LEVEL": level}),
+    )
+    assert done.returncode == 0 and "WorkerProc hit an exception." in done.stderr
+    assert ("Traceback" in done.stderr) == is_shown, done.stderr
+
+
 def test_a_worker_that_fails_when_it_is_asked() -> None:
     """vLLM wraps its words, and points to tracebacks."""
     error = RuntimeError(

@@ -1,6 +1,6 @@
 """Seams in how processes start and end, and where a CPU worker computes."""
 
-from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_START, WRONG_ON_CPUS
+from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_CALL, FAILED_START, WRONG_ON_CPUS
 from vllm_dllm.compat.seams.seam import Seam
 
 SEAMS = [
@@ -24,6 +24,16 @@ SEAMS = [
         "a worker that cannot start",
         "v1.executor.multiproc_executor:WorkerProc",
         f'logger.exception("{FAILED_START["vllm.v1.executor.multiproc_executor"]}")',
+    ),
+    Seam(
+        "a worker that cannot do what it is asked",
+        "v1.executor.multiproc_executor:WorkerProc",
+        f'logger.exception("{FAILED_CALL}")',
+    ),
+    Seam(
+        "and what that is",
+        "v1.executor.multiproc_executor:WorkerProc",
+        "method, args, kwargs, output_rank = ",
     ),
     Seam(
         "an engine that cannot start",
