@@ -92,10 +92,10 @@ class KeptMarks:
         self._marks: OrderedDict[str, tuple[Mark, Mark]] = OrderedDict()
 
     def keep(self, req_id: str, answer: Answer) -> None:
-        grammar = answer.grammar
-        if not grammar.done() or grammar.exception() is not None:
-            return
-        if (marks := answer.kept or answer.marks()) is not None:
+        marks, grammar = answer.kept, answer.grammar
+        if marks is None and grammar.done() and grammar.exception() is None:
+            marks = answer.marks()
+        if marks is not None:
             self._marks[req_id] = marks
             if len(self._marks) > MOST_KEPT:
                 self._marks.popitem(last=False)
