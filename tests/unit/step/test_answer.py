@@ -126,7 +126,7 @@ def test_an_illegal_token_is_named(at: int) -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "stops", "stop"),
-    [(7, {7, 3}, 7), (None, {EOS, 3}, EOS), (9, {EOS, 3}, EOS), (9, {5, 3}, 3)],
+    [(7, {7, EOS}, 7), (None, {EOS, 3}, EOS), (9, {EOS, 3}, EOS), (9, {5, 3}, 3)],
     ids=["as wanted", "the tokenizer's", "the wanted one is excluded", "both are"],
 )
 def test_what_ends_a_cut_answer(wanted: int | None, stops: set[int], stop: int) -> None:

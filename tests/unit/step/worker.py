@@ -1,27 +1,22 @@
 """A worker without an engine: vLLM's own request states and our step and sampler, which are given
 what a model says of each row. Positions are counted as vLLM's runner counts them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 import torch
 from vllm.config import StructuredOutputsConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.cpu import buffer_utils as cpu_buffers
-from vllm.v1.worker.gpu import buffer_utils as gpu_buffers
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.paths import CHECKPOINTS
-from tests.unit.cpu.kernel_inputs import kernel_of
 from tests.unit.step.test_logits import Model
 from vllm_dllm.config.masked import FAMILIES
-from vllm_dllm.models import vocabulary
 from vllm_dllm.requests.options import read_keys, server_defaults
 from vllm_dllm.step.sampler import DiffusionSampler
 from vllm_dllm.step.uniform.canvas_step import CanvasStep
@@ -232,11 +227,3 @@ class Worker:
             prefill_len_np=prefill_len,
             is_prefilling_np=computed < prefill_len,
         )
-
-
-@pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
-    kernel_of("buffer_utils._apply_write_kernel")  # the native one
-    monkeypatch.setattr(gpu_buffers, "UvaBuffer", cpu_buffers.UvaBuffer)  # as its CPU worker does
-    monkeypatch.setattr(vocabulary, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    return Worker

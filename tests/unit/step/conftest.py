@@ -1,0 +1,20 @@
+"""Workers without an engine."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.worker.cpu import buffer_utils as cpu_buffers
+from vllm.v1.worker.gpu import buffer_utils as gpu_buffers
+
+from tests.unit.cpu.kernel_inputs import kernel_of
+from tests.unit.step.worker import Worker
+from vllm_dllm.models import vocabulary
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+    kernel_of("buffer_utils._apply_write_kernel")  # the native one
+    monkeypatch.setattr(gpu_buffers, "UvaBuffer", cpu_buffers.UvaBuffer)  # as its CPU worker does
+    monkeypatch.setattr(vocabulary, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    return Worker

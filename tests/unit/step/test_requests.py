@@ -1,0 +1,140 @@
+"""What a worker keeps of its requests, and that it keeps nothing of those that have left."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from tests.unit.step.worker import CONTEXT, MASK, C, V, Worker, noise
+from vllm_dllm.denoise import noise as draws
+from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
+from vllm_dllm.step.masked.masked_step import MaskedStep
+
+GetWorker = Callable[..., Worker]
+PROMPT = 7
+
+
+def numbers(worker: Worker, req_id: str) -> dict[str, int]:
+    found = worker.slots.read_numbers(torch.tensor([worker.slot(req_id)]))
+    return {name: int(value) for name, value in found._asdict().items()}
+
+
+@pytest.mark.parametrize(
+    ("asked", "end"),
+    [
+        ({"max_tokens": 20}, PROMPT + 20),
+        ({"max_tokens": CONTEXT}, CONTEXT),
+        ({"max_tokens": 20, "diffusion_read_only": True}, EVERY_BLOCK),
+    ],
+    ids=str,
+)
+def test_where_a_request_ends(worker: GetWorker, asked: dict[str, Any], end: int) -> None:
+    one = worker()
+    one.admit("a", PROMPT, **asked)
+    assert numbers(one, "a")["end"] == end and numbers(one, "a")["fitted_end"] == NO_END
+    one.admit("fitted", PROMPT, **asked, carried={"fits_canvases": True})
+    assert numbers(one, "fitted")["fitted_end"] == end
+
+
+def test_numbers_of_a_request(worker: GetWorker) -> None:
+    one = worker(settings={"window_rule": "symmetric"})
+    one.admit("as the server", stop_token_ids=[7, 9], eos=1)
+    found = numbers(one, "as the server")
+    assert (found["num_steps"], found["width"], found["symmetric_window"]) == (48, C, 1)
+    slot = one.slot("as the server")
+    assert one.slots.num_stops[slot] == 3
+    assert one.slots.stop_tokens[slot, :4].tolist() == [1, 7, 9, -1]
+    one.admit("no stops", stop_token_ids=list(range(20)))
+    assert one.slots.num_stops[one.slot("no stops")] == 0, "too many to foresee"
+    own = {"max_steps": 99, "canvas_length": 2, "window_rule": "reference"}
+    one.admit("of its own", **{f"diffusion_{name}": value for name, value in own.items()})
+    found = numbers(one, "of its own")
+    assert (found["num_steps"], found["width"], found["symmetric_window"]) == (48, 2, 0)
+
+
+def test_a_warm_up_asks_as_the_server_does(worker: GetWorker) -> None:
+    """It comes past admission."""
+    one = worker(settings={"defaults": {"diffusion_max_steps": 5}})
+    one.req_states.add_request("a", 3, [1, 2, 3], 0, 1)
+    one.sampler.add_request(one.slot("a"), SamplingParams(max_tokens=4))
+    one.sampler.apply_staged_writes()
+    assert numbers(one, "a")["num_steps"] == 5
+    assert not one.asked.joins_commits and not one.asked.are_counted
+
+
+def test_first_canvases_are_noise_of_their_seeds_and_places(worker: GetWorker) -> None:
+    one = worker()
+    for i, (seed, prompt) in enumerate([(3, 5), (3, 6), (4, 5)]):
+        one.admit(str(i), prompt, seed=seed)
+        before = {str(j): one.canvas(str(j)) for j in range(i)}
+        key = draws.keys(torch.tensor([seed]))
+        places = prompt + torch.arange(C)[None]
+        expected = draws.uniform_tokens(key, places, torch.zeros(1), draws.INITIAL, V)
+        assert one.canvas(str(i)) == expected[0].tolist()
+        assert before == {str(j): one.canvas(str(j)) for j in range(i)}
+
+
+def test_masked_canvases_are_hidden(worker: GetWorker) -> None:
+    one = worker(MaskedStep, "SDARForCausalLM")
+    one.admit("a")
+    slot = one.slot("a")
+    one.slots.canvas[slot], one.slots.revealed[slot] = 5, True
+    one.leave("a")
+    one.admit("b")
+    assert one.slot("b") == slot and one.canvas("b") == [MASK] * C
+    assert not one.slots.revealed[slot].any()
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"logit_bias": {3: 20.0}},
+    "truncated": {"top_k": 1},
+    "log-probabilities": {"logprobs": 1},
+    "penalties": {"presence_penalty": 2.0},
+    "bad words": {"bad_words": [[7], [8, 9]]},
+    "pinned": {"diffusion_seed_canvas": [40] * C, "diffusion_pinned": [1]},
+    "predicted": {"diffusion_prediction": [40] * C},
+    "a grammar": {"structured_outputs": StructuredOutputsParams(regex="[a-z]+"), "eos": 1},
+    "revealing": {"diffusion_acceptance": "top_k", "diffusion_accept_tokens": 1},
+    "answer only": {"diffusion_judge_answer_only": True},
+    "narrow": {"diffusion_canvas_length": 2},
+}
+NOT_PLAIN = {"pinned", "predicted", "a grammar"}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_nothing_is_kept_of_a_request_that_left(worker: GetWorker, kind: str) -> None:
+    """Whose slot the next one has: its steps are those that it has in a slot of its own."""
+    used, fresh = worker(num_workers=2), worker()
+    used.admit("a", **ASKED[kind])
+    batch = used._batch({"a": C}, late=0)
+    used.stepping.begin(batch)
+    assert used.stepping.batch is not None
+    assert used.asked.are_plain(used.stepping.batch) == (kind not in NOT_PLAIN)
+    used.step({"a": noise(2 if kind == "narrow" else C)})
+    slot = used.slot("a")
+    used.leave("a")
+    for one in (used, fresh):
+        one.admit("b", seed=4, diffusion_max_steps=3)
+    assert used.slot("b") == slot
+    for step in range(3):
+        assert used.canvas("b") == fresh.canvas("b")
+        found, expected = (one.step({"b": noise(C, step)}) for one in (used, fresh))
+        assert found == expected and found.logprobs is None
+    assert len(used.answer("b")) == C and NO_TOKEN not in used.answer("b")
+
+
+def test_a_resumed_request_is_known_as_one(worker: GetWorker) -> None:
+    """Its first block may be over: the client's canvas is not put in the place of a later one."""
+    one = worker()
+    asked = ASKED["pinned"]
+    one.admit("a", **asked)
+    assert one.canvas("a") == asked["diffusion_seed_canvas"]
+    one.leave("a")
+    one.requests["a"].tokens += [50, 51, 52, 53]
+    one.place("a")
+    assert one.canvas("a") != asked["diffusion_seed_canvas"]
+    assert not one.slots.pinned[one.slot("a")].any()

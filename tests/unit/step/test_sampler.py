@@ -1,0 +1,80 @@
+"""What the runner gets of a step: a column of each request, whether it has a canvas or not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.unit.step.worker import C, Worker, noise, params, sure
+from vllm_dllm.step.masked.masked_step import MaskedStep
+
+GetWorker = Callable[..., Worker]
+BLOCK = [21, 22, 23, 24]
+
+
+def test_requests_in_their_prefill_get_nothing(worker: GetWorker) -> None:
+    """Wherever they stand in the batch."""
+    one = worker()
+    one.admit("first", prompt=9, computed=0)
+    one.admit("a")
+    one.admit("last", prompt=9, computed=2)
+    one.step({"a": sure(BLOCK)})
+    step = one.step({"first": noise(6), "a": sure(BLOCK), "last": noise(7)})
+    assert step.emitted == {"first": [], "a": BLOCK, "last": []}
+    assert step.rejected == {"first": 0, "a": C, "last": 0}
+    assert one.requests["first"].computed == 6 and one.requests["last"].computed == 9
+
+
+def test_prefills_alone(worker: GetWorker) -> None:
+    one = worker()
+    one.admit("a", prompt=9, computed=0)
+    one.admit("b", prompt=9, computed=0)
+    assert one.step({"a": noise(9), "b": noise(4)})[:2] == ({"a": [], "b": []}, {"a": 0, "b": 0})
+
+
+def test_what_the_runner_reads(worker: GetWorker) -> None:
+    one = worker()
+    one.admit("a")
+    for says in (sure(BLOCK), sure(BLOCK)):
+        batch = one._batch({"a": C}, late=0)
+        one.stepping.begin(batch)
+        out = one.sampler(says, batch)
+        assert out.sampled_token_ids.shape == (1, C)
+        for column in (out.sampled_token_ids, out.num_sampled, out.num_rejected):
+            assert column.dtype == torch.int32
+    assert out.sampled_token_ids.tolist() == [BLOCK] and out.num_sampled.tolist() == [C]
+
+
+def test_a_block_that_is_not_whole_is_computed_again(worker: GetWorker) -> None:
+    """Of a model whose known tokens see their whole block; a block of the prompt stays."""
+    one = worker(MaskedStep, "SDARForCausalLM")
+    one.admit("prefill", prompt=C + 3, computed=0)
+    one.admit("whole", prompt=2 * C, computed=0)
+    one.admit("a", prompt=C + 2, computed=C, max_tokens=20, diffusion_max_steps=1)
+    step = one.step({"prefill": noise(C + 3), "whole": noise(2 * C), "a": sure(BLOCK)})
+    assert step.rejected == {"prefill": 3, "whole": 0, "a": C}
+    assert step.emitted["a"] == BLOCK[2:], "beside two known tokens"
+
+
+def test_asked_for_meanwhile(worker: GetWorker) -> None:
+    one = worker()
+    wanted = params(diffusion_max_steps=7)
+
+    def num_steps(name: str) -> int:
+        one.admit(name)
+        return int(one.slots.host("num_steps", one.slot(name)))
+
+    with pytest.raises(KeyError), one.sampler.asked_for(wanted):
+        assert num_steps("a") == 7
+        raise KeyError
+    assert num_steps("b") == 48
+
+
+def test_it_takes_the_place_of_vllms_sampler(worker: GetWorker) -> None:
+    one = worker()
+    one.admit("a", carried={"joins_commits": False})
+    assert not one.sampler.joins_commits
+    one.admit("b")
+    assert one.sampler.joins_commits
+    assert one.sampler.penalties_state.output_bin_counts is None
+    assert one.sampler.req_states is one.req_states
