@@ -70,7 +70,12 @@ class Filters:
     needs_whole_rows = ruled
 
     def of_canvas(
-        self, i: int, batch: CanvasBatch, start: torch.Tensor, guess: torch.Tensor, kept: None
+        self,
+        i: int,
+        batch: CanvasBatch,
+        start: torch.Tensor,
+        guess: torch.Tensor,
+        kept: None = None,
     ) -> CanvasRules:
         before = torch.full((2,), NO_TOKEN)
         return CanvasRules(self.rules or LogitRules(), start, guess, before)

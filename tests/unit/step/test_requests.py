@@ -7,10 +7,11 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from tests.unit.step.worker import CONTEXT, MASK, C, V, Worker, noise
+from tests.unit.step.worker import CONTEXT, CPU, MASK, C, V, Worker, noise
 from vllm_dllm.denoise import noise as draws
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
+from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.masked.masked_step import MaskedStep
 
 GetWorker = Callable[..., Worker]
@@ -120,6 +121,8 @@ def test_nothing_is_kept_of_a_request_that_left(worker: GetWorker, kind: str) ->
     for one in (used, fresh):
         one.admit("b", seed=4, diffusion_max_steps=3)
     assert used.slot("b") == slot
+    batch = CanvasBatch.build(used._batch({"b": C}, late=0), C, CPU)
+    assert used.asked.are_plain(batch) and not used.asked.filters.needs_whole_rows(batch)
     for step in range(3):
         assert used.canvas("b") == fresh.canvas("b")
         found, expected = (one.step({"b": noise(C, step)}) for one in (used, fresh))

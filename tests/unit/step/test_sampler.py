@@ -54,6 +54,17 @@ def test_a_block_that_is_not_whole_is_computed_again(worker: GetWorker) -> None:
     step = one.step({"prefill": noise(C + 3), "whole": noise(2 * C), "a": sure(BLOCK)})
     assert step.rejected == {"prefill": 3, "whole": 0, "a": C}
     assert step.emitted["a"] == BLOCK[2:], "beside two known tokens"
+    alone = worker(MaskedStep, "SDARForCausalLM")
+    alone.admit("prefill", prompt=C + 3, computed=0)
+    assert alone.step({"prefill": noise(C + 3)}).rejected == {"prefill": 3}
+
+
+def test_a_block_that_is_committed_is_computed_for_good(worker: GetWorker) -> None:
+    """With the known tokens that it begins with."""
+    one = worker(MaskedStep, "SDARForCausalLM", joins_commits=False)
+    one.admit("a", prompt=C + 2, computed=C)
+    steps = [one.step({"a": sure(BLOCK)})[:2] for _ in range(2)]
+    assert steps == [({"a": []}, {"a": C}), ({"a": BLOCK[2:]}, {"a": 0})]
 
 
 def test_asked_for_meanwhile(worker: GetWorker) -> None:

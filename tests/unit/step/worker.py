@@ -134,7 +134,9 @@ class Worker:
     ) -> None:
         self.architecture, self.joins_commits = architecture, joins_commits
         made = config(architecture=architecture, canvas_length=canvas_length, **of_config)
-        self.req_states = RequestState(R, CONTEXT, 4096, canvas_length, V, CPU)
+        self.req_states = RequestState(
+            R, made.model_config.max_model_len, 4096, canvas_length, V, CPU
+        )
         stock = SimpleNamespace(
             req_states=self.req_states,
             sampling_states=SamplingStates(R, V),
