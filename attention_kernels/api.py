@@ -92,9 +92,9 @@ def _check_tensors(
     output: torch.Tensor | None,
 ) -> None:
     """Raises ValueError for a shape, dtype or device other than `attention` says."""
-    num_tokens, num_heads, head_size = _shape("query", query, 3)
-    num_blocks, block_size, num_kv_heads, _ = _shape("key_cache", key_cache, 4)
-    num_reqs, max_blocks = _shape("block_table", block_table, 2)
+    num_tokens, num_heads, head_size = _checked_shape("query", query, 3)
+    num_blocks, block_size, num_kv_heads, _ = _checked_shape("key_cache", key_cache, 4)
+    num_reqs, max_blocks = _checked_shape("block_table", block_table, 2)
     cache_shape = (num_blocks, block_size, num_kv_heads, head_size)
     expected: tuple[tuple[str, object, tuple[int, ...], torch.dtype], ...] = (
         ("key_cache", key_cache, cache_shape, key_cache.dtype),  # dtype: `_check_options`
@@ -170,7 +170,7 @@ def _implementation(
     return import_fa4().attention
 
 
-def _shape(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...]:
+def _checked_shape(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...]:
     if tensor.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
     return tuple(tensor.shape)

@@ -117,6 +117,7 @@ PROGRAMS = {
     "from pydantic import BaseModel": (
         "tests/server/test_structured_outputs.py::test_documented_program"
     ),
+    "import math": "tests/server/test_documented.py::test_decision_program",
     "import base64": "tests/server/test_images.py::test_documented_program",
     "from openai import OpenAI": "tests/server/test_documented.py::test_client_program",
     "from vllm import LLM, SamplingParams": "tests/server/test_documented.py::test_offline_program",

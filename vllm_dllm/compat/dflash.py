@@ -68,8 +68,9 @@ class DFlashHooks(FiniteStates):
         )
 
     @property
-    def frees_context(self) -> bool:
-        """Whether cache blocks of a request are given to others while it goes on."""
+    def cache_is_windowed(self) -> bool:
+        """Whether cache blocks of a request are given to others while it goes on, as where some of
+        the drafter's layers have a sliding window."""
         groups = self.kv_cache_config.kv_cache_groups
         return any(
             getattr(groups[gid].kv_cache_spec, "sliding_window", None) is not None

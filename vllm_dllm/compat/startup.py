@@ -25,7 +25,7 @@ def at_start(check: Callable[[EngineArgs], None], complete: Callable[[VllmConfig
     replace("engine.arg_utils:EngineArgs.create_engine_config", make)
 
 
-def explain_unusable_address(explain: Callable[[str, int, OSError], str]) -> None:
+def on_bind_error(explain: Callable[[str, int, OSError], str]) -> None:
     """A server that cannot listen ends with what `explain` says of its host, port and the error,
     and without a traceback. Repeatable, and nothing in a process that is no server."""
     if not is_server():

@@ -64,7 +64,7 @@ def read(cls: type[Class], values: Any, place: str = "", remedy: str = "") -> Cl
 
 def unknown(name: str, known: Iterable[str], place: str = "", shown: str = "") -> str:
     """What to say of a name that is none of `known`, with the nearest of them. `place` comes before
-    each; `shown` is the name as it came, if not so."""
+    each; `shown` is the name as the user wrote it, where that is not `place` and `name`."""
     names, came = sorted(known), shown or f"{place}{name}"
     if near := nearest(name, names):
         return f"{came} is not known. Did you mean {place}{near}?"

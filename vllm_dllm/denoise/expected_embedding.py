@@ -75,6 +75,9 @@ class ExpectedEmbedding:
     def _add_needed(
         self, logits: torch.Tensor, blocks: VocabBlocks, embeddings: torch.Tensor
     ) -> None:
+        """Adds the blocks whose share of the row's total may matter; the others count in the total
+        alone. `known` is a bound from below of that total: the blocks so far, or the floor's token.
+        It is lowered by what rounding logits to the embeddings' type may have added."""
         masses = blocks.total * (blocks.maximum - self._maximum[:, None]).exp()
         self._known.add_(masses.sum(dim=-1))
         rounding = torch.finfo(embeddings.dtype).eps / 2  # of a logit, relative

@@ -44,7 +44,8 @@ def uniform(
 ) -> torch.Tensor:
     """Uniform numbers [..., n, C] float64 in [0, 1), with 53 random bits each.
 
-    Position, step and stream each advance one counter by a stride of their own.
+    Position, step and stream each advance one counter by a stride of their own. `step_noise` and
+    `draws_triton` give the same bits: change all three together.
     """
     origin = keys + steps.long() * _STEP_STRIDE + stream * _STREAM_STRIDE
     bits = _mix(positions.long() * _GOLDEN + origin[..., None])

@@ -165,7 +165,12 @@ class WidthDFlashSpeculator(DFlashHooks):
         states, positions, slots = context
         # Positions of rejected drafts come again and replace these: never store both at once.
         verified = input_batch.num_draft_tokens > 0
-        if drafts_follow or verified or len(positions) > self._pending.room or self.frees_context:
+        if (
+            drafts_follow
+            or verified
+            or len(positions) > self._pending.room
+            or self.cache_is_windowed
+        ):
             self._store_pending()
             self.store_context(torch.cat(states, dim=-1), positions, slots)
         else:

@@ -17,7 +17,7 @@ def respelled(start: GrammarState, tokens: list[int]) -> list[int]:
     or they are too few."""
     vocabulary = start.vocabulary
     ways = [_fewest(vocabulary, tokens, vocabulary.by_bytes)]
-    with_blanks = _fewest(vocabulary, tokens, vocabulary.by_bytes_but_blanks)
+    with_blanks = _fewest(vocabulary, tokens, vocabulary.by_bytes_or_stripped)
     if len(with_blanks) < len(ways[0]):
         ways.insert(0, with_blanks)
     for fewest in ways:

@@ -81,8 +81,9 @@ class GrammarVocabulary:
         return {text: token for token, text in enumerate(self.token_bytes) if text}
 
     @cached_property
-    def by_bytes_but_blanks(self) -> dict[bytes, int]:
-        """The same, and tokens with whitespace, such as `": "`, by their bytes without it."""
+    def by_bytes_or_stripped(self) -> dict[bytes, int]:
+        """Tokens by their bytes, and those with whitespace, such as `": "`, by their bytes
+        without it, too. Where two tokens compete, the one that is spelt so wins."""
         found = {text.translate(None, _SPACE): token for text, token in self.by_bytes.items()}
         found.pop(b"", None)
         return {**found, **self.by_bytes}

@@ -143,7 +143,9 @@ def read(
         if not name.endswith(_CACHE_SCALES)
         for own in _of_each_expert(name, weight, num_experts)
     )
-    return _read_nvfp4(each) if algorithm == "NVFP4" else _read_fp8(each)
+    if algorithm == "NVFP4":
+        return _nvfp4_to_compressed_tensors(each)
+    return _fp8_to_compressed_tensors(each)
 
 
 def _of_each_expert(
@@ -165,7 +167,7 @@ def _of_each_expert(
             yield f"{found['experts']}.{expert}.{part}.{found['kind'] or 'weight'}", half
 
 
-def _read_nvfp4(
+def _nvfp4_to_compressed_tensors(
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Global scales multiply in ModelOpt's files, and divide in compressed-tensors'."""
@@ -181,8 +183,11 @@ def _read_nvfp4(
             yield name, weight
 
 
-def _read_fp8(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A weight's one scale is every channel's. Inputs are quantised without a scale of theirs."""
+def _fp8_to_compressed_tensors(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gives each channel a scale, also where ModelOpt has one for all. Inputs are quantised token
+    by token, without a scale of theirs."""
     num_channels: dict[str, int] = {}
     waiting: dict[str, torch.Tensor] = {}
     for name, weight in weights:

@@ -33,7 +33,8 @@ def is_last_block(
     request_ends: torch.Tensor,  # [n] int64, absolute position after the last token asked for
     stop_tokens: torch.Tensor,  # [n, K] int64
 ) -> torch.Tensor:
-    """[n] bool: the scheduler ends the request with this block."""
+    """[n] bool: the scheduler ends the request with this block. `step/uniform/settle_triton.py`
+    says the same of a fused step."""
     stops = tokens[:, :, None] == stop_tokens[:, None, :]
     if valid is not None:
         stops &= valid[:, :, None]

@@ -34,9 +34,9 @@ def check_asked(limits: RequestLimits, params: SamplingParams, options: RequestO
     """Checks one prompt's parameters before anything is made of them."""
     total = _total.get() or _Total()
     total.answers += params.n
-    _at_most("n", "answers", total.answers, limits.n)
-    _at_most("bad_words", "tokens", len(params.bad_words or ()), limits.bad_words)
-    _at_most("logit_bias", "tokens", len(params.logit_bias or ()), limits.logit_bias)
+    _check_limit("n", "answers", total.answers, limits.n)
+    _check_limit("bad_words", "tokens", len(params.bad_words or ()), limits.bad_words)
+    _check_limit("logit_bias", "tokens", len(params.logit_bias or ()), limits.logit_bias)
     width = options.canvas_length or limits.canvas_length
     if width < limits.canvas_length and not options.read_only:  # that is one canvas
         raise VLLMValidationError(
@@ -56,17 +56,17 @@ def check_resolved(
 ) -> None:
     """Checks them again when bad words and prediction are tokens."""
     words = params.bad_words_token_ids or ()
-    _at_most("bad_words", "tokens", sum(map(len, words)), limits.bad_words)
-    _at_most("prediction", "tokens", len(options.predicted), limits.prediction)
+    _check_limit("bad_words", "tokens", sum(map(len, words)), limits.bad_words)
+    _check_limit("prediction", "tokens", len(options.predicted), limits.prediction)
     if (count := params.prompt_logprobs) is not None:
         # For each token so many, and one for the token itself; -1 stands for the vocabulary.
         total = _total.get() or _Total()
         total.prompt_logprobs += num_prompt_tokens * (vocab_size if count < 0 else count + 1)
         most = limits.prompt_logprobs
-        _at_most("prompt_logprobs", "log-probabilities", total.prompt_logprobs, most)
+        _check_limit("prompt_logprobs", "log-probabilities", total.prompt_logprobs, most)
 
 
-def _at_most(name: str, unit: str, value: int, most: int) -> None:
+def _check_limit(name: str, unit: str, value: int, most: int) -> None:
     if value > most:
         raise VLLMValidationError(
             f"{name} must ask for at most {most} {unit} on this server, got {value}. Ask for less, "

@@ -43,7 +43,9 @@ class CanvasCounter:
         output: ModelRunnerOutput,
         requests: Mapping[str, Request],  # those that are not over
     ) -> None:
-        """Counts what a step has brought, before its requests get it. Call it once a step."""
+        """Counts what a step has brought, before its requests get it, for the metrics, for the
+        `usage` of each request and for its spans. Call it once a step: `block_emitted` reads what
+        it found."""
         self._committed.clear()
         if scheduled.total_num_scheduled_tokens == 0:
             return

@@ -21,7 +21,7 @@ logger = init_logger(__name__)
 def install() -> None:
     """Installs them in this process. Repeatable."""
     startup.at_start(_check, _complete)
-    startup.explain_unusable_address(explain_address)
+    startup.on_bind_error(explain_address)
     last_line.install()
     log_filter.install()
     # vLLM freezes what the garbage collector knows, and Python then frees none of it at the end:

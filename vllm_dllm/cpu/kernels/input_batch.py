@@ -72,7 +72,7 @@ def combine_sampled_and_draft_tokens(
     prefill_len: torch.Tensor,  # [max_num_reqs] int32
     draft_tokens: torch.Tensor,  # [max_num_reqs, num_speculative_steps] int64
     draft_tokens_stride: int,
-    cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32, where each request's rows begin, and end
     logits_indices: torch.Tensor,  # [num_logits] int64, written
     NUM_NEW_SAMPLED_TOKENS: int = 1,
     **block_sizes: int,

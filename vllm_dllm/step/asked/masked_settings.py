@@ -107,14 +107,16 @@ class MaskedSlotSettings:
         out."""
         slots = batch.slots_np.tolist()
         if self._latest is None or self._latest[0] != slots:
-            self._latest = slots, self._read(batch, self._asked(slots))
+            self._latest = slots, self._gather(batch, self._asked(slots))
         return self._latest[1]
 
     def _asked(self, slots: list[int]) -> list[_Settings]:
         """A warm-up's slots have no request."""
         return [self._by_slot[slot] for slot in slots if slot in self._by_slot]
 
-    def _read(self, batch: CanvasBatch, asked: list[_Settings]) -> MaskedStepSettings:
+    def _gather(self, batch: CanvasBatch, asked: list[_Settings]) -> MaskedStepSettings:
+        """Reads the columns of the batch's slots on the device. Of those that no request uses,
+        which the host's copies `asked` tell without waiting, there are none."""
         table = self._table[batch.slot_index].clone()  # the rows may be another request's later on
         columns = dict(zip(_Settings._fields, table.unbind(dim=-1), strict=True))
         return MaskedStepSettings(

@@ -1,8 +1,8 @@
 """Trains a DFlash drafter for any causal language model: `vllm-dllm drafter train`.
 
-The target answers the prompts once (`collect.py`). Every step (`fit.py`) then runs the real target
-over some of those sequences, takes the states of the chosen layers, puts blocks after random
-anchors and lowers the loss of what the drafter guesses there (`loss.py`). A stopped run can be
+The target answers the prompts once (`sequences.py`). Every step (`fit.py`) then runs the real
+target over some of those sequences, takes the states of the chosen layers, puts blocks after random
+anchors (`blocks.py`) and lowers the loss of what the drafter guesses there. A stopped run can be
 continued (`resumable.py`).
 """
 
@@ -66,7 +66,7 @@ def train(
     _check_arguments(settings, prompts, server, from_buffer, init_from)
     text_config = target_text_config(target)
     start = load_drafter(init_from) if init_from else None
-    config = start.config if start else _new_config(target, text_config, settings)
+    config = start.config if start else config_for_target(target, text_config, settings)
     check_fit(config, text_config, (str(init_from or "asked for"), str(target)))
     sequences: list[KnownSequence] = []
     questions: list[list[int]] = []
@@ -127,7 +127,9 @@ def _check_arguments(
         )
 
 
-def _new_config(target: Path, text_config: Any, options: Options) -> Qwen3Config:
+def config_for_target(target: Path, text_config: Any, options: Options) -> Qwen3Config:
+    """Makes the configuration of a new drafter. Raises InputError where there is no token for
+    masks."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     mask_token = options.mask_token or tokenizer.mask_token
     if mask_token is None:

@@ -29,7 +29,7 @@ from vllm_dllm.tools.server_process import check_checkpoint
 from vllm_dllm.tools.tune import report
 from vllm_dllm.tools.tune.plot import plot
 from vllm_dllm.tools.tune.report import Confirmed, choose
-from vllm_dllm.tools.tune.search import Measured, Tried, front, search
+from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
 from vllm_dllm.tools.tune.space import Space, Value
 
 LEAST_PROMPTS = 8
@@ -177,14 +177,14 @@ def _search_and_confirm(
             say,
         )
         own = next(t for t in tried if t.is_own)
-        candidates = [own, *(t for t in front(tried) if t is not own)]
+        candidates = [own, *(t for t in pareto_front(tried) if t is not own)]
         confirming = progress.add_task("confirming", total=len(candidates))
         found: list[Measured] = []
         for candidate in candidates:
             found.append(_confirm(partial / CONFIRMED_FILE, candidate, halves[1], measure))
             progress.advance(confirming)
     confirmed = [
-        Confirmed.against(found[0], candidate, measured)
+        Confirmed.compared_with(found[0], candidate, measured)
         for candidate, measured in zip(candidates, found, strict=True)
     ]
     return tried, sorted(confirmed, key=lambda c: c.measured.tokens_per_forward)

@@ -58,7 +58,8 @@ class Confirmed:
     """How much the accuracy is above that of the checkpoint's own settings."""
 
     @classmethod
-    def against(cls, own: Measured, tried: Tried, measured: Measured) -> "Confirmed":
+    def compared_with(cls, own: Measured, tried: Tried, measured: Measured) -> "Confirmed":
+        """`own` and `measured` have the scores of the same prompts, in the same order."""
         return cls(
             tried,
             measured,
@@ -88,8 +89,8 @@ def as_table(confirmed: Sequence[Confirmed], chosen: Confirmed, prompts: str) ->
     for row in confirmed:
         table.add_row(
             f"{row.tried.number}{' *' if row is chosen else ''}",
-            _percent(row.accuracy),
-            "-" if row.tried.is_own else _percent(row.difference, "+"),
+            _format_interval(row.accuracy),
+            "-" if row.tried.is_own else _format_interval(row.difference, "+"),
             f"{row.measured.tokens_per_forward:.2f}",
             f"{row.measured.tokens_per_second:.0f}",
             "own settings" if row.tried.is_own else _in_words(row.tried),
@@ -97,7 +98,8 @@ def as_table(confirmed: Sequence[Confirmed], chosen: Confirmed, prompts: str) ->
     return table
 
 
-def _percent(interval: Interval, sign: str = "") -> str:
+def _format_interval(interval: Interval, sign: str = "") -> str:
+    """Writes it in percent, as in `61.2 (58.0 to 64.3)`. `sign`: "+" for one before all numbers."""
     return (
         f"{100 * interval.value:{sign}.1f} "
         f"({100 * interval.low:{sign}.1f} to {100 * interval.high:{sign}.1f})"
@@ -117,8 +119,8 @@ def write_defaults(path: Path, chosen: Confirmed, own: Measured, prompts: str) -
     """Writes a file for `vllm serve --config`."""
     lines = [
         f"Made by: {command()}",
-        f"On {prompts}: accuracy {_percent(chosen.accuracy)} %, 95% interval in brackets;",
-        f"{_percent(chosen.difference, '+')} points beside the checkpoint's own settings.",
+        f"On {prompts}: accuracy {_format_interval(chosen.accuracy)} %, 95% interval in brackets;",
+        f"{_format_interval(chosen.difference, '+')} points beside the checkpoint's own settings.",
         f"{chosen.measured.tokens_per_forward:.2f} tokens a forward; the checkpoint's own: "
         f"{own.tokens_per_forward:.2f}.",
         f"vllm serve CHECKPOINT --config {path.name}",

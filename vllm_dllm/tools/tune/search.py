@@ -97,9 +97,9 @@ def _finished(study: optuna.Study) -> list[Tried]:
     return [Tried.of(trial) for trial in study.get_trials(deepcopy=False, states=states)]
 
 
-def front(tried: list[Tried]) -> list[Tried]:
+def pareto_front(tried: list[Tried]) -> list[Tried]:
     """Picks the settings that no other beats in accuracy without being slower, or the other way
-    round, and of equal ones the first. They are ordered by rising speed."""
+    round, and of equal ones the first. They are ordered by rising tokens per forward."""
     ordered = sorted(
         tried, key=lambda t: (-t.measured.tokens_per_forward, -t.measured.accuracy, t.number)
     )

@@ -19,7 +19,7 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.tools import tune
 from vllm_dllm.tools.evaluate import serving
-from vllm_dllm.tools.tune.search import Measured, Tried, front
+from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front
 
 ROWS = {f"Count to {n}.": str(n) for n in range(1, 17)}
 """An answer needs as many steps as it says. The odd ones are searched with."""
@@ -137,4 +137,4 @@ def test_front() -> None:
         Tried(i, {}, Measured((accuracy,), forwards * 10, 10, 1.0), False)
         for i, (accuracy, forwards) in enumerate(numbers)
     ]
-    assert [t.number for t in front(tried)] == [2, 1, 4]
+    assert [t.number for t in pareto_front(tried)] == [2, 1, 4]
