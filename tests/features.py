@@ -6,11 +6,15 @@ of their names. All other tests that start an engine or take long are for `make 
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "a step equals transformers'": (
-        "engine/test_one_step.py::test_prompts_around_the_window",
+        "engine/test_one_step.py::test_prompts_around_the_window[plain-16]",
+        "engine/test_one_step.py::test_prompts_around_the_window[both-64]",
         "engine/test_one_step.py::test_trained_checkpoint",
     ),
     "whole answers equal transformers'": ("engine/test_trajectories.py::test_trained_checkpoint",),
-    "the next turn finds generated blocks": ("engine/test_committed_kv.py",),
+    "the next turn finds generated blocks": (
+        "engine/test_committed_kv.py::test_next_turn_reuses_generated_blocks[False-False]",
+        "engine/test_committed_kv.py::test_next_turn_reuses_generated_blocks[True-True]",
+    ),
     "a step reads a large vocabulary in tiles": (
         "engine/test_large_vocabulary.py::test_best_guesses_are_the_references",
     ),
@@ -35,7 +39,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_masked.py::test_decisions[Fast-dLLM-4-dynamic]",
         "engine/test_masked_refusals.py",
     ),
-    "images": ("engine/test_images.py::test_one_step",),
+    "images": (
+        "engine/test_images.py::test_one_step[16-plain]",
+        "engine/test_images.py::test_one_step[16-both]",
+    ),
     "quantised checkpoints": (
         "engine/test_quantized.py::test_one_step_of_the_shipped[FP8_DYNAMIC]",
     ),
