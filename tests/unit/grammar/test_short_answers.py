@@ -1,7 +1,7 @@
 """A form that has a short answer is found to have one, whatever stands beside what in it."""
 
 import json
-from itertools import product
+from itertools import combinations_with_replacement, product
 
 import pytest
 from llguidance import LLMatcher
@@ -44,17 +44,21 @@ def require_answer(schema: dict) -> None:
 NAMED = [{"format": name} for name in FORMATS] + [{"pattern": pattern} for pattern in PATTERNS]
 
 
-@pytest.mark.parametrize("first", range(len(NAMED)), ids=[next(iter(n.values())) for n in NAMED])
-def test_all_pairs(first: int) -> None:
-    for second in NAMED:
-        require_answer(of(NAMED[first], second))
+def test_all_pairs() -> None:
+    for strings in combinations_with_replacement(NAMED, 2):
+        require_answer(of(*strings))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", FORMATS)
-def test_all_triples_of_formats(first: str) -> None:
-    for second, third in product(FORMATS, repeat=2):
-        require_answer(of(*({"format": name} for name in (first, second, third))))
+def test_all_triples_of_formats() -> None:
+    for strings in combinations_with_replacement(NAMED[: len(FORMATS)], 3):
+        require_answer(of(*strings))
+
+
+@pytest.mark.thorough
+def test_in_any_order() -> None:
+    for strings in [*product(NAMED, repeat=2), *product(NAMED[: len(FORMATS)], repeat=3)]:
+        require_answer(of(*strings))
 
 
 def test_beside_other_values() -> None:
