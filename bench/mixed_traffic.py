@@ -98,7 +98,7 @@ def systems(adapters: Path) -> Iterator[System]:
             checkpoint,
             [*options, *lora, "--lora-modules", *paths],
             [body | {"temperature": 0} for body in plain],
-            [{"model": "nobody"}, {"temperature": -1}, {"vllm_xargs": {"max_steps": 1}}],
+            [{"model": "nobody"}, {"temperature": -1}, {"response_format": {"type": "xml"}}],
             (str(checkpoint), *ADAPTERS),
         )
     yield System(
