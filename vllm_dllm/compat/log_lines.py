@@ -27,7 +27,7 @@ START_CALLS = frozenset(
 
 
 def failed_call(traceback: TracebackType | None) -> str | None:
-    """Which call it was, by the traceback of the exception that a worker logs."""
+    """Says which call it was, by the traceback of the exception that a worker logs."""
     return traceback and traceback.tb_frame.f_locals.get("method")
 
 

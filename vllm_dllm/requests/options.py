@@ -187,7 +187,7 @@ def read_keys(
 
 
 def own_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the keys that are known, by name without `diffusion_`.
+    """Reads the values of known keys, by name without `diffusion_`.
 
     Raises:
         ValueError: one has another type or is out of range; its first word is the key.
