@@ -343,10 +343,8 @@ def _join(
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
 ):
-    """Combines what the shares of a row's keys gave: the mean of `partial_output` [S, T, Hq, D],
-    weighted by exp2(`partial_lse` [S, T, Hq] - maximum). Always in the same order, whoever comes
-    last. Four shares are read at once: one program waits for what it reads, and few have this to
-    do."""
+    """Always in the same order, whoever comes last. Four shares are read at once: one program waits
+    for what it reads, and few have this to do."""
     CHANNELS: tl.constexpr = min(D_PADDED, 64)  # at once, or registers run out
     maximum = tl.full([M], float("-inf"), tl.float32)
     for share in range(0, shares, 4):

@@ -72,4 +72,5 @@ def test_nothing_is_said_without_a_prediction(server: Server) -> None:
     answer = server.client.chat.completions.create(
         model=server.model, messages=MESSAGES, max_tokens=32
     )
-    assert answer.usage.completion_tokens_details is None
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens is details.rejected_prediction_tokens is None

@@ -11,10 +11,10 @@ import torch
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as strict_text
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -23,6 +23,7 @@ from tests.metrics import check_histogram, ours, since
 from tests.paths import ROOT
 from vllm_dllm import plugin
 from vllm_dllm.compat.metrics import CarryingStats
+from vllm_dllm.compat.request_steps import Steps, count_steps, denoised, take_steps
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.metrics.canvas_numbers import CanvasRow
 from vllm_dllm.metrics.drafts import DRAFT_HISTOGRAMS, CountedHistogram, DraftMetrics
@@ -109,6 +110,8 @@ def counted(*steps: dict[str, Any]) -> CanvasCounts:
 
 
 class NamedRequest:
+    spec_decode_metrics: RequestSpecDecodeMetrics | None = None
+
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
 
@@ -144,6 +147,21 @@ def test_what_is_counted_arrives(metrics: CanvasMetrics) -> None:
     text = strict_text(REGISTRY, escaping="allow-utf-8").decode()  # a colon is kept as it is
     families = {family.name for family in openmetrics(text)}
     assert {PREFIX + name for name in (*COUNTERS, *GAUGES, *BY_LABEL, *HISTOGRAMS)} <= families
+
+
+def test_steps_of_a_request_arrive() -> None:
+    """Two steps that denoise, of which the second commits the block before, and a commit."""
+    request: Any = NamedRequest("b")
+    count_steps(request, most_tokens=4)
+    for num_accepted in (0, 4):
+        denoised(request)
+        request.spec_decode_metrics.observe(4, num_accepted)
+    request.spec_decode_metrics.observe(3, 3)
+    output = EngineCoreOutput("b", [7], spec_decode_metrics=request.spec_decode_metrics)
+    sent = EngineCoreOutputs(outputs=[output])
+    (arrived,) = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent)).outputs
+    assert take_steps(arrived) == Steps(denoise_steps=2, forwards=3)
+    assert take_steps(arrived) is None
 
 
 def test_memory_is_what_the_last_step_says(metrics: CanvasMetrics) -> None:
