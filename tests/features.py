@@ -10,7 +10,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_one_step.py::test_prompts_around_the_window[both-64]",
         "engine/test_one_step.py::test_trained_checkpoint",
     ),
-    "whole answers equal transformers'": ("engine/test_trajectories.py::test_trained_checkpoint",),
+    "whole answers equal transformers'": (
+        "engine/test_trajectories.py::test_trained_checkpoint[25-18]",
+    ),
     "the next turn finds generated blocks": (
         "engine/test_committed_kv.py::test_next_turn_reuses_generated_blocks[False-False]",
         "engine/test_committed_kv.py::test_next_turn_reuses_generated_blocks[True-True]",

@@ -4,6 +4,7 @@ import multiprocessing
 import time
 from typing import Any
 
+import pytest
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
 from vllm_dllm.cpu.compat import engine_waits
@@ -23,6 +24,7 @@ def answer_pairs(asked: Any, handles: Any, count: int) -> None:
         answers.enqueue(second)
 
 
+@pytest.mark.slow
 def test_no_message_is_missed() -> None:
     """Of two in a row, the second wakes nobody; so readers must not be asleep by then."""
     engine_waits.fall_asleep_soon()

@@ -237,6 +237,7 @@ def objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[
     return st.builds(build, st.dictionaries(names, inner, max_size=3), st.sets(names))
 
 
+@pytest.mark.slow
 @given(objects(schemas()), st.integers(0, 1000))
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_calls_of_drawn_schemas_fit(schema: dict[str, Any], seed: int) -> None:

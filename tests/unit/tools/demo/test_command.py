@@ -123,6 +123,7 @@ def test_a_server_that_dies_while_it_answers(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_server(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")

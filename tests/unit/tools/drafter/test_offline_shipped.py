@@ -12,7 +12,7 @@ from vllm_dllm.tools.drafter.reference import load_drafter
 from vllm_dllm.tools.drafter.sequences import complete, read_prompts
 from vllm_dllm.tools.drafter.target_states import load_target
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
 TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 EVERY = 8
