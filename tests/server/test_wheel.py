@@ -82,21 +82,6 @@ def test_command_without_its_script(programs: Path, tmp_path: Path) -> None:
     assert {"model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
 
 
-def test_plugins_without_ours(programs: Path) -> None:
-    """PyTorch is what asks us then, and vLLM imports it first of all."""
-    code = "import sys; sys.argv = ['/usr/bin/vllm', 'serve', 'nope']; import torch"
-    done = subprocess.run(
-        [programs / "python", "-c", code],
-        env={"VLLM_PLUGINS": "foo"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stderr == (
-        "Error: VLLM_PLUGINS must name vllm_dllm, without which vLLM does not start on a CPU, got "
-        "'foo'. Set it to foo,vllm_dllm, or unset it.\n"
-    )
-
-
 def test_demo_serves_the_checkpoint_of_the_wheel(programs: Path, tmp_path: Path) -> None:
     """And its server's log ends as it should: nothing is said that misleads."""
     output = run(programs / "vllm-dllm", "demo", "--ask", "Sort: q d x a", cwd=tmp_path)

