@@ -180,4 +180,4 @@ def test_predicted_widths_are_waited_for_when_they_are_read(
     assert len(widths) == len(REQUESTS)
     assert list(widths) == list(REQUESTS)
     (wait,) = cuda.waits
-    assert wait.startswith("an event at vllm_dllm/drafters/dflash.py")
+    assert wait.startswith("an event at vllm_dllm/drafters/predicted_widths.py")
