@@ -21,11 +21,11 @@ from attention_kernels.api import FP8
 from attention_kernels.fa4 import import_fa4
 from attention_kernels.testing import PagedBatch, Request, allowed
 from tests.triton_version import interpreted_without_gpu
-from vllm_dllm import plugin, serving_config
+from vllm_dllm import plugin
 from vllm_dllm.attention import WindowRules, gpu_backend, use_window_rules
-from vllm_dllm.attention.choice import Choice, Layer
+from vllm_dllm.attention.choice import Choice
 from vllm_dllm.attention.flash_attention import FlashAttention
-from vllm_dllm.attention.gpu import GpuCanvasBackend, choose_versions
+from vllm_dllm.attention.gpu import GpuCanvasBackend
 from vllm_dllm.attention.warm_up import compile_flash_attention
 
 pytestmark = pytest.mark.numerics
@@ -341,139 +341,7 @@ def test_all_that_runs_is_compiled_before_requests_come(fa4: Callable[..., Stand
         assert sorted(calls) == sorted(2 * [(1024, 1), (2048, 1), *with_images])
 
 
-Chosen = Callable[..., tuple[str, bool]]
-
-
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
-    """What the log says of a kind of layer, and whether FlashAttention-4 is part of it."""
-    log: list[str] = []
-    monkeypatch.setattr(
-        vllm_dllm.attention.gpu.logger, "info_once", lambda text, *args: log.append(text % args)
-    )
-
-    def choose(
-        layer: Layer, version: int | None = None, cache: str = "auto", chip: Any = (9, 0)
-    ) -> tuple[str, bool]:
-        config = SimpleNamespace(
-            attention_config=AttentionConfig(flash_attn_version=version),
-            model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=32768),
-        )
-        gpu = vllm_dllm.attention.gpu
-        monkeypatch.setattr(gpu, "get_current_vllm_config_or_none", lambda: config)
-        platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(*chip))
-        monkeypatch.setattr(gpu, "current_platform", platform)
-        choice, attention = choose_versions(layer, cache)
-        assert (attention is None) == (choice == Choice(((0, "triton"),)))
-        return log[-1], attention is not None
-
-    return choose
-
-
-SLIDING, FULL = Layer(256, 16, has_window=True), Layer(512, 16, has_window=False)
-
-
-@pytest.mark.fa4
-def test_a_line_of_the_log_for_each_kind_of_layer(
-    monkeypatch: pytest.MonkeyPatch, chosen: Chosen
-) -> None:
-    module = vllm_dllm.attention.flash_attention
-    monkeypatch.setattr(module, "flash_attention_4", lambda: StandIn())
-    assert chosen(SLIDING) == (
-        "Attention layers of head size 256 with a window run Triton, FlashAttention-4 in steps of "
-        "1,024 rows and more (measured on an NVIDIA H200).",
-        True,
-    )
-    line, has_fa4 = chosen(FULL)
-    assert "512 without a window run FlashAttention-4 (measured" in line and has_fa4
-    line, has_fa4 = chosen(SLIDING, version=4)
-    assert "run FlashAttention-4 (--attention-config.flash_attn_version 4)" in line and has_fa4
-    for choose, why in (
-        (lambda: chosen(SLIDING, version=3), "asks for no FlashAttention-4"),
-        (lambda: chosen(FULL, cache="fp8"), "it takes a key_cache of the query's dtype"),
-        (lambda: chosen(FULL, cache="float16"), "got torch.float16"),
-        (lambda: chosen(FULL._replace(has_window=True), version=4), "got query with 512"),
-        (lambda: chosen(FULL, chip=(10, 0)), "no measured times"),
-        (lambda: chosen(FULL, version=4, chip=(10, 0)), "got query with 512"),
-        (lambda: chosen(SLIDING, version=4, chip=(8, 0)), "got sm_80"),
-    ):
-        line, has_fa4 = choose()
-        assert "run Triton (" in line and why in line and not has_fa4
-
-
-@pytest.mark.fa4
-def test_a_build_without_flash_attention_4_runs_triton(chosen: Chosen) -> None:
-    """As the CPU's."""
-    line, has_fa4 = chosen(FULL)
-    assert "run Triton (not FlashAttention-4: it is not there: " in line and not has_fa4
-
-
 def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "attention_kernels.fa4_fwd", None)
     with pytest.raises(ImportError, match=r"flash-attn-4 .*pip install 'vllm-dllm\[fa4\]'"):
         import_fa4()
-
-
-Serve = Callable[[AttentionConfig], list[str]]
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Starts a server on a GPU that ours can serve, as far as attention goes; what it logs."""
-    log: list[str] = []
-    monkeypatch.setattr(serving_config.logger, "info", lambda text, *args: log.append(text % args))
-
-    def stock(vllm_config: Any) -> None:
-        vllm_config.attention_config.flash_attn_version = 4
-
-    monkeypatch.setattr(
-        serving_config.DiffusionGemmaModelForBlockDiffusionConfig,
-        "verify_and_update_config",
-        staticmethod(stock),
-    )
-    monkeypatch.setattr(serving_config, "gpu_backend", lambda _: AttentionBackendEnum.CUSTOM)
-    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)
-    monkeypatch.setattr(serving_config, "current_platform", gpu)
-    for name in (
-        "use_our_classes",
-        "leave_room_beside_prompts",
-        "check_token_budget",
-        "read_denoise_config",
-        "default_max_num_seqs",
-        "choose_steps",
-        "finish",
-    ):
-        monkeypatch.setattr(serving_config, name, lambda *_: 8)
-
-    def start(attention_config: AttentionConfig) -> list[str]:
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(hf_config=None, supports_multimodal_inputs=False),
-            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-            scheduler_config=SimpleNamespace(max_num_seqs=8),
-            attention_config=attention_config,
-            additional_config={},
-        )
-        serving_config.DiffusionGemmaServingConfig.verify_and_update_config(config)
-        return log
-
-    return start
-
-
-@pytest.mark.parametrize("version", [None, 4])
-def test_only_a_user_asks_for_flash_attention_4(serve: Serve, version: int | None) -> None:
-    """Stock vLLM sets version 4 by itself for models whose layers differ in head size."""
-    attention_config = AttentionConfig(flash_attn_version=version)
-    serve(attention_config)
-    assert attention_config.backend is AttentionBackendEnum.CUSTOM
-    assert attention_config.flash_attn_version == version
-
-
-def test_the_log_says_which_attention_was_chosen(serve: Serve) -> None:
-    (line,) = serve(AttentionConfig())
-    assert line.startswith("Attention runs our kernels (--attention-backend CUSTOM)")
-
-
-def test_the_log_claims_no_choice_of_the_users(serve: Serve) -> None:
-    attention_config = AttentionConfig(backend=AttentionBackendEnum.TRITON_ATTN)
-    assert serve(attention_config) == []
-    assert attention_config.backend is AttentionBackendEnum.TRITON_ATTN

@@ -16,46 +16,13 @@ from hypothesis import strategies as st
 
 from attention_kernels.api import FP8, attention
 from attention_kernels.masks import visible, visible_range
-from attention_kernels.testing import PagedBatch, Request, allowed, with_gaps
+from attention_kernels.testing import PagedBatch, Request, allowed
 from attention_kernels.tiling import key_range
+from tests.unit.attention_kernels.batches import MIXES, small_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("triton_version")]
 
-MIXES = {
-    "causal": [
-        Request(5, 0, causal=True),
-        Request(1, 40, causal=True),
-        Request(9, 17, causal=True),
-    ],
-    "canvases": [Request(8, 33), Request(8, 2), Request(1, 50), Request(3, 0)],
-    "mixed": [
-        Request(8, 37),
-        Request(8, 37, symmetric=True),
-        Request(8, 37, causal=True),
-        Request(0, 12),
-        Request(21, 5, symmetric=True),
-        Request(1, 0, causal=True),
-    ],
-    "blocks": [
-        Request(8, 36, causal=4),
-        Request(64, 32, causal=32),
-        Request(23, 0, causal=4),  # ends inside a block
-        Request(9, 17, causal=4),  # begins in one
-        Request(8, 37),
-        Request(8, 37, causal=True),
-    ],
-    # Of 1 token, and of as many as a window of 16 holds, one fewer, one more and three times that.
-    "images": [
-        Request(30, 20, causal=True, images=((20, 28), (35, 50))),  # as its rows begin and end
-        Request(8, 37),
-        Request(45, 0, causal=True, images=((3, 4), (6, 22), (23, 40))),
-        Request(8, 37, symmetric=True),
-        Request(59, 40, causal=True, images=((42, 90), (90, 97))),  # side by side
-        Request(9, 17, causal=True),
-        Request(16, 0, causal=True, images=((0, 16),)),
-    ],
-}
 WINDOWS = [-1, 0, 1, 15, 200]
 # Every mix with every window, and both with every page size: two sizes each, in turn.
 VISIBILITY = [
@@ -133,13 +100,6 @@ def test_numbers(shape: str, dtype: torch.dtype, window_left: int) -> None:
         dtype=dtype,
     )
     check_numbers(batch, window_left=window_left, scale=head_size**-0.5)
-
-
-def small_batch(requests: list[Request] = MIXES["mixed"], **options: Any) -> PagedBatch:
-    return PagedBatch.random(
-        requests,
-        **{"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "block_size": 16, **options},
-    )
 
 
 def test_softcap() -> None:
@@ -275,54 +235,6 @@ def test_fp8_cache_with_scales() -> None:
     allowed(coarse, scale=0.3, **scales).check(output)
 
 
-def test_strided_arguments() -> None:
-    """As an engine has them: keys and values side by side, queries a part of a wider row."""
-    batch = small_batch(head_size=32)
-    both = torch.stack((batch.key_cache, batch.value_cache), dim=1).to(DEVICE)
-    wide = torch.cat((batch.query, batch.query + 1), dim=1).to(DEVICE)
-    output = torch.full_like(wide, torch.nan)
-    arguments = batch.to(DEVICE).arguments() | {
-        "query": wide[:, : batch.query.shape[1]],
-        "key_cache": both[:, 0],
-        "value_cache": both[:, 1],
-    }
-    attention(**arguments, scale=0.3, output=output[:, : batch.query.shape[1]])
-    assert output[:, batch.query.shape[1] :].isnan().all(), "written outside of its rows"
-    allowed(batch, scale=0.3).check(output[:, : batch.query.shape[1]].cpu())
-
-
-GAPPED = [
-    "query",
-    "key_cache",
-    "value_cache",
-    "block_table",
-    "query_start_loc",
-    "seq_lens",
-    "causal",
-    "window_rule",
-    "output",
-]
-
-
-@pytest.mark.parametrize("name", GAPPED)
-def test_gaps_along_a_last_dimension_are_refused(name: str) -> None:
-    arguments = small_batch().to(DEVICE).arguments()
-    arguments["output"] = torch.zeros_like(arguments["query"])
-    arguments[name] = with_gaps(arguments[name])
-    with pytest.raises(ValueError, match=f"a {name} that is contiguous .*, got strides .*copy"):
-        attention(**arguments, scale=0.3)
-    assert not arguments["output"].any(), "written all the same"
-
-
-def test_one_request_may_be_a_slice_with_gaps() -> None:
-    """The stride of a dimension of one is nobody's concern."""
-    batch = small_batch([Request(8, 5)])
-    arguments = batch.to(DEVICE).arguments()
-    for name in ("block_table", "seq_lens", "causal", "window_rule"):
-        arguments[name] = with_gaps(arguments[name])
-    allowed(batch, scale=0.3).check(attention(**arguments, scale=0.3).cpu())
-
-
 def test_bf16_is_refused_in_the_interpreter(triton_version: ModuleType) -> None:
     """It multiplies bf16 wrongly, by many orders of magnitude."""
     batch = small_batch(dtype=torch.bfloat16).to(DEVICE)
@@ -340,88 +252,6 @@ def test_compiled_kernels_want_a_gpu(
     monkeypatch.setattr(triton_version, "_attention_kernel", compiled)
     with pytest.raises(ValueError, match=r"on a GPU, got query on cpu: .*impl='reference'"):
         attention(**small_batch().arguments(), scale=0.3)
-
-
-def test_no_queries_and_no_requests() -> None:
-    arguments = small_batch().to(DEVICE).arguments()
-    empty = {**arguments, "query": arguments["query"][:0]}
-    assert attention(**empty, scale=0.3).shape == (0, 4, 32)
-    for name in ("block_table", "seq_lens", "causal", "window_rule"):
-        arguments[name] = arguments[name][:0]
-    arguments["query_start_loc"] = arguments["query_start_loc"][:1]
-    assert not attention(**arguments, scale=0.3).any()
-
-
-def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
-    """The same numbers, `stride` elements from one to the next along `dim` and the others in
-    between. What lies in between is never touched, so it takes addresses and no memory."""
-    order = [dim, *(d for d in range(tensor.dim()) if d != dim)]
-    inner = tensor.permute(order)[0].contiguous()
-    size = (tensor.shape[dim] - 1) * stride + inner.numel()
-    far = torch.empty(size, dtype=tensor.dtype, device=tensor.device).as_strided(
-        (tensor.shape[dim], *inner.shape), (stride, *inner.stride())
-    )
-    far = far.permute([order.index(d) for d in range(tensor.dim())])
-    return far.copy_(tensor)
-
-
-FAR = {  # argument, dimension
-    "query heads": ("query", 1),
-    "output heads": ("output", 1),
-    "key heads": ("key_cache", 2),
-    "value heads": ("value_cache", 2),
-    "key slots": ("key_cache", 1),
-    "value slots": ("value_cache", 1),
-}
-
-
-@pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("case", FAR)
-def test_addresses_past_2_to_the_31(
-    triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str, num_splits: int
-) -> None:
-    """Of elements, in up to 4 GiB of addresses."""
-    monkeypatch.setattr(triton_version, "_choose_splits", lambda *_: num_splits)
-    name, dim = FAR[case]
-    batch = small_batch(
-        [Request(3, 20), Request(2, 5, causal=True)], num_heads=3, num_kv_heads=3, dtype=torch.half
-    )
-    batch = replace(batch, key_cache=batch.key_cache.to(FP8), value_cache=batch.value_cache.to(FP8))
-    arguments = batch.to(DEVICE).arguments()
-    arguments["output"] = torch.zeros_like(arguments["query"])
-    last = arguments[name].shape[dim] - 1  # the stride alone fits 32 bits, their product does not
-    arguments[name] = far_apart(arguments[name], dim, 2**31 // last + 64)
-    output = attention(**arguments, scale=0.3).cpu()
-    allowed(batch, scale=0.3).check(output)
-
-
-def test_rows_of_no_request_are_left_alone() -> None:
-    """A captured CUDA graph has more rows than the requests it is replayed with."""
-    batch = small_batch()
-    padding = torch.full((7, *batch.query.shape[1:]), torch.nan)
-    padded = replace(batch, query=torch.cat((batch.query, padding)))
-    output = attention(**padded.to(DEVICE).arguments(), scale=0.3).cpu()
-    assert (output[len(batch.query) :] == 0).all()
-    allowed(batch, scale=0.3).check(output[: len(batch.query)])
-
-
-@pytest.mark.parametrize("block_size", [16, 128])
-def test_pages_before_the_window_may_hold_anything(block_size: int) -> None:
-    """An engine gives them to other requests."""
-    window_left = 20
-    batch = small_batch(
-        [Request(8, 300), Request(5, 200, True), Request(3, 77, symmetric=True)],
-        block_size=block_size,
-    )
-    options = {"scale": 0.3, "window_left": window_left}
-    right = allowed(batch, **options)
-    for r, length in enumerate(batch.seq_lens.tolist()):
-        query_len = int(batch.query_start_loc[r + 1] - batch.query_start_loc[r])
-        position = torch.arange(length - query_len - window_left)
-        pages = batch.block_table[r, position // block_size].long()
-        for cache in (batch.key_cache, batch.value_cache):
-            cache[pages, position % block_size] = torch.nan
-    right.check(attention(**batch.to(DEVICE).arguments(), **options).cpu())
 
 
 @settings(deadline=None, max_examples=300)
