@@ -9,6 +9,7 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import Engine, cached_tokens
 from tests.engine.one_step import FEW_STEPS, random_ids
+from vllm_dllm.compat.request_steps import take_steps
 
 CANVAS = 32
 COUNTED = {"worker_extension_cls": "bench.step_split.StepSplit", "enable_prefix_caching": False}
@@ -107,7 +108,9 @@ def test_the_last_canvas_is_as_wide_as_what_may_still_come(
 ) -> None:
     """Also where the step after a block was scheduled before its end was known."""
     ahead = {"async_scheduling": True} if is_ahead else {}
-    served = engine(tiny(64), settings={"fit_canvas": True}, **ahead, **COUNTED)
+    served = engine(
+        tiny(64), settings={"fit_canvas": True}, disable_log_stats=False, **ahead, **COUNTED
+    )
 
     def widths(max_tokens: int, **extra: int) -> list[int]:
         params = SamplingParams(
@@ -116,7 +119,12 @@ def test_the_last_canvas_is_as_wide_as_what_may_still_come(
         prompt = {"prompt_token_ids": random_ids(40, 512, seed=1)}
         output = served.llm.generate(prompt, params, use_tqdm=False)[0]
         assert len(output.outputs[0].token_ids) == max_tokens
-        return [len(step["canvas"]) for step in served.steps(output.request_id)]
+        traced, counted = served.steps(output.request_id), take_steps(output.outputs[0])
+        assert counted is not None and counted.denoise_steps == len(traced)
+        # Both schedule ahead here: some blocks are committed by forwards of their own.
+        num_commits = counted.forwards - len(traced)
+        assert 1 <= num_commits <= sum(step["finished"] for step in traced)
+        return [len(step["canvas"]) for step in traced]
 
     steps = FEW_STEPS["diffusion_max_steps"]
     assert widths(CANVAS + 1) == [CANVAS] * steps + [16] * steps
