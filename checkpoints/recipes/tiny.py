@@ -18,7 +18,7 @@ from checkpoints.recipes.architecture import (
     build_generation_config,
 )
 from checkpoints.recipes.checkpoint import save_checkpoint
-from checkpoints.recipes.tokenizer import build_tokenizer
+from checkpoints.recipes.tokenizer import build_seeing_tokenizer, build_tokenizer
 
 IMAGE_TOKENS = 70  # of an image at most: the fewest that Gemma 4's image processor knows
 # Of a tower that may see images of every form: a row or a column of `IMAGE_TOKENS`, too.
@@ -84,7 +84,7 @@ def make_tiny_checkpoint(
 ) -> Path:
     """Writes a random DiffusionGemma checkpoint with tokenizer to `path` and returns `path`."""
     path = Path(path)
-    tokenizer = build_tokenizer()
+    tokenizer = build_seeing_tokenizer() if sees else build_tokenizer()
     config = build_config(
         vocab_size=vocab_size or len(tokenizer),
         hidden_size=hidden_size,

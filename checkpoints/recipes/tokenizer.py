@@ -15,6 +15,7 @@ from checkpoints.recipes.words import PIECES
 
 SPECIAL_TOKENS = ["<pad>", "<turn|>", "<bos>", "<|turn>", "<|image>", "<|image|>", "<image|>"]
 PAD_ID, EOS_ID, BOS_ID, TURN_ID, BOI_ID, IMAGE_ID, EOI_ID = range(len(SPECIAL_TOKENS))
+VIDEO_ID = 497  # in `build_seeing_tokenizer`, the first that is unused elsewhere
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
@@ -75,3 +76,12 @@ def build_tokenizer(
         model_max_length=4096,
         clean_up_tokenization_spaces=False,
     )
+
+
+def build_seeing_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of models that see: chats may show videos, too."""
+    tokenizer = build_tokenizer(more_tokens=["<|video|>"])
+    image = "'<|image|>' if part['type'] == 'image' else "
+    video = "'<|video|>' if part['type'] == 'video' else "
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(image, image + video)
+    return tokenizer

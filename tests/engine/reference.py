@@ -1,19 +1,31 @@
 """transformers' DiffusionGemma (eager, fp32): the definition of right for these tests."""
 
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from PIL import Image
-from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DynamicCache
+from transformers import (
+    AutoTokenizer,
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+    DynamicCache,
+)
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSampler
+from transformers.models.gemma4 import image_processing_pil_gemma4 as with_pillow
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.video_utils import VideoMetadata
 
+from checkpoints.recipes.tokenizer import VIDEO_ID
 from tests.engine.parting import Decisions, Grounds
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
@@ -25,39 +37,65 @@ def load(path: Path | str) -> DiffusionGemmaForBlockDiffusion:
     ).eval()
 
 
+PROCESSING = "transformers.models.gemma4."
+Video = tuple[np.ndarray, dict[str, Any]]
+"""Frames [n, height, width, 3] uint8, and vLLM's metadata of them."""
+
+
 @dataclass(frozen=True)
 class Seen:
-    """A prompt with images, as a client sends it and as transformers' `generate` takes it."""
+    """A prompt with images and videos, as a client sends it and as transformers' `generate` takes
+    it."""
 
-    tokens: list[int]  # with one image token for each image
+    tokens: list[int]  # with one image token for each image, and one video token for each video
     images: list[Image.Image]
     inputs: dict[str, torch.Tensor]  # of `generate`
+    videos: Sequence[Video] = ()
 
     @classmethod
-    def prepare(cls, path: Path, tokens: list[int], images: list[Image.Image]) -> "Seen":
-        """As transformers' image processor and `Gemma4Processor`, which needs torchvision, do."""
+    def prepare(
+        cls,
+        path: Path,
+        tokens: list[int],
+        images: list[Image.Image],
+        videos: Sequence[Video] = (),
+    ) -> "Seen":
+        """As transformers' image processor and `Gemma4Processor`, which needs torchvision, do.
+
+        The model takes the features of frames as those of images, in the places of image tokens;
+        the types of tokens, which masks are made of, say which are a video's.
+        """
         config = DiffusionGemmaConfig.from_pretrained(path)
-        made = Gemma4ImageProcessorPil.from_pretrained(path)(images, return_tensors="pt")
-        counts = iter(made["num_soft_tokens_per_image"].tolist())
+        processor = Gemma4ImageProcessorPil.from_pretrained(path)
+        images_left, videos_left = iter(images), iter(videos)
         ids: list[int] = []
+        made = []
         for token in tokens:
             if token == config.image_token_id:
-                image = [config.image_token_id] * next(counts)
+                made.append(processor([next(images_left)], return_tensors="pt"))
+                image = [token] * made[-1]["num_soft_tokens_per_image"].item()
                 ids += [config.boi_token_id, *image, config.eoi_token_id]
+            elif videos and token == VIDEO_ID:
+                frames, metadata = next(videos_left)
+                made.append(processor([Image.fromarray(x) for x in frames], return_tensors="pt"))
+                ids += _video_ids(path, made[-1]["num_soft_tokens_per_image"][0].item(), metadata)
             else:
                 ids.append(token)
-        input_ids = torch.tensor([ids])
+        sent = torch.tensor([ids])
+        is_image, is_frame = sent == config.image_token_id, (sent == VIDEO_ID) & bool(videos)
         inputs = {
-            "input_ids": input_ids,
-            "mm_token_type_ids": (input_ids == config.image_token_id).long(),
-            "pixel_values": made["pixel_values"],
-            "image_position_ids": made["image_position_ids"],
+            "input_ids": sent.masked_fill(is_frame, config.image_token_id),
+            "mm_token_type_ids": is_image + 2 * is_frame,
+            "pixel_values": torch.cat([one["pixel_values"] for one in made]),
+            "image_position_ids": torch.cat([one["image_position_ids"] for one in made]),
         }
-        return cls(tokens, images, inputs)
+        return cls(tokens, images, inputs, videos)
 
     @property
     def engine_input(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.tokens, "multi_modal_data": {"image": self.images}}
+        media = {"image": self.images, "video": list(self.videos)}
+        present = {kind: items for kind, items in media.items() if items}
+        return {"prompt_token_ids": self.tokens, "multi_modal_data": present}
 
     @property
     def ids(self) -> list[int]:
@@ -66,6 +104,27 @@ class Seen:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def _video_ids(path: Path, num_frame_tokens: int, metadata: dict[str, Any]) -> list[int]:
+    """What transformers' processor puts in the place of a video."""
+    # Its file needs two names of one that needs torchvision. Pillow's processor has them, too.
+    with patch.dict(sys.modules, {PROCESSING + "image_processing_gemma4": with_pillow}):
+        processor = import_module(PROCESSING + "processing_gemma4").Gemma4Processor
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    marks = SimpleNamespace(boi_token="<|image>", eoi_token="<image|>", video_token="<|video|>")
+    made = {
+        "num_soft_tokens_per_video": [num_frame_tokens],
+        "video_metadata": [
+            VideoMetadata(
+                total_num_frames=metadata["total_num_frames"],
+                fps=metadata["fps"],
+                frames_indices=metadata["frames_indices"],
+            )
+        ],
+    }
+    text = processor.replace_video_token(marks, made, 0)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 @torch.inference_mode()

@@ -27,8 +27,8 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
         """Tensors of `items`, by the names of `fields`; `options` are the request's."""
 
     @abstractmethod
-    def fields(self) -> Mapping[str, MultiModalFieldConfig]:
-        """How each of these tensors is cut up by item."""
+    def fields(self, made: BatchFeature) -> Mapping[str, MultiModalFieldConfig]:
+        """How each of these tensors is cut up by item; `made` are some of them."""
 
     @abstractmethod
     def prompt_updates(self, processed: MultiModalKwargsItems) -> Sequence[PromptUpdate]:
@@ -42,7 +42,7 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        return self.fields()
+        return self.fields(hf_inputs)
 
     def _get_prompt_updates(
         self,

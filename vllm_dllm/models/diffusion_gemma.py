@@ -21,10 +21,11 @@ from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.attention import use_window_rules
-from vllm_dllm.models import finite, vision
+from vllm_dllm.models import finite, video_frames, vision
 from vllm_dllm.models.expected_weights import ExpectedWeights
 from vllm_dllm.models.image_processor import (
     IMAGE,
+    VIDEO,
     ImageDummyInputs,
     ImageProcessingInfo,
     ImageProcessor,
@@ -113,14 +114,16 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str:
-        return IMAGE  # no other modality gets here
+        return VIDEO if modality == "video" else IMAGE  # no other modality gets here
 
     def get_language_model(self) -> nn.Module:
         return self.model
 
     def embed_multimodal(self, **images: Any) -> list[torch.Tensor]:
-        """[tokens, H] of each of n images, made by `ImageProcessor`."""
+        """[tokens, H] of each of n images or videos, made by `ImageProcessor`."""
         assert self.vision_tower is not None and self.embed_vision is not None
+        if "frame_patches" in images:
+            images = video_frames.as_images(images)
         patches, patch_positions = images["patches"], images["patch_positions"]
         counts = images["num_image_tokens"].tolist()  # they stay on the host
         return vision.encode(self.vision_tower, self.embed_vision, patches, patch_positions, counts)

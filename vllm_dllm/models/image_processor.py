@@ -1,12 +1,13 @@
-"""How images become part of a prompt: patches for the vision tower, and a run of image tokens.
+"""How images and videos become part of a prompt: patches for the vision tower, and runs of tokens.
 
-Patches are made by transformers' image processor for Pillow. The processor that a checkpoint names
-needs torchvision, which a CPU install does not have. The prompt says `<|image|>` once per image;
+Patches are made by transformers' image processor for Pillow. The processors that a checkpoint names
+need torchvision, which a CPU install does not have. The prompt says `<|image|>` once per image;
 here that becomes a begin mark, as many image tokens as the tower has rows for it, and an end mark.
+`<|video|>` becomes such a run for each frame, behind the time it is shown at (`video_frames.py`).
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from transformers import BatchFeature, DiffusionGemmaConfig, PretrainedConfig
@@ -15,7 +16,12 @@ from vllm.config.multimodal import MultiModalDummyOptions
 from vllm.inputs import MultiModalDataDict
 from vllm.logger import init_logger
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
-from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
+from vllm.multimodal.parse import (
+    ImageProcessorItems,
+    MultiModalDataItems,
+    MultiModalDataParser,
+    VideoProcessorItems,
+)
 from vllm.multimodal.processing import BaseDummyInputsBuilder
 from vllm.multimodal.processing.context import BaseProcessingInfo
 from vllm.multimodal.processing.processor import (
@@ -25,16 +31,12 @@ from vllm.multimodal.processing.processor import (
 )
 
 from vllm_dllm.compat.media_processor import ProcessorHooks
-from vllm_dllm.requests.images import (
-    MOST_IMAGES,
-    check_media,
-    check_options,
-    check_size,
-)
+from vllm_dllm.models import video_frames
+from vllm_dllm.requests.images import MOST, check_media, check_options, check_size
 
 logger = init_logger(__name__)
 
-IMAGE = "<|image|>"
+IMAGE, VIDEO = "<|image|>", "<|video|>"
 
 
 class ImageProcessingInfo(BaseProcessingInfo):
@@ -61,14 +63,40 @@ class ImageProcessingInfo(BaseProcessingInfo):
             _check_fit(processor, self.get_hf_config().vision_config)
         return processor
 
+    @cached_property
+    def frame_processor(self) -> Gemma4ImageProcessorPil:
+        """Of the frames of videos, for a checkpoint that has an `image_processor`."""
+        model_config = self.ctx.model_config
+        processor = video_frames.load(model_config.model, model_config.revision)
+        _check_fit(processor, self.get_hf_config().vision_config)
+        return processor
+
+    @cached_property
+    def video_token_id(self) -> int | None:
+        """None: the tokenizer has no token for frames, or there is no tokenizer."""
+        tokenizer = self.ctx.tokenizer
+        return None if tokenizer is None else tokenizer.get_vocab().get(VIDEO)
+
+    @property
+    def most_tokens_in_one_piece(self) -> int:
+        """Of an image or a frame, with the marks around it."""
+        assert self.image_processor is not None
+        processors = (self.image_processor, self.frame_processor)
+        return 2 + max(processor.max_soft_tokens for processor in processors)
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         if self.image_processor is None:
             return {}
-        is_limited = "image" in self.ctx.get_mm_config().limit_per_prompt
-        return {"image": None if is_limited else MOST_IMAGES}
+        limits = self.ctx.get_mm_config().limit_per_prompt
+        kinds = ["image"]
+        # Who wants no images and does not speak of videos wants text only.
+        wants_text = "image" in limits and limits["image"].count == 0 and "video" not in limits
+        if self.video_token_id is not None and not wants_text:
+            kinds.append("video")
+        return {kind: None if kind in limits else MOST[kind] for kind in kinds}
 
     def validate_num_items(self, modality: str, num_items: int) -> None:
-        check_media(modality, num_items, self.allowed_mm_limits.get("image"))
+        check_media(modality, num_items, self.allowed_mm_limits)
 
     def get_supported_mm_processor_kwargs(self) -> dict[str, set[str]]:
         return {}  # of requests
@@ -78,7 +106,16 @@ class ImageProcessingInfo(BaseProcessingInfo):
     ) -> Mapping[str, int]:
         if self.image_processor is None:
             return {}  # asked of a server that takes a cache from another one, too
-        return {"image": self.image_processor.max_soft_tokens}
+        frames = self.frame_processor
+        return {
+            "image": self.image_processor.max_soft_tokens,
+            "video": frames.num_frames * frames.max_soft_tokens,
+        }
+
+    def get_data_parser(self) -> MultiModalDataParser:
+        return MultiModalDataParser(
+            expected_hidden_size=self._get_expected_hidden_size(), video_needs_metadata=True
+        )
 
 
 @lru_cache(maxsize=4)
@@ -116,7 +153,7 @@ class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
     """The largest input that memory is planned for."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return IMAGE * mm_counts.get("image", 0)
+        return IMAGE * mm_counts.get("image", 0) + VIDEO * mm_counts.get("video", 0)
 
     def get_dummy_mm_data(
         self,
@@ -124,52 +161,67 @@ class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
         mm_counts: Mapping[str, int],
         mm_options: MultiModalDummyOptions,
     ) -> MultiModalDataDict:
-        processor = self.info.image_processor
-        if processor is None:
+        if self.info.image_processor is None:
             return {}
-        # A strip of square units, one per image token: no other shape fills the budget exactly.
-        unit = processor.patch_size * processor.pooling_kernel_size
+        frames = self.info.frame_processor
         images = self._get_dummy_images(
-            width=unit * processor.max_soft_tokens,
-            height=unit,
-            num_images=mm_counts.get("image", 0),
+            **_largest(self.info.image_processor), num_images=mm_counts.get("image", 0)
         )
-        return {"image": images}
+        videos = self._get_dummy_videos(
+            **_largest(frames), num_frames=frames.num_frames, num_videos=mm_counts.get("video", 0)
+        )
+        return {"image": images, "video": [(video, {}) for video in videos]}
+
+
+def _largest(processor: Gemma4ImageProcessorPil) -> dict[str, int]:
+    """A strip of square units, one per image token: no other shape fills the budget exactly."""
+    unit = _unit(processor)
+    return {"width": unit * processor.max_soft_tokens, "height": unit}
+
+
+def _unit(processor: Gemma4ImageProcessorPil) -> int:
+    return processor.patch_size * processor.pooling_kernel_size
 
 
 class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
-    """Makes patches of a request's images, and room for them in its prompt."""
+    """Makes patches of a request's images and videos, and room for them in its prompt."""
 
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
         check_options(options)
-        given = items.get_items("image", ImageProcessorItems) if items else ()
-        if not given:
-            return BatchFeature()
-        processor = self.info.image_processor
-        assert processor is not None
-        if not processor.do_resize:
-            unit = processor.patch_size * processor.pooling_kernel_size
-            for i in range(len(given)):
-                size = given.get_image_size(i)
-                check_size(size.width, size.height, unit, processor.max_soft_tokens)
-        made = processor(given.get_all(), return_tensors="pt")
-        return BatchFeature(
-            {
-                "patches": made["pixel_values"],
-                "patch_positions": made["image_position_ids"],
-                "num_image_tokens": made["num_soft_tokens_per_image"],
+        made: dict[str, Any] = {}
+        if "image" in items:
+            processor = self.info.image_processor
+            assert processor is not None
+            images = items.get_items("image", ImageProcessorItems)
+            if not processor.do_resize:
+                for i in range(len(images)):
+                    _check_size(processor, *images.get_image_size(i))
+            pictures = processor(images.get_all(), return_tensors="pt")
+            made |= {
+                "patches": pictures["pixel_values"],
+                "patch_positions": pictures["image_position_ids"],
+                "num_image_tokens": pictures["num_soft_tokens_per_image"],
             }
-        )
+        if "video" in items:
+            videos, processor = (
+                items.get_items("video", VideoProcessorItems),
+                self.info.frame_processor,
+            )
+            made |= video_frames.process(videos, processor, partial(_check_size, processor))
+        return BatchFeature(made)
 
-    def fields(self) -> Mapping[str, MultiModalFieldConfig]:
-        return {
+    def fields(self, made: BatchFeature) -> Mapping[str, MultiModalFieldConfig]:
+        images = {
             "patches": MultiModalFieldConfig.batched("image"),
             "patch_positions": MultiModalFieldConfig.batched("image"),
             "num_image_tokens": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
         }
+        if "num_frames" not in made:
+            return images
+        return images | video_frames.fields(made["num_frames"])
 
     def prompt_updates(self, processed: MultiModalKwargsItems) -> Sequence[PromptUpdate]:
-        config = self.info.get_hf_config()
+        config, video_token_id = self.info.get_hf_config(), self.info.video_token_id
 
         def image_tokens(index: int) -> PromptUpdateDetails:
             count = int(processed["image"][index]["num_image_tokens"].data)
@@ -177,5 +229,32 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
             tokens = [config.boi_token_id, *image, config.eoi_token_id]
             return PromptUpdateDetails.select_token_id(tokens, config.image_token_id)
 
-        target = [config.image_token_id]
-        return [PromptReplacement(modality="image", target=target, replacement=image_tokens)]
+        def video_tokens(index: int) -> PromptUpdateDetails:
+            encode = partial(self.info.get_tokenizer().encode, add_special_tokens=False)
+            tokens = video_frames.tokens(
+                processed["video"][index],
+                encode,
+                config.boi_token_id,
+                video_token_id,
+                config.eoi_token_id,
+            )
+            return PromptUpdateDetails.select_token_id(tokens, video_token_id)
+
+        updates = [
+            PromptReplacement(
+                modality="image", target=[config.image_token_id], replacement=image_tokens
+            )
+        ]
+        if video_token_id is not None:
+            updates.append(
+                PromptReplacement(
+                    modality="video", target=[video_token_id], replacement=video_tokens
+                )
+            )
+        return updates
+
+
+def _check_size(processor: Gemma4ImageProcessorPil, width: int, height: int) -> None:
+    """Refuses what a processor that does not scale cannot take."""
+    if not processor.do_resize:
+        check_size(width, height, _unit(processor), processor.max_soft_tokens)

@@ -1,4 +1,4 @@
-"""How many images, of what size, and what else beside text, a prompt may hold.
+"""How many images and videos, of what size, and what else beside text, a prompt may hold.
 
 All functions raise VLLMValidationError, which becomes HTTP 400.
 """
@@ -7,29 +7,37 @@ from collections.abc import Mapping
 
 from vllm.exceptions import VLLMValidationError
 
-MOST_IMAGES = 16
-"""Per prompt, unless --limit-mm-per-prompt says otherwise: a server keeps them all in memory."""
+MOST: Mapping[str, int] = {"image": 16, "video": 2}
+"""Per prompt, unless --limit-mm-per-prompt says otherwise: a server keeps them all in memory. Two
+videos of 32 frames have as many image tokens as 16 images."""
 
 
-def check_media(modality: str, count: int, most_images: int | None) -> None:
-    """Checks one kind: image, video, audio. `most_images`: None where the checkpoint reads text."""
-    if most_images is None:
+def check_media(modality: str, count: int, most: Mapping[str, int]) -> None:
+    """Checks one kind: image, video, audio. `most`: of each kind that the model takes on this
+    server, empty where the checkpoint reads text."""
+    if not most:
         raise VLLMValidationError(
             f"This checkpoint reads text only, got {count} {modality}(s): it has no vision tower, "
             f"or no settings of an image processor. Send text.",
             parameter=modality,
         )
-    if modality != "image":
+    if modality == "video" and modality not in most:
         raise VLLMValidationError(
-            f"This model reads text and images, got {count} {modality}(s). Send text, or single "
-            f"pictures as images.",
+            f"This checkpoint reads text and images, got {count} video(s): its tokenizer has no "
+            f"token <|video|>. Send text, or single pictures as images.",
             parameter=modality,
         )
-    if count > most_images:
+    if modality not in most:
         raise VLLMValidationError(
-            f"A prompt may have at most {most_images} images on this server, got {count}. Send "
-            f"fewer, or start the server with a higher --limit-mm-per-prompt.",
-            parameter="image",
+            f"This model reads text, images and videos, got {count} {modality}(s). Send text, "
+            f"single pictures as images, or a video.",
+            parameter=modality,
+        )
+    if count > most[modality]:
+        raise VLLMValidationError(
+            f"A prompt may have at most {most[modality]} {modality}s on this server, got {count}. "
+            f"Send fewer, or start the server with a higher --limit-mm-per-prompt.",
+            parameter=modality,
         )
 
 

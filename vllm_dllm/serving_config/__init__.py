@@ -207,22 +207,21 @@ def leave_room_beside_prompts(vllm_config: VllmConfig) -> None:
 
 
 def prepare_images(vllm_config: VllmConfig) -> None:
-    """Prepares a server of images: a step has room for a whole one, and bytes are read with care.
+    """Prepares a server of images: a step has room for a whole one, or a whole frame of a video,
+    which the scheduler does not cut, and bytes are read with care.
     Where images cannot be served, text is, without the vision tower; the log says why."""
-    from vllm_dllm.requests.image_bytes import read_carefully  # not for the start of other servers
+    from vllm_dllm.requests.media_url import read_carefully  # not for the start of other servers
 
     config, mm_config = vllm_config.scheduler_config, vllm_config.model_config.multimodal_config
     assert mm_config is not None
     info = MULTIMODAL_REGISTRY.get_processing_info(vllm_config.model_config)
-    (num_tokens,) = info.get_mm_max_tokens_per_item(0, {}).values()
-    num_tokens += 2  # the marks around it
+    num_tokens = info.most_tokens_in_one_piece
     if obstacle := obstacle_to_images(vllm_config, num_tokens):
         mm_config.language_model_only = True
         logger.warning("Images are refused, text alone is served: %s", obstacle)
         return
     if 0 < config.long_prefill_token_threshold < num_tokens:
         config.long_prefill_token_threshold = num_tokens
-    config.disable_chunked_mm_input = True
     if mm_config.mm_processor_cache_type == "lru":
         # vLLM's default keeps processed images in the engine, and only names in the API server. A
         # request that is refused after its images were processed leaves names of images that the

@@ -31,7 +31,7 @@ from checkpoints.recipes.learning_rate import learning_rate_scale
 from checkpoints.recipes.look_back import look_back_weights
 from checkpoints.recipes.muon import MuonAdamW
 from checkpoints.recipes.run_log import write_log
-from checkpoints.recipes.tokenizer import build_tokenizer
+from checkpoints.recipes.tokenizer import build_seeing_tokenizer
 from checkpoints.recipes.train import LOAD_BALANCE_WEIGHT, diffusion_loss
 
 COPIES = 2  # noised canvases for each prefix
@@ -94,7 +94,7 @@ def make_step(
 
 
 def train(args: argparse.Namespace) -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = build_seeing_tokenizer()
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(args.init_from, dtype=torch.float32)
     optimizer = MuonAdamW(
         model, muon_lr=args.muon_lr, adam_lr=args.adam_lr, weight_decay=args.weight_decay

@@ -23,7 +23,7 @@ from checkpoints.recipes.images.steps import run_steps
 from checkpoints.recipes.images.tasks import IMAGE_TASKS, generate_image
 from checkpoints.recipes.learning_rate import learning_rate_scale
 from checkpoints.recipes.muon import MuonAdamW
-from checkpoints.recipes.tokenizer import IMAGE_ID, build_tokenizer
+from checkpoints.recipes.tokenizer import IMAGE_ID, build_seeing_tokenizer
 
 BLANK = 10  # beside the ten digits
 SHARPNESS = 0.25  # of the digit that a token stands for
@@ -118,7 +118,7 @@ def held_out_captions(module: CaptionTower, per_task: int = 200) -> dict[str, fl
 
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
-    tokenizer = build_tokenizer()
+    tokenizer = build_seeing_tokenizer()
     model = start_seeing(len(tokenizer), args.init_from)
     module = CaptionTower(model, tokenizer)
     print(f"{sum(p.numel() for p in module.parameters()) / 1e6:.2f} M parameters", flush=True)

@@ -1,0 +1,213 @@
+"""What comes as a video: the frames that transformers takes are read, everything else is refused in
+words."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+
+from tests.pictures import data_url, encoded, grey_frames, png_header, write_video
+from vllm_dllm.requests import video_bytes
+from vllm_dllm.requests.media_url import CONNECTOR
+from vllm_dllm.requests.video_bytes import MOST_FILE_FRAMES, MOST_FRAME_PIXELS, EvenFrames
+from vllm_dllm.requests.videos import MOST_FRAMES, even_indices, seen_frames, timestamp
+
+
+def read(url: str, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    """Both ways of a server give the same video, or the same refusal."""
+    connector = MEDIA_CONNECTOR_REGISTRY.load(CONNECTOR, **options)
+    found: list[Any] = []
+    for fetch in (connector.fetch_video, lambda url: asyncio.run(connector.fetch_video_async(url))):
+        try:
+            found.append(fetch(url).media)
+        except VLLMValidationError as error:
+            found.append(error)
+    one, other = found
+    if isinstance(one, VLLMValidationError):
+        assert isinstance(other, VLLMValidationError) and str(one) == str(other)
+        raise one
+    assert (one[0] == other[0]).all() and one[1] == other[1]
+    return one
+
+
+def jpegs(images: list[Image.Image]) -> str:
+    parts = [data_url(encoded(image, "JPEG")).partition(",")[2] for image in images]
+    return "data:video/jpeg;base64," + ",".join(parts)
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "avi", "mkv", "webm"])
+@pytest.mark.parametrize("total", [2, MOST_FRAMES, MOST_FRAMES + 1, 100])
+def test_frames_are_taken_as_transformers_takes_them(
+    tmp_path: Path, suffix: str, total: int
+) -> None:
+    data = write_video(tmp_path / f"a.{suffix}", grey_frames(total))
+    frames, metadata = read(data_url(data, f"video/{suffix}"))
+    count = min(total, MOST_FRAMES)
+    known = VideoMetadata(total_num_frames=total, fps=10.0)
+    expected = default_sample_indices_fn(known, num_frames=count).tolist()
+    assert metadata["frames_indices"] == expected and metadata["fps"] == pytest.approx(10.0)
+    assert frames.shape == (count, 48, 64, 3) and frames.dtype == np.uint8
+    # A codec moves brightness by a little; which frame it is can be told.
+    assert np.abs(frames.mean(axis=(1, 2, 3)) - expected).max() < 4
+
+
+def test_a_server_may_take_fewer_frames(tmp_path: Path) -> None:
+    url = data_url(write_video(tmp_path / "a.mp4", grey_frames(100)), "video/mp4")
+
+    def indices(**settings: Any) -> list[int]:
+        return read(url, media_io_kwargs={"video": settings})[1]["frames_indices"]
+
+    assert indices(num_frames=4) == [0, 25, 50, 75]
+    assert indices(fps=1) == [10 * i for i in range(10)]
+    assert len(indices(num_frames=-1)) == len(indices(num_frames=1000)) == MOST_FRAMES
+
+
+def test_single_jpegs_are_frames_a_second_apart() -> None:
+    images = [Image.fromarray(frame) for frame in grey_frames(3)]
+    frames, metadata = read(jpegs(images))
+    assert frames.shape == (3, 48, 64, 3)
+    assert (metadata["fps"], metadata["frames_indices"]) == (1.0, [0, 1, 2])
+
+
+def test_a_file_of_the_server(tmp_path: Path) -> None:
+    allowed = tmp_path / "allowed"
+    allowed.mkdir()
+    write_video(allowed / "a.mp4", grey_frames(3))
+    options = {"allowed_local_media_path": str(allowed)}
+    assert len(read(f"file://{allowed}/a.mp4", **options)[0]) == 3
+    for name, complaint in (
+        (f"{allowed}/b.mp4", "A video's file must exist"),
+        ("/etc/x", "subpath"),
+    ):
+        with pytest.raises(VLLMValidationError, match=complaint):
+            read(f"file://{name}", **options)
+
+
+GREY = Image.new("RGB", (8, 8))
+PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        pytest.param(data_url(b"", "video/mp4"), "got another format", id="empty"),
+        pytest.param(data_url(b"text", "video/mp4"), "got another format", id="text"),
+        pytest.param(data_url(PLAYLIST, "video/mp4"), "got another format", id="a playlist"),
+        pytest.param(data_url(encoded(GREY), "video/mp4"), "got another format", id="a picture"),
+        pytest.param(
+            data_url(b"\0\0\0\x18ftypmp42" + bytes(5000), "video/mp4"),
+            "cannot be read: Could not open",
+            id="zeros",
+        ),
+        pytest.param(data_url(b"text", "image/png"), "must begin with video/", id="wrong MIME"),
+        pytest.param("data:video/mp4,abc", "A video's data URL must be in base64", id="no base64"),
+        pytest.param("data:video/mp4;base64,***", "cannot be used", id="not even base64"),
+        pytest.param("https://example.com/a.mp4", "--allowed-media-domains", id="web"),
+        pytest.param("file:///etc/passwd", "--allowed-local-media-path", id="file"),
+        pytest.param("nonsense", "must begin with data:", id="nonsense"),
+        pytest.param(jpegs([GREY] * 33), "at most 32 frames, got 33", id="more JPEGs"),
+        pytest.param(
+            jpegs([GREY, GREY.resize((9, 8))]), "cannot be read: .*same shape", id="two sizes"
+        ),
+        pytest.param(jpegs([GREY]) + ",AAAA", "cannot be read", id="a JPEG that is none"),
+        pytest.param("data:video/jpeg;base64,", "cannot be read", id="no JPEG"),
+        pytest.param(
+            data_url(png_header(4_000, 3_000), "video/jpeg"),
+            f"at most {MOST_FRAME_PIXELS} pixels",
+            id="a large JPEG",
+        ),
+    ],
+)
+def test_refused(url: str, complaint: str) -> None:
+    with pytest.raises(VLLMValidationError, match=complaint) as error:
+        read(url)
+    assert "object at 0x" not in str(error.value)
+
+
+def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+    """What says where its frames are comes at its end."""
+    data = write_video(tmp_path / "a.mp4", grey_frames(40))
+    with pytest.raises(VLLMValidationError, match="cannot be read"):
+        read(data_url(data[: len(data) // 2], "video/mp4"))
+
+
+def test_frames_that_cannot_be_read(tmp_path: Path) -> None:
+    """One may be missing: a header may count one that is none. The rest is seen as it is."""
+    data = write_video(tmp_path / "a.mkv", grey_frames(10))
+
+    class Capture:
+        """Of OpenCV, which reads `good` frames of the ten."""
+
+        def __init__(self, good: int) -> None:
+            self.good = good
+
+        def get(self, _: int) -> float:
+            return 8.0
+
+        def grab(self) -> bool:
+            self.good -= 1
+            return self.good >= 0
+
+        def retrieve(self) -> tuple[bool, np.ndarray]:
+            return True, np.zeros((8, 8, 3), np.uint8)
+
+    wanted = list(range(10))
+    assert EvenFrames.read_frames(Capture(9), wanted, 10)[1] == wanted[:9]
+    for good in (0, 8):
+        with pytest.raises(VLLMValidationError, match=f"10 frames of it .* and {good} can be"):
+            EvenFrames.read_frames(Capture(good), wanted, 10)
+    assert len(read(data_url(data, "video/x-matroska"))[0]) == 10
+
+
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for suffix in ("mp4", "avi", "mkv", "webm"):
+        data = write_video(tmp_path / f"a.{suffix}", grey_frames(10))
+        num_read = 0
+        for _ in range(30):
+            hit = np.frombuffer(data, np.uint8).copy()
+            hit[rng.integers(16, len(hit), size=rng.integers(1, 20))] = rng.integers(256)
+            try:
+                url = data_url(hit.tobytes(), f"video/{suffix}")
+                frames, _ = MEDIA_CONNECTOR_REGISTRY.load(CONNECTOR).fetch_video(url).media
+            except VLLMValidationError:
+                continue
+            assert frames.ndim == 4 and len(frames) <= MOST_FRAMES
+            num_read += 1
+        assert num_read < 30  # some hit what must be right
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_video(tmp_path / "a.mp4", grey_frames(20))
+    url = data_url(data, "video/mp4")
+    assert MOST_FRAME_PIXELS > 3840 * 2160 and MOST_FILE_FRAMES >= 3600 * 30
+    monkeypatch.setattr(video_bytes, "MOST_FILE_FRAMES", 19)
+    with pytest.raises(VLLMValidationError, match="1 to 19 frames, got 20"):
+        read(url)
+    monkeypatch.undo()
+    monkeypatch.setattr(video_bytes, "MOST_FRAME_PIXELS", 3000)
+    with pytest.raises(VLLMValidationError, match="at most 3000 pixels, got 64 x 48"):
+        read(url)
+    monkeypatch.setattr("vllm_dllm.requests.media_refusals.MOST_BYTES", 100)
+    with pytest.raises(VLLMValidationError, match=f"at most 100 bytes, got {len(data)}"):
+        read(url)
+
+
+def test_arrays_of_more_frames_are_thinned_out() -> None:
+    frames = np.stack(grey_frames(70))
+    seen, seconds = seen_frames(frames, {"fps": 2.0}, 32)
+    kept = even_indices(70, 32)
+    assert seen[:, 0, 0, 0].tolist() == kept and seconds == [i / 2 for i in kept]
+    # What a file does not say is 24 frames a second.
+    for fps in (None, 0.0, float("nan"), -1.0):
+        assert seen_frames(frames[:2], {"fps": fps}, 32)[1] == [0, 1 / 24]
+
+
+def test_timestamps() -> None:
+    assert [timestamp(s) for s in (0, 59.99, 60, 3725.5)] == ["00:00", "00:59", "01:00", "62:05"]

@@ -1,0 +1,95 @@
+"""How a video becomes part of a prompt: its frames are small images, each behind its time.
+
+As transformers' `Gemma4VideoProcessor` and `Gemma4Processor.replace_video_token` do it
+(`models/gemma4` in transformers): at most 32 frames of at most 70 tokens, unless the checkpoint
+says otherwise, and `00:07 ` before the begin mark of a frame shown at second 7.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.video_processing_utils import VideoProcessorMixin
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem
+from vllm.multimodal.parse import VideoProcessorItems
+
+from vllm_dllm.requests.videos import MOST_FRAMES, seen_frames, timestamp
+
+# Of transformers' `Gemma4VideoProcessor`, which cannot be imported without torchvision.
+_DEFAULTS = {"max_soft_tokens": 70, "num_frames": MOST_FRAMES}
+
+
+@lru_cache(maxsize=4)
+def load(model: str, revision: str | None) -> Gemma4ImageProcessorPil:
+    """Makes patches of frames by the checkpoint's settings of its video processor; at most
+    `num_frames` of a video."""
+    written, _ = VideoProcessorMixin.get_video_processor_dict(model, revision=revision or "main")
+    return Gemma4ImageProcessorPil(**(_DEFAULTS | written))
+
+
+def process(
+    videos: VideoProcessorItems,
+    processor: Gemma4ImageProcessorPil,
+    check_size: Callable[[int, int], None],  # of a frame, width and height
+) -> dict[str, torch.Tensor]:
+    """Tensors of n videos by their names; those of frames are of all videos, one after another."""
+    patches, positions, seconds, num_frames, num_tokens = [], [], [], [], []
+    for frames, metadata in videos.get_all():
+        seen, times = seen_frames(frames, metadata, processor.num_frames)
+        height, width = seen.shape[1:3]
+        check_size(width, height)
+        made = processor([Image.fromarray(frame) for frame in seen], return_tensors="pt")
+        patches.append(made["pixel_values"])
+        positions.append(made["image_position_ids"])
+        seconds.append(torch.tensor(times, dtype=torch.float64))
+        num_frames.append(len(seen))
+        num_tokens.append(int(made["num_soft_tokens_per_image"][0]))
+    return {
+        "frame_patches": torch.cat(patches),
+        "frame_positions": torch.cat(positions),
+        "frame_seconds": torch.cat(seconds),
+        "num_frames": torch.tensor(num_frames),
+        "num_frame_tokens": torch.tensor(num_tokens),
+    }
+
+
+def fields(num_frames: torch.Tensor) -> dict[str, MultiModalFieldConfig]:
+    """How the tensors of `process` are cut up by video."""
+    flat, batched = MultiModalFieldConfig.flat_from_sizes, MultiModalFieldConfig.batched
+    return {
+        "frame_patches": flat("video", num_frames),
+        "frame_positions": flat("video", num_frames),
+        "frame_seconds": flat("video", num_frames, keep_on_cpu=True),
+        "num_frames": batched("video", keep_on_cpu=True),
+        "num_frame_tokens": batched("video", keep_on_cpu=True),
+    }
+
+
+def tokens(
+    video: MultiModalKwargsItem,
+    encode: Callable[[str], Sequence[int]],
+    begin: int,
+    frame_token: int,
+    end: int,
+) -> list[int]:
+    """What stands in a prompt for one video."""
+    frame = [begin, *[frame_token] * int(video["num_frame_tokens"].data), end]
+    times = map(timestamp, video["frame_seconds"].data.tolist())
+    return list(
+        chain.from_iterable(
+            [*encode(f" {time} " if i else f"{time} "), *frame] for i, time in enumerate(times)
+        )
+    )
+
+
+def as_images(videos: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of videos under the names of those of images."""
+    return {
+        "patches": videos["frame_patches"],
+        "patch_positions": videos["frame_positions"],
+        "num_image_tokens": videos["num_frames"] * videos["num_frame_tokens"],
+    }
