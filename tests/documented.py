@@ -118,7 +118,7 @@ PROGRAMS = {
         "tests/server/test_structured_outputs.py::test_documented_program"
     ),
     "import math": "tests/server/test_documented.py::test_decision_program",
-    "import base64": "tests/server/test_images.py::test_documented_program",
+    "import base64": "tests/server/test_images.py::test_documented_programs",
     "from openai import OpenAI": "tests/server/test_documented.py::test_client_program",
     "from vllm import LLM, SamplingParams": "tests/server/test_documented.py::test_offline_program",
 }

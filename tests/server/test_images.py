@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from openai import BadRequestError
 from PIL import Image
@@ -16,7 +17,7 @@ from tests.engine.images import random_image
 from tests.faults.fuzz import SEEING, Fuzz, make_seeing
 from tests.paths import CHECKPOINTS, ROOT
 from tests.pictures import data_url as url_of_bytes
-from tests.pictures import encoded
+from tests.pictures import encoded, write_video
 from tests.server.conftest import UNCOMPILED, Server, serving
 
 MOST_IMAGES = SEEING.most_images
@@ -81,15 +82,19 @@ def test_an_answer_depends_on_what_the_image_shows(seeing: Server, folder: Path)
     assert text_of(file) == text_of(answers[0])
 
 
-def test_documented_program(folder: Path) -> None:
+def test_documented_programs(folder: Path) -> None:
     """With the model that has learnt to see."""
-    (program,) = (p.text for p in programs() if p.text.startswith("import base64"))
+    texts = [p.text for p in programs() if p.text.startswith("import base64")]
+    outputs = []
     with serving(CHECKPOINTS / "diffusiongemma-tiny-vision", folder, *UNCOMPILED) as server:
-        there = program.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{server.port}")
-        done = subprocess.run(
-            [sys.executable, "-c", there], cwd=ROOT, capture_output=True, text=True
-        )
-    assert done.stdout == "4+3=7\n", done.stderr
+        for text in texts:
+            there = text.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{server.port}")
+            done = subprocess.run(
+                [sys.executable, "-c", there], cwd=ROOT, capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stderr
+            outputs.append(done.stdout)
+    assert outputs == ["4+3=7\n", "VIDEO_OUTPUT\n"]
 
 
 def test_images_between_turns(seeing: Server) -> None:
@@ -175,11 +180,59 @@ def test_a_prompt_that_is_cut_off_behind_its_image(seeing: Server) -> None:
         ask(seeing, content, extra_body={"truncate_prompt_tokens": 1})
 
 
-@pytest.mark.parametrize("kind", ["video", "audio"])
-def test_other_media(seeing: Server, kind: str) -> None:
-    part = {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind}/mp4;base64,YQ=="}}
-    with pytest.raises(BadRequestError, match="reads text and images"):
+def test_audio(seeing: Server) -> None:
+    part = {"type": "audio_url", "audio_url": {"url": "data:audio/mp4;base64,YQ=="}}
+    with pytest.raises(BadRequestError, match="reads text, images and videos"):
         ask(seeing, [part])
+
+
+def video_part(url: str) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def test_an_answer_depends_on_what_a_video_shows(seeing: Server, tmp_path: Path) -> None:
+    """Files, and their frames in single pictures, which come a second apart."""
+    question = text_part("What?")
+    num_text = ask(seeing, [question]).usage.prompt_tokens
+    frames = [np.asarray(image) for image in SQUARES]
+    url = url_of_bytes(write_video(tmp_path / "a.mp4", frames, fps=1.0), "video/mp4")
+    backwards = url_of_bytes(write_video(tmp_path / "b.mp4", frames[::-1], fps=1.0), "video/mp4")
+    single = "data:video/jpeg;base64," + ",".join(
+        data_url(image, "JPEG").partition(",")[2] for image in SQUARES
+    )
+    answers = [ask(seeing, [video_part(url), question]) for url in (url, backwards, single)]
+    times = len("00:00 ") + len(" 00:01 ")  # a token each
+    expected = num_text + times + 2 * TOKENS_OF_A_SQUARE
+    assert [answer.usage.prompt_tokens for answer in answers] == [expected] * 3
+    assert len({text_of(answer) for answer in answers}) == 3
+    mixed = ask(seeing, [image_part(data_url(SQUARES[0])), video_part(url), question])
+    assert mixed.usage.prompt_tokens == expected + TOKENS_OF_A_SQUARE
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        pytest.param("data:video/mp4;base64,YQ==", "got another format", id="nonsense"),
+        pytest.param(
+            url_of_bytes(b"\0\0\0\x18ftypmp42" + bytes(999), "video/mp4"),
+            "cannot be read",
+            id="damaged",
+        ),
+        pytest.param("https://example.com/a.mp4", "--allowed-media-domains", id="web"),
+        pytest.param(data_url(SQUARES[0]), "must begin with video/", id="a picture"),
+        pytest.param("", "video_url|empty|URL|data is not provided", id="empty"),
+    ],
+)
+def test_bad_videos(seeing: Server, url: str, complaint: str) -> None:
+    with pytest.raises(BadRequestError, match=complaint):
+        ask(seeing, [video_part(url), text_part("What?")])
+
+
+def test_more_videos_than_allowed(seeing: Server) -> None:
+    part = video_part(data_url(SQUARES[0], "JPEG").replace("image/", "video/"))
+    assert text_of(ask(seeing, [part] * 2)) is not None
+    with pytest.raises(BadRequestError, match=r"at most 2 videos .*, got 3"):
+        ask(seeing, [part] * 3)
 
 
 def test_processor_settings_of_a_request(seeing: Server) -> None:

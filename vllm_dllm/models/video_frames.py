@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
-from transformers.video_processing_utils import VideoProcessorMixin
+from transformers.video_processing_utils import BaseVideoProcessor
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem
 from vllm.multimodal.parse import VideoProcessorItems
 
@@ -27,7 +27,7 @@ _DEFAULTS = {"max_soft_tokens": 70, "num_frames": MOST_FRAMES}
 def load(model: str, revision: str | None) -> Gemma4ImageProcessorPil:
     """Makes patches of frames by the checkpoint's settings of its video processor; at most
     `num_frames` of a video."""
-    written, _ = VideoProcessorMixin.get_video_processor_dict(model, revision=revision or "main")
+    written, _ = BaseVideoProcessor.get_video_processor_dict(model, revision=revision or "main")
     return Gemma4ImageProcessorPil(**(_DEFAULTS | written))
 
 
@@ -42,9 +42,10 @@ def process(
         seen, times = seen_frames(frames, metadata, processor.num_frames)
         height, width = seen.shape[1:3]
         check_size(width, height)
-        made = processor([Image.fromarray(frame) for frame in seen], return_tensors="pt")
-        patches.append(made["pixel_values"])
-        positions.append(made["image_position_ids"])
+        for frame in seen:  # one by one: the processor copies what it gets, and frames are large
+            made = processor([Image.fromarray(frame)], return_tensors="pt")
+            patches.append(made["pixel_values"])
+            positions.append(made["image_position_ids"])
         seconds.append(torch.tensor(times, dtype=torch.float64))
         num_frames.append(len(seen))
         num_tokens.append(int(made["num_soft_tokens_per_image"][0]))

@@ -48,16 +48,18 @@ def _flag(name: str, text: str) -> Argument:
 
 
 def _most_images(text: str) -> int | None:
-    """Reads the number of images in vLLM's `--limit-mm-per-prompt`, or None if it names none."""
+    """Reads the number of images in vLLM's `--limit-mm-per-prompt`, or None if it names none, or
+    names videos, which take the same tower."""
     try:
-        found = json.loads(text).get("image")
+        limits = json.loads(text)
+        found = limits.get("image")
     except (ValueError, AttributeError) as error:
         raise argparse.ArgumentTypeError(
             f"expected JSON like {{'image': 0}}, got {text}"
         ) from error
     if found is not None and (type(found) is not int or found < 0):
         raise argparse.ArgumentTypeError(f"image must be a number from 0 on, got {found!r}")
-    return found
+    return None if limits.get("video") else found
 
 
 def _layer_ids(text: str) -> tuple[int, ...]:

@@ -114,10 +114,11 @@ def test_a_vision_tower_counts_where_it_is_loaded(
     alone = read_shape(text).weight_bytes
     assert read_shape(seeing).weight_bytes == read_shape(seeing, 2).weight_bytes == alone + tower
     assert read_shape(blind).weight_bytes == read_shape(seeing, 0).weight_bytes == alone
-    for options in ([], ["--limit-mm-per-prompt", '{"image": 0}']):
-        assert cli.main(["plan", str(seeing), "--gpu", "h200", *options]) == 0
-    whole, less = capsys.readouterr().out.split("used by vLLM")[1:]
-    assert whole != less
+    for limits in ("{}", '{"image": 0, "video": 1}', '{"image": 0}'):
+        options = ["--gpu", "h200", "--limit-mm-per-prompt", limits]
+        assert cli.main(["plan", str(seeing), *options]) == 0
+    whole, for_videos, less = capsys.readouterr().out.split("used by vLLM")[1:]
+    assert whole == for_videos != less
 
 
 def test_requests_that_fit(folder_26b: Path) -> None:
