@@ -65,7 +65,7 @@ class ImageProcessingInfo(BaseProcessingInfo):
 
     @cached_property
     def frame_processor(self) -> Gemma4ImageProcessorPil:
-        """Of the frames of videos, for a checkpoint that has an `image_processor`."""
+        """Makes patches of the frames of videos, for a checkpoint that has an `image_processor`."""
         model_config = self.ctx.model_config
         processor = video_frames.load(model_config.model, model_config.revision)
         _check_fit(processor, self.get_hf_config().vision_config)
@@ -79,7 +79,7 @@ class ImageProcessingInfo(BaseProcessingInfo):
 
     @property
     def most_tokens_in_one_piece(self) -> int:
-        """Of an image or a frame, with the marks around it."""
+        """Counts an image, or a frame of a video, with the marks around it."""
         assert self.image_processor is not None
         processors = (self.image_processor, self.frame_processor)
         return 2 + max(processor.max_soft_tokens for processor in processors)

@@ -25,7 +25,7 @@ def seen_frames(
     metadata: Mapping[str, Any],
     most: int,
 ) -> tuple[np.ndarray, list[float]]:
-    """At most `most` frames, and the second that each is shown at.
+    """Returns at most `most` frames, and the second that each is shown at.
 
     Raises:
         VLLMValidationError: when this is no video, or `metadata` are not those of its frames.
