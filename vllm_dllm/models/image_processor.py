@@ -189,7 +189,8 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
         check_options(options)
         made: dict[str, Any] = {}
-        if "image" in items:
+        counts = items.get_all_counts()  # 0 of a kind in what vLLM warms up with
+        if counts.get("image"):
             processor = self.info.image_processor
             assert processor is not None
             images = items.get_items("image", ImageProcessorItems)
@@ -202,7 +203,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
                 "patch_positions": pictures["image_position_ids"],
                 "num_image_tokens": pictures["num_soft_tokens_per_image"],
             }
-        if "video" in items:
+        if counts.get("video"):
             videos, processor = (
                 items.get_items("video", VideoProcessorItems),
                 self.info.frame_processor,
