@@ -45,10 +45,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_images.py::test_one_step[16-plain]",
         "engine/test_images.py::test_one_step[16-both]",
     ),
-    "videos": (
-        "engine/test_videos.py::test_one_step[16-plain]",
-        "engine/test_videos.py::test_one_step[16-both]",
-    ),
+    "videos": ("engine/test_videos.py::test_one_step[16-both]",),
     "quantised checkpoints": (
         "engine/test_quantized.py::test_one_step_of_the_shipped[FP8_DYNAMIC]",
     ),

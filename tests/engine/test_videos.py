@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
-from checkpoints.recipes.tokenizer import VIDEO_ID
+from checkpoints.recipes.tokenizer import IMAGE_ID, VIDEO_ID
 from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import Engine, preemptions
@@ -99,7 +100,8 @@ def test_most_frames_of_a_long_video(
     """32, evenly taken, in parts of 96 tokens: more than one step, and the encoder's whole cache.
     Another request, which is at its own video, waits for its turn."""
     path = seeing(16)
-    served, model = engine(path, **PREFILLS["both"]), reference.load(path)
+    served = engine(path, **PREFILLS["both"], max_model_len=4096)
+    model = reference.load(path)
     frames, metadata = random_video(70, (64, 64), seed=1)
     kept = [i * 70 // 32 for i in range(32)]
     seen = metadata | {"frames_indices": [metadata["frames_indices"][i] for i in kept]}
@@ -157,7 +159,7 @@ def test_next_turn_reuses_an_answer_about_a_video(
     first = random_prompt_with_videos(path, [10, "2 frames", 12], seed=3)
     params = SamplingParams(max_tokens=64, ignore_eos=True, extra_args=FEW_STEPS)
     answer = served.llm.generate(first.engine_input, params, use_tqdm=False)[0].outputs[0].token_ids
-    answer = [token if token != VIDEO_ID else 9 for token in answer]
+    answer = [9 if token in (IMAGE_ID, VIDEO_ID) else token for token in answer]
     turn = reference.Seen.prepare(
         path,
         [*first.tokens, *answer, VIDEO_ID, *range(20, 25)],
@@ -236,5 +238,5 @@ def test_arrays_that_are_no_videos(
         (frames, "metadata is required"),
     ]:
         prompt = {"prompt_token_ids": [VIDEO_ID], "multi_modal_data": {"video": [video]}}
-        with pytest.raises(ValueError, match=complaint):
+        with pytest.raises((VLLMValidationError, ValueError), match=complaint):
             served.llm.generate(prompt, use_tqdm=False)
