@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from tests.engine.conftest import HELD_OUT, TRAINED, Engine, preemptions
 from tests.engine.grammar_paths import WATCHED_GRAMMARS
 from tests.engine.one_step import random_ids
 from tests.engine.rounding import assert_same, decided
-from tests.processes import HANGS_S
 from tests.unit.grammar.canvases import SCHEMAS
-from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.step.asked.grammars import CanvasGrammars
 
 EOS = 1
@@ -84,11 +81,15 @@ def chat(served: Engine, prompts: list[Any], params: list[SamplingParams]) -> li
     return served.llm.chat(prompts, params, use_tqdm=False)
 
 
-def ask(served: Engine, kind: str, **options: Any) -> RequestOutput:
-    params = SamplingParams(
+def of_kind(kind: str, **options: Any) -> SamplingParams:
+    return SamplingParams(
         **{"max_tokens": 96, "seed": 7, "structured_outputs": KINDS[kind][0], **options}
     )
-    return chat(served, [ODD], [params])[0]
+
+
+def ask(served: Engine, params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    """All in one batch."""
+    return chat(served, [ODD] * len(params), [*params])
 
 
 def answer_in(served: Engine, token_ids: Sequence[int]) -> str:
@@ -102,11 +103,11 @@ two_seeds = pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mar
 
 
 @two_seeds
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_kept(served: Engine, kind: str, seed: int) -> None:
-    output = ask(served, kind, seed=seed).outputs[0]
-    assert output.finish_reason in ("stop", "length")
-    KINDS[kind][1](output.text)
+def test_every_kind_is_kept(served: Engine, seed: int) -> None:
+    outputs = ask(served, [of_kind(kind, seed=seed) for kind in KINDS])
+    for (_, check), output in zip(KINDS.values(), outputs, strict=True):
+        assert output.outputs[0].finish_reason in ("stop", "length")
+        check(output.outputs[0].text)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -125,79 +126,45 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "read only": {"max_tokens": 64, **xargs(read_only=True, max_steps=3)},
     "several": {"n": 3},
     "log-probabilities": {"logprobs": 2},
+    "to go on": {"ignore_eos": True, "max_tokens": 130},
 }
+FREE_BEHIND_THE_END = {"read only", "to go on"}
 
 
 @two_seeds
-@pytest.mark.parametrize("name", SETTINGS)
-def test_beside_other_parameters(served: Engine, name: str, seed: int) -> None:
-    for output in ask(served, "json", seed=seed, **SETTINGS[name]).outputs:
-        text = output.text
-        if name == "read only":  # goes on behind the end, as a request that ignores it
-            text = answer_in(served, output.token_ids)
-        is_person(text)
-        for word in SETTINGS[name].get("bad_words", ()):
-            spelt = served.llm.get_tokenizer().encode(word, add_special_tokens=False)
-            found = list(output.token_ids)
-            assert spelt not in [found[i : i + len(spelt)] for i in range(len(found))]
-        if name == "log-probabilities":
-            assert len(output.logprobs) == len(output.token_ids)
+def test_beside_other_parameters(served: Engine, seed: int) -> None:
+    asked = [of_kind("json", **{"seed": seed, **options}) for options in SETTINGS.values()]
+    for (name, options), request in zip(SETTINGS.items(), ask(served, asked), strict=True):
+        for output in request.outputs:
+            text, found = output.text, list(output.token_ids)
+            if name in FREE_BEHIND_THE_END:
+                text = answer_in(served, found)
+                assert len(found) == options["max_tokens"]
+            is_person(text)
+            for word in options.get("bad_words", ()):
+                spelt = served.llm.get_tokenizer().encode(word, add_special_tokens=False)
+                assert spelt not in [found[i : i + len(spelt)] for i in range(len(found))]
+            if name == "log-probabilities":
+                assert len(output.logprobs) == len(found)
 
 
 def test_an_answer_fits_its_tokens(served: Engine) -> None:
     """From as few as there can be."""
-    for max_tokens in (8, 9, 10, 12, 16, 23):
-        output = ask(served, "json", max_tokens=max_tokens).outputs[0]
-        assert len(output.token_ids) <= max_tokens
-        is_person(output.text)
+    fewest = (8, 9, 10, 12, 16, 23)
+    outputs = ask(served, [of_kind("json", max_tokens=most) for most in fewest])
+    for most, output in zip(fewest, outputs, strict=True):
+        assert len(output.outputs[0].token_ids) <= most
+        is_person(output.outputs[0].text)
     with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 8 .* got 7"):
-        ask(served, "json", max_tokens=7)
+        ask(served, [of_kind("json", max_tokens=7)])
 
 
 def test_long_answers_of_several_canvases(served: Engine) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 60}
-    wanted = of(json=schema)
-    for seed in range(2):
-        params = SamplingParams(
-            max_tokens=250, seed=seed, structured_outputs=wanted, **xargs(max_steps=8)
-        )
-        output = chat(served, [ODD], [params])[0].outputs[0]
-        assert len(output.token_ids) > 64
-        jsonschema.validate(json.loads(output.text), schema)
-
-
-def test_an_answer_ends_although_it_is_to_go_on(served: Engine) -> None:
-    """What follows, as `ignore_eos` wants it, is free."""
-    tokens = ask(served, "json", ignore_eos=True, max_tokens=130).outputs[0].token_ids
-    assert len(tokens) == 130
-    is_person(answer_in(served, tokens))
-
-
-def test_nobody_waits_for_a_slow_grammar(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = ask(served, "json").outputs[0].token_ids
-    compile_, is_wanted = CanvasGrammars._compile, threading.Event()
-
-    def compile_slowly(self: CanvasGrammars, *args: Any) -> GrammarState:
-        assert is_wanted.wait(HANGS_S)
-        return compile_(self, *args)
-
-    monkeypatch.setattr(CanvasGrammars, "_compile", compile_slowly)
-    core, prompt = served.llm.llm_engine, {"prompt_token_ids": random_ids(40, 512, seed=1)}
-    chat_prompt = served.llm.get_tokenizer().apply_chat_template(
-        ODD, add_generation_prompt=True, return_dict=False
-    )
-    constrained = SamplingParams(max_tokens=96, seed=7, structured_outputs=KINDS["json"][0])
-    core.add_request("slow", {"prompt_token_ids": chat_prompt}, constrained)
-    core.add_request("free", prompt, SamplingParams(max_tokens=64, ignore_eos=True, seed=1))
-    done: dict[str, list[int]] = {}
-    while core.has_unfinished_requests():
-        for output in core.step():
-            if output.finished:
-                done[output.request_id] = list(output.outputs[0].token_ids)
-        if "free" in done:
-            is_wanted.set()
-    assert list(done) == ["free", "slow"]
-    assert done["slow"] == list(expected)
+    wanted = {"structured_outputs": of(json=schema), "max_tokens": 250, **xargs(max_steps=8)}
+    for output in ask(served, [SamplingParams(seed=seed, **wanted) for seed in range(2)]):
+        assert len(output.outputs[0].token_ids) > 64
+        jsonschema.validate(json.loads(output.outputs[0].text), schema)
 
 
 def json_prompts() -> list[dict[str, Any]]:
@@ -211,8 +178,8 @@ def test_a_block_that_breaks_the_form_ends_the_answer(
 ) -> None:
     """The scheduler has a grammar of its own, which a worker without one does not get past."""
     monkeypatch.setattr(CanvasGrammars, "concern", lambda self, batch: False)
-    output = ask(served, "json", max_tokens=64).outputs[0]
-    assert output.finish_reason == "error"
+    (output,) = ask(served, [of_kind("json", max_tokens=64)])
+    assert output.outputs[0].finish_reason == "error"
 
 
 def test_json_that_the_model_writes_anyway_is_not_changed(served: Engine) -> None:
