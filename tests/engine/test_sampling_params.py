@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -114,20 +114,19 @@ def test_min_tokens(served: Engine) -> None:
     assert len(kept) >= 40 and EOS not in kept[:40]
 
 
-def distinct(ids: list[int]) -> float:
+def distinct(ids: Sequence[int]) -> float:
     return len(set(ids)) / len(ids)
 
 
-@pytest.mark.parametrize(
-    "penalty",
-    [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 4.0}],
-    ids=lambda penalty: next(iter(penalty)),
-)
-def test_penalties_make_an_answer_repeat_itself_less(
-    served: Engine, penalty: dict[str, float]
-) -> None:
-    long = {"min_tokens": 128, "max_tokens": 128, "ignore_eos": True}
-    assert distinct(tokens(served, **long, **penalty)) > distinct(tokens(served, **long))
+PENALTIES = ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 4.0})
+
+
+def test_penalties_make_an_answer_repeat_itself_less(served: Engine) -> None:
+    long: dict[str, Any] = dict(min_tokens=128, max_tokens=128, ignore_eos=True, seed=7)
+    asked = [SamplingParams(**long, **penalty) for penalty in ({}, *PENALTIES)]
+    plain, *penalised = answers(served, [PROMPT] * len(asked), asked)
+    for penalty, output in zip(PENALTIES, penalised, strict=True):
+        assert distinct(output.outputs[0].token_ids) > distinct(plain.outputs[0].token_ids), penalty
 
 
 def test_greedy_candidates(served: Engine) -> None:

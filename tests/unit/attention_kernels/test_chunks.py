@@ -108,6 +108,7 @@ def test_many_requests_and_the_padding_of_a_graph() -> None:
     allowed(batch, scale=0.3, window_left=20).check(attend(batch, chunks, 0.3))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(
     query_len=st.integers(0, 70),

@@ -24,9 +24,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("triton_version")]
 
 WINDOWS = [-1, 0, 1, 15, 200]
-# Every mix with every window, and both with every page size: two sizes each, in turn.
+# Every mix with every window, and both with every page size: two sizes each, in turn; `make test`
+# tries the smaller.
 VISIBILITY = [
-    pytest.param(mix, window_left, page, id=f"{mix}-window{window_left}-page{page}")
+    pytest.param(
+        *(mix, window_left, page),
+        id=f"{mix}-window{window_left}-page{page}",
+        marks=[pytest.mark.slow] * (page > 32),
+    )
     for (m, mix), (w, window_left) in product(enumerate(MIXES), enumerate(WINDOWS))
     for page in ((16, 64) if (m + w) % 2 == 0 else (32, 128))
 ]
@@ -86,9 +91,16 @@ def check_numbers(batch: PagedBatch, **options: Any) -> None:
     allowed(batch, **options).check(output)
 
 
-@pytest.mark.parametrize("window_left", [-1, 11])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("dtype", "window_left"),
+    [
+        pytest.param(torch.float32, 11, id="fp32, window"),
+        pytest.param(torch.float16, -1, id="fp16"),
+        pytest.param(torch.float32, -1, id="fp32", marks=pytest.mark.slow),
+        pytest.param(torch.float16, 11, id="fp16, window", marks=pytest.mark.slow),
+    ],
+)
 def test_numbers(shape: str, dtype: torch.dtype, window_left: int) -> None:
     requests, num_heads, num_kv_heads, head_size, block_size = SHAPES[shape]
     batch = PagedBatch.random(

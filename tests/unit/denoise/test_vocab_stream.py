@@ -55,6 +55,7 @@ def test_tiles_and_shards_change_nothing() -> None:
             assert torch.equal(column, same)
 
 
+@pytest.mark.slow
 def test_candidates_follow_the_distribution() -> None:
     """The two stages of a draw together: 200,000 draws over four blocks."""
     probs = torch.zeros(V)

@@ -76,7 +76,10 @@ def test_no_prompt_is_on_both_sides() -> None:
         split_prompts(prompts[:5] * 9, 0.25, seed=3)
 
 
-@pytest.mark.parametrize("variant", HIDDEN_SIZES)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "full")) for name in HIDDEN_SIZES],
+)
 def test_learns_what_the_logits_tell(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictor, "EPOCHS", 10)
     config = PredictorConfig(variant, V, SIZES, BLOCK_SIZE, HIDDEN_SIZES[variant])

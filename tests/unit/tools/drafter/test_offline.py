@@ -55,8 +55,12 @@ def literal(
 
 @pytest.mark.parametrize(
     ("draft_width", "verify_width"),
-    [(7, 7), (7, 3), (4, 4), (1, 1)],
-    ids=["whole block", "fewer verified", "narrow block", "one token"],
+    [
+        pytest.param(7, 7, id="whole block"),
+        pytest.param(7, 3, id="fewer verified"),
+        pytest.param(4, 4, id="narrow block", marks=pytest.mark.slow),
+        pytest.param(1, 1, id="one token", marks=pytest.mark.slow),
+    ],
 )
 def test_equals_literal_speculative_decoding(
     target: Target,
