@@ -33,7 +33,7 @@ def _register() -> None:
     from vllm.platforms import current_platform
 
     from vllm_dllm import attention
-    from vllm_dllm.compat import ending, metrics, token_texts
+    from vllm_dllm.compat import ending, metrics, reveal_steps, token_texts
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.config import canvas_feeds
     from vllm_dllm.metrics.drafts import DraftMetrics
@@ -43,6 +43,7 @@ def _register() -> None:
     _register_models()
     _check_requests()
     token_texts.find_token_texts_once()
+    reveal_steps.show_steps()
     ending.stop_gracefully()
     metrics.carry(CanvasMetrics, DraftMetrics)
     register_custom_attention_backend(attention.GPU_BACKEND)

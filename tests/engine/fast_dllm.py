@@ -8,7 +8,7 @@ Each forward computes the whole sequence under a mask, so there is no cache to b
 
 import torch
 
-from tests.engine.masked import Rule, Step
+from tests.engine.masked import Placed, Rule, Step
 from tests.engine.nemotron import Drawn, SeededReference, SeededTrajectory
 from tests.unit.denoise.test_masked import published
 from vllm_dllm.denoise import noise
@@ -39,9 +39,11 @@ class ShiftedReference(SeededReference):
         while len(known) < len(prompt) + max_tokens and stops.isdisjoint(known[len(prompt) :]):
             start = len(known) // B * B
             own, shown = len(known) - start, set[int]()  # the block's first token of the answer
-            block = known[start:]
+            block, placed = known[start:], dict[int, Placed]()
             if not block:
-                block, shown = [int(self.logits(known)[-1].argmax())], {0}
+                logits = self.logits(known)[-1]
+                block, shown = [int(logits.argmax())], {0}
+                placed[0] = Placed(0, (logits / (rule.temperature or 1.0)).log_softmax(-1))
             block += [self.mask_id] * (B - len(block))
             step, finished = 0, False
             while not finished:
@@ -49,7 +51,7 @@ class ShiftedReference(SeededReference):
                 drawn = self._draw_rows(logits, start, rule, seed, step, noise.CANDIDATE)
                 hidden = [i for i in range(own, B) if i not in shown]
                 least = B // num_steps + (step < B % num_steps)
-                shown |= published(
+                chosen = published(
                     rule.name,
                     in_order_of_sub_blocks(hidden, least),
                     drawn.probability,
@@ -58,6 +60,8 @@ class ShiftedReference(SeededReference):
                     rule.threshold,
                     rule.bound,
                 )
+                placed |= {i: Placed(step + 1, drawn.logprobs[i]) for i in chosen}
+                shown |= chosen
                 tokens = [drawn.tokens[i] if i in hidden else block[i] for i in range(B)]
                 block = [tokens[i] if i in shown or i < own else self.mask_id for i in range(B)]
                 over = [i for i in sorted(shown) if block[i] in stops]
@@ -72,9 +76,11 @@ class ShiftedReference(SeededReference):
                         drawn.probability[own:],
                         drawn.cumulative[own:],
                         drawn.draw[own:],
+                        drawn.logprobs[own:],
                     )
                 )
             known = known[:start] + block
+            found.place(placed, range(own, B))
         found.end(known[len(prompt) :][:max_tokens], stops)
         return found
 

@@ -213,10 +213,19 @@ class Step(NamedTuple):
     finished: bool
 
 
+class Placed(NamedTuple):
+    """How a token came to its position: revealed, or put in the place of a revealed one."""
+
+    step: int  # of its block, counted from 1; 0: known before the first
+    logprobs: torch.Tensor  # [V], of the distribution it was drawn from
+
+
 @dataclass
 class Trajectory:
     steps: list[Step] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
+    """Of each token, and of those behind an answer's end."""
 
 
 class Reference:
@@ -243,8 +252,11 @@ class Reference:
             block = known[start:] + [self.mask_id] * (B - len(known) % B)
             first, step, edit_steps, finished = len(known) - start, 0, 0, False
             shown: set[int] = set()  # a mask that the model itself answers counts as revealed
+            placed: dict[int, Placed] = {}
             while not finished:
-                tokens, probability, entropy = self._draw(known[:start], block, rule, seed, step)
+                tokens, probability, entropy, logprobs = self._draw(
+                    known[:start], block, rule, seed, step
+                )
                 hidden = [i for i in range(first, B) if i not in shown]
                 least = B // num_steps + (step < B % num_steps)
                 chosen = published(
@@ -261,17 +273,20 @@ class Reference:
                 block = [tokens[i] if i in chosen else token for i, token in enumerate(block)]
                 tokens = [tokens[i] if i in hidden else token for i, token in enumerate(block)]
                 step, shown = step + 1, shown | chosen
+                placed |= {i: Placed(step, logprobs[i]) for i in chosen}
                 finished = finished or (rule.edit is None and len(shown) == B - first)
                 revealed = [int(i in shown) for i in range(first, B)]
                 found.steps.append(Step(tokens[first:], revealed, block[first:], finished))
             known = known[:start] + block
+            found.placed += [placed[i] for i in range(first, B)]
         found.tokens = known[len(prompt) :][:max_tokens]
         return found
 
     def _draw(
         self, known: list[int], block: list[int], rule: Rule, seed: int, step: int
-    ) -> tuple[list[int], list[float], list[float]]:
-        """Candidates of a block, their probabilities and the entropies they come with."""
+    ) -> tuple[list[int], list[float], list[float], torch.Tensor]:
+        """Candidates of a block, their probabilities and the entropies they come with, and the
+        log-probabilities [B, V] of all tokens."""
         logits = self.logits(known + block)[len(known) :] / (rule.temperature or 1.0)
         probs = logits.softmax(-1)
         tokens = logits.argmax(-1)
@@ -285,4 +300,4 @@ class Reference:
             tokens = sample_by_inversion(probs, draw)
         chosen = probs.gather(-1, tokens[:, None])[:, 0]
         entropy = -(probs * probs.log()).sum(-1)
-        return tokens.tolist(), chosen.tolist(), entropy.tolist()
+        return tokens.tolist(), chosen.tolist(), entropy.tolist(), logits.log_softmax(-1)

@@ -4,13 +4,14 @@
 Each forward computes the whole sequence under a mask, so there is no cache to be wrong about.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from tests import tolerances
-from tests.engine.masked import Reference, Rule, Step, Trajectory
+from tests.engine.masked import Placed, Reference, Rule, Step, Trajectory
 from tests.engine.parting import first_parting
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
@@ -32,12 +33,17 @@ class Drawn(NamedTuple):
     probability: list[float]
     cumulative: torch.Tensor  # [L, V], at the rule's temperature
     draw: torch.Tensor  # [L] float64 in [0, 1)
+    logprobs: torch.Tensor  # [L, V], at the rule's temperature
 
 
 @dataclass
 class SeededTrajectory(Trajectory):
     drawn: list[Drawn] = field(default_factory=list)
     """Of each step; a block's first row is its seed's."""
+
+    def place(self, placed: dict[int, Placed], positions: Iterable[int]) -> None:
+        """A block's. Behind a token that ends the answer, nothing need have been revealed."""
+        self.placed += [placed.get(i, placed[min(placed)]) for i in positions]
 
     def end(self, tokens: list[int], stops: frozenset[int]) -> None:
         """The answer: the blocks' tokens, up to the first that stops it."""
@@ -87,13 +93,16 @@ class SeededReference(Reference):
             logits = self.seeded_logits(known, [])[-1:]
             first = self._draw_rows(logits, len(known), rule, seed, 0, noise.INITIAL)
             block, shown, step, finished = first.tokens + [self.mask_id] * (B - 1), {0}, 0, False
+            placed = {0: Placed(0, first.logprobs[0])}
             while not finished:
                 logits = self.seeded_logits(known, block)[len(known) :]
                 drawn = self._draw_rows(logits, len(known), rule, seed, step, noise.CANDIDATE)
                 drawn.cumulative[0], drawn.draw[0] = first.cumulative[0], first.draw[0]
                 hidden = [i for i in range(B) if i not in shown]
                 least = B // num_steps + (step < B % num_steps)
-                shown = shown | transferred(hidden, drawn.probability, least, rule)
+                chosen = transferred(hidden, drawn.probability, least, rule)
+                placed |= {i: Placed(step + 1, drawn.logprobs[i]) for i in chosen}
+                shown = shown | chosen
                 tokens = [drawn.tokens[i] if i in hidden else block[i] for i in range(B)]
                 block = [tokens[i] if i in shown else self.mask_id for i in range(B)]
                 over = [i for i in range(B) if i in shown and block[i] in stops]
@@ -104,6 +113,7 @@ class SeededReference(Reference):
                 found.steps.append(Step(tokens, revealed, block, finished))
                 found.drawn.append(drawn)
             known += block
+            found.place(placed, range(B))
         found.end(known[len(prompt) :][:max_tokens], stops)
         return found
 
@@ -114,7 +124,9 @@ class SeededReference(Reference):
         positions = torch.arange(start, start + len(logits))[None]
         key = noise.keys(torch.tensor([seed]))
         draw = noise.uniform(key, positions, torch.tensor([step]), stream)[0]
-        probs = (logits / (rule.temperature or 1.0)).softmax(-1)
+        scaled = logits / (rule.temperature or 1.0)
+        probs = scaled.softmax(-1)
         tokens = sample_by_inversion(probs, draw) if rule.temperature else logits.argmax(-1)
         probability = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
-        return Drawn(tokens.tolist(), probability.tolist(), probs.double().cumsum(-1), draw)
+        cumulative, logprobs = probs.double().cumsum(-1), scaled.log_softmax(-1)
+        return Drawn(tokens.tolist(), probability.tolist(), cumulative, draw, logprobs)

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests import tolerances
@@ -27,11 +28,13 @@ from tests.engine.masked_requests import (
     neighbours,
     params_of,
     prompts_of,
+    served,
 )
 from tests.engine.nemotron import SeededReference
 from tests.engine.one_step import random_ids
 from tests.engine.parting import first_parting
 from tests.engine.rounding import assert_same, decided, noisy_model
+from vllm_dllm.compat.reveal_steps import RevealedLogprob
 
 pytestmark = pytest.mark.numerics
 
@@ -221,6 +224,57 @@ def test_log_probabilities_of_one_step(
         width = B - len(prompt) % B
         expected = decode.logits(prompt + [decode.mask_id] * width)[-width:].log_softmax(-1)
         assert_scores(expected, output.outputs[0].logprobs)
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=["in turn", "ahead"])
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [("SDAR", "warm"), ("LLaDA2", "edited"), ("Nemotron", "warm"), ("Fast-dLLM", "dynamic")],
+)
+def test_log_probabilities_at_the_moment_of_unmasking(
+    engine: GetEngine,
+    made: GetMade,
+    asynchronous: None,
+    family: str,
+    rule: str,
+    options: dict[str, Any],
+) -> None:
+    """Of the step that put a token where it is, and which one that was; beside requests that ask
+    for those of a block's last step, or for none."""
+    (checkpoint, decode), chosen = made(family, 4), FAMILIES[family].rules[rule]
+    model = engine(checkpoint, block_size=32, max_num_batched_tokens=23, **options)
+    prompts = prompts_of(4) * 2
+    params = [params_of(chosen, 30 + seed, seed, logprobs=3) for seed in range(len(prompts))]
+    for some in params:
+        some.extra_args = {**(some.extra_args or {}), "diffusion_logprobs": "unmask"}
+    others = [params_of(chosen, 40, 50, logprobs=2), params_of(chosen, 40, 51)]
+    model.trace.write_text("")
+    outputs = model.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in [*prompts, *prompts[:2]]],
+        [*params, *others],
+        use_tqdm=False,
+    )
+    plain = outputs[-2].outputs[0].logprobs
+    assert not any(isinstance(each, RevealedLogprob) for row in plain for each in row.values())
+    num_same, steps = 0, set()
+    found = served(model, outputs)
+    for seed, (prompt, ours, output) in enumerate(zip(prompts, found, outputs, strict=False)):
+        theirs = decode.generate(prompt, 30 + seed, chosen, seed)
+        num_steps = len(theirs.steps)  # behind them, one may be on its way
+        if ours.tokens != theirs.tokens or (
+            first_parting(ours.steps[:num_steps], theirs.steps) is not None
+        ):
+            continue
+        num_same += 1
+        expected = theirs.placed[: len(ours.tokens)]
+        scores = output.outputs[0].logprobs
+        assert_scores(torch.stack([placed.logprobs for placed in expected]), scores)
+        of_tokens = [row[token] for row, token in zip(scores, ours.tokens, strict=True)]
+        assert [each.step for each in of_tokens] == [placed.step for placed in expected]
+        assert all(each.rank is not None and 1 <= each.rank < VOCABULARY * 2 for each in of_tokens)
+        steps |= {each.step for each in of_tokens}
+    assert num_same >= tolerances.DECIDED * len(prompts)
+    assert steps >= ({1, 2} if family in ("SDAR", "LLaDA2") else {0, 1, 2})
 
 
 FORWARDS_BESIDE_STEPS: dict[str, Callable[[bool], int]] = {  # of ten blocks, by whether the prompt

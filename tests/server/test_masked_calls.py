@@ -1,5 +1,5 @@
 """Tool calls of a masked model, as OpenAI's clients ask for them. The shipped one was trained on
-none, so only their form is right."""
+none, so only their form is right. And what it says of when its tokens were revealed."""
 
 import json
 from collections.abc import Iterator
@@ -71,3 +71,41 @@ def test_a_call_that_happens_to_come_is_found(calling: Server) -> None:
 def test_too_few_tokens_for_a_call_are_refused(calling: Server) -> None:
     with pytest.raises(BadRequestError, match=r"max_tokens must be at least \d+ .*, got 8"):
         ask(calling, "required", max_tokens=8)
+
+
+def test_log_probabilities_come_with_their_step(calling: Server) -> None:
+    """In chats and completions, streamed or not, and nothing of it where nobody asks."""
+    asked = {"vllm_xargs": {"diffusion_logprobs": "unmask", "diffusion_acceptance": "in_order"}}
+    common: dict[str, Any] = {"model": str(SDAR), "temperature": 0.0, "max_tokens": 8}
+    messages = [{"role": "user", "content": "Sort: q d x a"}]
+
+    def entries(**options: Any) -> list[Any]:
+        options = {**common, "messages": messages, "logprobs": True, **options}
+        chat = calling.client.chat.completions.create(**options)
+        chunks = chat if options.get("stream") else [chat]
+        kept = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
+        return [entry for found in kept if found is not None for entry in found.content]
+
+    whole = [(it.token, it.logprob, it.step) for it in entries(extra_body=asked)]
+    assert {1, 2} <= {step for _, _, step in whole} <= {1, 2, 3, 4}
+    streamed = entries(extra_body=asked, stream=True)
+    assert [(it.token, it.logprob, it.step) for it in streamed] == whole
+    assert not any("step" in it.model_dump() for it in entries())
+
+    def scores(**options: Any) -> list[Any]:
+        options = {**common, "prompt": "Sort: q d x a", "logprobs": 1, **options}
+        completion = calling.client.completions.create(**options)
+        chunks = completion if options.get("stream") else [completion]
+        kept = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
+        return [
+            pair
+            for found in kept
+            if found is not None
+            for pair in zip(found.token_logprobs, found.steps, strict=True)
+        ]
+
+    found = scores(extra_body=asked)
+    assert found and all(1 <= step <= 4 for _, step in found)
+    assert scores(extra_body=asked, stream=True) == found
+    with pytest.raises(BadRequestError, match="diffusion_logprobs needs logprobs"):
+        entries(extra_body=asked, logprobs=False)

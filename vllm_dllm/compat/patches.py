@@ -53,6 +53,12 @@ EVERYWHERE = (
         "self usage_context headless",
     ),
     Patch(
+        "v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
+        "the step that revealed a token, beside its log-probability",
+        "a field of a model's own beside each rank",
+        "self logprobs_lists",
+    ),
+    Patch(
         "v1.metrics.loggers:PrometheusStatLogger._spec_decoding_cls",
         "metrics of canvases and drafts on `/metrics`",
         "[statistics of a scheduler's own](#a-schedulers-own-statistics)",
@@ -114,6 +120,20 @@ SERVER = (
         "the same",
         "self final_res_batch request request_id created_time model_name tokenizer "
         "request_metadata",
+    ),
+    Patch(
+        "entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_logprobs",
+        "that step in chats",
+        "the same",
+        "self token_ids top_logprobs tokenizer num_output_top_logprobs logprob_token_ids "
+        "return_as_token_id",
+    ),
+    Patch(
+        "entrypoints.openai.completion.serving:OpenAIServingCompletion._create_completion_logprobs",
+        "in completions",
+        "the same",
+        "self token_ids top_logprobs num_output_top_logprobs tokenizer logprob_token_ids "
+        "initial_text_offset return_as_token_id",
     ),
     Patch(
         "v1.engine.logprobs:convert_ids_list_to_tokens",

@@ -155,6 +155,16 @@ def _check_canvas(options: RequestOptions, served: Served, params: SamplingParam
             "diffusion_constrained needs logprob_token_ids, which are what it chooses among, got "
             "none."
         )
+    if options.logprobs is not None:
+        if params.logprobs is None and not params.logprob_token_ids:
+            raise ValueError(
+                "diffusion_logprobs needs logprobs, of which it says when they are taken, got none."
+            )
+        if params.flat_logprobs:
+            raise ValueError(
+                "diffusion_logprobs is not for flat_logprobs, which have no place for steps. Leave "
+                "one out."
+            )
     if options.stream_canvases:
         raise ValueError(
             f"{STREAM_CANVASES} is for streams of /v1/completions and /v1/chat/completions, on "

@@ -21,7 +21,7 @@ _CONTENT = frozenset(
     }
 )
 """What a user wrote; it may have any names in it."""
-_ORDINARY = {"defaults", "limits", f"{PREFIX}prediction"}
+_ORDINARY = {"defaults", "limits", "logprobs", "prediction"}
 """Names that may be others' where ours would be misplaced."""
 
 
@@ -77,7 +77,7 @@ def _names(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 def _check_place(place: str, name: str) -> None:
     ours = plain(name)
-    if ours in _ORDINARY or f"{PREFIX}{ours}" in _ORDINARY:
+    if ours in _ORDINARY:
         return
     if ours == SECTION or (
         ours in ExtensionConfig.__annotations__ and f"{PREFIX}{ours}" not in KEYS

@@ -90,6 +90,8 @@ class RequestOptions:
     judge_answer_only: Annotated[_Flag | None, Asked(by_server=True)] = None
     """None: as `judges_answer_only` says."""
     load_stages: Annotated[_CountOrNone, Asked(by_server=True)] = 0
+    logprobs: Annotated[Literal["unmask"] | None, Asked(masked=True, uniform=False)] = None
+    """unmask: of the step that revealed a token. None: of the one that finished its block."""
     stream_canvases: Annotated[_Flag, Asked(masked=True)] = False
 
     # The scheduler's, which the worker's copy of the configuration may not agree with.

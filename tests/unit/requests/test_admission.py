@@ -102,6 +102,7 @@ TAKES: dict[str, set[str]] = {
     "stability_threshold": INTEGERS,
     "judge_answer_only": {"true"},
     "load_stages": INTEGERS,
+    "logprobs": set(),
     "stream_canvases": set(),
 }
 NEEDS = {  # what goes with a value that is right
@@ -191,6 +192,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "upside down": ({"t_min": 0.9, "t_max": 0.5}, "at most diffusion_t_max, got 0.9 and 0.5"),
     "in order": ({"acceptance": "in_order"}, "is for masked models, whose canvases"),
     "edits": ({"edit_probability": 0.5}, "is for masked models, got 0.5. Leave it out"),
+    "unmasking": ({"logprobs": "unmask"}, "is for masked models, got 'unmask'. Leave it out"),
 }
 
 
@@ -209,6 +211,17 @@ def test_masked_models_have_some_of_the_keys(key: str, asked: Any) -> None:
         assert "is not for masked models, got 1. Leave it out; they take" in str(
             refusal({key: 1}, served(family=SDAR))
         )
+
+
+def test_when_log_probabilities_are_taken() -> None:
+    given, to = {"diffusion_logprobs": "unmask"}, served(family=SDAR)
+    assert options(given, to, logprobs=0).logprobs == "unmask"
+    assert options({}, to, logprobs=0).logprobs is None
+    assert "needs logprobs, " in str(refusal(given, to))
+    assert "flat_logprobs" in str(refusal(given, to, logprobs=0, flat_logprobs=True))
+    assert "one of ['unmask'], got 'mask'" in str(
+        refusal({"diffusion_logprobs": "mask"}, to, logprobs=0)
+    )
 
 
 def test_no_prompt_log_probabilities_where_rows_see_their_block() -> None:

@@ -69,13 +69,17 @@ ADMITTED = {
         metadata={"diffusion_max_steps": "1"},
         tools=[],
     ),
-    "names that others have, too": chat(limits=3, extra={"defaults": {}}),
+    "names that others have, too": chat(limits=3, logprobs=True, extra={"defaults": {}}),
 }
 MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
     "nesting forgotten": (
         {"diffusion_max_steps": 1},
         'diffusion_max_steps belongs in vllm_xargs, got it in the body. Write "vllm_xargs": '
         '{"diffusion_max_steps": ...}; with the OpenAI client, extra_body={"vllm_xargs": ',
+    ),
+    "of a name that others have, too": (
+        {"logprobs": True, "diffusion_logprobs": "unmask"},
+        "diffusion_logprobs belongs in vllm_xargs",
     ),
     "and misspelt": ({"Diffusion_max_stepz": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
     "unknown": ({"diffusion_foo_bar": 1}, "diffusion_foo_bar belongs in vllm_xargs"),

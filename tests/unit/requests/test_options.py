@@ -98,7 +98,7 @@ def test_a_default_of_null_is_none() -> None:
 
 def test_a_server_may_set_what_its_docs_say() -> None:
     own = {"canvas_length", "seed_canvas", "prediction", "pinned", "read_only", "constrained"}
-    never = {f"diffusion_{name}" for name in own | {"stream_canvases"}}
+    never = {f"diffusion_{name}" for name in own | {"logprobs", "stream_canvases"}}
     assert {key for key, asked in KEYS.items() if not asked.by_server} == never
 
 

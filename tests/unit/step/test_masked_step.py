@@ -1,12 +1,13 @@
 """Steps of masked models: what is revealed stays, blocks are counted from the prompt's first token,
 and parts of canvases are taken back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
+from tests import tolerances
 from tests.unit.step.worker import CONTEXT, MASK, C, Worker, noise, sure
 from vllm_dllm.step.masked.masked_step import MaskedStep
 
@@ -131,3 +132,55 @@ def test_draws_are_its_own(masked: GetWorker) -> None:
         if alone.answer("a"):
             break
     assert alone.answer("a") == beside.answer("a") != beside.answer("b")[:C]
+
+
+def unsure(tokens: list[int], seed: int) -> torch.Tensor:
+    """[L, V] fp32: logits of a model that finds `tokens` likely, and others by the seed."""
+    return noise(len(tokens), seed, scale=1.0) + sure(tokens, nats=10.0)
+
+
+def assert_placed(
+    found: Any,  # `LogprobsTensors`
+    tokens: list[int],
+    steps: list[int],
+    logits: Mapping[int, torch.Tensor],  # [C, V] fp32 by step
+) -> None:
+    """Each token's score is that of its step."""
+    assert (found.selected_token_ranks >> 32).tolist() == [step + 1 for step in steps]
+    assert (found.selected_token_ranks % 2**32 == 1).all()
+    assert found.logprob_token_ids[:, 0].tolist() == tokens
+    for row, (token, step) in enumerate(zip(tokens, steps, strict=True)):
+        expected = logits[step].log_softmax(-1)[row, token]
+        tolerances.assert_within(found.logprobs[row, 0], expected, tolerances.softmax(512, 30.0))
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_log_probabilities_of_the_step_that_revealed(masked: GetWorker, joins: bool) -> None:
+    """Not of one that was taken back, nor of a block's own commit."""
+    one = masked(joins_commits=joins)
+    asked = {"diffusion_acceptance": "in_order", "diffusion_logprobs": "unmask"}
+    one.admit("a", temperature=0.0, logprobs=1, **asked)
+    logits = {step: unsure(BLOCK, step) for step in range(1, C + 1)}
+    for step, rows in logits.items():
+        if not joins:
+            one.step({"a": noise(C - 1)})
+        found = one.step({"a": rows})
+        assert found.emitted == {"a": BLOCK if joins and step == C else []}
+    if not joins:
+        found = one.step({"a": noise(C)})
+    assert found.emitted == {"a": BLOCK}
+    assert_placed(found.logprobs, BLOCK, [1, 2, 3, 4], logits)
+
+
+def test_log_probabilities_of_an_edit(masked: GetWorker) -> None:
+    """A token that has replaced another one has those of that step."""
+    one = masked("LLaDA2MoeModelLM")
+    asked = {"diffusion_accept_probability": 0.5, "diffusion_edit_probability": 0.5}
+    one.admit("a", temperature=0.0, logprobs=0, diffusion_logprobs="unmask", **asked)
+    edited = [BLOCK[0], OTHER[1], *BLOCK[2:]]
+    says = (BLOCK, edited, edited)
+    logits = {step: unsure(tokens, step) for step, tokens in enumerate(says, start=1)}
+    for rows in logits.values():
+        found = one.step({"a": rows})
+    assert found.emitted == {"a": edited}
+    assert_placed(found.logprobs, edited, [1, 2, 1, 1], logits)

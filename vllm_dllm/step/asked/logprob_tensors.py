@@ -6,10 +6,13 @@ step's log-probabilities are kept for one step: a commit reports those of the st
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 from vllm.v1.outputs import LogprobsTensors
+
+from vllm_dllm.compat.reveal_steps import with_step
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,14 @@ class LogprobRequest:
 
     num_logprobs: int  # most likely tokens to report besides the chosen one
     token_ids: torch.Tensor  # [k] int64, report these instead of the most likely ones; k may be 0
+
+
+class Placed(NamedTuple):
+    """Where a step of a masked model's n canvases puts tokens: it reveals them, or replaces
+    revealed ones."""
+
+    positions: torch.Tensor  # [n, C] bool
+    steps: torch.Tensor  # [n] int64, of each canvas, counted from 1
 
 
 def token_logprobs(
@@ -43,17 +54,23 @@ def token_logprobs(
 
 
 def choose(
-    condition: torch.Tensor,  # [] bool
+    condition: torch.Tensor,  # [] or [rows] bool
     one: LogprobsTensors,
     other: LogprobsTensors,
 ) -> LogprobsTensors:
     """`one` where the condition holds, else `other`, of as many rows, without waiting for the
     device."""
+    rows = condition[..., None]
     return LogprobsTensors(
-        torch.where(condition, one.logprob_token_ids, other.logprob_token_ids),
-        torch.where(condition, one.logprobs, other.logprobs),
+        torch.where(rows, one.logprob_token_ids, other.logprob_token_ids),
+        torch.where(rows, one.logprobs, other.logprobs),
         torch.where(condition, one.selected_token_ranks, other.selected_token_ranks),
     )
+
+
+def revealed_by(step: torch.Tensor | int, scores: LogprobsTensors) -> LogprobsTensors:
+    """The scores of tokens, which also say that `step` ([] int64) revealed them."""
+    return scores._replace(selected_token_ranks=with_step(scores.selected_token_ranks, step))
 
 
 def padded(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:

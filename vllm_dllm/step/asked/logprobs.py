@@ -8,11 +8,13 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm_dllm.step.asked.logits import CanvasLogits
 from vllm_dllm.step.asked.logprob_tensors import (
     LogprobRequest,
+    Placed,
     choose,
     concat,
     first_rows_of,
     joined,
     padded,
+    revealed_by,
     token_logprobs,
 )
 from vllm_dllm.step.batch import CanvasBatch
@@ -28,10 +30,12 @@ class StepLogprobs:
         self.vocab_size = vocab_size
         self.device = device
         self._requests: dict[int, LogprobRequest] = {}
-        # Of the slot's latest step that was not taken back, as many rows as a canvas may have.
+        # Of the slot's latest step that was not taken back, or of the steps that placed its tokens;
+        # as many rows as a canvas may have.
         self._latest: dict[int, LogprobsTensors] = {}
         # Logits [V] by which the first token of the slot's canvas was chosen.
         self._seeds: dict[int, torch.Tensor] = {}
+        self._when_placed: set[int] = set()
         self._read_only: set[int] = set()
         self._constrained: set[int] = set()
 
@@ -45,6 +49,8 @@ class StepLogprobs:
             self.vocab_size if count == -1 else count or 0,
             async_tensor_h2d(np.array(token_ids, dtype=np.int64), device=self.device),
         )
+        if options.logprobs == "unmask":
+            self._when_placed.add(slot)
         if options.read_only:
             self._read_only.add(slot)
         if options.constrained:
@@ -57,11 +63,54 @@ class StepLogprobs:
         self._requests.pop(slot, None)
         self._latest.pop(slot, None)
         self._seeds.pop(slot, None)
+        self._when_placed.discard(slot)
         self._read_only.discard(slot)
         self._constrained.discard(slot)
 
     def concern(self, batch: CanvasBatch) -> bool:
         return not self._requests.keys().isdisjoint(batch.slots_np.tolist())
+
+    def ask_when_placed(self, batch: CanvasBatch) -> bool:
+        """Whether `report` needs to know which tokens a step has placed."""
+        return not self._when_placed.isdisjoint(batch.slots_np.tolist())
+
+    def keep_first(
+        self,
+        batch: CanvasBatch,  # one row of each request
+        logits: CanvasLogits,
+        row_temperature: torch.Tensor,  # [n, 1]
+        tokens: torch.Tensor,  # [n] int64, the first of each canvas
+        is_new: torch.Tensor | None,  # [n] bool, the others keep what they have; None: all are
+    ) -> None:
+        """Keeps the scores of tokens that are known before their canvas' first step."""
+        for i, slot in enumerate(batch.slots_np.tolist()):
+            if slot not in self._when_placed:
+                continue
+            scores = self._scores(logits, i, slot, row_temperature[i : i + 1], tokens[i : i + 1])
+            latest = padded(revealed_by(0, scores), batch.canvas_length)
+            if is_new is not None and (before := self._latest.get(slot)) is not None:
+                latest = choose(is_new[i], latest, before)
+            self._latest[slot] = latest
+
+    def _scores(
+        self,
+        logits: CanvasLogits,
+        i: int,  # of the canvases
+        slot: int,
+        row_temperature: torch.Tensor | None,  # [L, 1]; None: 1
+        tokens: torch.Tensor,  # [L] int64
+    ) -> LogprobsTensors:
+        # A constrained request asks for probabilities among its choices.
+        in_process = self.reports_processed or slot in self._constrained
+        wanted, tiles, first = self._requests[slot], [], 0
+        for rows in logits.processed(i) if in_process else logits.raw(i):
+            last = first + len(rows)
+            scale = None if row_temperature is None else row_temperature[first:last]
+            tiles.append(
+                token_logprobs(rows, scale, tokens[first:last], wanted, self.reports_logits)
+            )
+            first = last
+        return joined(tiles)
 
     def keep_seeds(
         self,
@@ -99,6 +148,7 @@ class StepLogprobs:
         num_reqs: int,  # of the whole batch
         at_once: torch.Tensor,  # [n] bool, blocks this step both decides and emits
         cut: torch.Tensor | None,  # [n] bool, steps that were taken back
+        placed: Placed | None = None,  # None: nobody asks
     ) -> LogprobsTensors | None:
         """Scores of the blocks this step may emit: its own, or, if it commits, those of the step
         before, which are kept for it."""
@@ -116,23 +166,23 @@ class StepLogprobs:
             )
         ):
             end += length
-            wanted = self._requests.get(slot)
-            if wanted is None:
+            if slot not in self._requests:
                 continue
             read_only = slot in self._read_only
-            # A constrained request asks for probabilities among its choices.
-            in_process = self.reports_processed or slot in self._constrained
-            tiles, first = [], end - length
-            for rows in logits.processed(i) if in_process else logits.raw(i):
-                chosen = best_guess[i, first - end + length :][: len(rows)]
-                # A read-only request asks what the model thinks, not what the schedule makes of it.
-                scale = None if read_only else row_temperature[first : first + len(rows)]
-                tiles.append(token_logprobs(rows, scale, chosen, wanted, self.reports_logits))
-                first += len(rows)
-            current = reported = joined(tiles)
+            # A read-only request asks what the model thinks, not what the schedule makes of it.
+            scale = None if read_only else row_temperature[end - length : end]
+            current = self._scores(logits, i, slot, scale, best_guess[i, :length])
+            before = self._latest.get(slot)
+            if slot in self._when_placed:
+                assert placed is not None, "ask_when_placed says so"
+                current = revealed_by(placed.steps[i], current)
+                if before is not None:
+                    positions = placed.positions[i, :length]
+                    current = choose(positions, current, first_rows_of(before, length))
+            reported = current
             if not read_only:
                 latest = padded(current, batch.canvas_length)
-                if (before := self._latest.get(slot)) is not None:
+                if before is not None:
                     reported = choose(at_once[i], current, first_rows_of(before, length))
                     # The host does not know whether the step was taken back.
                     latest = latest if cut is None else choose(cut[i], before, latest)

@@ -20,6 +20,7 @@ from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
 from vllm_dllm.step.asked.logits import MaskedLogits
+from vllm_dllm.step.asked.logprob_tensors import Placed
 from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.requests import StepRequests
@@ -154,6 +155,10 @@ class MaskedStep(CanvasStep):
             # prefill also foretells the next one's first token.
             if not self.family.is_seeded:
                 is_committed = edited.unchanged
+        placed = None
+        if self.requests.logprobs.ask_when_placed(batch):
+            stayed = slots.revealed[idx] & (tokens == slots.canvas[idx])
+            placed = Placed(revealed & ~stayed, numbers.steps_done + 1)
         state = CanvasState(tokens, edit_steps_done, numbers.steps_done + 1, numbers.num_steps)
         return Denoised(
             draws.logits,
@@ -165,4 +170,5 @@ class MaskedStep(CanvasStep):
             StepOutcome(canvas, revealed, state, finished, converged=None, revealed=finished),
             revealed,
             is_committed,
+            placed,
         )

@@ -97,7 +97,7 @@ class SeededStep(MaskedStep):
         starts: torch.Tensor,  # [n] int64, where their canvases begin
         is_new: torch.Tensor | None,  # [n] bool, canvases that do begin; None: all
     ) -> torch.Tensor:
-        """[n] int64: the tokens that these rows foretell."""
+        """[n] int64: the tokens that these rows foretell. Keeps their scores for who asks."""
         slots, idx, of_slots = self.slots, rows.slot_index, self.requests.settings
         settings, grammars = of_slots.of(rows), self.requests.grammars
         assert isinstance(settings, MaskedStepSettings) and isinstance(grammars, GrammarRuns)
@@ -113,10 +113,11 @@ class SeededStep(MaskedStep):
         key = slots.read_numbers(idx).noise_key
         draw = noise.uniform(key, starts[:, None], torch.zeros_like(key), noise.INITIAL)
         is_greedy = settings.is_greedy | self.family.is_shifted
-        draws = LegalDraws(
-            ruled, settings.temperature[:, None], draw[:, 0], is_greedy, judges_unscaled=False
-        )
-        return grammars.first_tokens(rows, starts, is_new, draws, draws.of_all().tokens)
+        temperature = settings.temperature[:, None]
+        draws = LegalDraws(ruled, temperature, draw[:, 0], is_greedy, judges_unscaled=False)
+        tokens = grammars.first_tokens(rows, starts, is_new, draws, draws.of_all().tokens)
+        self.requests.logprobs.keep_first(rows, ruled, temperature, tokens, is_new)
+        return tokens
 
     def _seeded(
         self,

@@ -8,6 +8,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import StepOutcome
 from vllm_dllm.step.asked.logits import CanvasLogits
+from vllm_dllm.step.asked.logprob_tensors import Placed
 from vllm_dllm.step.asked.masked_settings import MaskedStepSettings
 from vllm_dllm.step.asked.settings import StepSettings
 from vllm_dllm.step.batch import CanvasBatch
@@ -42,6 +43,7 @@ class Denoised(NamedTuple):
     revealed: torch.Tensor | None  # [n, C] bool, positions that keep their tokens; None: none do
     is_committed: torch.Tensor | None = None  # [n] bool, finished blocks of which this forward left
     # the keys and values that their commit would; None: of none
+    placed: Placed | None = None  # None: nobody asks
 
 
 class Settled(NamedTuple):

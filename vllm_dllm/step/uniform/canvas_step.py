@@ -125,6 +125,7 @@ class CanvasStep(ABC):
             input_batch.num_reqs,
             settled.at_once,
             found.cut,
+            denoised.placed,
         )
         canvas = self.settling.write(found, denoised, settled)
         if found.cut is not None and found.earlier is not None:
