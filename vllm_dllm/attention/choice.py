@@ -1,8 +1,8 @@
 """Which version of attention a layer runs in a step: the fastest that is right, by measured times.
 
 Times are data: `times/sm_90.json` has those of `bench.attention` on an H200, for all Hopper chips.
-What a server measures on its own GPU is read the same way. A chip or a kind of layer without times
-runs Triton.
+What a server measures on its own GPU (`measure.py`) is read the same way. A chip or a kind of layer
+without times runs Triton.
 
 CUDA graphs: a graph repeats the kernels of its capture, whatever it is replayed with, so a choice
 may depend on nothing that differs between its replays. It depends on the kind of layer, on the
@@ -18,14 +18,15 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+from vllm_dllm.measured.stopwatch import EQUAL
 
 Version = Literal["triton", "fa4"]
 VERSIONS: tuple[Version, ...] = get_args(Version)  # of equals the first one runs
 NAMES: dict[Version, str] = {"triton": "Triton", "fa4": "FlashAttention-4"}
 
 _SHIPPED = Path(__file__).parent / "times"
-_EQUAL = 1.02  # a version is as fast as the best up to this ratio
 
 
 class Layer(NamedTuple):
@@ -69,24 +70,26 @@ class Times:
     cells: Mapping[tuple[int, bool], tuple[int, tuple[Cell, ...]]]
 
     @classmethod
-    def read(cls, path: Path) -> "Times":
-        text = json.loads(path.read_text())
+    def of(cls, found: Mapping[str, Any]) -> "Times":
+        """Takes `{"gpu", "layers"}` as the files have it. A version without a time cannot run."""
         cells = {}
-        for layer in text["layers"]:
+        for layer in found["layers"]:
             measured = tuple(
                 Cell(
-                    each["rows"], each["context"], {version: each[version] for version in VERSIONS}
+                    each["rows"],
+                    each["context"],
+                    {version: each.get(version, math.inf) for version in VERSIONS},
                 )
                 for each in layer["ms"]
             )
             cells[layer["head_size"], layer["has_window"]] = layer["num_heads"], measured
-        return cls(text["gpu"], cells)
+        return cls(found["gpu"], cells)
 
     @classmethod
     def shipped(cls, capability: tuple[int, int]) -> "Times | None":
         """Returns what was measured on a GPU of this compute capability, if one was."""
         path = _SHIPPED / "sm_{}{}.json".format(*capability)
-        return cls.read(path) if path.exists() else None
+        return cls.of(json.loads(path.read_text())) if path.exists() else None
 
     def choose(self, layer: Layer, longest: int) -> Choice | None:
         """Among all versions; `longest`: tokens of the longest request. None: nothing is known.
@@ -111,4 +114,4 @@ def _fastest(cells: list[Cell]) -> Version:
     """The version whose worst ratio to the best of a cell is the least."""
     worst = {v: max(cell.ms[v] / min(cell.ms.values()) for cell in cells) for v in VERSIONS}
     least = min(worst.values())
-    return next(version for version in VERSIONS if worst[version] <= least * _EQUAL)
+    return next(version for version in VERSIONS if worst[version] <= least * EQUAL)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.config.cache import CacheDType
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -26,9 +26,11 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from attention_kernels import support, triton_fwd
 from vllm_dllm.attention import WindowRules
-from vllm_dllm.attention.choice import Choice, Layer, Times
+from vllm_dllm.attention.choice import Choice, Layer, Times, Version
 from vllm_dllm.attention.flash_attention import FlashAttention
 from vllm_dllm.compat.attention import cache_scales
+from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.measured import folder
 
 logger = init_logger(__name__)
 
@@ -100,14 +102,16 @@ class GpuCanvasImpl(TritonAttentionImpl):
         super().__init__(*args, **kwargs)
         # Queries stay as they are: only the cache is fp8.
         self.supports_quant_query_input = False
-        layer = Layer(self.head_size, self.num_heads, has_window=self.sliding_window[0] >= 0)
-        self._choice, self._fa4 = choose_versions(layer, self.kv_cache_dtype)
+        self.kind = Layer(self.head_size, self.num_heads, has_window=self.sliding_window[0] >= 0)
+        self.choose()
 
-    @property
-    def least_rows_of_fa4(self) -> int | None:
-        """The fewest rows of a step that runs FlashAttention-4. None: no step does."""
-        rows = (rows for rows, version in self._choice.steps if version == "fa4")
-        return None if self._fa4 is None else next(rows, None)
+    def choose(self) -> None:
+        """Takes what is known to be fastest. Comes again when a server has measured."""
+        self.choice, self._fa4 = choose_versions(self.kind, self.kv_cache_dtype)
+
+    def run_alone(self, version: Version, flash_attention: FlashAttention | None) -> None:
+        """Every step runs one version, until `choose` comes: to time it."""
+        self.choice, self._fa4 = Choice(((0, version),)), flash_attention
 
     def forward(
         self,
@@ -134,7 +138,7 @@ class GpuCanvasImpl(TritonAttentionImpl):
         options: dict[str, Any] = dict(
             scale=self.scale, window_left=self.sliding_window[0], softcap=self.logits_soft_cap
         )
-        fa4 = self._fa4 if self._choice.version(num_tokens) == "fa4" else None
+        fa4 = self._fa4 if self.choice.version(num_tokens) == "fa4" else None
         if fa4 is not None and fa4.takes(attn_metadata):
             fa4.attend(attn_metadata, *tensors, output[:num_tokens], **options)
             return output
@@ -170,20 +174,13 @@ def choose_versions(layer: Layer, kv_cache_dtype: str) -> tuple[Choice, FlashAtt
     if asked_for == 4:
         choice, why = Choice(((0, "fa4"),)), "--attention-config.flash_attn_version 4"
     elif asked_for is None:
-        times = Times.shipped((capability.major, capability.minor))
+        times = known_times(config)
         chosen = times and times.choose(layer, config.model_config.max_model_len)
         choice = chosen or triton
         why = f"measured on an {times.gpu}" if times and chosen else "no measured times"
     fa4: FlashAttention | None = None
     if choice != triton:
-        dtype = config.model_config.dtype
-        case = support.Case(
-            (capability.major, capability.minor),
-            layer.head_size,
-            dtype,
-            _CACHE_DTYPES.get(kv_cache_dtype, dtype),
-        )
-        found = FlashAttention.of(case, layer.has_window)
+        found = flash_attention_of(layer, config.model_config.dtype, kv_cache_dtype)
         if isinstance(found, FlashAttention):
             fa4 = found
         else:
@@ -196,6 +193,31 @@ def choose_versions(layer: Layer, kv_cache_dtype: str) -> tuple[Choice, FlashAtt
         why,
     )
     return choice, fa4
+
+
+def flash_attention_of(
+    layer: Layer, dtype: torch.dtype, kv_cache_dtype: str
+) -> FlashAttention | str:
+    """FlashAttention-4 for a kind of layer on this GPU, or why there is none."""
+    capability = current_platform.get_device_capability()
+    case = support.Case(
+        (capability.major, capability.minor),
+        layer.head_size,
+        dtype,
+        _CACHE_DTYPES.get(kv_cache_dtype, dtype),
+    )
+    return FlashAttention.of(case, layer.has_window)
+
+
+def known_times(config: VllmConfig) -> Times | None:
+    """What this server measured, or what is shipped for such a GPU, as its setting says."""
+    choice = ExtensionConfig.from_additional_config(config.additional_config).kernel_choice
+    if choice == "stock":
+        return None
+    if choice == "measured" and (found := folder.read(folder.folder(config))) is not None:
+        return Times.of(found)
+    capability = current_platform.get_device_capability()
+    return Times.shipped((capability.major, capability.minor))
 
 
 class GpuCanvasBackend(TritonAttentionBackend):

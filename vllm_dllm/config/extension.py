@@ -21,6 +21,7 @@ from vllm_dllm.config.denoise import MOST_NATS, MOST_STEPS
 from vllm_dllm.config.drafter import DrafterConfig
 
 WindowRule = Literal["reference", "symmetric"]
+KernelChoice = Literal["measured", "shipped", "stock"]
 SECTION = "vllm_dllm"
 """Of vLLM's additional config."""
 
@@ -98,6 +99,10 @@ class ExtensionConfig:
     load_stages: tuple[LoadStage, ...] = ()
     """How much sooner canvases may be finished while the server is busy, for requests that allow it
     (`diffusion_load_stages`); from a list of objects, see `LoadStage`."""
+    kernel_choice: KernelChoice = "shipped"
+    """Which kernels run on a GPU: the fastest by times that are `shipped` with this package, or
+    `measured` by the first start on the machine, for at most 15 s, and kept for later ones; or
+    `stock`: vLLM's own tiles of experts, and attention by Triton."""
     drain_seconds: Count = 15
     """For requests in flight to finish when the server is told to stop, unless vLLM's
     `--shutdown-timeout` says so."""

@@ -14,8 +14,8 @@ FOLDER = Path(__file__).parent / "tuned"
 VARIABLE = "VLLM_TUNED_CONFIG_FOLDER"
 
 
-def offer() -> None:
-    """Lets this process and those it starts find our tiles on a GPU, unless the user named a
-    folder. Repeatable."""
+def offer(folder: Path = FOLDER) -> None:
+    """Lets this process and those it starts find the tiles of `folder` on a GPU, unless the user
+    named one. Repeatable."""
     if current_platform.is_cuda():
-        os.environ.setdefault(VARIABLE, str(FOLDER))
+        os.environ.setdefault(VARIABLE, str(folder))

@@ -25,6 +25,7 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.config.workers import GPU_WORKER
+from vllm_dllm.measured import folder
 from vllm_dllm.quantization import modelopt
 from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.serving_config.checks import (
@@ -162,13 +163,21 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
 def finish(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     """What the start of every diffusion model checks and sets."""
     server_defaults(extension.defaults, FAMILIES.get(vllm_config.model_config.architecture))
-    tiles.offer()
+    offer_tiles(vllm_config, extension)
     if extension.trace_path is not None:
         check_file("trace_path", Path(extension.trace_path))
     if vllm_config.shutdown_timeout == 0:  # vLLM's default, to end all requests at once
         vllm_config.shutdown_timeout = extension.drain_seconds
     check_weight_files(vllm_config)
     check_stop_tokens(vllm_config)
+
+
+def offer_tiles(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
+    """Lets vLLM find the tiles of experts that the setting `kernel_choice` is for."""
+    if extension.kernel_choice == "measured":
+        tiles.offer(folder.folder(vllm_config))  # empty before the first start has measured
+    elif extension.kernel_choice == "shipped":
+        tiles.offer()
 
 
 def use_our_attention(vllm_config: VllmConfig) -> None:

@@ -7,11 +7,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_dllm.attention.warm_up import compile_flash_attention
+from vllm_dllm.attention.warm_up import compile_attention
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.prompt_privacy import keep_prompts_private
 from vllm_dllm.compat.runner import join_commits, send_numbers
 from vllm_dllm.parents import end_with_parent
+from vllm_dllm.step.kernel_choice import measure_kernels
 
 WARMED_UP = (
     SamplingParams(),
@@ -33,9 +34,11 @@ class CanvasWorker(Worker):
         keep_prompts_private(self.model_runner)
 
     def compile_or_warm_up_model(self) -> Any:
-        # Before graphs are captured: what they read must not be allocated anew.
+        # Before graphs are captured: what they read must not be allocated anew, and they keep the
+        # kernels of their capture.
+        measure_kernels(self.vllm_config, self.model_runner.model)
         if self.vllm_config.kernel_config.enable_jit_warmup:
-            compile_flash_attention(
+            compile_attention(
                 self.vllm_config.compilation_config.static_forward_context.values(),
                 self.model_config.dtype,
                 self.scheduler_config.max_num_batched_tokens,

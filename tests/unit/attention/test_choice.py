@@ -1,7 +1,5 @@
 """Which version of attention runs: what the shipped times say, and how times decide."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,11 +81,12 @@ def test_times_decide(table: str) -> None:
     assert chosen(SLIDING, times=times(*cells)).steps == expected
 
 
-def test_what_a_server_measures_is_read_the_same_way(tmp_path: Path) -> None:
-    path = tmp_path / "own.json"
+def test_what_a_server_measures_is_read_the_same_way() -> None:
+    """A version without a time cannot run."""
     layer: dict[str, Any] = {"head_size": 512, "has_window": False, "num_heads": 16}
     layer["ms"] = [{"rows": 256, "context": 0, "triton": 1.0, "fa4": 2.0}]
-    path.write_text(json.dumps({"gpu": "another", "layers": [layer]}))
-    own = Times.read(path)
+    own = Times.of({"gpu": "another", "layers": [layer]})
     assert own.gpu == "another" and own.choose(FULL, LONG) == Choice(((0, "triton"),))
     assert own.choose(SLIDING, LONG) is None
+    layer["ms"] = [{"rows": 256, "context": 0, "fa4": 2.0}, {"rows": 512, "context": 0, "fa4": 2.0}]
+    assert Times.of({"gpu": "x", "layers": [layer]}).choose(FULL, LONG) == Choice(((0, "fa4"),))

@@ -1,6 +1,7 @@
 """Which attention a server on a GPU chooses at its start, and what its log says of it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import vllm_dllm.attention.gpu
 from vllm_dllm import serving_config
 from vllm_dllm.attention.choice import Choice, Layer
 from vllm_dllm.attention.gpu import choose_versions
+from vllm_dllm.measured import folder
 
 Chosen = Callable[..., tuple[str, bool]]
 
@@ -33,6 +35,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
         config = SimpleNamespace(
             attention_config=AttentionConfig(flash_attn_version=version),
             model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=32768),
+            additional_config={},
         )
         gpu = vllm_dllm.attention.gpu
         monkeypatch.setattr(gpu, "get_current_vllm_config_or_none", lambda: config)
@@ -146,3 +149,23 @@ def test_the_log_claims_no_choice_of_the_users(serve: Serve) -> None:
     attention_config = AttentionConfig(backend=AttentionBackendEnum.TRITON_ATTN)
     assert serve(attention_config) == []
     assert attention_config.backend is AttentionBackendEnum.TRITON_ATTN
+
+
+def test_kernel_choice_says_whose_times_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`measured` takes what is shipped until something has been measured."""
+    gpu = vllm_dllm.attention.gpu
+    platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(9, 0))
+    monkeypatch.setattr(gpu, "current_platform", platform)
+    monkeypatch.setattr(folder, "folder", lambda _: tmp_path)
+
+    def known(choice: str) -> str | None:
+        section = {"vllm_dllm": {"kernel_choice": choice}}
+        times = gpu.known_times(SimpleNamespace(additional_config=section))
+        return None if times is None else times.gpu
+
+    assert (known("stock"), known("shipped"), known("measured")) == (None, *2 * ["NVIDIA H200"])
+    folder.write(tmp_path, folder.RESULT, {"gpu": "this GPU", "layers": []})
+    assert (known("stock"), known("shipped")) == (None, "NVIDIA H200")
+    assert known("measured") == "this GPU"

@@ -26,7 +26,7 @@ from vllm_dllm.attention import WindowRules, gpu_backend, use_window_rules
 from vllm_dllm.attention.choice import Choice
 from vllm_dllm.attention.flash_attention import FlashAttention
 from vllm_dllm.attention.gpu import GpuCanvasBackend
-from vllm_dllm.attention.warm_up import compile_flash_attention
+from vllm_dllm.attention.warm_up import compile_attention
 
 pytestmark = pytest.mark.numerics
 
@@ -318,10 +318,18 @@ def test_what_flash_attention_4_cannot_do_or_does_slowly_runs_triton(
 
 
 @pytest.mark.fa4
-def test_all_that_runs_is_compiled_before_requests_come(fa4: Callable[..., StandIn]) -> None:
-    """With few rows and with many, of which FlashAttention-4 makes two kernels; once for each kind
-    of layer."""
+def test_all_that_runs_is_compiled_before_requests_come(
+    fa4: Callable[..., StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention-4 with few rows and with many, Triton with every number of shares of the keys;
+    once for each kind of layer."""
     stand_in = fa4(Choice(((0, "triton"), (1024, "fa4"))))
+    of_triton: list[tuple[int, bool]] = []
+
+    def attend(query: torch.Tensor, *_: Any, spans: torch.Tensor | None, **__: Any) -> None:
+        of_triton.append((len(query), spans is not None))
+
+    monkeypatch.setattr(vllm_dllm.attention.gpu.triton_fwd, "attention", attend)
     attention = GpuCanvasBackend.get_impl_cls()
     layers = [
         SimpleNamespace(
@@ -333,12 +341,16 @@ def test_all_that_runs_is_compiled_before_requests_come(fa4: Callable[..., Stand
     stand_in.attend = lambda **_: None  # type: ignore[method-assign]
     for has_images in (False, True):
         stand_in.calls.clear()
-        compile_flash_attention(
+        of_triton.clear()
+        compile_attention(
             [*layers, SimpleNamespace()], torch.float32, 2300, longest=5000, has_images=has_images
         )
+        masks = range(1, 2 + has_images)
         calls = [(len(call["q"]), len(call["aux_tensors"])) for call in stand_in.calls]
-        with_images = [(1024, 2)] if has_images else []
-        assert sorted(calls) == sorted(2 * [(1024, 1), (2048, 1), *with_images])
+        assert sorted(calls) == sorted(2 * [(n, each) for n in (1024, 2048) for each in masks])
+        rows = [*(1 << i for i in range(10)), 1023]
+        spans = [False, True][: 1 + has_images]
+        assert sorted(of_triton) == sorted(2 * [(n, each) for n in rows for each in spans])
 
 
 def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

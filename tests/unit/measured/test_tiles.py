@@ -1,0 +1,71 @@
+"""Tiles of experts, by a clock that says what each takes."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_dllm.compat import experts
+from vllm_dllm.config.tiles import FOLDER
+from vllm_dllm.measured import tiles
+from vllm_dllm.measured.stopwatch import Stopwatch
+
+MODEL_SIZE, EXPERTS = 8, 4
+STOCK = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32}
+
+
+class Kernel:
+    """Stands in for vLLM's experts: notes the tiles that it runs with."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[int, dict[str, int]]] = []
+
+    def run(self, layer: Any, chosen: dict[str, int], states: torch.Tensor) -> torch.Tensor:
+        assert states.shape[1] == MODEL_SIZE and states.dtype == torch.bfloat16
+        self.ran.append((len(states), chosen))
+        return states
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    kernel = Kernel()
+    monkeypatch.setattr(experts, "layers_with_tiles", lambda modules: modules)
+    monkeypatch.setattr(experts, "tiles_file", lambda layer: layer.file)
+    monkeypatch.setattr(experts, "tiles_in_use", lambda layer, rows: STOCK)
+    monkeypatch.setattr(experts, "run_with_tiles", kernel.run)
+    return kernel
+
+
+def layer(file: str) -> Any:
+    weight = torch.zeros(EXPERTS, MODEL_SIZE, 2)
+    return SimpleNamespace(
+        file=file, w2_weight=weight, hidden_size=MODEL_SIZE, params_dtype=torch.bfloat16
+    )
+
+
+def shipped() -> list[dict[str, int]]:
+    (path,) = FOLDER.glob("*.json")
+    return [each for each in json.loads(path.read_text()).values() if isinstance(each, dict)]
+
+
+def test_each_number_of_rows_gets_its_fastest(kernel: Kernel) -> None:
+    best = {256: shipped()[0], 2048: STOCK}
+
+    def clock(run: Any) -> float:
+        run()
+        rows, chosen = kernel.ran[-1]
+        return 1.0 if chosen == best[rows] else 1.3
+
+    layers = [layer("E=4,N=2.json"), layer("E=4,N=2.json"), layer("E=4,N=3.json")]
+    tables, gains = tiles.measure(layers, (256, 2048), Stopwatch(clock))
+    expected = {"256": shipped()[0], "2048": STOCK}
+    assert tables == {"E=4,N=2.json": expected, "E=4,N=3.json": expected}
+    assert gains == ["experts at 256 rows 1.30 times"] * 2
+    tried = {json.dumps(chosen) for rows, chosen in kernel.ran if rows == 256}
+    assert tried == {json.dumps(each) for each in (STOCK, *shipped())}
+
+
+def test_what_could_not_be_timed_is_left_to_vllm(kernel: Kernel) -> None:
+    assert tiles.measure([layer("a.json")], (256,), Stopwatch(lambda run: 1.0, until=0)) == ({}, [])

@@ -1,0 +1,127 @@
+"""Kernels are measured once for all starts on a machine, by the first rank, for all ranks."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_dllm.config.tiles import VARIABLE
+from vllm_dllm.measured import folder
+from vllm_dllm.step import kernel_choice
+from vllm_dllm.step.kernel_choice import measure_kernels
+
+KIND = {"head_size": 512, "has_window": False, "num_heads": 16}
+LAYERS = [{**KIND, "ms": [{"rows": 256, "context": 0, "triton": 2.0, "fa4": 1.0}]}]
+TABLES = {"E=4,N=2.json": {"256": {"BLOCK_SIZE_M": 16}}}
+
+
+class Ranks:
+    """One of several; what it is sent when the first one broadcasts."""
+
+    def __init__(self, is_first_rank: bool = True, sent: Any = None) -> None:
+        self.is_first_rank, self.sent = is_first_rank, sent
+
+    def broadcast_object(self, found: Any) -> Any:
+        return found if self.is_first_rank else self.sent
+
+
+class Start:
+    """Of one process of a server."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.timed, self.forgot = path, [], 0
+        self.config = SimpleNamespace(
+            additional_config={"vllm_dllm": {"kernel_choice": "measured"}},
+            compilation_config=SimpleNamespace(static_forward_context={}),
+            diffusion_config=SimpleNamespace(canvas_length=256),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+            attention_config=SimpleNamespace(flash_attn_version=None),
+            model_config=SimpleNamespace(
+                architecture="DiffusionGemmaForBlockDiffusion", dtype=None, max_model_len=4096
+            ),
+        )
+        self.patch = monkeypatch
+        self.ranks(Ranks())
+        monkeypatch.setenv(VARIABLE, str(path))
+        for name, value in (
+            ("current_platform", SimpleNamespace(get_device_name=lambda: "a GPU")),
+            ("set_current_vllm_config", lambda _: torch.no_grad()),
+            ("forget_tiles", self.forget),
+        ):
+            monkeypatch.setattr(kernel_choice, name, value)
+        monkeypatch.setattr(folder, "folder", lambda _: path)
+        monkeypatch.setattr(kernel_choice.attention, "measure", self.attention)
+        monkeypatch.setattr(kernel_choice.tiles, "measure", self.tiles)
+
+    def ranks(self, ranks: Ranks) -> None:
+        self.patch.setattr(kernel_choice, "get_tp_group", lambda: ranks)
+
+    def forget(self) -> None:
+        self.forgot += 1
+
+    def attention(self, layers: Any, dtype: Any, length: int, steps: list[int], *_: Any) -> Any:
+        self.timed.append(("attention", length, steps))
+        return LAYERS
+
+    def tiles(self, modules: Any, rows: list[int], stopwatch: Any) -> Any:
+        self.timed.append(("tiles", rows))
+        return TABLES, []
+
+    def run(self) -> None:
+        measure_kernels(self.config, torch.nn.Module())
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    return Start(tmp_path / "kernels", monkeypatch)
+
+
+FOUND = {"gpu": "a GPU", "layers": LAYERS, "tiles": TABLES}
+
+
+def test_the_second_start_measures_nothing(start: Start) -> None:
+    start.run()
+    assert start.timed == [("attention", 256, [1, 8]), ("tiles", [256, 2048])]
+    assert folder.read(start.path) == FOUND and start.forgot == 1
+    assert (start.path / "E=4,N=2.json").exists(), "where vLLM looks for it"
+    start.run()
+    assert len(start.timed) == 2 and start.forgot == 1
+
+
+@pytest.mark.parametrize("choice", ["shipped", "stock"])
+def test_nobody_else_measures(start: Start, choice: str) -> None:
+    start.config.additional_config = {"vllm_dllm": {"kernel_choice": choice}}
+    start.run()
+    assert start.timed == [] and not start.path.exists()
+
+
+def test_other_ranks_take_what_the_first_one_found(start: Start) -> None:
+    start.ranks(Ranks(is_first_rank=False, sent=FOUND))
+    start.run()
+    assert start.timed == [] and folder.read(start.path) == FOUND and start.forgot == 1
+
+
+def test_what_the_user_chose_is_not_measured(start: Start, monkeypatch: Any) -> None:
+    start.config.attention_config.flash_attn_version = 3
+    monkeypatch.setenv(VARIABLE, "/of/the/user")
+    start.run()
+    assert start.timed == []
+
+
+def test_blocks_of_masked_models_run_triton_alone(start: Start) -> None:
+    start.config.model_config.architecture = "SDARForCausalLM"
+    start.run()
+    assert start.timed == [("tiles", [256, 2048])]
+
+
+def test_a_disk_that_takes_nothing_ends_no_start(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(folder, "write", full)
+    start.run()
+    assert start.timed and start.forgot == 0

@@ -1,0 +1,75 @@
+"""Times each version of attention in the layers of a model, in the form of `times/`."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from vllm_dllm.attention.choice import VERSIONS, Version
+from vllm_dllm.attention.flash_attention import FlashAttention
+from vllm_dllm.attention.gpu import GpuCanvasImpl, flash_attention_of
+from vllm_dllm.attention.probe import probe
+from vllm_dllm.measured.stopwatch import Stopwatch
+
+CONTEXTS = (0, 1024, 8192, 65536)  # tokens before each canvas
+
+
+@torch.inference_mode()
+def measure(
+    layers: Iterable[Any],  # of the model, with their caches; those that do not attend are ignored
+    dtype: torch.dtype,
+    canvas_length: int,
+    steps: Iterable[int],  # canvases of each
+    longest: int,  # tokens of a request
+    stopwatch: Stopwatch,
+) -> list[dict[str, Any]]:
+    """For each kind of layer that more than one version can run: its times by rows and context.
+    Writes the first pages of these layers' caches. The layers choose as before; a kind of which
+    nothing could be timed is left out."""
+    steps = list(steps)
+    measured = []
+    for layer in _one_of_each_kind(layers):
+        impl, cells = layer.impl, []
+        found = flash_attention_of(impl.kind, dtype, impl.kv_cache_dtype)
+        if isinstance(found, str):
+            continue
+        most_context = max(0, min(longest - canvas_length, CONTEXTS[-1]))
+        pages = layer.kv_cache[: -(-(most_context + canvas_length) // layer.kv_cache.shape[2])]
+        pages.normal_()
+        for canvases in steps:
+            for context in (each for each in CONTEXTS if each <= most_context):
+                attend = probe(layer, canvases, canvas_length, context, longest, dtype)
+                rows = canvases * canvas_length
+                runs: dict[str, Callable[[], torch.Tensor]] = {
+                    version: _alone(impl, version, found, attend) for version in VERSIONS
+                }
+                what = f"attention of head size {impl.head_size}, {rows:,} rows behind {context:,}"
+                times = stopwatch.times(what, runs)
+                if times:
+                    cells.append({"rows": rows, "context": context, **times})
+        pages.zero_()
+        impl.choose()
+        if cells:
+            measured.append({**impl.kind._asdict(), "ms": cells})
+    return measured
+
+
+def _alone(
+    impl: GpuCanvasImpl,
+    version: Version,
+    flash_attention: FlashAttention,
+    attend: Callable[[], torch.Tensor],
+) -> Callable[[], torch.Tensor]:
+    def run() -> torch.Tensor:
+        impl.run_alone(version, flash_attention)
+        return attend()
+
+    return run
+
+
+def _one_of_each_kind(layers: Iterable[Any]) -> list[Any]:
+    kinds: dict[Any, Any] = {}
+    for layer in layers:
+        if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
+            kinds.setdefault(layer.impl.kind, layer)
+    return list(kinds.values())

@@ -1,0 +1,62 @@
+"""Where a server keeps what it measured, for the next start on the same machine."""
+
+import hashlib
+import json
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import vllm
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from vllm_dllm.compat.gpu import driver_version
+
+RESULT = "measured.json"
+
+
+def folder(vllm_config: VllmConfig) -> Path:
+    """One for each GPU, driver, version, and shape of what is measured; may not be there yet. It is
+    the same in all processes of a server."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    assert vllm_config.diffusion_config is not None
+    parts = {
+        "gpu": current_platform.get_device_name(),
+        "driver": driver_version(),
+        "versions": [
+            vllm.__version__,
+            metadata.version("vllm-dllm"),
+            torch.__version__,
+            triton.__version__,
+        ],
+        "model": model.hf_text_config.to_dict(),
+        "types": [str(model.dtype), model.quantization, cache.cache_dtype],
+        "canvas": vllm_config.diffusion_config.canvas_length,
+        "longest": model.max_model_len,
+        "rows": vllm_config.scheduler_config.max_num_batched_tokens,
+        "ranks": vllm_config.parallel_config.tensor_parallel_size,
+    }
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    name = f"{parts['gpu']}-{key[:16]}".replace(" ", "_")
+    return Path(envs.VLLM_CACHE_ROOT) / "vllm_dllm" / "kernels" / name
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """What `write` wrote. None: nothing yet, or what cannot be read."""
+    try:
+        found = json.loads((path / RESULT).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write(path: Path, name: str, value: Any) -> None:
+    """A file of JSON, whole or not at all, whoever else writes it. Raises OSError."""
+    path.mkdir(parents=True, exist_ok=True)
+    partial = path / f".{name}.{os.getpid()}"
+    partial.write_text(json.dumps(value, indent=1))
+    partial.replace(path / name)

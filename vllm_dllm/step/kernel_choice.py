@@ -1,0 +1,96 @@
+"""Measures kernels on this GPU where the server is told to, once for all starts on the machine."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_dllm.attention import measure as attention
+from vllm_dllm.attention.gpu import GpuCanvasImpl
+from vllm_dllm.compat.experts import forget_tiles
+from vllm_dllm.config.architectures import FAMILIES
+from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.tiles import VARIABLE
+from vllm_dllm.measured import folder, tiles
+from vllm_dllm.measured.stopwatch import Clock, Stopwatch, gpu_clock
+
+logger = init_logger(__name__)
+
+MOST_SECONDS = 15.0
+CANVASES = (1, 8, 32)  # of the steps that are timed
+
+
+def measure_kernels(
+    vllm_config: VllmConfig, model: torch.nn.Module, clock: Clock = gpu_clock
+) -> None:
+    """Comes after the cache is there and before graphs are captured. The first rank measures,
+    unless an earlier start did, and all take what it found."""
+    extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+    if extension.kernel_choice != "measured":
+        return
+    path, ranks = folder.folder(vllm_config), get_tp_group()
+    known = found = folder.read(path)
+    if ranks.is_first_rank and known is None:
+        found = _measure(vllm_config, model, path, clock)
+    found = ranks.broadcast_object(found)
+    if found == known:
+        return  # the layers have read it
+    try:
+        for file, table in found["tiles"].items():
+            folder.write(path, file, table)
+        folder.write(path, folder.RESULT, found)
+    except OSError as error:
+        logger.warning("Cannot keep what was measured in %s: %s. It is not used.", path, error)
+        return
+    forget_tiles()
+    with set_current_vllm_config(vllm_config):
+        for layer in _layers(vllm_config):
+            if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
+                layer.impl.choose()
+
+
+def _measure(
+    vllm_config: VllmConfig, model: torch.nn.Module, path: Path, clock: Clock
+) -> dict[str, Any]:
+    """As `Times.of` takes it, with the tables of experts' tiles."""
+    assert vllm_config.diffusion_config is not None
+    started = time.monotonic()
+    stopwatch = Stopwatch.for_seconds(MOST_SECONDS, clock)
+    length = vllm_config.diffusion_config.canvas_length
+    most = vllm_config.scheduler_config.max_num_batched_tokens
+    steps = [canvases for canvases in CANVASES if canvases * length <= most]
+    layers: list[dict[str, Any]] = []
+    tables: dict[str, tiles.Table] = {}
+    gains: list[str] = []
+    # Blocks run Triton alone, and who asks for a version gets it.
+    is_masked = vllm_config.model_config.architecture in FAMILIES
+    if not is_masked and vllm_config.attention_config.flash_attn_version is None:
+        with set_current_vllm_config(vllm_config):
+            layers = attention.measure(
+                _layers(vllm_config),
+                vllm_config.model_config.dtype,
+                length,
+                steps,
+                vllm_config.model_config.max_model_len,
+                stopwatch,
+            )
+    if os.environ.get(VARIABLE) == str(path):  # else vLLM looks where the user says
+        tables, gains = tiles.measure(model.modules(), [n * length for n in steps], stopwatch)
+    logger.info(
+        "Kernels were timed in %.1f s%s: attention of %d kinds of layers, %s.",
+        time.monotonic() - started,
+        ", not all of them" if stopwatch.is_over else "",
+        len(layers),
+        "; ".join(gains) or "experts' tiles stay",
+    )
+    return {"gpu": current_platform.get_device_name(), "layers": layers, "tiles": tables}
+
+
+def _layers(vllm_config: VllmConfig) -> list[Any]:
+    return list(vllm_config.compilation_config.static_forward_context.values())
