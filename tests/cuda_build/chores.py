@@ -5,6 +5,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.cuda_build import checkpoints, sleeping
 from tests.cuda_build.device import GpuDevice, storage_of
 from tests.cuda_build.engine import Engine, Report
@@ -131,6 +133,33 @@ def serve_kinds(
         engine, {kind: {"prompt": 30, **params} for kind, params in kinds.items()}
     )
     return found
+
+
+def try_tiles(device: GpuDevice, folder: Path, scheme: str, rows: int) -> dict[str, Any]:
+    """A server's choice of tiles for its experts, as far as nothing is computed: the files that
+    vLLM looks for, the shape of what a layer makes with other tiles, and kernels compiled."""
+    from vllm_dllm.compat import experts
+    from vllm_dllm.measured.tiles import shipped
+
+    engine = Engine(
+        device,
+        checkpoints.dummy(folder, scheme),
+        compilation_config={"mode": 0, "cudagraph_mode": "NONE"},
+        moe_backend="triton",
+    )
+    layers = list(experts.layers_with_tiles(engine.runner.model.modules()))
+    found: dict[str, Any] = {"files": sorted({experts.tiles_file(layer) for layer in layers})}
+    with device:
+        layer = layers[0]
+        states = torch.zeros(rows, layer.hidden_size, device="cuda", dtype=layer.params_dtype)
+        assert experts.tiles_in_use(layer, rows)["BLOCK_SIZE_M"] > 0
+        before = len(device.compiled)
+        shapes = [experts.run_with_tiles(layer, tiles, states).shape for tiles in shipped()]
+    return found | {
+        "layers": len(layers),
+        "shapes": [tuple(shape) for shape in shapes],
+        "compiled": len(device.compiled) - before,
+    }
 
 
 def draft(

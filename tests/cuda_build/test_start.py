@@ -55,6 +55,19 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("scheme", ["bf16", "fp8-dynamic"])
+def test_other_tiles_of_experts_can_be_tried(
+    on_host: Callable[..., dict[str, Any]], folder: Path, scheme: str
+) -> None:
+    """What `kernel_choice` times, in the layers that vLLM has built."""
+    found = on_host(H100, chores.try_tiles, folder=folder, scheme=scheme, rows=512)
+    (file,) = found["files"]
+    assert ("dtype=fp8_w8a8" in file) == (scheme != "bf16")
+    assert file.startswith("E=128,N=704,device_name=")
+    assert found["layers"] > 0 and set(found["shapes"]) == {(512, 2816)}
+    assert found["compiled"] >= len(found["shapes"]), "each is a kernel of its own"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_starts_and_answers(on_host: Callable[..., Report], folder: Path, name: str) -> None:
     case = CASES[name]

@@ -36,7 +36,7 @@ def measure(
             continue
         tables[file] = {}
         for number in rows:
-            in_use, others = experts.tiles_in_use(layer, number), _shipped()
+            in_use, others = experts.tiles_in_use(layer, number), shipped()
             candidates = {IN_USE: in_use, **{str(each): each for each in others if each != in_use}}
             found = stopwatch.times(f"experts, {number:,} rows", _runs(layer, number, candidates))
             if not found:
@@ -59,7 +59,7 @@ def _runs(
     }
 
 
-def _shipped() -> list[dict[str, int]]:
+def shipped() -> list[dict[str, int]]:
     """All tiles of all files that we ship, each once."""
     found: list[dict[str, int]] = []
     for path in sorted(tiles.FOLDER.glob("*.json")):
