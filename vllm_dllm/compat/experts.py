@@ -48,11 +48,11 @@ def tiles_in_use(layer: RoutedExperts, rows: int) -> dict[str, int]:
 
 def run_with_tiles(layer: RoutedExperts, tiles: Tiles | None, rows: torch.Tensor) -> torch.Tensor:
     """`rows` [T, K] through their experts, evenly; `tiles` None: those in use."""
-    config, device = layer.moe_config, rows.device
-    generator = torch.Generator(device).manual_seed(0)
-    scores = torch.rand(len(rows), config.num_experts, device=device, generator=generator)
-    ids = scores.topk(config.experts_per_token).indices.int()
-    weights = torch.full(ids.shape, 1 / config.experts_per_token, device=device)
+    config = layer.moe_config
+    shape = len(rows), config.experts_per_token
+    turns = torch.arange(shape[0] * shape[1], dtype=torch.int32, device=rows.device)
+    ids = (turns % config.num_experts).view(shape)
+    weights = torch.full(shape, 1 / config.experts_per_token, device=rows.device)
     with contextlib.nullcontext() if tiles is None else override_config(dict(tiles)):
         return layer.quant_method.apply(layer, rows, weights, ids, None, None)
 

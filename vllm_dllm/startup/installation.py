@@ -47,23 +47,35 @@ def check() -> None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Ends the process where `--additional-config` is not JSON: vLLM's own error names a function.
-    `arguments`: of the command line. Others are not looked at."""
+    """Ends the process where an option of `EXAMPLES` is not JSON: vLLM's own error names a
+    function. `arguments`: of the command line. Others are not looked at."""
     if arguments[1:2] != ["serve"] or multiprocessing.parent_process() is not None:
         return
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, is_joined, value = word.partition("=")
-        if name.replace("_", "-") == "--additional-config":
-            _check_json(value if is_joined else following)
+        name = name.replace("_", "-")
+        if name in EXAMPLES:
+            _check_json(name, value if is_joined else following)
 
 
-def _check_json(text: str) -> None:
+EXAMPLES = {
+    "--additional-config": '{"vllm_dllm": {"commit_last_block": true}}',
+    "--diffusion-config": '{"canvas_length": 64}',
+    "-dc": '{"canvas_length": 64}',
+    "--speculative-config": '{"method": "dflash", "model": "FOLDER", "num_speculative_tokens": 15}',
+    "--override-generation-config": '{"t_min": 0.4}',
+    "--hf-overrides": '{"block_size": 32}',
+}
+"""Of vLLM's options that take JSON: those that diffusion models are served with."""
+
+
+def _check_json(name: str, text: str) -> None:
     try:
         json.loads(text)
     except ValueError as error:
         raise SystemExit(
-            f"Error: --additional-config must be JSON, got {text!r}: {error}. Quote it for "
-            """the shell, as in --additional-config '{"vllm_dllm": {"commit_last_block": true}}'."""
+            f"Error: {name} must be JSON, got {text!r}: {error}. Quote it for the shell, as in "
+            f"{name} '{EXAMPLES[name]}'."
         ) from None
 
 

@@ -1,18 +1,21 @@
 """Words of a command line that vLLM would complain about in its own."""
 
+import json
+
 import pytest
 
-from vllm_dllm.startup.installation import check_arguments
+from vllm_dllm.startup.installation import EXAMPLES, check_arguments
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["--additional-config", "{vllm_dllm: {}}"], ["--additional_config={"]],
-    ids=["two words", "one word"],
-)
-def test_json_that_is_none(words: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^Error: --additional-config must be JSON, got '{"):
-        check_arguments(["vllm", "serve", "model", *words])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_json_that_is_none(name: str) -> None:
+    """In two words or in one, and in either spelling; what the error shows is JSON."""
+    joined = name.replace("-config", "_config") + "={canvas: 1}"
+    for words in ([name, "{canvas: 1}"], [joined]):
+        with pytest.raises(SystemExit, match=rf"^Error: {name} must be JSON, got '{{c") as error:
+            check_arguments(["vllm", "serve", "model", *words])
+    example = str(error.value).partition(f"as in {name} '")[2].removesuffix("'.")
+    check_arguments(["vllm", "serve", "model", name, json.dumps(json.loads(example))])
 
 
 @pytest.mark.parametrize(
