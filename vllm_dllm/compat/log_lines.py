@@ -4,7 +4,7 @@ Imports nothing of vLLM, whose modules log while they are being imported.
 """
 
 import re
-from types import TracebackType
+import traceback
 
 ENGINE = "vllm.v1.engine.core"
 WORKER = "vllm.v1.executor.multiproc_executor"
@@ -26,9 +26,9 @@ START_CALLS = frozenset(
 """What an engine asks of a worker before it serves. A start in which one fails has failed."""
 
 
-def failed_call(traceback: TracebackType | None) -> str | None:
-    """Says which call it was, by the traceback of the exception that a worker logs."""
-    return traceback and traceback.tb_frame.f_locals.get("method")
+def failed_at_start(error: BaseException) -> bool:
+    """Whether the exception that a worker logs comes from such a call."""
+    return any(frame.name in START_CALLS for frame in traceback.extract_tb(error.__traceback__))
 
 
 ENGINE_FAILED = "Engine core initialization failed."

@@ -25,9 +25,8 @@ from vllm_dllm.compat.log_lines import (
     ENGINE_FAILED,
     FAILED_CALL,
     FAILED_START,
-    START_CALLS,
     WORKER_FAILED,
-    failed_call,
+    failed_at_start,
 )
 
 FILE = "DLLM_FIRST_ERROR_FILE"
@@ -69,8 +68,8 @@ class _FirstError(logging.Handler):
 
 
 def _ends_a_start(record: logging.LogRecord) -> bool:
-    if record.msg == FAILED_CALL and record.exc_info:
-        return failed_call(record.exc_info[2]) in START_CALLS
+    if record.msg == FAILED_CALL and record.exc_info and record.exc_info[1]:
+        return failed_at_start(record.exc_info[1])
     return record.msg == FAILED_START[record.name]
 
 

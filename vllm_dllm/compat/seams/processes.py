@@ -31,11 +31,6 @@ SEAMS = [
         f'logger.exception("{FAILED_CALL}")',
     ),
     Seam(
-        "and what that is",
-        "v1.executor.multiproc_executor:WorkerProc",
-        "method, args, kwargs, output_rank = ",
-    ),
-    Seam(
         "an engine that cannot start",
         "v1.engine.core:EngineCoreProc.run_engine_core",
         f'logger.exception("{FAILED_START["vllm.v1.engine.core"]}")',
