@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 _CONNECT_SECONDS = 3.0
+_CONFIGS = ("config.json", "params.json")
 _TOKENIZERS = (
     *("tokenizer.json", "*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt"),
     "tokenization*.py",
@@ -79,6 +80,11 @@ def _check_architecture(folder: Path) -> None:
 def check_model(model: str) -> None:
     """Raises ValueError when `model` is neither here nor on a hub that answers."""
     path = Path(model).expanduser()
+    if path.is_dir() and not any((path / name).exists() for name in _CONFIGS):
+        raise ValueError(
+            f"'{path}' has no config.json: copy it from where the checkpoint is from, or name the "
+            f"folder of a checkpoint ({_instead(path)})."
+        )
     if path.exists() or "://" in model or envs.VLLM_USE_MODELSCOPE:
         return
     if path.is_absolute() or model.startswith(("./", "../", "~")) or len(path.parts) > 2:

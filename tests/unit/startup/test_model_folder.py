@@ -124,6 +124,12 @@ def write(folder: Path, **config: Any) -> str:
     return str(folder)
 
 
+def test_no_config(clone: Path) -> None:
+    (clone / "checkpoints" / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"'checkpoints/empty' has no config\.json.*has large, s"):
+        check_model("checkpoints/empty")
+
+
 def test_no_tokenizer(clone: Path) -> None:
     small = write(clone / "checkpoints" / "small", architectures=["Qwen3ForCausalLM"])
     with pytest.raises(ValueError, match=r"small' has no tokenizer\.json: copy it"):
