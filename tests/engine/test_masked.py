@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -96,6 +96,33 @@ def blocks_decided_alike(
         if first_parting(noisy.steps, theirs.steps) == parting:
             return sum(step.finished for step in theirs.steps[:parting])
     raise AssertionError(f"another decision in step {parting}")
+
+
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [("SDAR", "warm"), ("LLaDA2", "edited"), ("Nemotron", "dynamic"), ("Fast-dLLM", "dynamic")],
+)
+def test_masks_in_a_prompt_are_data(
+    engine: GetEngine, made: GetMade, family: str, rule: str
+) -> None:
+    """In whole blocks, and in the last one, which the answer shares: nothing reveals or edits them,
+    and what comes next has seen masks there."""
+    (checkpoint, decode), chosen = made(family, 4), FAMILIES[family].rules[rule]
+    mask, mixed = decode.mask_id, random_ids(11, VOCABULARY, 5)
+    for place in (1, 6, 8, 10):
+        mixed[place] = mask
+    prompts = [[mask] * 3, [mask] * 4, [7, mask, 8, mask, mask, 9], mixed]
+    params = [params_of(chosen, 30, seed) for seed in range(len(prompts))]
+    found = generate(engine(checkpoint, block_size=32), prompts, params)
+    num_decided = 0
+    for seed, (prompt, ours) in enumerate(zip(prompts, found, strict=True)):
+        theirs = partial(decode.generate, prompt, 30, chosen, seed)
+        if isinstance(decode, SeededReference):
+            num_decided += theirs().decided_steps(ours, chosen.temperature)
+        else:
+            num_decided += blocks_decided_alike(ours, theirs, decode)
+    num_blocks = 8 * len(prompts)
+    assert num_decided >= tolerances.DECIDED * num_blocks
 
 
 @pytest.fixture(scope="module")

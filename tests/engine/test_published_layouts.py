@@ -3,6 +3,7 @@ their config.json, and made-up weights of small sizes, they decode as the family
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -144,9 +145,8 @@ def test_decisions(engine: GetEngine, tmp_path: Path, name: str) -> None:
     params = [params_of(rule, NUM_TOKENS, seed) for seed in range(len(prompts))]
     same = total = steps = 0
     for prompt, ours in zip(prompts, generate(served, prompts, params), strict=True):
-        same += blocks_decided_alike(
-            ours, lambda p=prompt: decode.generate(p, NUM_TOKENS, rule), decode
-        )
+        theirs = partial(decode.generate, prompt, NUM_TOKENS, rule)
+        same += blocks_decided_alike(ours, theirs, decode)
         total += sum(step.finished for step in ours.steps)
         steps += len(ours.steps)
     assert same >= total * tolerances.DECIDED

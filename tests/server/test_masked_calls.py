@@ -1,5 +1,6 @@
 """Tool calls of a masked model, as OpenAI's clients ask for them. The shipped one was trained on
-none, so only their form is right. And what it says of when its tokens were revealed."""
+none, so only their form is right. And what it says of when its tokens were revealed, and of masks.
+"""
 
 import json
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError
+from transformers import AutoTokenizer
 
 from tests.paths import CHECKPOINTS
 from tests.server import calls
@@ -109,3 +111,25 @@ def test_log_probabilities_come_with_their_step(calling: Server) -> None:
     assert scores(extra_body=asked, stream=True) == found
     with pytest.raises(BadRequestError, match="diffusion_logprobs needs logprobs"):
         entries(extra_body=asked, logprobs=False)
+
+
+def test_a_mask_in_a_text_is_data(calling: Server) -> None:
+    """Its text is the token, as its id is, and nothing fills it in."""
+    tokenizer = AutoTokenizer.from_pretrained(SDAR)
+    mask_id = json.loads((SDAR / "config.json").read_text())["mask_token_id"]
+    text = f"Sort: q d {tokenizer.decode([mask_id])} x a"
+    ids = tokenizer.encode(text)
+    assert ids.count(mask_id) == 1
+    by_text, by_ids = (
+        calling.client.completions.create(
+            model=str(SDAR),
+            prompt=prompt,
+            temperature=0.0,
+            max_tokens=16,
+            extra_body={"echo": True},
+        )
+        for prompt in (text, ids)
+    )
+    assert by_text.usage is not None and by_text.usage.prompt_tokens == len(ids)
+    assert by_text.choices[0].text == by_ids.choices[0].text
+    assert by_text.choices[0].text.startswith(text)
