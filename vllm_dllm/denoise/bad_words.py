@@ -68,3 +68,18 @@ class BadWords:
                     best = int(argmax(logits[row : row + 1]))
             spelled.append(best)
         return spelled
+
+    def exclude_behind_(
+        self,
+        logits: torch.Tensor,  # [L, V] fp32, changed in place
+        before: Sequence[int],  # the tokens before the first row's; < 0: not the request's
+        behind: Sequence[int],  # those that later rows' come behind, at least L - 1; < 0: unknown
+    ) -> list[int]:
+        """Excludes by what comes before alone. Returns that and what is `behind`."""
+        spelled = list(before)
+        for row in range(len(logits)):
+            if bad := self.completing(spelled, ()):
+                tokens = torch.tensor(sorted(bad), device=logits.device)
+                logits[row, tokens] = logits[row, tokens].clamp(max=BAD_WORD_LOGIT)
+            spelled += behind[row : row + 1]
+        return spelled

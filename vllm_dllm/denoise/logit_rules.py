@@ -33,8 +33,8 @@ class Penalties:
         guess: torch.Tensor,  # [C] int64, the last step's best guess; NO_TOKEN: none yet
     ) -> None:
         L, C = len(logits), len(guess)
-        position = torch.arange(C, device=guess.device)
-        is_before = position < position[first : first + L, None]
+        position = torch.arange(max(C, first + L), device=guess.device)
+        is_before = position[:C] < position[first : first + L, None]
         counted = (is_before & (guess >= 0)).to(logits.dtype)
         own = torch.zeros_like(logits).scatter_add_(1, guess.clamp(min=0).expand(L, C), counted)
         generated = own.add_(self.counts)
@@ -49,7 +49,7 @@ class Penalties:
             logits.sub_((generated > 0) * self.presence)
 
     def count_(self, block: torch.Tensor, is_emitted: torch.Tensor) -> None:
-        """Counts the tokens of a block [C] int64, without NO_TOKEN, if `is_emitted` []."""
+        """Counts the tokens of a block [C] int64, without NO_TOKEN, where `is_emitted` [C]."""
         counted = (is_emitted & (block >= 0)).to(self.counts.dtype)
         self.counts.scatter_add_(0, block.clamp(min=0), counted)
 
@@ -103,19 +103,28 @@ class CanvasRules:
         before: torch.Tensor,  # [w] int64, the tokens before the canvas; < 0: not the request's
         kept: torch.Tensor | None = None,  # [C] int64, tokens that earlier steps revealed for good;
         # < 0: none yet. None: none anywhere
+        lead: torch.Tensor | None = None,  # [] int64, how far ahead of its position a row speaks, 0
+        # or 1: of what comes behind the kept tokens up to that position, which are all that counts.
+        # None: of its position
     ) -> None:
         self.rules, self.start, self.guess = rules, start, guess
         self._first = 0  # canvas position of the next row
+        self._foretells = lead is not None
+        if lead is not None and kept is not None:
+            self._first, self.start, self.guess = 1, start - 1 + lead, kept
         if rules.bad_words:
             self._spelled = before.tolist()  # up to that row
             self._kept = [-1] * len(guess) if kept is None else kept.tolist()
+            if self._foretells:
+                self._spelled.append(self._kept[0])
 
     def apply_(self, logits: torch.Tensor) -> None:
         """`logits` [L, V] fp32: the next L rows, changed in place."""
         self.rules.apply_(logits, self._first, self.start, self.guess)
         if self.rules.bad_words:
-            kept = self._kept[self._first :]
-            self._spelled = self.rules.bad_words.exclude_(logits, self._spelled, kept)
+            kept, words = self._kept[self._first :], self.rules.bad_words
+            exclude_ = words.exclude_behind_ if self._foretells else words.exclude_
+            self._spelled = exclude_(logits, self._spelled, kept)
         self._first += len(logits)
 
 

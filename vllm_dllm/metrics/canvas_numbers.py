@@ -32,11 +32,11 @@ class CanvasNumbers(NamedTuple):
     sampling_peak_bytes: int = 0  # most that this and all earlier steps took
     sampling_bound_bytes: int = 0
 
-    def committed(self) -> Iterator[int]:
-        """Indices in the step's batch: requests whose block the step has finished, and committed,
-        too."""
-        if "committed" in self.names:
-            flags = self.values[self.names.index("committed")].tolist()
+    def flagged(self, name: str) -> Iterator[int]:
+        """Indices in the step's batch. "committed": requests whose block the step has finished, and
+        committed, too; "verified": those whose draft it has verified."""
+        if name in self.names:
+            flags = self.values[self.names.index(name)].tolist()
             yield from (request for request, flag in zip(self.requests, flags, strict=True) if flag)
 
     def rows(self) -> Iterator[CanvasRow]:

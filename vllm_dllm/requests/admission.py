@@ -22,6 +22,7 @@ from vllm_dllm.requests.numbers import (
     check_vocabulary,
 )
 from vllm_dllm.requests.options import (
+    OF_STEPS,
     PREFIX,
     STREAM_CANVASES,
     WATCHING_PLUGINS,
@@ -92,6 +93,8 @@ def admit(params: SamplingParams, served: Served, resolve: Resolve) -> Any:
             served.config.model_config.max_model_len,
             is_constrained=options.constrained,
         )
+    if options.mode == "autoregressive":
+        options = replace(options, canvas_length=1)  # the token that is known
     if isinstance(options.prediction, str):
         options = replace(options, prediction=ids_of(options.prediction, served.tokenizer))
     if served.limits is not None:
@@ -117,10 +120,21 @@ def asked_options(params: SamplingParams, served: Served) -> RequestOptions:
     feed = given.pop(FEED, None)
     try:
         options = read_keys(given, served.defaults, served.family)
+        _check_mode(options, given)
         _check_canvas(options, served, params)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
     return replace(options, canvas_feed=feed) if isinstance(feed, str) else options
+
+
+def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
+    """Raises ValueError for a key of this request that its mode has no use for."""
+    if options.is_verified and (useless := OF_STEPS & given.keys()):
+        key = min(useless)
+        raise ValueError(
+            f"{key} says what steps of diffusion reveal, got {given[key]!r} with diffusion_mode "
+            f"{options.mode!r}. Leave it out, or ask for diffusion_mode 'diffusion'."
+        )
 
 
 def _check_canvas(options: RequestOptions, served: Served, params: SamplingParams) -> None:

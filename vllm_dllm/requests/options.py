@@ -59,6 +59,7 @@ _Tokens = Annotated[list[Integer], "a list of token ids"]
 _Positions = Annotated[list[Integer], "a list of canvas positions"]
 _Text = Annotated[Annotated[str, Strict()] | list[Integer], "a text or a list of token ids"]
 AcceptanceRule = Literal["entropy_bound", "confidence", "top_k", "in_order"]
+Mode = Literal["diffusion", "self_speculation", "autoregressive"]
 
 
 @settings
@@ -89,6 +90,7 @@ class RequestOptions:
     stability_threshold: Annotated[_CountOrNone | None, Asked(by_server=True)] = None
     judge_answer_only: Annotated[_Flag | None, Asked(by_server=True)] = None
     """None: as `judges_answer_only` says."""
+    mode: Annotated[Mode, Asked(by_server=True, masked=True, uniform=False)] = "diffusion"
     load_stages: Annotated[_CountOrNone, Asked(by_server=True)] = 0
     logprobs: Annotated[Literal["unmask"] | None, Asked(masked=True, uniform=False)] = None
     """unmask: of the step that revealed a token. None: of the one that finished its block."""
@@ -130,6 +132,11 @@ class RequestOptions:
         return self.prediction
 
     @property
+    def is_verified(self) -> bool:
+        """Whether the answer is the autoregressive model's (`step.masked.verified_step`)."""
+        return self.mode != "diffusion"
+
+    @property
     def judges_answer_only(self) -> bool:
         """Whether what follows the answer's end is not waited for: an expected answer's is not."""
         return bool(self.prediction if self.judge_answer_only is None else self.judge_answer_only)
@@ -163,6 +170,10 @@ KEYS: Mapping[str, Asked] = {
     if isinstance(asked, Asked)
 }
 """Of a request, in the order of docs/requests.md."""
+OF_STEPS = frozenset(key for key, asked in KEYS.items() if asked.masked and asked.by_server) - {
+    f"{PREFIX}mode"
+}
+"""Keys that say what a masked model's steps reveal."""
 ACCEPTANCE_RULES: tuple[str, ...] = get_args(AcceptanceRule)
 _PLAIN = vars(RequestOptions())
 
@@ -236,6 +247,11 @@ def _check_key(key: str, value: Any, family: Family | None) -> None:
         )
     if family is None and not asked.uniform:
         raise ValueError(f"{key} is for masked models, got {value!r}. Leave it out.")
+    if key == f"{PREFIX}mode" and family is not None and not family.is_causal:
+        raise ValueError(
+            f"{key} is for Nemotron-Labs-Diffusion, whose known tokens see those before them "
+            f"alone, got {value!r}. Leave it out."
+        )
     if family is None and key == "diffusion_acceptance" and value == "in_order":
         raise ValueError(
             "diffusion_acceptance 'in_order' is for masked models, whose canvases fill up token by "

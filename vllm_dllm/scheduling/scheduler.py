@@ -57,8 +57,10 @@ class CanvasScheduling(SchedulerHooks):
         self.fair_share = FairShare.of(self.vllm_config, config.limits)
         self.joins_commits = joins_commits(self.vllm_config)
         self._spared_commits: list[int] = []  # widths, until they are in the statistics
-        # Requests whose block the step that just ended has finished, and committed, too.
+        # Requests whose block the step that just ended has committed: has finished it, too, or
+        # verified it.
         self._committed: frozenset[str] = frozenset()
+        self._verified: frozenset[str] = frozenset()
         self._cut: frozenset[str] = frozenset()  # and closed: requests with a form
         self._counter: CanvasCounter | None = None
         if self.log_stats:
@@ -170,9 +172,10 @@ class CanvasScheduling(SchedulerHooks):
 
     def block_emitted(self, request: Request, block_length: int) -> None:
         is_committed = request.request_id in self._committed
+        is_verified = request.request_id in self._verified
         if self._counter is not None:
             self._counter.block_emitted(request, spares_commit=is_committed)
-        if self.joins_commits or is_committed:
+        if (self.joins_commits or is_committed) and not is_verified:
             self._spared_commits.append(block_length)
         if self.joins_commits and not is_committed:
             # vLLM counted the canvas as accepted drafts, but the next step computes its tokens.
@@ -181,7 +184,8 @@ class CanvasScheduling(SchedulerHooks):
             request.num_computed_tokens += self.family.num_recomputed(
                 request.num_tokens - block_length
             )
-        request.spec_token_ids = self.family.drafts_after_block(request, self.joins_commits)
+        joins_commit = self.joins_commits and not is_verified
+        request.spec_token_ids = self.family.drafts_after_block(request, joins_commit)
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
         if self._counter is not None:
@@ -196,7 +200,8 @@ class CanvasScheduling(SchedulerHooks):
             # them: what is computed ends before it, apart from placeholders of a step in flight.
             in_flight = tokens_in_flight(request, num_kept)
             request.num_computed_tokens = request.num_tokens - num_kept + in_flight
-            self._spared_commits.append(block_length)
+            if request.request_id not in self._verified:
+                self._spared_commits.append(block_length)
         else:
             # Otherwise blocks enter the prefix cache when their successor is scheduled.
             self.kv_cache_manager.cache_blocks(
@@ -212,10 +217,14 @@ class CanvasScheduling(SchedulerHooks):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         numbers, req_ids = numbers_of(model_runner_output), model_runner_output.req_ids
-        self._committed = frozenset(
-            () if numbers is None else (req_ids[i] for i in numbers.committed())
+        verified, committed, cut = (
+            ((), (), ())
+            if numbers is None
+            else (numbers.flagged("verified"), numbers.flagged("committed"), numbers.cut)
         )
-        self._cut = frozenset(() if numbers is None else (req_ids[i] for i in numbers.cut))
+        self._verified = frozenset(req_ids[i] for i in verified)
+        self._committed = self._verified.union(req_ids[i] for i in committed)
+        self._cut = frozenset(req_ids[i] for i in cut)
         if self._counter is not None:
             self._counter.count_step(scheduler_output, model_runner_output, self.requests)
         return super().update_from_output(scheduler_output, model_runner_output)

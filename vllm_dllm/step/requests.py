@@ -102,6 +102,7 @@ class StepRequests:
             stop_tokens=stops,
             width=options.canvas_length or self._canvas_length,
             fitted_end=end if options.fits_canvases else NO_END,
+            is_committing=options.is_verified and options.canvas_length == 1,  # nothing to draft
             symmetric_window=(options.window_rule or self.extension.window_rule) == "symmetric",
         )
         self.drop(slot)

@@ -97,9 +97,11 @@ class CanvasSlots:
         width: int,
         fitted_end: int,
         symmetric_window: bool,
+        is_committing: bool = False,
     ) -> None:
         """Stages a new or resumed request, with nothing denoised yet, for `start`."""
         values = dict(
+            is_committing=is_committing,
             noise_key=seed,  # until `start`
             num_steps=num_steps,
             end=end,

@@ -76,6 +76,7 @@ class Filters:
         start: torch.Tensor,
         guess: torch.Tensor,
         kept: None = None,
+        lead: None = None,
     ) -> CanvasRules:
         before = torch.full((2,), NO_TOKEN)
         return CanvasRules(self.rules or LogitRules(), start, guess, before)

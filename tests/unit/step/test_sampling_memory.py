@@ -59,7 +59,13 @@ class Filters:
         return [] if self.rules is None and self.top_p is None else list(range(NUM_CANVASES))
 
     def of_canvas(
-        self, i: int, batch: CanvasBatch, start: torch.Tensor, guess: torch.Tensor, kept: None
+        self,
+        i: int,
+        batch: CanvasBatch,
+        start: torch.Tensor,
+        guess: torch.Tensor,
+        kept: None,
+        lead: None,
     ) -> CanvasRules:
         return CanvasRules(self.rules or LogitRules(), start, guess, torch.full((2,), NO_TOKEN))
 

@@ -1,5 +1,7 @@
 """The sampling parameters of a batch's requests, applied to the logits of their canvases."""
 
+from functools import lru_cache
+
 import torch
 from vllm.v1.worker.gpu.sample.penalties import use_penalty
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -12,6 +14,12 @@ from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, ex
 from vllm_dllm.step.asked.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
+
+
+@lru_cache
+def _positions(length: int, device: torch.device) -> torch.Tensor:
+    """[length] int64, in a canvas."""
+    return torch.arange(length, device=device)
 
 
 class LogitFilters:
@@ -103,12 +111,13 @@ class LogitFilters:
         start: torch.Tensor,  # [] int64, absolute position of its first token
         guess: torch.Tensor,  # [C] int64, the step before's best guess
         kept: torch.Tensor | None = None,  # [C] int64, tokens revealed for good; < 0: none yet
+        lead: torch.Tensor | None = None,  # [] int64, see `CanvasRules`
     ) -> CanvasRules:
         """What the request of canvas i asks for before the temperature; nothing, if it does not."""
         slot = int(batch.slots_np[i])
         rules = self._rules.get(slot) or LogitRules()
         before = self._tokens_before(slot, start, rules.bad_words.reach)
-        return CanvasRules(rules, start, guess, before, kept)
+        return CanvasRules(rules, start, guess, before, kept, lead)
 
     def truncate(
         self,
@@ -136,7 +145,7 @@ class LogitFilters:
             rules = self._rules.get(slot)
             if rules is not None and rules.penalties is not None:
                 block = blocks[i, : batch.lengths_np[i]].long()
-                rules.penalties.count_(block, emitted[i] > 0)
+                rules.penalties.count_(block, _positions(len(block), self.device) < emitted[i])
 
     def show_emitted(
         self,
@@ -150,10 +159,11 @@ class LogitFilters:
             slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
             if self._rules[slot].bad_words:
                 tokens = self.req_states.all_token_ids.gpu[slot]
-                positions = starts[i] + torch.arange(length, device=self.device)
+                positions = starts[i] + _positions(length, self.device)
                 positions = positions.clamp(max=len(tokens) - 1)  # of a canvas that is cut
                 block = blocks[i, :length].to(tokens.dtype)
-                tokens[positions] = torch.where(emitted[i] > 0, block, tokens[positions])
+                is_emitted = _positions(length, self.device) < emitted[i]
+                tokens[positions] = torch.where(is_emitted, block, tokens[positions])
 
     def _tokens_before(self, slot: int, start: torch.Tensor, count: int) -> torch.Tensor:
         """The `count` tokens before `start`; NO_TOKEN in place of the prompt's."""

@@ -127,6 +127,39 @@ class GrammarRuns(CanvasGrammars):
         answer.is_cut |= closes
         return tokens
 
+    def following(
+        self,
+        batch: CanvasBatch,
+        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        are_verified: torch.Tensor,  # [n] bool, canvases whose rows foretell the tokens behind them
+        canvas: torch.Tensor,  # [n, C] int64
+        draws: LegalDraws,
+        tokens: torch.Tensor,  # [n, C] int64, behind each row, without grammars
+    ) -> torch.Tensor:
+        """[n, C] int64: `tokens`, legal ones where there is a grammar, up to the first that the
+        canvas does not hold."""
+        if not self.concern(batch):
+            return tokens
+        chosen = np.full(tokens.shape, _NONE, dtype=np.int64)
+        on_host = torch.cat((starts[:, None], are_verified.long()[:, None], canvas), dim=1).tolist()
+        for i, (start, is_verified, _, *drafted) in enumerate(on_host):
+            slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
+            if slot not in self._answers or not is_verified:
+                continue
+            answer = self._ready(slot, start + 1)
+            for row, draft in zip(range(length), [*drafted, _NONE], strict=False):
+                if answer is None or answer.state.has_ended or answer.position >= answer.end:
+                    break
+                answer.canvas = answer.here  # if the request is preempted, it begins here again
+                run = self._reveal(slot, answer, draws.judge(i), row, row + 1, _ONE)
+                if run is None:
+                    break
+                (chosen[i, row],) = run
+                if run[0] != draft:
+                    break
+        legal = self._to_device(chosen)
+        return torch.where(legal == _NONE, tokens, legal)
+
     def first_tokens(
         self,
         rows: CanvasBatch,  # one of each request

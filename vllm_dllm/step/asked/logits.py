@@ -1,6 +1,7 @@
 """The logits of a step's canvases, whole; `streamed_logits` reads large vocabularies by tiles."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -74,6 +75,7 @@ class WholeLogits:
         filters: LogitFilters,
         memory: SamplingMemory,
         kept: torch.Tensor | None = None,  # [n, C] int64, tokens revealed for good; < 0: none yet
+        leads: Mapping[int, torch.Tensor] = MappingProxyType({}),  # of canvases, see `CanvasRules`
     ) -> None:
         self.batch, self.soft, self.filters = batch, soft, filters
         self.memory, self.tile_rows = memory, whole_rows(logits.shape[1], memory.budget_bytes)
@@ -81,9 +83,8 @@ class WholeLogits:
         if ruled := filters.ruled(batch):
             self._processed = logits.clone()
             for i in ruled:
-                rules = filters.of_canvas(
-                    i, batch, starts[i], guesses[i], None if kept is None else kept[i]
-                )
+                own = None if kept is None else kept[i]
+                rules = filters.of_canvas(i, batch, starts[i], guesses[i], own, leads.get(i))
                 rules.apply_(self._processed[batch.rows_of(i)])
 
     def exclude(self, i: int, masks: RowMasks) -> None:
@@ -128,6 +129,10 @@ class WholeLogits:
 
 class MaskedLogits(WholeLogits):
     """The logits of masked models, which read nothing but candidates."""
+
+    def of_rows(self, *, in_process: bool) -> torch.Tensor:
+        """[rows, V] fp32: what `processed` reads of all canvases, or `raw`."""
+        return self._processed if in_process else self._raw
 
     def draw(
         self,

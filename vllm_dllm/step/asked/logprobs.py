@@ -5,7 +5,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_dllm.step.asked.logits import CanvasLogits
+from vllm_dllm.step.asked.logits import CanvasLogits, MaskedLogits
 from vllm_dllm.step.asked.logprob_tensors import (
     LogprobRequest,
     Placed,
@@ -139,6 +139,23 @@ class StepLogprobs:
                 first = batch.rows_of(i).start
                 logits[first] = torch.where(are_seeded[i], seed, logits[first])
 
+    def shift_to_follow(
+        self,
+        batch: CanvasBatch,
+        logits: MaskedLogits,  # changed: rows get the logits by which their tokens were chosen
+        num_standing: torch.Tensor,  # [n] int64, rows of a verified draft that stand
+        are_verified: torch.Tensor,  # [n] bool, the others keep theirs, but for the first token
+    ) -> None:
+        """Of drafts, whose rows foretell the tokens behind them: keeps the logits of the next one's
+        first token, too."""
+        for i, slot in enumerate(batch.slots_np.tolist()):
+            if (seed := self._seeds.get(slot)) is not None:
+                own = logits.of_rows(in_process=self.reports_processed)[batch.rows_of(i)]
+                (last,) = own.index_select(0, num_standing[i : i + 1] - 1)
+                self._seeds[slot] = torch.where(are_verified[i], last, seed)
+                own[1:] = torch.where(are_verified[i], own[:-1].clone(), own[1:])
+                own[0] = seed
+
     def report(
         self,
         logits: CanvasLogits,
@@ -146,7 +163,7 @@ class StepLogprobs:
         best_guess: torch.Tensor,  # [n, C] int64
         batch: CanvasBatch,
         num_reqs: int,  # of the whole batch
-        at_once: torch.Tensor,  # [n] bool, blocks this step both decides and emits
+        at_once: torch.Tensor,  # [n] bool, blocks that were decided by this step's logits
         cut: torch.Tensor | None,  # [n] bool, steps that were taken back
         placed: Placed | None = None,  # None: nobody asks
     ) -> LogprobsTensors | None:

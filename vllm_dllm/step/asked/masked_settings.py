@@ -12,6 +12,7 @@ from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
 
 _NEVER = 2.0  # a threshold that no probability exceeds
+_ALWAYS = -1.0
 _EVEN_SHARE = 0
 
 
@@ -26,6 +27,7 @@ class _Settings(NamedTuple):
     entropy_bound: float  # nats, or NO_BOUND
     edit_threshold: float  # probability; _NEVER: no revealed token changes
     edit_steps: float  # most steps that only change
+    is_verified: float  # 1 = drafts are, see `verified_step`
 
 
 class MaskedStepSettings(NamedTuple):
@@ -40,6 +42,7 @@ class MaskedStepSettings(NamedTuple):
     edit_threshold: torch.Tensor | None  # fp32; None: none has one
     edit_steps: torch.Tensor  # int64
     has_shares: bool  # whether `least` is _EVEN_SHARE of any
+    is_verified: torch.Tensor | None  # bool; None: none is
 
     def rules(
         self,
@@ -75,6 +78,7 @@ class MaskedSlotSettings:
         self._reveals_at_threshold = reveals_at_threshold
         self._table = torch.zeros(max_num_reqs, len(_Settings._fields), device=device)
         self._by_slot: dict[int, _Settings] = {}
+        self._are_verified = np.zeros(max_num_reqs, dtype=bool)
         self._added: set[int] = set()
         self._latest: tuple[list[int], MaskedStepSettings] | None = None  # of which slots
 
@@ -86,6 +90,7 @@ class MaskedSlotSettings:
             below = np.nextafter(np.float32(settings.threshold), np.float32(0.0))
             settings = settings._replace(threshold=float(below))
         self._by_slot[request.slot] = settings
+        self._are_verified[request.slot] = request.options.is_verified
         self._added.add(request.slot)
 
     def start(self) -> None:
@@ -95,12 +100,17 @@ class MaskedSlotSettings:
 
     def drop(self, slot: int) -> None:
         self._by_slot.pop(slot, None)
+        self._are_verified[slot] = False
         self._added.discard(slot)
 
     def are_scaled(self, batch: CanvasBatch) -> bool:
         """Whether a temperature changes any of the logits, or top_k, top_p or min_p, which vLLM
         drops at temperature 0."""
         return any(not one.is_greedy for one in self._asked(batch.slots_np.tolist()))
+
+    def are_verified(self, slots_np: np.ndarray) -> np.ndarray:
+        """[n] bool: whether their drafts are, see `verified_step`."""
+        return self._are_verified[slots_np]
 
     def of(self, batch: CanvasBatch) -> MaskedStepSettings:
         """Made once for steps on end of the same requests; what none of them asks for is left
@@ -137,13 +147,19 @@ class MaskedSlotSettings:
             ),
             edit_steps=columns["edit_steps"].long(),
             has_shares=any(one.least == _EVEN_SHARE for one in asked),
+            is_verified=(
+                columns["is_verified"] > 0 if any(one.is_verified for one in asked) else None
+            ),
         )
 
 
 def _settings(options: RequestOptions, temperature: float) -> _Settings:
     rule = options.acceptance
     threshold, least, entropy_bound = _NEVER, options.accept_tokens or _EVEN_SHARE, NO_BOUND
-    if rule == "confidence":
+    edit_threshold = options.edit_probability or _NEVER
+    if options.is_verified:  # whatever the server's defaults say of steps
+        threshold, least, edit_threshold = _ALWAYS, 1, _NEVER
+    elif rule == "confidence":
         threshold = options.accept_probability
     elif rule == "entropy_bound":
         assert options.entropy_bound is not None, "server_defaults has one"
@@ -154,8 +170,9 @@ def _settings(options: RequestOptions, temperature: float) -> _Settings:
         is_greedy=is_greedy,
         threshold=threshold,
         least=least,
-        in_order=rule == "in_order",
+        in_order=rule == "in_order" and not options.is_verified,
         entropy_bound=entropy_bound,
-        edit_threshold=_NEVER if options.edit_probability is None else options.edit_probability,
+        edit_threshold=edit_threshold,
         edit_steps=options.edit_steps,
+        is_verified=options.is_verified,
     )

@@ -14,15 +14,15 @@ from attention_kernels.masks import block_spans
 from vllm_dllm.compat.sleeping import kept_asleep
 from vllm_dllm.step.attn_requests import AttnRequests
 from vllm_dllm.step.masked.masked_step import MaskedStep
-from vllm_dllm.step.masked.seeded_step import CausalStep
 from vllm_dllm.step.masked.shifted_step import ShiftedStep
+from vllm_dllm.step.masked.verified_step import VerifiedStep
 from vllm_dllm.step.model_state import DiffusionModelState
 
 
 class CausalModelState(DiffusionModelState):
     """Known rows are causal, and a canvas' rows see each other and all known ones."""
 
-    step_cls: type[MaskedStep] = CausalStep
+    step_cls: type[MaskedStep] = VerifiedStep
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         self.step.begin(input_batch)

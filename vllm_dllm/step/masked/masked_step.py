@@ -25,7 +25,7 @@ from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepS
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.slots import SlotNumbers
-from vllm_dllm.step.uniform.canvas_stages import Denoised, Found
+from vllm_dllm.step.uniform.canvas_stages import Denoised, Found, Verified
 from vllm_dllm.step.uniform.canvas_step import CanvasStep
 
 
@@ -85,13 +85,15 @@ class MaskedStep(CanvasStep):
         grammars = self.requests.grammars
         assert isinstance(grammars, GrammarRuns)
         skipped = found.numbers.is_committing == 1
+        if found.drafts is not None:
+            skipped |= found.drafts.are
         if found.cut is not None:
             skipped |= found.cut
         part_length = self.family.sub_block_length
         return grammars.runs(found.batch, found.starts, skipped, rules, draws, part_length)
 
     def _draws(self, found: Found, source: torch.Tensor) -> LegalDraws:
-        batch, numbers, settings = found.batch, found.numbers, found.settings
+        batch, settings = found.batch, found.settings
         of_slots = self.requests.settings
         assert isinstance(settings, MaskedStepSettings) and isinstance(of_slots, MaskedSlotSettings)
         slots, idx = self.slots, batch.slot_index
@@ -104,12 +106,11 @@ class MaskedStep(CanvasStep):
             self.requests.filters,
             self.memory,
             torch.where(slots.revealed[idx], slots.canvas[idx], NO_TOKEN),
+            self._leads(found),
         )
         are_scaled, draw = of_slots.are_scaled(batch), None
         if are_scaled:
-            positions = self._positions(found)
-            grid = noise.uniform(numbers.noise_key, positions, numbers.steps_done, noise.CANDIDATE)
-            draw = batch.flatten(grid)
+            draw = batch.flatten(self._noise(found))
         return LegalDraws(
             logits,
             batch.by_row(settings.temperature)[:, None],
@@ -117,6 +118,24 @@ class MaskedStep(CanvasStep):
             batch.by_row(settings.is_greedy),
             judges_unscaled=self.family.is_causal and are_scaled,
         )
+
+    def _noise(self, found: Found) -> torch.Tensor:
+        """[n, C] float64 in [0, 1), by which candidates are drawn."""
+        numbers, positions = found.numbers, self._positions(found)
+        return noise.uniform(numbers.noise_key, positions, numbers.steps_done, noise.CANDIDATE)
+
+    def _leads(self, found: Found) -> dict[int, torch.Tensor]:
+        """Of canvases that have rules, see `CanvasRules`."""
+        return {}
+
+    def _verified(
+        self,
+        found: Found,
+        draws: LegalDraws,
+        tokens: torch.Tensor,  # [n, C] int64, candidates
+    ) -> Verified | None:
+        """What becomes of canvases that are drafts. None: none is."""
+        return None
 
     def _positions(self, found: Found) -> torch.Tensor:
         """[n, C] int64, in the requests."""
@@ -171,4 +190,5 @@ class MaskedStep(CanvasStep):
             revealed,
             is_committed,
             placed,
+            self._verified(found, draws, candidates.tokens),
         )

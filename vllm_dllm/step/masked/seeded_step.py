@@ -8,6 +8,7 @@ prefilled.
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.denoise import noise
@@ -25,6 +26,7 @@ class SeededStep(MaskedStep):
     _ended: CanvasBatch | None = None  # the last rows of prefills that end in this step
     # With asynchronous scheduling: of canvases, any of which may be a commit of its own.
     _last: CanvasBatch | None = None
+    _last_canvases: torch.Tensor | None = None  # [canvases] int64, which these are; None: all
     _foretelling: torch.Tensor | None = None  # [canvases, V] fp32, their logits
 
     def begin(self, input_batch: InputBatch) -> None:
@@ -39,9 +41,17 @@ class SeededStep(MaskedStep):
         self._ended = self._last_rows(input_batch, has_ended)
         self._last = None
         if self.batch is not None and not self.requests.joins_commits:
-            has_canvas = np.zeros_like(has_ended)
-            has_canvas[self.batch.requests_np] = True
+            has_canvas, are_seeded = np.zeros_like(has_ended), self._are_seeded(self.batch)
+            has_canvas[self.batch.requests_np] = are_seeded
             self._last = self._last_rows(input_batch, has_canvas)
+            places = None if are_seeded.all() else np.flatnonzero(are_seeded)
+            self._last_canvases = (
+                None if places is None else async_tensor_h2d(places, device=self.device)
+            )
+
+    def _are_seeded(self, batch: CanvasBatch) -> np.ndarray:
+        """[n] bool: canvases whose commit foretells the next one's first token."""
+        return np.ones(batch.num_canvases, dtype=bool)
 
     def _last_rows(
         self,
@@ -67,7 +77,6 @@ class SeededStep(MaskedStep):
             starts = input_batch.seq_lens[ended.request_index]
             self.slots.canvas[ended.slot_index, 0] = self._seeds(ended, of_ended, starts, None)
             self.slots.revealed[ended.slot_index, 0] = True
-            self._seeded(ended, of_ended, None)
         return canvases
 
     def _advance(self, found: Found, source: torch.Tensor, input_batch: InputBatch) -> Advanced:
@@ -81,14 +90,20 @@ class SeededStep(MaskedStep):
         """A block's own commit is a prefill of it, too."""
         logits = self._foretelling
         assert logits is not None, "start_canvases comes first"
-        is_new, idx, slots = advanced.emitted > 0, last.slot_index, self.slots
+        is_new, ends, idx, slots = (
+            advanced.emitted > 0,
+            found.block_ends,
+            last.slot_index,
+            self.slots,
+        )
+        if self._last_canvases is not None:
+            is_new, ends = is_new[self._last_canvases], ends[self._last_canvases]
         self.requests.filters.show_emitted(
             found.batch, found.starts, advanced.best_guess, advanced.emitted
         )
-        seeds = self._seeds(last, logits, found.block_ends, is_new)
+        seeds = self._seeds(last, logits, ends, is_new)
         slots.canvas[idx, 0] = torch.where(is_new, seeds, slots.canvas[idx, 0])
         slots.revealed[idx, 0] = slots.revealed[idx, 0] | is_new
-        self._seeded(last, logits, is_new)
 
     def _seeds(
         self,
@@ -117,15 +132,16 @@ class SeededStep(MaskedStep):
         draws = LegalDraws(ruled, temperature, draw[:, 0], is_greedy, judges_unscaled=False)
         tokens = grammars.first_tokens(rows, starts, is_new, draws, draws.of_all().tokens)
         self.requests.logprobs.keep_first(rows, ruled, temperature, tokens, is_new)
+        self._seeded(rows, ruled, is_new)
         return tokens
 
     def _seeded(
         self,
         rows: CanvasBatch,
-        logits: torch.Tensor,  # [n, V] fp32
+        logits: MaskedLogits,  # of n rows
         is_new: torch.Tensor | None,  # [n] bool; None: all are
     ) -> None:
-        """Makes what `logits` foretold the first token of these requests' canvases, where that
+        """What `logits` foretell is the first token of these requests' canvases, where that
         `is_new`."""
 
 

@@ -9,6 +9,7 @@ block, it is the last row of the block before, and the position is known from th
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_dllm.step.asked.logits import MaskedLogits
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.masked.seeded_step import SeededStep
 from vllm_dllm.step.uniform.canvas_stages import Denoised, Found
@@ -29,8 +30,9 @@ class ShiftedStep(SeededStep):
         back.index_copy_(0, batch.first_rows, is_inside.to(back.dtype))
         input_batch.logits_indices = input_batch.logits_indices - back
 
-    def _seeded(self, rows: CanvasBatch, logits: torch.Tensor, is_new: torch.Tensor | None) -> None:
-        self.requests.logprobs.keep_seeds(rows.slots_np.tolist(), logits, is_new)
+    def _seeded(self, rows: CanvasBatch, logits: MaskedLogits, is_new: torch.Tensor | None) -> None:
+        kept = logits.of_rows(in_process=False)
+        self.requests.logprobs.keep_seeds(rows.slots_np.tolist(), kept, is_new)
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         begins_block = found.starts % self.canvas_length == 0

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
@@ -13,6 +14,14 @@ from vllm_dllm.step.asked.masked_settings import MaskedStepSettings
 from vllm_dllm.step.asked.settings import StepSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.slots import SlotNumbers, SlotTokens
+
+
+class Drafts(NamedTuple):
+    """Canvases whose tokens are the autoregressive model's (`verified_step`)."""
+
+    are_np: np.ndarray  # [n] bool, these are
+    are: torch.Tensor  # [n] bool, the same
+    are_verified: torch.Tensor  # [n] bool, by this step; the others are drafted
 
 
 class Found(NamedTuple):
@@ -28,6 +37,16 @@ class Found(NamedTuple):
     settings: StepSettings | MaskedStepSettings
     cut: torch.Tensor | None  # [n] bool, steps that are taken back; None: surely none
     earlier: dict[str, torch.Tensor] | None  # what they are taken back to
+    drafts: Drafts | None = None  # None: no canvas is one
+
+
+class Verified(NamedTuple):
+    """What a step makes of drafts."""
+
+    drafts: Drafts  # the other fields say nothing of other canvases
+    tokens: torch.Tensor  # [n, C] int64, of those that are verified now
+    emitted: torch.Tensor  # [n] int64, tokens that are the answer's from now on
+    next_token: torch.Tensor  # [n] int64, with which the next canvas begins
 
 
 class Denoised(NamedTuple):
@@ -44,6 +63,7 @@ class Denoised(NamedTuple):
     is_committed: torch.Tensor | None = None  # [n] bool, finished blocks of which this forward left
     # the keys and values that their commit would; None: of none
     placed: Placed | None = None  # None: nobody asks
+    verified: Verified | None = None  # None: no canvas is a draft
 
 
 class Settled(NamedTuple):
@@ -54,6 +74,7 @@ class Settled(NamedTuple):
     finished: torch.Tensor  # [n] bool, decided by this step
     at_once: torch.Tensor  # [n] bool, and emitted by it, too
     ends: torch.Tensor  # [n] bool, blocks after which another one starts
+    commits_next: torch.Tensor  # [n] bool, the next forward commits the canvas
     emitted: torch.Tensor  # [n] int64, tokens
     committed: torch.Tensor | None  # [n] int64, those that no later step computes; None: of none
 

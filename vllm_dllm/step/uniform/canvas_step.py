@@ -116,14 +116,15 @@ class CanvasStep(ABC):
         batch = found.batch
         denoised = self._denoise(found, source)
         settled = self.settling.settle(found, denoised)
+        drafts = None if denoised.verified is None else denoised.verified.drafts
         # Before anything is written: it may apply the step's rules again.
         logprobs = self.requests.logprobs.report(
             denoised.logits,
             denoised.row_temperature,
-            denoised.outcome.state.best_guess,
+            denoised.outcome.state.best_guess if drafts is None else settled.best_guess,
             batch,
             input_batch.num_reqs,
-            settled.at_once,
+            settled.at_once if drafts is None else settled.at_once | drafts.are,
             found.cut,
             denoised.placed,
         )
@@ -147,13 +148,15 @@ class CanvasStep(ABC):
             )
             self.requests.observers.show(shown, batch, input_batch.req_ids)
         cut = self.requests.grammars.cut(batch)
-        if self.requests.are_counted or denoised.is_committed is not None or cut:
+        says_more = denoised.is_committed is not None or drafts is not None or cut
+        if self.requests.are_counted or says_more:
             self._numbers = canvas_numbers(
                 batch,
                 denoised.outcome,
                 denoised.stats.entropy_nats,
                 settled.denoises,
                 denoised.is_committed,
+                None if drafts is None else drafts.are_verified,
                 cut,
             )
         rejected = batch.lengths

@@ -7,7 +7,7 @@ from vllm_dllm.requests.ends import EVERY_BLOCK, is_last_block
 from vllm_dllm.step.asked.settings import StepSettings
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.slots import CanvasSlots
-from vllm_dllm.step.uniform.canvas_stages import Denoised, Found, Settled
+from vllm_dllm.step.uniform.canvas_stages import Denoised, Found, Settled, Verified
 
 
 class Settling:
@@ -37,7 +37,17 @@ class Settling:
             committed = emitted
         elif denoised.is_committed is not None:
             committed = emitted * denoised.is_committed
-        return Settled(denoises, best_guess, finished, at_once, ends, emitted, committed)
+        settled = Settled(
+            denoises,
+            best_guess,
+            finished,
+            at_once,
+            ends,
+            finished & ~at_once,
+            emitted,
+            committed,
+        )
+        return settled if denoised.verified is None else _verify(settled, found, denoised.verified)
 
     def _emits_at_once(
         self,
@@ -67,6 +77,10 @@ class Settling:
             canvas = torch.where(pinned & ~finished, found.tokens.first_canvas, canvas)
             drops_soft = ended | pinned
         next_canvas, guess = denoised.next_canvas, outcome.state.best_guess
+        verified = denoised.verified
+        if verified is not None:
+            first = torch.where(verified.drafts.are, verified.next_token, next_canvas[:, 0])
+            next_canvas[:, 0] = first
         predictions = self.requests.predictions
         predicted = predictions.among(batch)
         if predicted is not None:
@@ -83,12 +97,15 @@ class Settling:
             soft = batch.unflatten(denoised.soft_rows)
             slots.soft_embeds[idx] = soft.masked_fill_(drops_soft[..., None], 0.0)
         if denoised.revealed is not None:
-            slots.revealed[idx] = denoised.revealed & ~ended
+            revealed = denoised.revealed & ~ended
+            if verified is not None:  # the first token of a draft is always known
+                revealed[:, 0] |= verified.drafts.are
+            slots.revealed[idx] = revealed
         slots.write(
             idx,
             guess,
             outcome.state.steps_done.masked_fill(settled.ends, 0),
-            settled.finished & ~settled.at_once,
+            settled.commits_next,
             outcome.state.times_repeated,
         )
         return canvas
@@ -100,3 +117,21 @@ class Settling:
         found_so = settled.denoises & ~settled.finished & is_first
         reveal = found.settings.reveal if isinstance(found.settings, StepSettings) else None
         return found_so if reveal is None else found_so & ~reveal[0]
+
+
+def _verify(settled: Settled, found: Found, verified: Verified) -> Settled:
+    """`settled`, with what becomes of drafts instead."""
+    are, are_verified = verified.drafts.are, verified.drafts.are_verified
+    at_once = torch.where(are, settled.finished & (verified.emitted > 0), settled.at_once)
+    emitted = torch.where(are, verified.emitted, settled.emitted)
+    if found.cut is not None:
+        emitted = torch.where(found.cut, 0, emitted)
+    has_nothing_to_draft = are & (found.numbers.width == 1)
+    return settled._replace(
+        best_guess=torch.where(are_verified[:, None], verified.tokens, settled.best_guess),
+        at_once=at_once,
+        ends=(found.numbers.is_committing == 1) | at_once,
+        commits_next=settled.finished & ~at_once | has_nothing_to_draft,
+        emitted=emitted,
+        committed=torch.where(are, emitted, 0 if settled.committed is None else settled.committed),
+    )

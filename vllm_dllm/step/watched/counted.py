@@ -15,6 +15,7 @@ def canvas_numbers(
     entropy_nats: torch.Tensor,  # [n, C]
     denoises: torch.Tensor,  # [n] bool, else the step's outcome is not used
     is_committed: torch.Tensor | None = None,  # [n] bool, as in `Denoised`
+    is_verified: torch.Tensor | None = None,  # [n] bool, drafts whose tokens this step verifies
     cut: Sequence[int] = (),  # as in `CanvasNumbers`
 ) -> CanvasNumbers:
     accepted = outcome.accepted
@@ -27,6 +28,8 @@ def canvas_numbers(
         flags["revealed"] = outcome.revealed
     if is_committed is not None:
         flags["committed"] = is_committed & denoises
+    if is_verified is not None:
+        flags["verified"] = is_verified
     # Written in place, because on small batches each operation costs the same.
     values = entropy_nats.new_empty(3 + len(flags), len(denoises), dtype=torch.float32)
     values[0] = outcome.state.steps_done

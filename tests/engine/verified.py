@@ -1,0 +1,99 @@
+"""Nemotron-Labs-Diffusion's other two loops (`ar_generate` and `linear_spec_generate` of
+modeling_nemotron_labs_diffusion.py), over transformers' Ministral 3: the definition of right.
+
+Each forward computes the whole sequence under a mask, so there is no cache to be wrong about.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tests import tolerances
+from tests.engine.masked import Rule
+from tests.engine.nemotron import Drawn, SeededReference
+from vllm_dllm.denoise import noise
+
+
+@dataclass
+class Written:
+    """An answer, token by token."""
+
+    tokens: list[int] = field(default_factory=list)
+    drawn: list[Drawn] = field(default_factory=list)
+    """Of one row each."""
+
+    def decided_tokens(self, found: list[int], temperature: float) -> int:
+        """Tokens up to which `found` is the same. It may part where a draw falls on the boundary
+        between two tokens, so that rounding decides."""
+        for i, (token, ours) in enumerate(zip(self.tokens, found, strict=True)):
+            if token != ours:
+                first, last = sorted((token, ours))
+                assert temperature > 0, f"token {i}"
+                off = (self.drawn[i].cumulative[0, first:last] - self.drawn[i].draw[0]).abs().max()
+                assert off <= tolerances.DECISION / temperature, f"token {i}"
+                return i
+        return len(found)
+
+
+@dataclass
+class Speculated:
+    tokens: list[int] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+    """Each with the known token that it begins with."""
+    accepted: list[int] = field(default_factory=list)
+    """Tokens of each draft that are the answer's, with that one."""
+
+
+class VerifiedReference(SeededReference):
+    def _follow(self, known: list[int], count: int, rule: Rule, seed: int) -> list[Drawn]:
+        """What is drawn behind each of the last `count` known tokens, of one row each."""
+        logits = self.seeded_logits(known, [])[-count:]
+        first = len(known) - count + 1
+        return [
+            self._draw_rows(row[None], first + i, rule, seed, 0, noise.INITIAL)
+            for i, row in enumerate(logits)
+        ]
+
+    def autoregressive(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        rule: Rule,
+        seed: int = 0,
+        stops: frozenset[int] = frozenset(),
+    ) -> Written:
+        found = Written()
+        while len(found.tokens) < max_tokens and stops.isdisjoint(found.tokens):
+            (drawn,) = self._follow(prompt + found.tokens, 1, rule, seed)
+            found.tokens += drawn.tokens
+            found.drawn.append(drawn)
+        return found
+
+    def self_speculation(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        rule: Rule,
+        seed: int = 0,
+        stops: frozenset[int] = frozenset(),
+    ) -> Speculated:
+        """Both forwards of a draft draw a position by the same number; the published loop draws
+        anew."""
+        B, found = self.block_length, Speculated()
+        (first,) = self._follow(prompt, 1, rule, seed)
+        answer = list(first.tokens)
+        while len(answer) < max_tokens and stops.isdisjoint(answer):
+            known = prompt + answer[:-1]
+            logits = self.seeded_logits(known, answer[-1:] + [self.mask_id] * (B - 1))[-B:]
+            drawn = self._draw_rows(logits, len(known), rule, seed, 0, noise.INITIAL)
+            draft = answer[-1:] + drawn.tokens[1:]
+            behind = [row.tokens[0] for row in self._follow(known + draft, B, rule, seed)]
+            accepted = 1
+            while accepted < B and behind[accepted - 1] == draft[accepted]:
+                accepted += 1
+            answer += behind[:accepted]
+            found.drafts.append(draft)
+            found.accepted.append(accepted)
+        over = [i for i, token in enumerate(answer[:max_tokens]) if token in stops]
+        found.tokens = answer[: over[0] + 1] if over else answer[:max_tokens]
+        return found

@@ -1,0 +1,114 @@
+"""Drafts: the same weights, run causally, verify what a step of diffusion drafted.
+
+A canvas that is a draft begins with a token that is known, and has two steps. The first, a step of
+diffusion, reveals all others. The second reads the canvas again, causal, as a commit of its own
+does, so a row has the next token's probabilities. A token is drawn from each row, and the canvas
+stands as far as it holds what was drawn. Behind that the next one begins, with the token drawn
+there. So each token of an answer is drawn from the autoregressive model's distribution behind the
+tokens before it, whatever was drafted (`linear_spec_generate` of Nemotron-Labs-Diffusion's
+modeling_nemotron_labs_diffusion.py). The keys and values of what stands are a prefill's, and stay.
+
+Noise is a function of the seed and the position (`denoise.noise`). Both steps draw a position by the
+same number, so that they agree often, and a seed's answer does not depend on what was drafted.
+Rejection sampling would have to keep the probabilities of the draft: a row of the vocabulary for
+each of its tokens.
+
+A canvas of one row has nothing to draft, and is verified in every step: that is decoding token by
+token.
+"""
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_dllm.denoise import noise
+from vllm_dllm.requests.ends import is_last_block
+from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
+from vllm_dllm.step.asked.logits import MaskedLogits
+from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepSettings
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.masked.seeded_step import CausalStep
+from vllm_dllm.step.uniform.canvas_stages import Denoised, Drafts, Found, Verified
+
+
+class VerifiedStep(CausalStep):
+    def _are_drafts(self, batch: CanvasBatch) -> np.ndarray:
+        """[n] bool."""
+        assert isinstance(self.requests.settings, MaskedSlotSettings)
+        return self.requests.settings.are_verified(batch.slots_np)
+
+    def _are_seeded(self, batch: CanvasBatch) -> np.ndarray:
+        return ~self._are_drafts(batch)
+
+    def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
+        found = super()._read(batch, input_batch)
+        are_np, settings = self._are_drafts(batch), found.settings
+        if not are_np.any():
+            return found
+        assert isinstance(settings, MaskedStepSettings) and settings.is_verified is not None
+        are = settings.is_verified
+        return found._replace(drafts=Drafts(are_np, are, are & (found.numbers.is_committing == 1)))
+
+    def _noise(self, found: Found) -> torch.Tensor:
+        if found.drafts is None:
+            return super()._noise(found)
+        are, numbers = found.drafts.are, found.numbers
+        return noise.uniform(
+            numbers.noise_key,
+            self._positions(found) + found.drafts.are_verified[:, None],
+            numbers.steps_done.masked_fill(are, 0),
+            torch.where(are, noise.INITIAL, noise.CANDIDATE),
+        )
+
+    def _leads(self, found: Found) -> dict[int, torch.Tensor]:
+        drafts = found.drafts
+        if drafts is None:
+            return {}
+        ruled = self.requests.filters.ruled(found.batch)
+        return {i: drafts.are_verified[i].long() for i in ruled if drafts.are_np[i]}
+
+    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+        denoised, logprobs = super()._denoise(found, source), self.requests.logprobs
+        if found.drafts is None or logprobs.reports_processed or not logprobs.concern(found.batch):
+            return denoised
+        # An autoregressive model's are those before the temperature.
+        are = found.batch.by_row(found.drafts.are)[:, None]
+        row_temperature = denoised.row_temperature.masked_fill(are, 1.0)
+        return denoised._replace(row_temperature=row_temperature)
+
+    def _verified(self, found: Found, draws: LegalDraws, tokens: torch.Tensor) -> Verified | None:
+        drafts, grammars = found.drafts, self.requests.grammars
+        if drafts is None:
+            return None
+        assert isinstance(grammars, GrammarRuns)
+        batch, ends, C = found.batch, found.numbers.end, self.canvas_length
+        canvas = self.slots.canvas[batch.slot_index]
+        counts = drafts.are_verified if found.cut is None else drafts.are_verified & ~found.cut
+        tokens = grammars.following(batch, found.starts, counts, canvas, draws, tokens)
+        stands = tokens[:, :-1] == canvas[:, 1:]
+        if batch.valid is not None:
+            stands &= batch.valid[:, 1:]
+        num_standing = 1 + stands.long().cumprod(dim=-1).sum(dim=-1)  # 1..C
+        next_token = tokens.gather(1, num_standing[:, None] - 1)
+        self.requests.logprobs.shift_to_follow(batch, draws.logits, num_standing, counts)
+
+        # What ends the answer needs no forward of its own.
+        behind = found.starts + num_standing
+        is_over = is_last_block(next_token, None, behind + 1, ends, found.stops)
+        is_next = torch.arange(C, device=self.device) == num_standing[:, None]
+        emitted = num_standing + (is_over & (num_standing < C))
+        begins_over = is_last_block(canvas[:, :1], None, found.starts + 1, ends, found.stops)
+        return Verified(
+            drafts,
+            torch.where(is_next, next_token, canvas),
+            torch.where(drafts.are_verified, emitted, begins_over),
+            next_token[:, 0],
+        )
+
+    def _seeded(self, rows: CanvasBatch, logits: MaskedLogits, is_new: torch.Tensor | None) -> None:
+        """Other requests' rows say how probable their own tokens are."""
+        logprobs, are_drafts = self.requests.logprobs, self._are_drafts(rows)
+        kept = logits.of_rows(in_process=logprobs.reports_processed)
+        for i in np.flatnonzero(are_drafts).tolist():
+            own = None if is_new is None else is_new[i : i + 1]
+            logprobs.keep_seeds([int(rows.slots_np[i])], kept[i : i + 1], own)
