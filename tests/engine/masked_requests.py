@@ -168,10 +168,10 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def mixed_params() -> list[SamplingParams]:
+def mixed_params(family: str) -> list[SamplingParams]:
     """Every kind of request, each with a length and a rule of its own."""
     rules = list(RULES.values())
-    return [
+    mixed = [
         params_of(
             rules[seed % len(rules)]._replace(temperature=0.8 * (seed % 2)),
             50 + 7 * seed,
@@ -180,14 +180,21 @@ def mixed_params() -> list[SamplingParams]:
         )
         for seed in range(len(MANY))
     ]
+    if family == "Nemotron":
+        for seed, params in enumerate(mixed):
+            if mode := (None, "self_speculation", "autoregressive")[seed % 3]:
+                params.extra_args = {"diffusion_mode": mode}
+                # Of few tokens some drafts stand.
+                params.allowed_token_ids = [5, 95, 180, 275, 365, 455]
+    return mixed
 
 
-def each_alone(engine: Callable[..., Engine], checkpoint: Path) -> list[Trajectory]:
+def each_alone(engine: Callable[..., Engine], checkpoint: Path, family: str) -> list[Trajectory]:
     """Of `MANY`, each alone and its prompt read at once."""
     model = engine(checkpoint, enable_prefix_caching=False)
     return [
         generate(model, [prompt], [params])[0]
-        for prompt, params in zip(MANY, mixed_params(), strict=True)
+        for prompt, params in zip(MANY, mixed_params(family), strict=True)
     ]
 
 
@@ -223,6 +230,7 @@ asynchronously = pytest.mark.parametrize(
 def assert_as_alone(
     engine: Callable[..., Engine],
     checkpoint: Path,
+    family: str,
     undisturbed: list[Trajectory],  # by `each_alone`
     options: dict[str, Any],  # of `neighbours`
 ) -> None:
@@ -231,7 +239,7 @@ def assert_as_alone(
     scheduler = model.llm.llm_engine.engine_core.engine_core.scheduler
     assert isinstance(scheduler, CanvasAsyncScheduler) == options.get("async_scheduling", False)
     for _ in range(2):
-        found = generate(model, MANY, mixed_params())
+        found = generate(model, MANY, mixed_params(family))
         assert [ours.tokens for ours in found] == [alone.tokens for alone in undisturbed]
         if "num_gpu_blocks_override" not in options:
             for ours, alone in zip(found, undisturbed, strict=True):

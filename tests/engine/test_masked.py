@@ -127,7 +127,7 @@ def test_masks_in_a_prompt_are_data(
 
 @pytest.fixture(scope="module")
 def undisturbed(engine: GetEngine, made: GetMade) -> Callable[[str], list[Trajectory]]:
-    return cache(lambda family: each_alone(engine, made(family, 4).checkpoint))
+    return cache(lambda family: each_alone(engine, made(family, 4).checkpoint, family))
 
 
 @each("SDAR", "Nemotron", "Fast-dLLM", thorough=("MoE", "LLaDA2"))
@@ -140,7 +140,7 @@ def test_neighbours(
     options: dict[str, Any],
 ) -> None:
     alone = undisturbed(family)
-    assert_as_alone(engine, made(family, 4).checkpoint, alone, options)
+    assert_as_alone(engine, made(family, 4).checkpoint, family, alone, options)
 
 
 @each("SDAR", "Nemotron", "Fast-dLLM", thorough=("MoE", "LLaDA2"))
@@ -155,7 +155,7 @@ def test_asynchronous_scheduling(
 ) -> None:
     options = {"async_scheduling": True, **options}
     alone = undisturbed(family)
-    assert_as_alone(engine, made(family, 4).checkpoint, alone, options)
+    assert_as_alone(engine, made(family, 4).checkpoint, family, alone, options)
 
 
 @each("SDAR", "LLaDA2", "Nemotron", thorough=("Fast-dLLM", "MoE"))

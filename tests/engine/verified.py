@@ -4,6 +4,7 @@ modeling_nemotron_labs_diffusion.py), over transformers' Ministral 3: the defini
 Each forward computes the whole sequence under a mask, so there is no cache to be wrong about.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,14 @@ from tests import tolerances
 from tests.engine.masked import Rule
 from tests.engine.nemotron import Drawn, SeededReference
 from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.impossible import MASKED_LOGIT
+
+
+def rounding_decides(drawn: Drawn, row: int, ours: int, temperature: float) -> bool:
+    """Whether a draw is on the boundary between its token and `ours`."""
+    first, last = sorted((drawn.tokens[row], ours))
+    off = (drawn.cumulative[row, first:last] - drawn.draw[row]).abs().max()
+    return temperature > 0 and bool(off <= tolerances.DECISION / temperature)
 
 
 @dataclass
@@ -21,16 +30,15 @@ class Written:
     tokens: list[int] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)
     """Of one row each."""
+    logits: list[torch.Tensor] = field(default_factory=list)
+    """[V] each, without rules."""
 
     def decided_tokens(self, found: list[int], temperature: float) -> int:
         """Tokens up to which `found` is the same. It may part where a draw falls on the boundary
         between two tokens, so that rounding decides."""
         for i, (token, ours) in enumerate(zip(self.tokens, found, strict=True)):
             if token != ours:
-                first, last = sorted((token, ours))
-                assert temperature > 0, f"token {i}"
-                off = (self.drawn[i].cumulative[0, first:last] - self.drawn[i].draw[0]).abs().max()
-                assert off <= tolerances.DECISION / temperature, f"token {i}"
+                assert rounding_decides(self.drawn[i], 0, ours, temperature), f"token {i}"
                 return i
         return len(found)
 
@@ -42,9 +50,38 @@ class Speculated:
     """Each with the known token that it begins with."""
     accepted: list[int] = field(default_factory=list)
     """Tokens of each draft that are the answer's, with that one."""
+    drawn: list[Drawn] = field(default_factory=list)
+    """By which they were drafted."""
+
+    def decided_drafts(self, found: list[list[int]], temperature: float) -> int:
+        """Drafts up to which `found` is the same, see `Written.decided_tokens`."""
+        for step, (draft, ours) in enumerate(zip(self.drafts, found, strict=False)):
+            parted = [i for i, token in enumerate(draft) if token != ours[i]]
+            if parted:
+                for i in parted:
+                    assert rounding_decides(self.drawn[step], i, ours[i], temperature), step
+                return step
+        assert len(found) >= len(self.drafts)
+        return len(self.drafts)
+
+
+Rules = Callable[[torch.Tensor, list[int]], torch.Tensor]
+"""What a request's parameters make of logits [V] behind the tokens of its answer so far."""
 
 
 class VerifiedReference(SeededReference):
+    allowed: list[int] | None = None
+    """All tokens that there are, if not all: a random model then drafts what it wants some of the
+    time."""
+
+    def seeded_logits(self, known: list[int], block: list[int]) -> torch.Tensor:
+        logits = super().seeded_logits(known, block)
+        if self.allowed is None:
+            return logits
+        only = torch.full_like(logits, MASKED_LOGIT)
+        only[:, self.allowed] = logits[:, self.allowed]
+        return only
+
     def _follow(self, known: list[int], count: int, rule: Rule, seed: int) -> list[Drawn]:
         """What is drawn behind each of the last `count` known tokens, of one row each."""
         logits = self.seeded_logits(known, [])[-count:]
@@ -61,10 +98,14 @@ class VerifiedReference(SeededReference):
         rule: Rule,
         seed: int = 0,
         stops: frozenset[int] = frozenset(),
+        rules: Rules = lambda logits, answer: logits,
     ) -> Written:
         found = Written()
         while len(found.tokens) < max_tokens and stops.isdisjoint(found.tokens):
-            (drawn,) = self._follow(prompt + found.tokens, 1, rule, seed)
+            known = prompt + found.tokens
+            found.logits.append(self.seeded_logits(known, [])[-1])
+            row = rules(found.logits[-1], found.tokens)[None]
+            drawn = self._draw_rows(row, len(known), rule, seed, 0, noise.INITIAL)
             found.tokens += drawn.tokens
             found.drawn.append(drawn)
         return found
@@ -93,6 +134,7 @@ class VerifiedReference(SeededReference):
                 accepted += 1
             answer += behind[:accepted]
             found.drafts.append(draft)
+            found.drawn.append(drawn)
             found.accepted.append(accepted)
         over = [i for i, token in enumerate(answer[:max_tokens]) if token in stops]
         found.tokens = answer[: over[0] + 1] if over else answer[:max_tokens]

@@ -86,11 +86,11 @@ class RequestOptions:
     ] = None
     edit_steps: Annotated[_Count, Asked(by_server=True, masked=True, uniform=False)] = 16
     """LLaDA2.1's."""
+    mode: Annotated[Mode, Asked(by_server=True, masked=True, uniform=False)] = "diffusion"
     confidence_threshold: Annotated[Nats | None, Asked(by_server=True)] = None
     stability_threshold: Annotated[_CountOrNone | None, Asked(by_server=True)] = None
     judge_answer_only: Annotated[_Flag | None, Asked(by_server=True)] = None
     """None: as `judges_answer_only` says."""
-    mode: Annotated[Mode, Asked(by_server=True, masked=True, uniform=False)] = "diffusion"
     load_stages: Annotated[_CountOrNone, Asked(by_server=True)] = 0
     logprobs: Annotated[Literal["unmask"] | None, Asked(masked=True, uniform=False)] = None
     """unmask: of the step that revealed a token. None: of the one that finished its block."""

@@ -17,7 +17,7 @@ from vllm_dllm.requests.limits import count_http_request
 from vllm_dllm.requests.options import CARRIED, KEYS, RequestOptions, carried, server_defaults
 
 C, V = 64, 512
-SDAR = FAMILIES["SDARForCausalLM"]
+SDAR, NEMOTRON = FAMILIES["SDARForCausalLM"], FAMILIES["NemotronLabsDiffusionModel"]
 TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [ord(c) for c in text])
 
 
@@ -98,6 +98,7 @@ TAKES: dict[str, set[str]] = {
     "accept_tokens": INTEGERS,
     "edit_probability": {"tiny"},
     "edit_steps": INTEGERS,
+    "mode": set(),
     "confidence_threshold": NUMBERS | {"tiny"},
     "stability_threshold": INTEGERS,
     "judge_answer_only": {"true"},
@@ -122,7 +123,7 @@ def test_every_key_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", TAKES)
 def test_a_key_takes_its_type_alone_and_is_named_otherwise(name: str, value: str) -> None:
     key = f"diffusion_{name}"
-    family = None if KEYS[key].uniform else SDAR
+    family = None if KEYS[key].uniform else NEMOTRON
     given = {**NEEDS.get(name, {}), key: VALUES[value]}
     to = served(family=family, limits=ANY)
     if value in TAKES[name]:

@@ -65,7 +65,7 @@ class Filters:
         start: torch.Tensor,
         guess: torch.Tensor,
         kept: None,
-        lead: None,
+        lead: None = None,
     ) -> CanvasRules:
         return CanvasRules(self.rules or LogitRules(), start, guess, torch.full((2,), NO_TOKEN))
 

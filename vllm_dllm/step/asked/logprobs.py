@@ -166,6 +166,7 @@ class StepLogprobs:
         at_once: torch.Tensor,  # [n] bool, blocks that were decided by this step's logits
         cut: torch.Tensor | None,  # [n] bool, steps that were taken back
         placed: Placed | None = None,  # None: nobody asks
+        are_drafts: np.ndarray | None = None,  # [n] bool, after `shift_to_follow`; None: none is
     ) -> LogprobsTensors | None:
         """Scores of the blocks this step may emit: its own, or, if it commits, those of the step
         before, which are kept for it."""
@@ -189,6 +190,13 @@ class StepLogprobs:
             # A read-only request asks what the model thinks, not what the schedule makes of it.
             scale = None if read_only else row_temperature[end - length : end]
             current = self._scores(logits, i, slot, scale, best_guess[i, :length])
+            follows = are_drafts is not None and bool(are_drafts[i])
+            if follows and length < batch.canvas_length:
+                # What is drawn behind the last row may be emitted with it.
+                wanted, seed = self._requests[slot], self._seeds[slot][None]
+                behind, scale = best_guess[i, length : length + 1], row_temperature[end - 1 : end]
+                scores = token_logprobs(seed, scale, behind, wanted, self.reports_logits)
+                current = joined([current, scores])
             before = self._latest.get(slot)
             if slot in self._when_placed:
                 assert placed is not None, "ask_when_placed says so"
@@ -197,7 +205,7 @@ class StepLogprobs:
                     positions = placed.positions[i, :length]
                     current = choose(positions, current, first_rows_of(before, length))
             reported = current
-            if not read_only:
+            if not (read_only or follows):
                 latest = padded(current, batch.canvas_length)
                 if before is not None:
                     reported = choose(at_once[i], current, first_rows_of(before, length))

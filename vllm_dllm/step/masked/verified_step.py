@@ -8,8 +8,8 @@ there. So each token of an answer is drawn from the autoregressive model's distr
 tokens before it, whatever was drafted (`linear_spec_generate` of Nemotron-Labs-Diffusion's
 modeling_nemotron_labs_diffusion.py). The keys and values of what stands are a prefill's, and stay.
 
-Noise is a function of the seed and the position (`denoise.noise`). Both steps draw a position by the
-same number, so that they agree often, and a seed's answer does not depend on what was drafted.
+Noise is a function of the seed and the position (`denoise.noise`). Both steps draw a position by
+the same number, so that they agree often, and a seed's answer does not depend on what was drafted.
 Rejection sampling would have to keep the probabilities of the draft: a row of the vocabulary for
 each of its tokens.
 
@@ -96,7 +96,7 @@ class VerifiedStep(CausalStep):
         behind = found.starts + num_standing
         is_over = is_last_block(next_token, None, behind + 1, ends, found.stops)
         is_next = torch.arange(C, device=self.device) == num_standing[:, None]
-        emitted = num_standing + (is_over & (num_standing < C))
+        emitted = num_standing + (is_over & (behind < ends) & (num_standing < C))
         begins_over = is_last_block(canvas[:, :1], None, found.starts + 1, ends, found.stops)
         return Verified(
             drafts,

@@ -121,12 +121,13 @@ class CanvasStep(ABC):
         logprobs = self.requests.logprobs.report(
             denoised.logits,
             denoised.row_temperature,
-            denoised.outcome.state.best_guess if drafts is None else settled.best_guess,
+            settled.best_guess if drafts is not None else denoised.outcome.state.best_guess,
             batch,
             input_batch.num_reqs,
-            settled.at_once if drafts is None else settled.at_once | drafts.are,
+            settled.at_once,
             found.cut,
             denoised.placed,
+            None if drafts is None else drafts.are_np,
         )
         canvas = self.settling.write(found, denoised, settled)
         if found.cut is not None and found.earlier is not None:
