@@ -40,6 +40,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_masked.py::test_decisions[Nemotron-4-dynamic]",
         "engine/test_masked.py::test_decisions[Fast-dLLM-4-dynamic]",
         "engine/test_masked.py::test_log_probabilities_at_the_moment_of_unmasking[Nemotron-warm-in",
+        "engine/test_verified.py::test_decisions[few tokens]",
         "engine/test_masked_refusals.py",
     ),
     "images": (

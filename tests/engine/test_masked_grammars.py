@@ -155,10 +155,13 @@ COMPANY: dict[str, dict[str, Any]] = {
 }
 
 
-def mixed_params() -> list[SamplingParams]:
-    common = xargs(accept_probability=0.3)
+def mixed_params(family: str) -> list[SamplingParams]:
+    """Of Nemotron, in its other modes, too."""
+    ways = [xargs(accept_probability=0.3)]
+    if family == "Nemotron":
+        ways += [xargs(mode="self_speculation"), xargs(mode="autoregressive")]
     return [
-        SamplingParams(**{"max_tokens": 70, "seed": i, **kind}, **common)
+        SamplingParams(**{"max_tokens": 70, "seed": i, **kind}, **ways[i % len(ways)])
         for i, kind in enumerate(MIX)
     ]
 
@@ -169,7 +172,7 @@ def test_in_any_company(
     engine: GetEngine, checkpoint: GetCheckpoint, family: str, asynchronous: None
 ) -> None:
     """Neighbours without a grammar are not touched either."""
-    path, params = checkpoint(family, 32), mixed_params()
+    path, params = checkpoint(family, 32), mixed_params(family)
     model = engine(path, block_size=32, max_num_seqs=1, async_scheduling=False)
     alone = [list(output.outputs[0].token_ids) for output in generate(model, params)]
     for name, options in COMPANY.items():

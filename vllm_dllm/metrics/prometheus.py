@@ -10,7 +10,10 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 PREFIX = "vllm_dllm:"
 CAUSES = ("converged", "revealed", "step_cap")
 COMMITS = ("shared", "own", "none")
-ACCEPTANCES = ("entropy_bound", "confidence", "top_k", "in_order")
+ACCEPTANCES = (
+    *("entropy_bound", "confidence", "top_k", "in_order"),
+    *("self_speculation", "autoregressive"),
+)
 
 COUNTERS = {
     "forwards": "Forwards of the model.",

@@ -175,6 +175,7 @@ OF_STEPS = frozenset(key for key, asked in KEYS.items() if asked.masked and aske
 }
 """Keys that say what a masked model's steps reveal."""
 ACCEPTANCE_RULES: tuple[str, ...] = get_args(AcceptanceRule)
+MODES: tuple[str, ...] = get_args(Mode)
 _PLAIN = vars(RequestOptions())
 
 

@@ -85,7 +85,8 @@ class CanvasScheduling(SchedulerHooks):
                 reasoning=self.structured_output_manager.open_reasoning(request),
             ).carry(params)
             if self._counter is not None:
-                self._counter.request_received(options.acceptance)
+                rule = options.mode if options.is_verified else options.acceptance
+                self._counter.request_received(rule)
         super().add_request(request)
         if self._counter is not None:
             count_steps(request, self.num_spec_tokens)

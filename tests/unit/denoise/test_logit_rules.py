@@ -9,7 +9,7 @@ from tests import tolerances
 from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.impossible import LEFT_OUT, MASKED_LOGIT
-from vllm_dllm.denoise.logit_rules import LogitRules, Penalties, exclude_below_min_p_
+from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
 
 pytestmark = pytest.mark.numerics
 
@@ -84,9 +84,12 @@ def test_penalties(
 def test_emitted_blocks_are_counted() -> None:
     penalties = Penalties(0, 1, 1, torch.zeros(V), torch.zeros(V, dtype=torch.bool))
     block = torch.tensor([3, 3, NO_TOKEN, 8])
-    penalties.count_(block, torch.tensor(False))
+    penalties.count_(block, torch.zeros(4, dtype=torch.bool))
     assert penalties.counts.sum() == 0
-    penalties.count_(block, torch.tensor(True))
+    penalties.count_(block, torch.tensor([True, False, True, True]))
+    assert penalties.counts.tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0]
+    penalties.counts.zero_()
+    penalties.count_(block, torch.ones(4, dtype=torch.bool))
     assert penalties.counts.tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 1, 0, 0, 0]
 
 
@@ -111,6 +114,27 @@ def test_bad_words_of_several_tokens() -> None:
     assert bad_words(spell([6, 0, 0, 0, 0, 0]), words, [5, 5]) == [7, 0, 0, 0, 0, 0]
     assert bad_words(spell([4, 0, 0, 0, 0, 0]), words, [1, 3]) == [5, 0, 0, 0, 0, 0]
     assert bad_words(spell([4, 0, 0, 0, 0, 0]), words, before) == [4, 0, 0, 0, 0, 0]
+
+
+def test_rows_that_foretell_go_by_the_tokens_before_them() -> None:
+    """Those of the canvas, which stand, whatever the rows say; not by any behind."""
+    penalties = Penalties(1, 0, 1, torch.zeros(V), torch.zeros(V, dtype=torch.bool))
+    words = BadWords([[3, 4], [7, 3, 9]])
+    rules = LogitRules(penalties=penalties, bad_words=words, early_stops=torch.tensor([2]))
+    rules.stops_from = 12
+    canvas = torch.tensor([3, 8, 7, 3, NO_TOKEN, NO_TOKEN])
+    for lead in (0, 1):
+        logits = torch.zeros(6, V)
+        before = torch.tensor([NO_TOKEN, 7])
+        CanvasRules(rules, torch.tensor(8), canvas, before, canvas, torch.tensor(lead)).apply_(
+            logits
+        )
+        excluded = [set((row < -100).nonzero()[:, 0].tolist()) for row in logits]
+        early = [{2}] * (4 - lead) + [set()] * (2 + lead)
+        bad = [{4, 9}, set(), set(), {4, 9}, set(), set()]
+        assert excluded == [one | other for one, other in zip(early, bad, strict=True)]
+        seen = [{3}, {3, 8}, {3, 7, 8}, {3, 7, 8}, {3, 7, 8}, {3, 7, 8}]
+        assert [set((row == -1).nonzero()[:, 0].tolist()) for row in logits] == seen
 
 
 def test_a_substitute_that_completes_another_bad_word_is_replaced_too() -> None:

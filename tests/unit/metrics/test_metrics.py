@@ -36,7 +36,7 @@ from vllm_dllm.metrics.prometheus import (
     CanvasCounts,
     CanvasMetrics,
 )
-from vllm_dllm.requests.options import ACCEPTANCE_RULES
+from vllm_dllm.requests.options import ACCEPTANCE_RULES, MODES
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
 from vllm_dllm.step.watched.counted import canvas_numbers
 
@@ -248,7 +248,7 @@ def test_every_count_is_a_metric() -> None:
 
 
 def test_every_rule_of_acceptance_has_a_series() -> None:
-    assert set(BY_LABEL["requests"][1]) == set(ACCEPTANCE_RULES)
+    assert {*BY_LABEL["requests"][1], "diffusion"} == {*ACCEPTANCE_RULES, *MODES}
 
 
 def test_every_metric_is_documented() -> None:

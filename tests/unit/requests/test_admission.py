@@ -231,6 +231,23 @@ def test_no_prompt_log_probabilities_where_rows_see_their_block() -> None:
     assert refusal({}, served(family=SDAR), prompt_logprobs=1).parameter == "prompt_logprobs"
 
 
+def test_modes() -> None:
+    """Of Nemotron; keys of steps are for one of them."""
+    to, key = served(family=NEMOTRON), "diffusion_mode"
+    assert options({}, to).mode == "diffusion"
+    assert options({key: "self_speculation"}, to).canvas_length is None
+    assert options({key: "autoregressive"}, to).canvas_length == 1
+    for family in (None, SDAR):
+        assert refusal({key: "autoregressive"}, served(family=family)).parameter == key
+    steps = {"diffusion_accept_probability": 0.5}
+    message = "with diffusion_mode 'self_speculation'. Leave it out, or ask for diffusion_mode"
+    assert message in str(refusal({key: "self_speculation", **steps}, to))
+    to = served(family=NEMOTRON, defaults={key: "self_speculation", **steps})
+    assert options({}, to).mode == "self_speculation", "a server may have defaults for each"
+    assert message in str(refusal(steps, to))
+    assert options({key: "diffusion", **steps}, to).accept_probability == 0.5
+
+
 def test_a_text_needs_a_tokenizer() -> None:
     to = served(tokenizer=None)
     assert options({"diffusion_prediction": [65]}, to).predicted == [65]

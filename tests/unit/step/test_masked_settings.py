@@ -57,6 +57,7 @@ CONFIDENCE = {"acceptance": "confidence", "accept_probability": 0.9}
         ({"acceptance": "in_order"}, {"in_order"}),
         ({"acceptance": "entropy_bound", "entropy_bound": 1.0}, {"entropy_bound"}),
         ({"edit_probability": 0.5}, {"edit_threshold"}),
+        ({"mode": "self_speculation", "edit_probability": 0.5}, {"is_verified"}),
     ],
     ids=str,
 )
@@ -69,7 +70,7 @@ def test_what_no_request_asks_for_is_left_out(wanted: dict[str, Any], left_in: s
     settings.start()
     for slots, expected in (((0, 1), set()), ((0, 2, 1), left_in)):
         found = settings.of(batch_of(*slots))
-        optional = ("in_order", "entropy_bound", "edit_threshold")
+        optional = ("in_order", "entropy_bound", "edit_threshold", "is_verified")
         there = {name for name in optional if getattr(found, name) is not None}
         there |= {"has_shares"} if found.has_shares else set()
         there |= {"are_scaled"} if settings.are_scaled(batch_of(*slots)) else set()
