@@ -132,8 +132,8 @@ def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
     if options.is_verified and (useless := OF_STEPS & given.keys()):
         key = min(useless)
         raise ValueError(
-            f"{key} says what steps of diffusion reveal, got {given[key]!r} with diffusion_mode "
-            f"{options.mode!r}. Leave it out, or ask for diffusion_mode 'diffusion'."
+            f"{key} is about what steps of diffusion reveal, got {given[key]!r} with "
+            f"diffusion_mode {options.mode!r}. Leave it out, or ask for diffusion_mode 'diffusion'."
         )
 
 

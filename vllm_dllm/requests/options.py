@@ -170,10 +170,8 @@ KEYS: Mapping[str, Asked] = {
     if isinstance(asked, Asked)
 }
 """Of a request, in the order of docs/requests.md."""
-OF_STEPS = frozenset(key for key, asked in KEYS.items() if asked.masked and asked.by_server) - {
-    f"{PREFIX}mode"
-}
-"""Keys that say what a masked model's steps reveal."""
+OF_STEPS = {key for key, asked in KEYS.items() if asked.masked} - {f"{PREFIX}mode", STREAM_CANVASES}
+"""Keys about what a masked model's steps reveal."""
 ACCEPTANCE_RULES: tuple[str, ...] = get_args(AcceptanceRule)
 MODES: tuple[str, ...] = get_args(Mode)
 _PLAIN = vars(RequestOptions())
