@@ -9,6 +9,7 @@ from tests.cuda_build.machine import Host
 from tests.cuda_build.process import Importer
 
 LINES: list[summary.Line] = []
+HOST_TIMES: list[str] = []
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +45,18 @@ def on_host(
     return run
 
 
+@pytest.fixture
+def host_times() -> list[str]:
+    """Lines for the summary."""
+    return HOST_TIMES
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if LINES:
         terminalreporter.section("What the dry run covered")
         terminalreporter.write_line(summary.table(LINES))
         terminalreporter.write_line("")
         terminalreporter.write_line(summary.CANNOT)
+    if HOST_TIMES:
+        terminalreporter.section("CPU time of a step, without a device")
+        terminalreporter.write_line("\n".join(HOST_TIMES))

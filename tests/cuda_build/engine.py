@@ -98,7 +98,14 @@ def _completes(batch: Any, row: int) -> bool:
 
 
 class Engine:
-    def __init__(self, device: GpuDevice, checkpoint: Path, **options: Any) -> None:
+    def __init__(
+        self,
+        device: GpuDevice,
+        checkpoint: Path,
+        *,
+        compares_replays: bool = True,  # with the forward that was captured, which takes long
+        **options: Any,
+    ) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -124,7 +131,8 @@ class Engine:
         core = self.llm.engine_core.engine_core
         self.worker = core.model_executor.driver_worker.worker
         self.runner = self.worker.model_runner
-        replays.compare(device, self.runner)
+        if compares_replays:
+            replays.compare(device, self.runner)
         self.script = Script()
         device.answers[GRAMMARS] = self.script.token
         self.script.install(self.runner)
