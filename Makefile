@@ -57,21 +57,22 @@ serve: setup ## serve the shipped checkpoint on port 8000 (PORT=..., V=1 shows t
 demo: setup ## start a server, ask a few questions, show the canvas denoising (MODEL=FOLDER)
 	$(BIN)/vllm-dllm demo $(MODEL)
 
-# Two files at a time: an engine computes on one core, and starts on one, too. In the order of
-# tests/conftest.py; xdist's own puts the files of few tests last, and these are the slow ones.
-IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
+# Three files at a time, for two cores: an engine computes on one core, starts on one, and waits in
+# between. In the order of tests/conftest.py; xdist's own puts the files of few tests last, and these
+# are the slow ones.
+BESIDE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 20
 test: setup ## try every feature once (ten minutes)
-	$(BIN)/pytest -m "not extended" $(IN_TWO)
+	$(BIN)/pytest -m "not extended" $(BESIDE)
 
 test-all: SHORT := 1
 test-all: test test-extended gpu-dry-run test-numerics ## and what takes longer (half an hour)
 
 test-extended: setup
-	$(BIN)/pytest -m extended $(IN_TWO)
+	$(BIN)/pytest -m extended $(BESIDE)
 
 # More cases, more requests and other servers of what `make test-all` tries once. Half an hour.
 test-thorough: setup ## what is due before a release: more seeds, larger batches
-	$(BIN)/pytest -m thorough $(IN_TWO)
+	$(BIN)/pytest -m thorough $(BESIDE)
 
 # Long forms of what tests/server does in a minute: kills, aborts and storms.
 test-faults: setup ## attack servers: kills, signals, storms of aborts

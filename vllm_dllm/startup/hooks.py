@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 
 from vllm.config import VllmConfig
@@ -10,6 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_dllm.compat import startup
 from vllm_dllm.compat.drafting import drafts_blocks, is_dflash2
+from vllm_dllm.config.extension import SECTION
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line, log_filter
 from vllm_dllm.startup.chat_template import check_chat_template
@@ -47,11 +49,29 @@ def _complete(config: VllmConfig) -> None:
     both open; those of a DFlash2 drafter the worker. (The configurations of diffusion models name
     theirs: `serving_config`.)"""
     is_ours = drafts_blocks(config.speculative_config)
+    if not is_ours:
+        _check_no_drafter_settings(config)
     if is_ours and config.scheduler_config.scheduler_cls is None:
         config.scheduler_config.scheduler_cls = DRAFT_SCHEDULER
     is_ours = is_ours or is_dflash2(config.speculative_config)
     if is_ours and config.parallel_config.worker_cls == STOCK_GPU_WORKER:
         config.parallel_config.worker_cls = DRAFT_WORKER
+
+
+def _check_no_drafter_settings(config: VllmConfig) -> None:
+    """Raises ValueError for settings of DFlash drafters where tokens are drafted in another way."""
+    given, speculative = config.additional_config, config.speculative_config
+    section = given.get(SECTION) if isinstance(given, Mapping) else None
+    settings = section.get("drafter") if isinstance(section, Mapping) else None
+    if speculative is None or not settings:
+        return
+    names = speculative.draft_model_config and speculative.draft_model_config.architectures
+    raise ValueError(
+        f"The settings of 'drafter' in --additional-config are for DFlash drafters, got method "
+        f"{speculative.method!r} in --speculative-config"
+        + (f" with a {', '.join(names)}" if names else "")
+        + ", which drafts as vLLM does. Leave them out, or name a DFlash drafter."
+    )
 
 
 def explain_address(host: str, port: int, error: OSError) -> str:
