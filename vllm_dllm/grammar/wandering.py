@@ -47,11 +47,15 @@ def _without_detours(start: GrammarState, tokens: list[int]) -> list[int]:
     state, i = start.copy(), 0
     while i < len(tokens):
         best, end = tokens[i : i + 1], i + 1
+        tried: set[tuple[int, bytes]] = set()  # ten digits lead to one state
         for head in ([], *continuations(state)):
             ahead = state.copy()
             if len(head) > 1 or ahead.consume_text(head) < len(head):
                 continue
             mask, first = ahead.mask().tobytes(), end + len(head) - len(best) + 1
+            if (len(head), mask) in tried:
+                continue
+            tried.add((len(head), mask))
             alike = [j for j in range(first, len(masks)) if masks[j] == mask]
             known, fails = -1, len(alike)
             middle = fails - 1  # the last of all is the most likely, where no loop counts
