@@ -65,7 +65,7 @@ test: setup ## try every feature once (ten minutes)
 	$(BIN)/pytest -m "not extended" $(BESIDE)
 
 test-all: SHORT := 1
-test-all: test test-extended gpu-dry-run test-numerics ## and what takes longer (half an hour)
+test-all: test test-extended gpu-dry-run test-numerics ## and what takes longer (three quarters of an hour)
 
 test-extended: setup
 	$(BIN)/pytest -m extended $(BESIDE)
