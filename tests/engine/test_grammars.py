@@ -162,9 +162,9 @@ def test_an_answer_fits_its_tokens(served: Engine) -> None:
 def test_long_answers_of_several_canvases(served: Engine) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 60}
     wanted = {"structured_outputs": of(json=schema), "max_tokens": 250, **xargs(max_steps=8)}
-    for output in ask(served, [SamplingParams(seed=seed, **wanted) for seed in range(2)]):
-        assert len(output.outputs[0].token_ids) > 64
-        jsonschema.validate(json.loads(output.outputs[0].text), schema)
+    (output,) = ask(served, [SamplingParams(seed=0, **wanted)])
+    assert len(output.outputs[0].token_ids) > 64
+    jsonschema.validate(json.loads(output.outputs[0].text), schema)
 
 
 def json_prompts() -> list[dict[str, Any]]:
