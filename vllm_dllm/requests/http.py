@@ -72,7 +72,7 @@ def _names(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
             continue
         yield place, name
         if name not in _CONTENT:
-            yield from _names(inner, name)
+            yield from _names(inner, f"{place}.{name}" if place else name)
 
 
 def _check_place(place: str, name: str) -> None:

@@ -86,7 +86,7 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
     "without its prefix": ({"max_steps": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
     "the client's argument": (
         {"extra_body": {"vllm_xargs": {"diffusion_t_min": 1}}},
-        "diffusion_t_min belongs in vllm_xargs, got it in vllm_xargs",
+        "diffusion_t_min belongs in vllm_xargs, got it in extra_body.vllm_xargs. Write",
     ),
     "offline's argument": ({"extra_args": {"diffusion_pinned": [1]}}, "got it in extra_args"),
     "a template's": ({"chat_template_kwargs": {"diffusion_max_steps": 1}}, "belongs in vllm_xargs"),
