@@ -76,7 +76,7 @@ def table(ours: dict[int, Any], stock: dict[int, Any]) -> list[str]:
 
     return [
         HEADER,
-        "|" + " --- |" * HEADER.count(" | ") + " --- |",
+        "| --- | --- | --- | --- | --- |",
         *(
             f"| {number} | {pair(number, 'worker', 1)} | {pair(number, 'engine', 1)} "
             f"| {pair(number, 'launches', 0)} "
