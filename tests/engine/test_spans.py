@@ -83,7 +83,7 @@ def test_without_tracing(engine: Callable[..., Engine], tiny: Callable[[int], Pa
     """Nothing is kept for spans, and no header is added to a request."""
     served = engine(tiny(64), disable_log_stats=False)
     scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
-    assert scheduler._counter._spans is None
+    assert scheduler.counter._spans is None
     core = served.llm.llm_engine
     params = SamplingParams(max_tokens=CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
     core.add_request("untraced", {"prompt_token_ids": [5, 6, 7]}, params)

@@ -23,8 +23,8 @@ def measure(
     longest: int,  # tokens of a request
     stopwatch: Stopwatch,
 ) -> list[dict[str, Any]]:
-    """For each kind of layer that more than one version can run: its times by rows and context.
-    Writes the first pages of these layers' caches. The layers choose as before; a kind of which
+    """Times each kind of layer that more than one version can run, by rows and context. Writes the
+    first pages of these layers' caches. The layers choose as before; a kind of which
     nothing could be timed is left out."""
     steps = list(steps)
     measured = []

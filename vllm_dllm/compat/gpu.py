@@ -4,7 +4,8 @@ from vllm.utils.import_utils import import_pynvml
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver; "" where there is none. Initializes no CUDA context."""
+    """Returns the version of NVIDIA's driver, or "" where there is none. Initializes no CUDA
+    context."""
     nvml = import_pynvml()
     try:
         nvml.nvmlInit()

@@ -26,8 +26,8 @@ def measure(
     rows: Sequence[int],  # of steps
     stopwatch: Stopwatch,
 ) -> tuple[dict[str, Table], list[str]]:
-    """By vLLM's name of the file: tiles for each of `rows` that could be timed; and the gains, in
-    words. Layers of one shape share a file, so that one of them is timed."""
+    """Returns the tiles for each of `rows` that could be timed, by vLLM's name of the file, and the
+    gains in words. Layers of one shape share a file, so that one of them is timed."""
     tables: dict[str, Table] = {}
     gains = []
     for layer in experts.layers_with_tiles(modules):

@@ -15,14 +15,11 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.compat.grammar import BlockCheck
-from vllm_dllm.compat.metrics import CarryingStats
 from vllm_dllm.compat.request_steps import count_steps
 from vllm_dllm.compat.runner import numbers_of
 from vllm_dllm.compat.scheduler import (
-    SchedulerHooks,
     StockDiffusionAsyncScheduler,
     StockDiffusionScheduler,
     tokens_in_flight,
@@ -32,8 +29,7 @@ from vllm_dllm.parents import end_with_parent
 from vllm_dllm.requests.ends import was_foreseen
 from vllm_dllm.requests.options import carried, is_read_only
 from vllm_dllm.scheduling.added_blocks import append_blocks
-from vllm_dllm.scheduling.block_spans import BlockSpans
-from vllm_dllm.scheduling.canvas_counter import CanvasCounter
+from vllm_dllm.scheduling.counted import CountedScheduling
 from vllm_dllm.scheduling.fair_share import FairShare
 from vllm_dllm.scheduling.families import family_of
 from vllm_dllm.scheduling.prompt_scores import HeldPromptScores
@@ -43,7 +39,7 @@ from vllm_dllm.scheduling.whole_images import before_image
 logger = init_logger(__name__)
 
 
-class CanvasScheduling(SchedulerHooks):
+class CanvasScheduling(CountedScheduling):
     """Added to both of vLLM's diffusion schedulers. Python resolves it after `AsyncScheduler`, so
     that class' accounting sees the canvases that are added here."""
 
@@ -56,21 +52,12 @@ class CanvasScheduling(SchedulerHooks):
         self.family.check(self.block_size)
         self.fair_share = FairShare.of(self.vllm_config, config.limits)
         self.joins_commits = joins_commits(self.vllm_config)
-        self._spared_commits: list[int] = []  # widths, until they are in the statistics
         # Requests whose block the step that just ended has committed: has finished it, too, or
         # verified it.
         self._committed: frozenset[str] = frozenset()
         self._verified: frozenset[str] = frozenset()
         self._cut: frozenset[str] = frozenset()  # and closed: requests with a form
-        self._counter: CanvasCounter | None = None
-        if self.log_stats:
-            traces = self.vllm_config.observability_config.otlp_traces_endpoint is not None
-            spans = BlockSpans() if traces else None
-            self._counter = CanvasCounter(
-                self.family.width,
-                spans,
-                joins_canvases=self.family.joins_canvases and not self.family.is_seeded,
-            )
+        self.count_for(self.family)
         self._prompt_scores = HeldPromptScores()
 
     def add_request(self, request: Request) -> None:
@@ -81,14 +68,14 @@ class CanvasScheduling(SchedulerHooks):
                 options,
                 **(fitted if self.family.fits_canvases else {}),
                 joins_commits=self.joins_commits,
-                is_counted=self._counter is not None,
+                is_counted=self.counter is not None,
                 reasoning=self.structured_output_manager.open_reasoning(request),
             ).carry(params)
-            if self._counter is not None:
+            if self.counter is not None:
                 rule = options.mode if options.is_verified else options.acceptance
-                self._counter.request_received(rule)
+                self.counter.request_received(rule)
         super().add_request(request)
-        if self._counter is not None:
+        if self.counter is not None:
             count_steps(request, self.num_spec_tokens)
 
     def sitting_out(self) -> list[Request]:
@@ -174,10 +161,10 @@ class CanvasScheduling(SchedulerHooks):
     def block_emitted(self, request: Request, block_length: int) -> None:
         is_committed = request.request_id in self._committed
         is_verified = request.request_id in self._verified
-        if self._counter is not None:
-            self._counter.block_emitted(request, spares_commit=is_committed)
+        if self.counter is not None:
+            self.counter.block_emitted(request, spares_commit=is_committed)
         if (self.joins_commits or is_committed) and not is_verified:
-            self._spared_commits.append(block_length)
+            self.spared_commits.append(block_length)
         if self.joins_commits and not is_committed:
             # vLLM counted the canvas as accepted drafts, but the next step computes its tokens.
             request.num_computed_tokens -= block_length
@@ -189,8 +176,8 @@ class CanvasScheduling(SchedulerHooks):
         request.spec_token_ids = self.family.drafts_after_block(request, joins_commit)
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
-        if self._counter is not None:
-            self._counter.block_emitted(request, spares_commit=True)
+        if self.counter is not None:
+            self.counter.block_emitted(request, spares_commit=True)
         if request.num_computed_tokens == 0:
             return  # preempted while this step ran: it has no cache blocks any more
         is_committed = not (self.spares_last_commit or is_read_only(request.sampling_params))
@@ -202,7 +189,7 @@ class CanvasScheduling(SchedulerHooks):
             in_flight = tokens_in_flight(request, num_kept)
             request.num_computed_tokens = request.num_tokens - num_kept + in_flight
             if request.request_id not in self._verified:
-                self._spared_commits.append(block_length)
+                self.spared_commits.append(block_length)
         else:
             # Otherwise blocks enter the prefix cache when their successor is scheduled.
             self.kv_cache_manager.cache_blocks(
@@ -212,7 +199,7 @@ class CanvasScheduling(SchedulerHooks):
     def is_cut(self, request: Request) -> bool:
         return request.request_id in self._cut
 
-    # --- statistics -------------------------------------------------------------------------
+    # --- a step's numbers -------------------------------------------------------------------
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -226,29 +213,9 @@ class CanvasScheduling(SchedulerHooks):
         self._verified = frozenset(req_ids[i] for i in verified)
         self._committed = self._verified.union(req_ids[i] for i in committed)
         self._cut = frozenset(req_ids[i] for i in cut)
-        if self._counter is not None:
-            self._counter.count_step(scheduler_output, model_runner_output, self.requests)
+        if self.counter is not None:
+            self.counter.count_step(scheduler_output, model_runner_output, self.requests)
         return super().update_from_output(scheduler_output, model_runner_output)
-
-    def make_spec_decoding_stats(
-        self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
-    ) -> SpecDecodingStats | None:
-        stats = spec_decoding_stats or CarryingStats(self.num_spec_tokens)
-        return super().make_spec_decoding_stats(stats, *args, **kwargs)
-
-    def make_stats(
-        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Counts a saved commit as a step, because vLLM's clients compute the denoise steps as all
-        steps minus one commit per canvas. This includes a last block that was committed because
-        its end was not foreseen (`requests/ends.py`)."""
-        if spec_decoding_stats is not None:
-            for width in self._spared_commits:
-                spec_decoding_stats.observe_draft(width, num_accepted_tokens=0)
-        if self._counter is not None and isinstance(spec_decoding_stats, CarryingStats):
-            spec_decoding_stats.cargo = vars(self._counter.take())
-        self._spared_commits.clear()
-        return super().make_stats(spec_decoding_stats, *args, **kwargs)
 
 
 class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):

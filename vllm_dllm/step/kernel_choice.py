@@ -58,7 +58,7 @@ def measure_kernels(
 def _measure(
     vllm_config: VllmConfig, model: torch.nn.Module, path: Path, clock: Clock
 ) -> dict[str, Any]:
-    """As `Times.of` takes it, with the tables of experts' tiles."""
+    """Returns what `Times.of` takes, with the tables of experts' tiles."""
     assert vllm_config.diffusion_config is not None
     started = time.monotonic()
     stopwatch = Stopwatch.for_seconds(MOST_SECONDS, clock)

@@ -146,8 +146,8 @@ class StepLogprobs:
         num_standing: torch.Tensor,  # [n] int64, rows of a verified draft that stand
         are_verified: torch.Tensor,  # [n] bool, the others keep theirs, but for the first token
     ) -> None:
-        """Of drafts, whose rows foretell the tokens behind them: keeps the logits of the next one's
-        first token, too."""
+        """Moves the logits of drafts, whose rows foretell the tokens behind them, and keeps the
+        next draft's first ones."""
         for i, slot in enumerate(batch.slots_np.tolist()):
             if (seed := self._seeds.get(slot)) is not None:
                 own = logits.of_rows(in_process=self.reports_processed)[batch.rows_of(i)]

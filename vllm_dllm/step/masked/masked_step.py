@@ -125,7 +125,7 @@ class MaskedStep(CanvasStep):
         return noise.uniform(numbers.noise_key, positions, numbers.steps_done, noise.CANDIDATE)
 
     def _leads(self, found: Found) -> dict[int, torch.Tensor]:
-        """Of canvases that have rules, see `CanvasRules`."""
+        """Returns how far ahead rows speak (`CanvasRules`), by the canvas' place."""
         return {}
 
     def _verified(
