@@ -28,8 +28,10 @@ def main() -> int:
 
 
 def check(package: Path) -> int:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     import vllm
-    from vllm_seams import CHECKS, Sources, rewritten_kernels
+
+    from scripts.vllm_seams import CHECKS, Sources, rewritten_kernels
 
     sources, installed = Sources(package), Sources(Path(vllm.__file__).parent)
     for kernel in rewritten_kernels(sources, installed):

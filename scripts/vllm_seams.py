@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import vllm_dllm
+from scripts.seams import SEAMS, SIGNATURES
+from scripts.seams.seam import Seam
 from vllm_dllm.compat.patches import PATCHES, Patch
-from vllm_dllm.compat.seams import SEAMS, SIGNATURES
-from vllm_dllm.compat.seams.seam import Seam
 from vllm_dllm.compat.version import is_at_least
 from vllm_dllm.cpu.kernels import native_kernels
 

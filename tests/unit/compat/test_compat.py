@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import vllm
 
+from scripts.seams import SEAMS
 from scripts.vllm_seams import (
     CHECKS,
     Sources,
@@ -23,7 +24,6 @@ from scripts.vllm_seams import (
 )
 from tests.patched import patched
 from vllm_dllm.compat import version
-from vllm_dllm.compat.seams import SEAMS
 from vllm_dllm.cpu.compat import runner
 
 VLLM = Path(vllm.__file__).parent

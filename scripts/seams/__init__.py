@@ -1,11 +1,11 @@
-"""Places in vLLM that `compat/` takes hold of: what each must still say, as data.
+"""Places in vLLM that `vllm_dllm/compat` takes hold of: what each must still say, as data.
 
 `scripts/vllm_seams.py` looks for them in any copy of vLLM's sources: `tests/unit/compat` in the
 installed one, `scripts/check_vllm.py VERSION` in any other. A seam that moved means: read the new
 source, then change `compat/`.
 """
 
-from vllm_dllm.compat.seams import engine, processes, schedulers, streams, worker
+from scripts.seams import engine, processes, schedulers, streams, worker
 
 SEAMS = [*engine.SEAMS, *schedulers.SEAMS, *worker.SEAMS, *processes.SEAMS, *streams.SEAMS]
 

@@ -1,6 +1,6 @@
 """Seams in a worker: attention, the runner of a step, drafters."""
 
-from vllm_dllm.compat.seams.seam import Seam
+from scripts.seams.seam import Seam
 
 _SPECULATOR = "v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator"
 _RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"

@@ -1,6 +1,6 @@
 """Seams in how an API server answers and streams, and how a plugin's routes come into it."""
 
-from vllm_dllm.compat.seams.seam import Seam
+from scripts.seams.seam import Seam
 
 SEAMS = [
     Seam(

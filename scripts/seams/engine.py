@@ -1,6 +1,6 @@
 """Seams in the engine process and the API server: configuration and requests."""
 
-from vllm_dllm.compat.seams.seam import Seam
+from scripts.seams.seam import Seam
 
 _SCHEDULER = "v1.core.sched.scheduler:Scheduler"
 _ASYNC_SCHEDULER = "v1.core.sched.async_scheduler:AsyncScheduler"

@@ -1,7 +1,7 @@
 """Seams in how processes start and end, and where a CPU worker computes."""
 
+from scripts.seams.seam import Seam
 from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_CALL, FAILED_START, WRONG_ON_CPUS
-from vllm_dllm.compat.seams.seam import Seam
 
 SEAMS = [
     # --- processes start, and end -----------------------------------------------------------------
