@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from vllm_dllm.cpu.quantization.nvfp4 import E2M1, E2M1_MAX, E4M3_MAX
+from vllm_dllm.cpu.quantization.formats import E2M1, E2M1_MAX, FP8_MAX
 from vllm_dllm.quantization.schemes import GROUP_SIZE
 
 # Replaces a group scale that rounds to zero; 0.125 is compressed-tensors' choice.
@@ -23,7 +23,7 @@ SMALLEST_GROUP_SCALE = 0.125
 
 def global_scale(amax: torch.Tensor) -> torch.Tensor:
     """fp32 [1] from the largest magnitude (fp32, one value). 1 if that is zero or too small."""
-    scale = E4M3_MAX * E2M1_MAX / amax.float().clamp(min=torch.finfo(torch.float32).tiny)
+    scale = FP8_MAX * E2M1_MAX / amax.float().clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(scale.isinf(), 1.0, scale).reshape(1)
 
 
@@ -33,7 +33,7 @@ def group_scales(
 ) -> torch.Tensor:
     """[rows, columns / 16] float8_e4m3fn: a group's largest magnitude becomes 6."""
     amax = values.unflatten(-1, (-1, GROUP_SIZE)).abs().amax(-1)
-    rounded = (amax / E2M1_MAX * scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    rounded = (amax / E2M1_MAX * scale).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
     return torch.where(rounded.float() == 0, SMALLEST_GROUP_SCALE, rounded.float()).to(
         torch.float8_e4m3fn
     )

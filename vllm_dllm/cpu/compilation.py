@@ -12,12 +12,14 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from vllm import ir
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.vllm import OptimizationLevel
 from vllm.logger import init_logger
 
 import vllm_dllm
-from vllm_dllm.cpu import norm
+from vllm_dllm.cpu.compat.ops import cpp_rms_norm
 
 logger = init_logger(__name__)
 
@@ -48,7 +50,7 @@ def choose(vllm_config: VllmConfig) -> None:
         config.mode = CompilationMode.DYNAMO_TRACE_ONCE
         config.backend = "eager"
     if is_eager or config.backend == "eager":
-        norm.prefer(vllm_config)
+        prefer_norm(vllm_config)
     if config.backend == "eager":
         # The worker inherits this. With this backend vLLM stores nothing ahead of time,
         # yet would work out a key for it, 14 ms, at every forward.
@@ -117,3 +119,38 @@ def _announce(model: str, folder: str) -> None:
         model,
         folder,
     )
+
+
+NORM_PROVIDER = "vllm_dllm_cpu"
+"""Of RMS norm by vLLM's own C++ kernel, for models that are not compiled: run op by op, a norm is
+six PyTorch kernels, and a layer of Gemma4 has up to ten norms."""
+
+
+def _norm_supports(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    # In 16-bit types the kernel rounds once more than the definition does.
+    dtypes = {x.dtype} if weight is None else {x.dtype, weight.dtype}
+    return variance_size is None and dtypes == {torch.float32}
+
+
+def register_norm() -> None:
+    """Offers the kernel to vLLM's norm layers under the name `NORM_PROVIDER`. Repeatable."""
+    if NORM_PROVIDER in ir.ops.rms_norm.impls:
+        return
+
+    @ir.ops.rms_norm.register_impl(NORM_PROVIDER, supports_args=_norm_supports)
+    def rms_norm(
+        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> Tensor:
+        x = x.contiguous()  # the kernel assumes that rows are adjacent
+        output = torch.empty_like(x)
+        cpp_rms_norm(output, x, weight, epsilon)
+        return output
+
+
+def prefer_norm(vllm_config: VllmConfig) -> None:
+    """Makes the kernel the first choice for norms in `vllm_config`'s model, if registered."""
+    if NORM_PROVIDER in ir.ops.rms_norm.impls:
+        norms = vllm_config.kernel_config.ir_op_priority.rms_norm
+        norms[:] = [NORM_PROVIDER, *(name for name in norms if name != NORM_PROVIDER)]

@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import context, forkserver, reduction
 from typing import Any
 
-FIRST_IMPORT = "vllm_dllm.cpu.fork_server_begins"
-LAST_IMPORT = "vllm_dllm.cpu.fork_server_is_ready"
 READ_BY_LIBRARIES = (
     *("GOMP_", "HF_", "KMP_", "LD_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON"),
     *("TORCH", "TRANSFORMERS_", "VLLM_"),
@@ -37,6 +35,8 @@ EXCEPT = (
 """But for these."""
 PARENT = "_VLLM_DLLM_FORK_SERVER_PARENT"
 """In the server's environment: the process that started it."""
+IMPORTS = "_VLLM_DLLM_FORK_SERVER_IMPORTS"
+"""The same: the modules that it imports."""
 
 _environment: dict[str, str] | None = None
 """Of this process' fork server; None if it started none."""
@@ -51,8 +51,9 @@ def start(imports: Sequence[str], variables: Mapping[str, str] | None = None) ->
     if sys.version_info < (3, 11, 1):  # its socket would be open to all users, CVE-2022-42919
         return
     _environment = os.environ | (variables or {})
-    forkserver.set_forkserver_preload([FIRST_IMPORT, *imports, LAST_IMPORT])
-    with _changed_environment({**_environment, PARENT: str(os.getpid())}):
+    forkserver.set_forkserver_preload([f"{__package__}.fork_server_process"])
+    of_server = {PARENT: str(os.getpid()), IMPORTS: " ".join(imports)}
+    with _changed_environment({**_environment, **of_server}):
         forkserver.ensure_running()
 
 

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.logger import init_logger
 
 from vllm_dllm.config.workers import CPU_IMPORTS, CPU_WORKER
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
-
-_set_num_threads = torch.set_num_threads  # vLLM's worker replaces it
 
 
 def install() -> None:
@@ -53,4 +50,4 @@ def compute_on_chosen_cores() -> None:
     """Binds a forked worker to its cores, before it computes anything."""
     if fork_server.is_forked() and (chosen := engine_processes.worker_cores()):
         os.sched_setaffinity(0, chosen)
-        _set_num_threads(len(chosen))
+        cores.set_num_threads(len(chosen))

@@ -4,8 +4,8 @@ import os
 from typing import TYPE_CHECKING
 
 from vllm_dllm.config.workers import CPU_WORKER, cpu_variables
-from vllm_dllm.cpu import cores, forks, norm
-from vllm_dllm.cpu.compat import engine_waits, runner, triton
+from vllm_dllm.cpu import compilation, cores, forks
+from vllm_dllm.cpu.compat import engine_processes, runner, triton
 from vllm_dllm.cpu.compat.cores import available_cpu_count
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ def install() -> None:
     and nothing where vLLM can launch Triton kernels."""
     if triton.has_triton():
         return
-    norm.register()
+    compilation.register_norm()
     runner.allow_v2_runner_without_triton(prepare)
     forks.install()
     if available_cpu_count() <= cores.FEW_CORES:
-        engine_waits.fall_asleep_soon()
+        engine_processes.fall_asleep_soon()
 
 
 def prepare(config: "VllmConfig") -> None:

@@ -1,19 +1,21 @@
 """Replaces vLLM's Triton kernels with objects that can be launched without Triton.
 
 Without Triton, vLLM's `@triton.jit` returns the decorated function, and `kernel[grid](...)` fails.
+What has no native version runs in Triton's own interpreter.
 """
 
 import linecache
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, ModuleType
 from typing import Any
 
 from vllm.logger import init_logger
 
+from attention_kernels.interpreter import interpret_language
 from vllm_dllm.cpu.compat import triton
-from vllm_dllm.cpu.interpret import interpreted
+from vllm_dllm.cpu.compat.triton import is_placeholder_constexpr, real_triton_module
 
 logger = init_logger(__name__)
 
@@ -97,3 +99,25 @@ def _is_jitted(fn: FunctionType) -> bool:
             return False
         line_number += 1
     return False
+
+
+@cache
+def interpreted(fn: FunctionType) -> Any:
+    """`fn` as `triton.jit` would return it under TRITON_INTERPRET=1.
+
+    The module of `fn` was loaded with placeholders for `triton.language`. They are replaced with
+    the real modules, which the interpreter looks for.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+
+    interpret_language()
+    for attribute, value in list(fn.__globals__.items()):
+        real = real_triton_module(value)
+        if real is not None:
+            fn.__globals__[attribute] = real
+    fn.__annotations__ = {
+        name: tl.constexpr if is_placeholder_constexpr(annotation) else annotation
+        for name, annotation in fn.__annotations__.items()
+    }
+    return InterpretedFunction(fn)

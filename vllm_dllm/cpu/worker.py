@@ -15,16 +15,16 @@ from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.prompt_privacy import keep_prompts_private
 from vllm_dllm.compat.runner import join_commits, send_numbers
 from vllm_dllm.config.workers import SPECULATORS
-from vllm_dllm.cpu import bf16_experts, cache_size, compilation, forks, threads
-from vllm_dllm.cpu.compat import adapters, collectives, tiles
+from vllm_dllm.cpu import bf16_experts, cache_size, compilation, cores, forks
+from vllm_dllm.cpu.compat import adapters, collectives, ops
 from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton, replace_rejection_sample
 from vllm_dllm.cpu.launch import replace_kernels
-from vllm_dllm.cpu.rejection_sample import rejection_sample
+from vllm_dllm.cpu.verification import rejection_sample
 from vllm_dllm.parents import end_with_parent
 
 
 class TritonFreeCPUWorker(CPUWorker):
-    _threads: threads.StepThreads | None = None
+    _threads: cores.StepThreads | None = None
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
@@ -34,7 +34,7 @@ class TritonFreeCPUWorker(CPUWorker):
             super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
-        tiles.ask_for_tiles()
+        ops.ask_for_tiles()
         replace_kernels()
         replace_rejection_sample(rejection_sample)
         bf16_experts.prefer()
@@ -48,7 +48,7 @@ class TritonFreeCPUWorker(CPUWorker):
         leave_vocabulary_to_base(self.model_runner)
         super().load_model(**kwargs)
         keep_prompts_private(self.model_runner)
-        self._threads = threads.of_worker(
+        self._threads = cores.threads_of_worker(
             self.model_runner.model, self.model_config.get_total_num_hidden_layers()
         )
         # Here, a mistake ends the start without vLLM's words around it.

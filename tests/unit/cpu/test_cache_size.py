@@ -134,7 +134,7 @@ def test_a_named_size_without_room_for_one_request(
     """vLLM says that 0.0 GiB are needed, and 0.0 available."""
     monkeypatch.setattr(cpu_worker.CPUWorker, "load_model", lambda worker: None)
     monkeypatch.setattr(worker, "keep_prompts_private", lambda runner: None)
-    monkeypatch.setattr(worker.threads, "of_worker", lambda model, num_layers: None)
+    monkeypatch.setattr(worker.cores, "threads_of_worker", lambda model, num_layers: None)
     made = started(monkeypatch, kv_cache_memory_bytes=size)
     made.model_runner = made.model_config = MagicMock()
     with pytest.raises(ValueError, match=r"needs 0\.59 MiB of KV .*" + said):

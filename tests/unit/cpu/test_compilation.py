@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 import vllm_dllm
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.patched import patched
-from vllm_dllm.cpu import compilation, norm
+from vllm_dllm.cpu import compilation
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def way(config: VllmConfig) -> tuple[CompilationMode, str, bool]:
     return (
         config.compilation_config.mode,
         config.compilation_config.backend,
-        norms[0] == norm.PROVIDER,
+        norms[0] == compilation.NORM_PROVIDER,
     )
 
 

@@ -13,7 +13,7 @@ from vllm_dllm.config.workers import CPU_WORKER
 from vllm_dllm.cpu import cores
 from vllm_dllm.cpu.compat import cores as cpu_cores
 from vllm_dllm.cpu.compat.runner import STOCK_CPU_WORKER
-from vllm_dllm.cpu.threads import LEAST_WORK, StepThreads
+from vllm_dllm.cpu.cores import LEAST_WORK, StepThreads
 
 USER = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 

@@ -78,7 +78,7 @@ def test_a_forked_worker_computes_on_them(monkeypatch: pytest.MonkeyPatch) -> No
     found = []
     monkeypatch.setattr(engine_processes, "worker_cores", lambda: [0, 1])
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: found.append(cores))
-    monkeypatch.setattr(forks, "_set_num_threads", found.append)
+    monkeypatch.setattr(forks.cores, "set_num_threads", found.append)
     forks.compute_on_chosen_cores()
     assert found == []  # this process was not forked
     monkeypatch.setattr(fork_server, "is_forked", lambda: True)

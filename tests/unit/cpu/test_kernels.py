@@ -26,7 +26,7 @@ from tests.unit.cpu.kernel_inputs import (
     tokens,
 )
 from vllm_dllm.cpu.kernels import NATIVE_KERNELS
-from vllm_dllm.cpu.kernels.logprobs import prompt_logprobs_token_ids
+from vllm_dllm.cpu.kernels.sampling import prompt_logprobs_token_ids
 from vllm_dllm.cpu.launch import CpuKernel, replace_kernels
 
 pytestmark = pytest.mark.numerics

@@ -9,8 +9,7 @@ from scipy import stats
 
 from tests import tolerances
 from tests.unit.cpu.kernel_inputs import kernel_of
-from vllm_dllm.cpu.rejection_sample import rejection_sample
-from vllm_dllm.cpu.verification import Draws, verify
+from vllm_dllm.cpu.verification import Draws, rejection_sample, verify
 
 pytestmark = pytest.mark.numerics
 

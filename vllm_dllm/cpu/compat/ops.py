@@ -1,4 +1,4 @@
-"""vLLM's C++ operations for CPUs."""
+"""vLLM's C++ operations for CPUs, and what a process needs to run them."""
 
 from functools import cache
 
@@ -68,3 +68,11 @@ def int8_product(
     """The scaled product, in `out`."""
     torch.ops._C.onednn_scaled_mm(out, values, scale, None, None, None, handle)
     return out
+
+
+def ask_for_tiles() -> None:
+    """Asks, as PyTorch does before its own first product on tiles. vLLM's attention in bf16 uses
+    them without asking: where a server's first step was too small for such a product, it ended the
+    worker (SIGILL). Linux gives matrix tiles (AMX) to a process that asks."""
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

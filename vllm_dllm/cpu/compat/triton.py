@@ -1,12 +1,20 @@
-"""vLLM's stand-in for Triton, where Triton has no backend for this machine."""
+"""vLLM's stand-in for Triton, where Triton has no backend for this machine; and what differs in
+vLLM's kernels between the known versions.
 
+Native kernels take the arguments of the newest. What a version adds at the end is left out by older
+ones; at the end of this file is the rest.
+"""
+
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 import vllm.triton_utils as triton_utils
 from vllm.triton_utils.importing import TritonLanguagePlaceholder, TritonPlaceholder
 
+from vllm_dllm.compat import version
 from vllm_dllm.compat.patching import replace
 
 
@@ -48,3 +56,27 @@ def is_placeholder_constexpr(annotation: object) -> bool:
     """Whether `annotation` was written `tl.constexpr` in a module loaded without Triton."""
     tl = triton_utils.tl
     return isinstance(tl, TritonLanguagePlaceholder) and annotation is tl.constexpr
+
+
+def dflash_inputs(native: Callable[..., None], vllm_version: str) -> Callable[..., None]:
+    """Leaves out which rows of a batch of drafts are padding, before 0.33 asks for it."""
+    if version.is_at_least("0.33", vllm_version):
+        return native
+
+    def without_padding(
+        grid: tuple[int, ...], ids: Any, positions: Any, *others: Any, **options: Any
+    ) -> None:
+        native(grid, ids, positions, None, *others, **options)
+
+    own = inspect.signature(native)
+    kept = [p for p in own.parameters.values() if p.name != "out_is_padding"]
+    without_padding.__signature__ = own.replace(parameters=kept)  # type: ignore[attr-defined]
+    return without_padding
+
+
+def draft_seeds(
+    seeds: torch.Tensor,  # [num_rows] int64
+    columns: torch.Tensor,  # [num_rows] int64, of which drafted position the row's logits are kept
+) -> torch.Tensor:
+    """What the noise of drafts is drawn with: from 0.33 on each position has a seed of its own."""
+    return seeds ^ (columns << 32) if version.is_at_least("0.33") else seeds

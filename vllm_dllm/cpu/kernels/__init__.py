@@ -7,16 +7,8 @@ from collections.abc import Callable
 
 import vllm
 
-from vllm_dllm.cpu.compat import kernels
-from vllm_dllm.cpu.kernels import (
-    block_table,
-    buffers,
-    dflash,
-    input_batch,
-    logprobs,
-    sampling,
-    structured_outputs,
-)
+from vllm_dllm.cpu.compat.triton import dflash_inputs
+from vllm_dllm.cpu.kernels import block_table, dflash, input_batch, sampling
 
 _RUNNER = "vllm.v1.worker.gpu"
 
@@ -25,7 +17,7 @@ def native_kernels(vllm_version: str) -> dict[str, Callable[..., None]]:
     return {
         f"{_RUNNER}.block_table._compute_slot_mappings_kernel": block_table.compute_slot_mappings,
         f"{_RUNNER}.block_table._gather_block_tables_kernel": block_table.gather_block_tables,
-        f"{_RUNNER}.buffer_utils._apply_write_kernel": buffers.apply_write,
+        f"{_RUNNER}.buffer_utils._apply_write_kernel": block_table.apply_write,
         f"{_RUNNER}.input_batch._combine_sampled_and_draft_tokens_kernel": (
             input_batch.combine_sampled_and_draft_tokens
         ),
@@ -43,13 +35,13 @@ def native_kernels(vllm_version: str) -> dict[str, Callable[..., None]]:
         ),
         f"{_RUNNER}.sample.gumbel._gumbel_sample_kernel": sampling.gumbel_sample,
         f"{_RUNNER}.sample.gumbel._temperature_kernel": sampling.apply_temperature,
-        f"{_RUNNER}.sample.logprob._ranks_kernel": logprobs.ranks,
-        f"{_RUNNER}.sample.logprob._topk_log_softmax_kernel": logprobs.topk_log_softmax,
+        f"{_RUNNER}.sample.logprob._ranks_kernel": sampling.ranks,
+        f"{_RUNNER}.sample.logprob._topk_log_softmax_kernel": sampling.topk_log_softmax,
         f"{_RUNNER}.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": (
-            logprobs.prompt_logprobs_token_ids
+            sampling.prompt_logprobs_token_ids
         ),
         f"{_RUNNER}.spec_decode.dflash.speculator._prepare_dflash_inputs_kernel": (
-            kernels.dflash_inputs(dflash.prepare_dflash_inputs, vllm_version)
+            dflash_inputs(dflash.prepare_dflash_inputs, vllm_version)
         ),
         f"{_RUNNER}.spec_decode.rejection_sampler._flatten_sampled_kernel": (
             sampling.flatten_sampled
@@ -58,7 +50,7 @@ def native_kernels(vllm_version: str) -> dict[str, Callable[..., None]]:
             sampling.gather_draft_sampled
         ),
         f"{_RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": (
-            structured_outputs.apply_grammar_bitmask
+            sampling.apply_grammar_bitmask
         ),
     }
 

@@ -8,8 +8,15 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_dllm.cpu.compat.ops import int8_product, quantize_to_int8
 from vllm_dllm.cpu.experts import Projection, mix
-from vllm_dllm.cpu.quantization import fp8, int4, nvfp4
-from vllm_dllm.cpu.quantization.scaled import Scaled, multiply
+from vllm_dllm.cpu.quantization.formats import (
+    Scaled,
+    decode_fp8,
+    decode_int4,
+    decode_nvfp4,
+    multiply,
+    quantize_fp8,
+    quantize_nvfp4,
+)
 
 
 def _scaled(
@@ -38,8 +45,8 @@ def fp8_experts(
         topk_weights,
         topk_ids,
         activation,
-        _scaled(fp8.quantize, lambda e: fp8.decode(w13[e], w13_scale[e]), x.dtype),
-        _scaled(fp8.quantize, lambda e: fp8.decode(w2[e], w2_scale[e]), x.dtype),
+        _scaled(quantize_fp8, lambda e: decode_fp8(w13[e], w13_scale[e]), x.dtype),
+        _scaled(quantize_fp8, lambda e: decode_fp8(w2[e], w2_scale[e]), x.dtype),
     )
 
 
@@ -63,13 +70,13 @@ def nvfp4_experts(
         topk_ids,
         activation,
         _scaled(
-            lambda rows: nvfp4.quantize(rows, x_global_scale),
-            lambda e: nvfp4.decode(w13[e], w13_block_scale[e], w13_scale[e]),
+            lambda rows: quantize_nvfp4(rows, x_global_scale),
+            lambda e: decode_nvfp4(w13[e], w13_block_scale[e], w13_scale[e]),
             x.dtype,
         ),
         _scaled(
-            lambda rows: nvfp4.quantize(rows, hidden_global_scale),
-            lambda e: nvfp4.decode(w2[e], w2_block_scale[e], w2_scale[e]),
+            lambda rows: quantize_nvfp4(rows, hidden_global_scale),
+            lambda e: decode_nvfp4(w2[e], w2_block_scale[e], w2_scale[e]),
             x.dtype,
         ),
     )
@@ -107,7 +114,7 @@ def int4_experts(
 ) -> torch.Tensor:
     def projection(packed: torch.Tensor, scale: torch.Tensor) -> Projection:
         return Projection(
-            lambda rows: rows, lambda rows, e: rows @ int4.decode(packed[e], scale[e]).t()
+            lambda rows: rows, lambda rows, e: rows @ decode_int4(packed[e], scale[e]).t()
         )
 
     gate_up, down = projection(w13, w13_scale), projection(w2, w2_scale)

@@ -1,27 +1,46 @@
-"""Which method runs a layer of a compressed-tensors checkpoint on a CPU."""
+"""Which method runs a layer of a compressed-tensors checkpoint on a CPU, and vLLM's methods for
+experts, with its parameters, computed there."""
 
+from abc import abstractmethod
+from fractions import Fraction
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from torch.nn import Parameter
 from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe import (
+    FusedMoEConfig,
+    RoutedExperts,
+    SharedExperts,
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
-
-from vllm_dllm.cpu.compat.ops import check_int8
-from vllm_dllm.cpu.quantization import linear as linear  # registers the kernels for linears
-from vllm_dllm.cpu.quantization.methods import (
-    CompressedTensorsFp8MoEMethodOnCpu,
-    CompressedTensorsInt4MoEMethodOnCpu,
-    CompressedTensorsInt8MoEMethodOnCpu,
-    CompressedTensorsNvfp4MoEMethodOnCpu,
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    CompressedTensorsMoEMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
+    CompressedTensorsW4A4Nvfp4MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
+    CompressedTensorsW8A8Fp8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_int8 import (  # noqa: E501
+    CompressedTensorsW8A8Int8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (  # noqa: E501
+    CompressedTensorsWNA16MoEMethod,
+)
+
+from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8
+from vllm_dllm.cpu.quantization import experts as experts  # registers the operations
+from vllm_dllm.cpu.quantization import linear as linear  # registers the kernels for linears
 from vllm_dllm.quantization.config import LINEAR
-from vllm_dllm.quantization.schemes import Scheme, recognize
+from vllm_dllm.quantization.schemes import GROUP_SIZE, Scheme, recognize
 
 logger = init_logger(__name__)
 
@@ -71,3 +90,138 @@ def _check_inputs(scheme: dict[str, Any] | None) -> None:
     inputs: QuantizationArgs | None = scheme and scheme.get("input_activations")
     if inputs is not None and inputs.type == QuantizationType.INT:
         check_int8()
+
+
+class _OnCpu(CompressedTensorsMoEMethod):
+    """Experts that compute by themselves: there is no vLLM kernel to choose or to prepare weights
+    for."""
+
+    @property
+    def is_monolithic(self) -> bool:
+        return False  # the router runs first
+
+    @property
+    def supports_eplb(self) -> bool:
+        return False
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
+        return None
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: SharedExperts | None,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        # Numbers of this rank's experts; -1 for those of others.
+        own_ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
+        return self.run(layer, x, topk_weights, own_ids, layer.activation.value)
+
+    @abstractmethod
+    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
+        """`inputs` are the first arguments of the operations in `experts.py`."""
+
+
+class CompressedTensorsFp8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Fp8MoEMethod):
+    """One scale per channel for weights, one per row for activations."""
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Leaves weights as they are stored."""
+
+    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
+        return torch.ops.vllm.vllm_dllm_fp8_experts(
+            *inputs,
+            layer.w13_weight,
+            layer.w13_weight_scale,
+            layer.w2_weight,
+            layer.w2_weight_scale,
+        )
+
+
+class CompressedTensorsNvfp4MoEMethodOnCpu(_OnCpu, CompressedTensorsW4A4Nvfp4MoEMethod):
+    """All experts of a layer share the global scales of their inputs, as on GPUs: those that fit
+    the largest activation of any expert."""
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        # Not vLLM's own __init__, which looks for a kernel, finds none on CPUs and fails.
+        CompressedTensorsMoEMethod.__init__(self, moe)
+        self.group_size = GROUP_SIZE
+        self.use_a16 = self.use_global_sf = False
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Weights stay as stored. From here on, their global scales multiply instead of divide."""
+        for name, scale in (
+            ("w13_weight_scale_2", 1 / layer.w13_weight_global_scale[:, 0]),
+            ("w2_weight_scale_2", 1 / layer.w2_weight_global_scale),
+            ("w13_input_scale", layer.w13_input_global_scale.min()),
+            ("w2_input_scale", layer.w2_input_global_scale.min()),
+        ):
+            layer.register_parameter(name, Parameter(scale, requires_grad=False))
+
+    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
+        return torch.ops.vllm.vllm_dllm_nvfp4_experts(
+            *inputs,
+            layer.w13_weight_packed,
+            layer.w13_weight_scale,
+            layer.w13_weight_scale_2,
+            layer.w2_weight_packed,
+            layer.w2_weight_scale,
+            layer.w2_weight_scale_2,
+            layer.w13_input_scale,
+            layer.w2_input_scale,
+        )
+
+
+class CompressedTensorsInt8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Int8MoEMethod):
+    """One scale per channel for weights, one per row for activations. oneDNN multiplies."""
+
+    def __init__(
+        self, weights: QuantizationArgs, inputs: QuantizationArgs, moe: FusedMoEConfig
+    ) -> None:
+        # Not vLLM's own __init__, which looks for a kernel, finds none on CPUs and fails.
+        CompressedTensorsMoEMethod.__init__(self, moe)
+        self.weight_quant, self.input_quant = weights, inputs
+        self.static_input_scales = False
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """oneDNN copies the weights; what was loaded is given back."""
+        dtype, w13, w2 = self.moe.in_dtype, layer.w13_weight, layer.w2_weight
+        layer.num_inner = w2.shape[2]
+        layer.int8_weights = []  # they end with the layer
+        for name, weight in (("w13", w13), ("w2", w2)):
+            scale = getattr(layer, f"{name}_weight_scale")
+            layer.int8_weights.append(packed := Int8Weights(weight, scale, dtype))
+            layer.register_buffer(f"{name}_handles", packed.handles, persistent=False)
+            weight.data = weight.new_empty(0)
+
+    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
+        return torch.ops.vllm.vllm_dllm_int8_experts(
+            *inputs, layer.w13_handles, layer.w2_handles, layer.num_inner
+        )
+
+
+class CompressedTensorsInt4MoEMethodOnCpu(_OnCpu, CompressedTensorsWNA16MoEMethod):
+    """Weights of 4 bits with a scale per group; activations as they are."""
+
+    def __init__(self, weights: QuantizationArgs, moe: FusedMoEConfig) -> None:
+        # Not vLLM's own __init__, which looks for a kernel and finds none on most CPUs.
+        CompressedTensorsMoEMethod.__init__(self, moe)
+        self.weight_quant, self.input_quant = weights, None
+        self.symmetric, self.num_bits = True, weights.num_bits
+        self.packed_factor = Fraction(32, weights.num_bits)
+        self.strategy, self.group_size = weights.strategy, weights.group_size
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Leaves weights as they are stored."""
+
+    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
+        return torch.ops.vllm.vllm_dllm_int4_experts(
+            *inputs,
+            layer.w13_weight_packed,
+            layer.w13_weight_scale,
+            layer.w2_weight_packed,
+            layer.w2_weight_scale,
+        )

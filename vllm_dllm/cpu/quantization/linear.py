@@ -26,8 +26,13 @@ from vllm_dllm.cpu.compat.linear_kernels import (
     prefer_int4_on_cpus,
     prefer_int8_on_cpus,
 )
-from vllm_dllm.cpu.quantization import fp8, int4, nvfp4
-from vllm_dllm.cpu.quantization.scaled import multiply
+from vllm_dllm.cpu.quantization.formats import (
+    decode_fp8,
+    decode_int4,
+    decode_nvfp4,
+    multiply,
+    quantize_nvfp4,
+)
 
 
 def fp8_product(
@@ -38,7 +43,7 @@ def fp8_product(
     dtype: torch.dtype,  # of the model
 ) -> torch.Tensor:
     """Computes the scaled a @ b, [M, N] fp32."""
-    rows, weight = fp8.decode(a, a_scale), fp8.decode(b.t(), b_scale)
+    rows, weight = decode_fp8(a, a_scale), decode_fp8(b.t(), b_scale)
     return multiply(rows.for_model(dtype), weight.for_model(dtype))
 
 
@@ -84,8 +89,8 @@ def nvfp4_linear(
 ) -> torch.Tensor:
     """Computes x @ weight.T [..., N]. One PyTorch operation, so that compiled models round the
     same."""
-    rows = nvfp4.quantize(x.flatten(0, -2), x_global_scale)
-    weight = nvfp4.decode(packed, block_scale, scale)
+    rows = quantize_nvfp4(x.flatten(0, -2), x_global_scale)
+    weight = decode_nvfp4(packed, block_scale, scale)
     out = multiply(rows.for_model(x.dtype), weight.for_model(x.dtype))
     return out.to(x.dtype).unflatten(0, x.shape[:-1])
 
@@ -132,7 +137,7 @@ def int4_linear(
     scale: torch.Tensor,  # [N, K / group]
 ) -> torch.Tensor:
     """Computes x @ weight.T [..., N], in x's type."""
-    return x @ int4.decode(packed, scale).t()
+    return x @ decode_int4(packed, scale).t()
 
 
 direct_register_custom_op("vllm_dllm_int4_linear", int4_linear, fake_impl=_shape)

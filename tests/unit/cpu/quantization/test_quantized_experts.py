@@ -9,7 +9,7 @@ import torch
 
 from tests import tolerances
 from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8, int8_sums_are_exact
-from vllm_dllm.cpu.quantization import experts, fp8, int4
+from vllm_dllm.cpu.quantization import experts, formats
 
 pytestmark = pytest.mark.numerics
 
@@ -21,7 +21,7 @@ def test_e4m3_is_read_exactly() -> None:
     """All but the two NaNs."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 127) != 127].view(FP8)
-    assert torch.equal(fp8.values(codes), codes.float())
+    assert torch.equal(formats.fp8_values(codes), codes.float())
 
 
 def test_int4_is_read_exactly() -> None:
@@ -32,8 +32,8 @@ def test_int4_is_read_exactly() -> None:
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
     scale = torch.tensor([[1.0, 0.5], [3.0, 0.25]])
     expected = (codes - 8) * scale.repeat_interleave(32, 1)
-    assert torch.equal(int4.decode(packed, scale), expected)
-    assert torch.equal(int4.decode(packed, scale.bfloat16()), expected.bfloat16())
+    assert torch.equal(formats.decode_int4(packed, scale), expected)
+    assert torch.equal(formats.decode_int4(packed, scale.bfloat16()), expected.bfloat16())
 
 
 def drawn(*shape: int, seed: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ def of_int4(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch
         packed = torch.randint(-(2**31), 2**31, (EXPERTS, n, k // 8), generator=generator)
         scale = ((drawn(EXPERTS, n, k // 32, seed=seed).abs() + 0.1) / 4).to(dtype)
         packed = packed.to(torch.int32)
-        each = [int4.decode(*pair) for pair in zip(packed, scale, strict=True)]
+        each = [formats.decode_int4(*pair) for pair in zip(packed, scale, strict=True)]
         return packed, scale, torch.stack(each).double()
 
     w13, s13, up = weights(2 * INNER, HIDDEN, 0)

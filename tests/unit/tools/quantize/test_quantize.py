@@ -14,7 +14,7 @@ from tests import nvfp4_format, tolerances
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, read
 from vllm_dllm import cli
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA
-from vllm_dllm.cpu.quantization import int4 as int4_format
+from vllm_dllm.cpu.quantization.formats import decode_int4
 from vllm_dllm.quantization.schemes import INT4_GROUP_SIZE
 from vllm_dllm.quantization.weight_files import TensorInfo
 from vllm_dllm.tools.quantize import calibrate as calibrate_module
@@ -96,7 +96,7 @@ def test_integer_weights_within_their_rounding(checkpoint, int8, int4):
         steps = scale.float().repeat_interleave(INT4_GROUP_SIZE, 1)
         # 7.5 steps, rounded to 8 bits, reach the largest, and the top code is 7.
         most = (0.5 + 7.5 / 256) * steps + slack
-        assert ((int4_format.decode(packed, scale.float()) - weight).abs() <= most).all(), module
+        assert ((decode_int4(packed, scale.float()) - weight).abs() <= most).all(), module
 
 
 @pytest.mark.parametrize("part", ["weight_global_scale", "input_global_scale"])

@@ -1,4 +1,4 @@
-"""Imported by a fork server before anything else: how it and its children end.
+"""A fork server begins, imports what its children need, and is ready. It imports this module first.
 
 The server ends when the last process that may use it has ended, as Python's do. While it imports it
 cannot notice that, so it looks whether its parent is still there. Signals meant for all processes
@@ -11,15 +11,24 @@ import gc
 import importlib
 import os
 import signal
+from collections.abc import Iterable
 from multiprocessing import forkserver
 from types import FrameType
 
-from vllm_dllm.cpu.fork_server import PARENT
+from vllm_dllm.cpu.fork_server import IMPORTS, PARENT
 
 _LOOK_EVERY_S = 0.5
 
 
-def begin(parent: int) -> None:
+def run(parent: int, imports: Iterable[str]) -> None:
+    _begin(parent)
+    for name in imports:
+        with contextlib.suppress(ImportError):  # whoever needs it will say so
+            importlib.import_module(name)
+    _be_ready()
+
+
+def _begin(parent: int) -> None:
     server = os.getpid()
 
     def look(number: int, frame: FrameType | None) -> None:
@@ -47,5 +56,15 @@ def begin(parent: int) -> None:
     gc.disable()  # nothing that is imported is garbage; looking for it takes a seventh of the time
 
 
+def _be_ready() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Python's server ignores it from here
+    # So that no child's garbage collector writes into pages that all of them share.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 if PARENT in os.environ:  # not where a tool imports all modules
-    begin(int(os.environ[PARENT]))
+    run(int(os.environ[PARENT]), os.environ[IMPORTS].split())
