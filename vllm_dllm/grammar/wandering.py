@@ -41,8 +41,7 @@ def wandering_completion(state: GrammarState, most_tokens: int) -> list[int] | N
 
 def _without_detours(start: GrammarState, tokens: list[int]) -> list[int]:
     """A shorter way to the same end: without some of the tokens, or with one in the place of
-    several, where that leads to a state like a later one, as far as the mask tells. Nothing tells
-    turns of a loop that counts apart, so the furthest such state is searched by halves."""
+    several, where that leads to a state like a later one."""
     masks = _masks_along(start, tokens)
     state, i = start.copy(), 0
     while i < len(tokens):
@@ -56,23 +55,54 @@ def _without_detours(start: GrammarState, tokens: list[int]) -> list[int]:
             if (len(head), mask) in tried:
                 continue
             tried.add((len(head), mask))
-            alike = [j for j in range(first, len(masks)) if masks[j] == mask]
-            known, fails = -1, len(alike)
-            middle = fails - 1  # the last of all is the most likely, where no loop counts
-            while known < middle:
-                if _completes(ahead, tokens[alike[middle] :]):
-                    known = middle
-                else:
-                    fails = middle
-                middle = (known + fails) // 2
-            if known >= 0:
-                best, end = head, alike[known]
+            if (known := _furthest_alike(ahead, tokens, masks, first)) is not None:
+                best, end = head, known
         tokens = [*tokens[:i], *best, *tokens[end:]]
         masks = [*masks[: i + len(best)], *masks[end:]]
         if best:
             state.consume_text(best)
             i += 1
     return tokens
+
+
+def end_of(
+    plan: list[int],  # completes the answer at `start`
+    start: GrammarState,
+    state: GrammarState,
+) -> list[int] | None:
+    """Returns the shortest end of the plan that completes the answer at `state`, or behind one more
+    token there, if one is found."""
+    masks = _masks_along(start, plan)
+    for head in ([], *continuations(state)):
+        ahead = state.copy()
+        if ahead.consume_text(head) < len(head):
+            continue
+        begin = _furthest_alike(ahead, plan, masks, 0)
+        if begin is not None:
+            return [*head, *plan[begin:]]
+    return None
+
+
+def _furthest_alike(
+    state: GrammarState,
+    tokens: list[int],
+    masks: list[bytes],  # before each of the tokens, and behind the last
+    first: int,
+) -> int | None:
+    """Finds how far on, from `first`, the rest of the tokens still completes the answer at `state`.
+    States of one mask count as alike. Nothing tells turns of a loop that counts apart, so the
+    furthest is searched by halves."""
+    mask = state.mask().tobytes()
+    alike = [j for j in range(first, len(masks)) if masks[j] == mask]
+    known, fails = -1, len(alike)
+    middle = fails - 1  # the last of all is the most likely, where no loop counts
+    while known < middle:
+        if _completes(state, tokens[alike[middle] :]):
+            known = middle
+        else:
+            fails = middle
+        middle = (known + fails) // 2
+    return None if known < 0 else alike[known]
 
 
 def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -24,6 +25,7 @@ from tests.unit.grammar.canvases import (
 from vllm_dllm.grammar import closing
 from vllm_dllm.grammar.canvas import constrain
 from vllm_dllm.grammar.closing import completion, shortest_completion, shortest_known
+from vllm_dllm.grammar.wandering import wandering_completion
 
 # Fewest tokens by hand, in the shipped vocabulary, which has `{"`, `": "`, `", "` and others.
 SHORTEST = {
@@ -84,6 +86,30 @@ def test_a_completion_depends_on_the_state_alone() -> None:
     assert completion(state, 40) == completion(again, 40)
 
 
+def test_a_long_form_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step that cut an array which had to be long once searched its end several times anew,
+    for seconds in which nobody's step went on."""
+    state = of_schema({"type": "array", "items": {"type": "integer"}, "minItems": 24})
+    needed, searches = completion(state, 200), 0
+    assert needed is not None
+
+    def counted(*args: Any) -> list[int] | None:
+        nonlocal searches
+        searches += 1
+        return wandering_completion(*args)
+
+    monkeypatch.setattr(closing, "wandering_completion", counted)
+    rng, left, num_cut = np.random.default_rng(0), len(needed) + 20, 0
+    while left > 0 and not state.has_ended:
+        for _ in range(3):  # steps of a block of 16
+            found = constrain(state, rows_of(noise(rng, 16, 3.0)), left, EOS)
+            num_cut += found.is_cut
+        for token in found.path.tokens:
+            assert state.consume(token)
+        left -= len(found.path.tokens)
+    assert (state.has_ended or state.is_complete()) and num_cut > 8 and searches <= 2
+
+
 @pytest.mark.parametrize("spare", [0, 40], ids=["cut", "let through"])
 def test_the_next_block_falls_back_on_the_plan(monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
     """Where a search gives up, an answer was once left open that the block before could close."""
@@ -94,7 +120,7 @@ def test_the_next_block_falls_back_on_the_plan(monkeypatch: pytest.MonkeyPatch, 
     rows = rows_of(noise(np.random.default_rng(1), 8, 3.0))
     path = constrain(state, rows, most, EOS).path.tokens
     assert len(path) == 8 and all(state.consume(token) for token in path)
-    for search in ("cheap_completion", "shortest_completion"):
+    for search in ("greedy_completion", "wandering_completion", "shortest_completion"):
         monkeypatch.setattr(closing, search, lambda *args: None)
     tokens = completion(state, most - 8)
     assert tokens is not None
