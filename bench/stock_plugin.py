@@ -6,7 +6,7 @@ from vllm.model_executor.models.config import (
     VerifyAndUpdateConfig,
 )
 
-from vllm_dllm.compat.model_configs import set_serving_config
+from vllm_dllm.compat.startup import set_serving_config
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA
 from vllm_dllm.cpu.install import install
 

@@ -33,7 +33,7 @@ def _register() -> None:
     from vllm.platforms import current_platform
 
     from vllm_dllm import attention
-    from vllm_dllm.compat import ending, metrics, reveal_steps, token_texts
+    from vllm_dllm.compat import ending, logprobs, metrics
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.config import canvas_feeds
     from vllm_dllm.metrics.drafts import DraftMetrics
@@ -42,8 +42,8 @@ def _register() -> None:
 
     _register_models()
     _check_requests()
-    token_texts.find_token_texts_once()
-    reveal_steps.show_steps()
+    logprobs.find_token_texts_once()
+    logprobs.show_steps()
     ending.stop_gracefully()
     metrics.carry(CanvasMetrics, DraftMetrics)
     register_custom_attention_backend(attention.GPU_BACKEND)
@@ -63,7 +63,7 @@ def _register() -> None:
 
 def _register_models() -> None:
     """Registers the models with what their starts check; DiffusionGemma itself comes later."""
-    from vllm_dllm.compat.model_configs import set_serving_config
+    from vllm_dllm.compat.startup import set_serving_config
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
 
     for drafter in ("DFlashDraftModel", "DFlash2DraftModel"):
@@ -77,20 +77,20 @@ def _register_models() -> None:
 
 def _check_requests() -> None:
     """Installs the checks of what a request may ask for, on its way into the engine."""
-    from vllm_dllm.compat import admission, http, tool_parsers, usage
+    from vllm_dllm.compat import admission, http, parsers, usage
     from vllm_dllm.requests.accepted_tokens import accepted_tokens
     from vllm_dllm.requests.admission import Served, admit, admit_target
     from vllm_dllm.requests.http import check_body, refuse_beam_search, wrong_type
 
     admission.set_admission((DIFFUSION_GEMMA, *FAMILIES), Served.of, admit, admit_target)
     http.check_bodies(check_body, wrong_type)
-    http.admit_before_streams()
+    http.admit_before_streams(accepted_tokens)
     http.set_beam_search_check(refuse_beam_search)
-    tool_parsers.register_parsers(
+    parsers.register_parsers(
         ("gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"),
         ("gemma4", "vllm_dllm.requests.gemma_reasoning_parser", "GemmaReasoningParser"),
     )
-    usage.count_in_usage(accepted_tokens)
+    usage.show_counts()
 
 
 def _log_like_vllm() -> None:

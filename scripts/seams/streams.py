@@ -28,18 +28,34 @@ SEAMS = [
         "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
         r'yield "data: [DONE]\n\n"',
     ),
-    Seam(
-        "a chat's tokens come from the results, by choice",
-        "entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_completion",
-        """return await self.chat_completion_full_generator(
-            request,
-            result_generator,""",
-    ),
-    Seam(
-        "a whole chat is the last result",
-        "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
-        """async for res in result_generator:
-                final_res = res""",
+    *(
+        Seam(
+            f"{what} makes its usage when it has the results",
+            f"entrypoints.openai.{place}",
+            line,
+        )
+        for what, place, line in (
+            (
+                "a chat",
+                "chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
+                "\n        usage = UsageInfo(",
+            ),
+            (
+                "a chat's stream",
+                "chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
+                "final_usage = UsageInfo(",
+            ),
+            (
+                "a completion",
+                "completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
+                "\n        usage = UsageInfo(",
+            ),
+            (
+                "a completion's stream",
+                "completion.serving:OpenAIServingCompletion.completion_stream_generator",
+                "final_usage_info = UsageInfo(",
+            ),
+        )
     ),
     Seam(
         "a call hides that its answer was cut, where it is not streamed",
@@ -60,11 +76,6 @@ SEAMS = [
         "a prompt can leave reasoning open",
         "parser.gemma4:Gemma4Parser.adjust_initial_state_from_prompt",
         "self._engine.reset(initial_state=ParserState.REASONING)",
-    ),
-    Seam(
-        "those of a completion by prompt, too",
-        "entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
-        "async for prompt_idx, res in result_generator:",
     ),
     Seam(
         "a plugin's layers lie inside of those that ask for the key",

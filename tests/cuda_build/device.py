@@ -59,7 +59,7 @@ class GpuDevice(FakeCuda):
     operations that PyTorch knows no shapes of, how often. `kernels`: Triton's, how often launched;
     `compiled`: those that were compiled, in that order, a name for each variant. `tagged`: memory
     made while there was a `tag`, by its storage: the tag, and where; `lost`: what a sleep has lost
-    of it (`sleeping.py`). `answers`: the integer that copies to the host give, by the file of ours
+    of it (`gpu.py`). `answers`: the integer that copies to the host give, by the file of ours
     that asks for it, else 0."""
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ from tests.engine.nemotron import SeededReference
 from tests.engine.one_step import random_ids
 from tests.engine.parting import first_parting
 from tests.engine.rounding import assert_same, decided, noisy_model
-from vllm_dllm.compat.reveal_steps import RevealedLogprob
+from vllm_dllm.compat.logprobs import RevealedLogprob
 
 pytestmark = pytest.mark.numerics
 

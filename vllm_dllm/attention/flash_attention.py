@@ -14,7 +14,7 @@ import torch
 
 from attention_kernels.chunks import CHUNK
 from attention_kernels.support import FA4_HEAD_SIZES, Case, fa4_reason
-from vllm_dllm.compat.flash_attention import flash_attention_4
+from vllm_dllm.compat.attention import flash_attention_4
 
 if TYPE_CHECKING:
     from vllm_dllm.attention.gpu import GpuCanvasMetadata

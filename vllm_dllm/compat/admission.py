@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from vllm import envs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
@@ -103,3 +104,14 @@ def admitted(
     told = {name: options[name] for name in options.keys() & (_TOLD_LATER | {"lora_request"})}
     found.request = processor.process_inputs(request_id, prompt, params, ("generate",), **told)
     return found
+
+
+# The room that vLLM's sampler has for a request's lists; more raises in the worker. Of
+# `vllm/v1/worker/gpu/sample/logit_bias.py`, whose import takes the worker's modules along.
+MAX_ALLOWED_TOKENS = 1024
+MAX_STOP_TOKENS = 128
+
+
+def most_bad_word_tokens() -> int:
+    """The most that all bad words may have together; an environment variable sets it."""
+    return envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS

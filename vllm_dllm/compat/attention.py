@@ -1,7 +1,8 @@
-"""Which attention backend vLLM takes."""
+"""Which attention backend vLLM takes, and its copy of FlashAttention-4."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,3 +50,22 @@ def use_cpu_kernels(metadata_builder: Any, isa: str, layer_names: list[str]) -> 
     `isa`: "vec" runs on every x86 processor, "amx" is what vLLM takes for bf16 where it can."""
     metadata_builder.isa = isa
     metadata_builder._set_isa_to_layers(layer_names)
+
+
+def flash_attention_4() -> Callable[..., Any]:
+    """vLLM's function of this name, which on Hopper also takes a causal flag per request and head
+    sizes up to 512. Raises ImportError that says why it is not there.
+
+    A kernel compiled for a fixed flag is taken for one with a flag per request: FlashAttention-4's
+    compile key does not tell them apart. So a process must ask for one of them alone, for a head
+    size, a ratio of heads and a window.
+    """
+    from vllm.vllm_flash_attn import (
+        fa_version_unsupported_reason,
+        flash_attn_varlen_func,
+        is_fa_version_supported,
+    )
+
+    if not is_fa_version_supported(4):
+        raise ImportError(fa_version_unsupported_reason(4))
+    return partial(flash_attn_varlen_func, fa_version=4)

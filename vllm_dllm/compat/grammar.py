@@ -13,7 +13,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import serialize_guidance_grammar
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from vllm_dllm.compat.reasoning import Ends, open_reasoning
+from vllm_dllm.compat.parsers import Ends, open_reasoning
 
 BACKEND = "guidance"
 """vLLM's name of llguidance."""

@@ -11,6 +11,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm.compat.admission import admitted
 from vllm_dllm.compat.patching import is_server, replace
+from vllm_dllm.compat.usage import TokenCounter, count_http_request, counted
 
 MESSAGES = "/v1/messages"
 ROUTES = frozenset(
@@ -26,9 +27,11 @@ class _MessageError(Exception):
     """A client's mistake on a route whose errors have another form than OpenAI's."""
 
 
-def admit_before_streams() -> None:
+def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]) -> None:
     """A request is admitted when its answer is asked for, not when the answer's first part is: a
-    mistake then has its HTTP status. Repeatable, and nothing in a process that is no server."""
+    mistake then has its HTTP status. What is answered is counted for `usage`, its tokens by
+    `count_tokens(params, tokenizer)`, if that makes a counter. Repeatable, and nothing in a
+    process that is no server."""
     if not is_server():
         return
 
@@ -37,7 +40,8 @@ def admit_before_streams() -> None:
             self: Any, prompt: Any, sampling_params: Any, request_id: str, **options: Any
         ) -> Any:
             prompt = admitted(self, prompt, sampling_params, request_id, options)
-            return stock(self, prompt, sampling_params, request_id, **options)
+            results = stock(self, prompt, sampling_params, request_id, **options)
+            return counted(results, lambda: count_tokens(sampling_params, self.renderer.tokenizer))
 
         return generate
 
@@ -89,6 +93,7 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
         state, route = raw_request.app.state, raw_request.scope["route"]
         if route.path not in ROUTES or not state.vllm_config.model_config.is_diffusion:
             return
+        count_http_request()
         # The same object that the route's parameter is made of.
         if isinstance(body := await raw_request.json(), dict):
             renderer = state.online_renderer

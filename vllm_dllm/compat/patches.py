@@ -91,35 +91,22 @@ SERVER = (
         "app",
     ),
     Patch(
-        "entrypoints.openai.chat_completion.serving:"
-        "OpenAIServingChat.chat_completion_stream_generator",
-        "counts of tokens in the `usage` of streamed chats",
+        "entrypoints.openai.chat_completion.serving:UsageInfo",
+        "counts of tokens in the `usage` of chats",
         "a hook of the model's on `usage`",
-        "self request result_generator request_id model_name conversation tokenizer "
-        "request_metadata chat_template_kwargs mm_token_counts",
+    ),
+    Patch(
+        "entrypoints.openai.completion.serving:UsageInfo",
+        "of completions",
+        "the same",
     ),
     Patch(
         "entrypoints.openai.chat_completion.serving:"
         "OpenAIServingChat.chat_completion_full_generator",
-        "of chats",
-        "the same",
+        "`length` of an answer that was cut behind a call",
+        "the reason that its streams give",
         "self request result_generator request_id model_name conversation tokenizer "
         "request_metadata parser mm_token_counts",
-    ),
-    Patch(
-        "entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
-        "of streamed completions",
-        "the same",
-        "self request engine_inputs result_generator request_id created_time model_name "
-        "num_prompts tokenizer request_metadata",
-    ),
-    Patch(
-        "entrypoints.openai.completion.serving:"
-        "OpenAIServingCompletion.request_output_to_completion_response",
-        "of completions",
-        "the same",
-        "self final_res_batch request request_id created_time model_name tokenizer "
-        "request_metadata",
     ),
     Patch(
         "entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_logprobs",

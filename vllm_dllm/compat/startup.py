@@ -1,4 +1,4 @@
-"""Where vLLM's start begins, and where it can fail."""
+"""Where vLLM's start begins, where it can fail, and which class adjusts its configuration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_dllm.compat.patching import is_server, replace
+from vllm_dllm.compat.patching import is_server, put, replace
 
 
 def at_start(check: Callable[[EngineArgs], None], complete: Callable[[VllmConfig], None]) -> None:
@@ -41,3 +41,9 @@ def on_bind_error(explain: Callable[[str, int, OSError], str]) -> None:
         return create_server_socket
 
     replace("entrypoints.launchers.launcher:create_server_socket", make)
+
+
+def set_serving_config(architecture: str, serving_config: type) -> None:
+    """Makes `serving_config`, a VerifyAndUpdateConfig, adjust vLLM's configuration for models of
+    `architecture`."""
+    put("model_executor.models.config:MODELS_CONFIG_MAP", architecture, serving_config)

@@ -10,10 +10,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_dllm.compat import drafting
-from vllm_dllm.compat.adapters import leave_vocabulary_to_base
 from vllm_dllm.compat.ending import leave_signals_to_engine
-from vllm_dllm.compat.prompt_privacy import keep_prompts_private
-from vllm_dllm.compat.runner import join_commits, send_numbers
+from vllm_dllm.compat.runner import (
+    join_commits,
+    keep_prompts_private,
+    leave_vocabulary_to_base,
+    send_numbers,
+)
 from vllm_dllm.config.workers import SPECULATORS
 from vllm_dllm.cpu import bf16_experts, cache_size, compilation, cores, forks
 from vllm_dllm.cpu.compat import adapters, collectives, ops

@@ -6,8 +6,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.compat import drafting
-from vllm_dllm.compat.adapters import leave_vocabulary_to_base
-from vllm_dllm.compat.prompt_privacy import keep_prompts_private
+from vllm_dllm.compat.runner import keep_prompts_private, leave_vocabulary_to_base
 from vllm_dllm.config.workers import SPECULATORS
 
 

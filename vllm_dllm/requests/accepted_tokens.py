@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
+
 from vllm_dllm.requests.options import PREDICTION
 from vllm_dllm.requests.prediction import ids_of
 
@@ -46,8 +48,7 @@ class AcceptedTokens:
         }
 
 
-def accepted_tokens(request: Any, tokenizer: Any) -> AcceptedTokens | None:
-    """Makes a counter for a chat or completion over HTTP, after its checks; None if it predicts
-    nothing."""
-    prediction = (request.vllm_xargs or {}).get(PREDICTION)
+def accepted_tokens(params: SamplingParams, tokenizer: Any) -> AcceptedTokens | None:
+    """Makes a counter for a request, after its checks; None if it predicts nothing."""
+    prediction = (params.extra_args or {}).get(PREDICTION)
     return None if prediction is None else AcceptedTokens(ids_of(prediction, tokenizer))

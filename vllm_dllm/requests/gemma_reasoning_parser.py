@@ -12,7 +12,7 @@ from typing import Any
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.reasoning.gemma4_engine_reasoning_parser import Gemma4ParserReasoningAdapter
 
-from vllm_dllm.compat.reasoning import is_open
+from vllm_dllm.compat.parsers import is_open
 from vllm_dllm.grammar.gemma_reading import MARKERS, cut_marker, overlap
 
 BEGIN, END = "<|channel>", "<channel|>"

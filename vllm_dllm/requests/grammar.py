@@ -18,7 +18,7 @@ from vllm_dllm.compat.grammar import (
     llguidance_tokenizer,
     use_guidance,
 )
-from vllm_dllm.compat.reasoning import NO_ENDS, Ends, ends_of, parser_of
+from vllm_dllm.compat.parsers import NO_ENDS, Ends, ends_of, parser_of
 from vllm_dllm.grammar.closing import shortest_known, surely_has_none
 from vllm_dllm.grammar.compile import GrammarError, Grammars, check_schema, check_size
 from vllm_dllm.grammar.exclusions import Exclusions

@@ -10,7 +10,7 @@ import reprlib
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.compat.sampling import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens
+from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens
 
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**63 - 1
 LARGEST_PENALTY = 1e6

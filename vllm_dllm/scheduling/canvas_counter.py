@@ -8,7 +8,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_dllm.compat.request_steps import denoised
+from vllm_dllm.compat.metrics import denoised
 from vllm_dllm.compat.runner import numbers_of
 from vllm_dllm.compat.scheduler import scheduled_at
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers, CanvasRow

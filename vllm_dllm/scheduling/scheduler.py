@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_dllm.compat.grammar import BlockCheck
-from vllm_dllm.compat.request_steps import count_steps
+from vllm_dllm.compat.metrics import count_steps
 from vllm_dllm.compat.runner import numbers_of
 from vllm_dllm.compat.scheduler import (
     StockDiffusionAsyncScheduler,

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.attention import WindowRules, takes_window_rules
-from vllm_dllm.compat.sleeping import kept_asleep
+from vllm_dllm.compat.gpu import kept_asleep
 from vllm_dllm.step.attn_metadata import LatestMetadata
 from vllm_dllm.step.attn_requests import AttnRequests
 from vllm_dllm.step.image_rows import ImageRows

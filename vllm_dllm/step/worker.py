@@ -9,8 +9,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.attention.warm_up import compile_attention
 from vllm_dllm.compat.ending import leave_signals_to_engine
-from vllm_dllm.compat.prompt_privacy import keep_prompts_private
-from vllm_dllm.compat.runner import join_commits, send_numbers
+from vllm_dllm.compat.runner import join_commits, keep_prompts_private, send_numbers
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.step.kernel_choice import measure_kernels
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_dllm.compat.prompt_privacy import keep_prompts_private
+from vllm_dllm.compat.runner import keep_prompts_private
 
 
 def test_a_request_that_leaves_is_forgotten() -> None:

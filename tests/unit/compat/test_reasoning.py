@@ -16,7 +16,7 @@ from tests.unit.grammar.special_tokens import (
     THOUGHT_ENDS,
     add_tokens,
 )
-from vllm_dllm.compat.reasoning import ends_of, parser_of
+from vllm_dllm.compat.parsers import ends_of, parser_of
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from vllm.logprobs import Logprob
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from vllm_dllm.compat.reveal_steps import RevealedLogprob, show_steps, with_step
+from vllm_dllm.compat.logprobs import RevealedLogprob, show_steps, with_step
 
 TOKENS = np.array([[3, 7], [5, 5]])
 SCORES = np.array([[-1.5, -0.5], [-0.25, -0.25]], dtype=np.float32)

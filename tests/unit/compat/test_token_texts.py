@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from vllm.v1.engine import logprobs
 
 from tests.paths import CHECKPOINTS
-from vllm_dllm.compat.token_texts import find_token_texts_once
+from vllm_dllm.compat.logprobs import find_token_texts_once
 
 
 def test_texts_of_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from tests.metrics import check_histogram, ours, since
 from tests.paths import ROOT
 from vllm_dllm import plugin
-from vllm_dllm.compat.metrics import CarryingStats
-from vllm_dllm.compat.request_steps import Steps, count_steps, denoised, take_steps
+from vllm_dllm.compat.metrics import CarryingStats, Steps, count_steps, denoised, take_steps
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.metrics.canvas_numbers import CanvasRow
 from vllm_dllm.metrics.drafts import DRAFT_HISTOGRAMS, CountedHistogram, DraftMetrics

@@ -4,7 +4,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.requests.accepted_tokens import AcceptedTokens, accepted_tokens
 
@@ -46,9 +46,9 @@ def test_all_answers_count() -> None:
 
 def test_of_a_request() -> None:
     for prediction in ("AB", [65, 66]):
-        request = CompletionRequest(prompt="Hi", vllm_xargs={"diffusion_prediction": prediction})
-        counter = accepted_tokens(request, TOKENIZER)
+        params = SamplingParams(extra_args={"diffusion_prediction": prediction})
+        counter = accepted_tokens(params, TOKENIZER)
         assert counter is not None
         counter.add(0, [66])
         assert counter.counts()["accepted_prediction_tokens"] == 1
-    assert accepted_tokens(CompletionRequest(prompt="Hi"), TOKENIZER) is None
+    assert accepted_tokens(SamplingParams(), TOKENIZER) is None

@@ -6,7 +6,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.compat.sampling import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens
+from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens
 from vllm_dllm.requests.numbers import (
     check_choices,
     check_numbers,

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_dllm.compat.reveal_steps import with_step
+from vllm_dllm.compat.logprobs import with_step
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from attention_kernels.masks import block_spans
-from vllm_dllm.compat.sleeping import kept_asleep
+from vllm_dllm.compat.gpu import kept_asleep
 from vllm_dllm.step.attn_requests import AttnRequests
 from vllm_dllm.step.masked.masked_step import MaskedStep
 from vllm_dllm.step.masked.shifted_step import ShiftedStep

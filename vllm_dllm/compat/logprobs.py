@@ -1,4 +1,4 @@
-"""The step that revealed a token, beside its log-probability.
+"""What is told with log-probabilities: the step that revealed a token, and the texts of tokens.
 
 vLLM carries a token's log-probabilities and its rank from the worker to the API server. The rank
 has 64 bits and a vocabulary needs 32, so the step travels in the others.
@@ -95,3 +95,25 @@ def _steps(
     if not any(isinstance(entry, RevealedLogprob) for entry in entries):
         return None
     return [entry.step if isinstance(entry, RevealedLogprob) else None for entry in entries]
+
+
+def find_token_texts_once() -> None:
+    """Finds the text of each token beside log-probabilities once. vLLM decodes every token of every
+    log-probability by itself: 20 prompts of 1,000 tokens with 20 alternatives are 420,000 calls of
+    the tokenizer, in the process that serves everybody. Repeatable, and nothing in a process that
+    is no server."""
+    if not is_server():
+        return
+
+    def make(stock: Any) -> Any:
+        known: dict[int, tuple[Any, dict[int, str]]] = {}  # by tokenizer, which stays
+
+        def convert_ids_list_to_tokens(tokenizer: Any, token_ids: list[int]) -> list[str]:
+            _, texts = known.setdefault(id(tokenizer), (tokenizer, {}))
+            if new := [token for token in dict.fromkeys(token_ids) if token not in texts]:
+                texts.update(zip(new, stock(tokenizer, new), strict=True))
+            return [texts[token] for token in token_ids]
+
+        return convert_ids_list_to_tokens
+
+    replace("v1.engine.logprobs:convert_ids_list_to_tokens", make)

@@ -1,4 +1,5 @@
-"""vLLM's reasoning parsers: which tokens end the reasoning before an answer."""
+"""vLLM's parsers of answers: where ours are registered, by the names of `--tool-call-parser` and
+`--reasoning-parser`, and which tokens end the reasoning before an answer."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -10,6 +11,8 @@ from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_dllm.compat.patching import is_server
 
 Ends = tuple[frozenset[int], frozenset[int], frozenset[int], bool]
 """Tokens that end reasoning, those of them that are the answer's first token, too, and those that
@@ -74,3 +77,17 @@ def open_reasoning(manager: StructuredOutputManager, request: Request) -> Ends |
         return ends
     parser.adjust_initial_state_from_prompt(request.prompt_token_ids or ())
     return *ends[:3], is_open(parser)
+
+
+Parser = tuple[str, str, str]
+"""Its name in the register, its module and its class."""
+
+
+def register_parsers(tool_parser: Parser, reasoning_parser: Parser) -> None:
+    """Loaded when a server asks for them. Nothing in a process that is no server: what vLLM imports
+    for its registers takes a second. Repeatable."""
+    if is_server():
+        from vllm.tool_parsers import ToolParserManager
+
+        ToolParserManager.register_lazy_module(*tool_parser)
+        ReasoningParserManager.register_lazy_module(*reasoning_parser)
