@@ -46,6 +46,7 @@ def interpret_language() -> None:
                 stand_in = stand_ins.setdefault(id(value), InterpretedFunction(value.fn))
                 setattr(module, attribute, stand_in)
     _accept_integer_masks()
+    _carry_when_rounding_to_fp8()
 
 
 def _accept_integer_masks() -> None:
@@ -66,6 +67,25 @@ def _accept_integer_masks() -> None:
 
     InterpreterBuilder.create_masked_load = masked_load
     InterpreterBuilder.create_masked_store = masked_store
+
+
+def _carry_when_rounding_to_fp8() -> None:
+    """The interpreter halves what rounds up to a power of two in e4m3: 31.8 becomes 16."""
+    import numpy as np
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert, largest = interpreter._convert_float, torch.finfo(torch.float8_e4m3fn).max
+
+    def rounded(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source != tl.float32 or target != tl.float8e4nv:
+            return convert(data, source, target, rounding)
+        floats = torch.from_numpy(np.frombuffer(data.tobytes(), dtype=np.float32).copy())
+        fp8 = floats.clamp(-largest, largest).to(torch.float8_e4m3fn)
+        return fp8.view(torch.uint8).numpy().reshape(data.shape)
+
+    interpreter._convert_float = rounded
 
 
 def _no_barrier(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,126 @@
+"""Experts of few rows in Triton against their definition, in its interpreter where there is no GPU,
+and the definition against float64."""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from attention_kernels.interpreter import interpret_kernels
+from tests import tolerances
+from vllm_dllm.experts import definition, few_rows_triton
+from vllm_dllm.experts.definition import Experts
+
+pytestmark = pytest.mark.numerics
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HIDDEN, WIDTH = 256, 192  # of FP8, a pass of the loop takes 128: the last one of down has half
+EXPERTS, CHOSEN = 6, 2
+STEP = 2.0**-3  # between neighbours in e4m3, as a share
+
+
+@pytest.fixture(scope="module")
+def fast() -> ModuleType:
+    if not torch.cuda.is_available():
+        interpret_kernels(few_rows_triton)
+    return few_rows_triton
+
+
+class Problem(NamedTuple):
+    states: torch.Tensor
+    experts: Experts
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
+def draw(tokens: int, dtype: torch.dtype, is_fp8: bool) -> Problem:
+    """The first expert is every token's, and the last one nobody's."""
+    generator = torch.Generator().manual_seed(tokens)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    weights = [normal(EXPERTS, 2 * WIDTH, HIDDEN) / 16, normal(EXPERTS, HIDDEN, WIDTH) / 14]
+    scales = [None, None]
+    if is_fp8:
+        pairs = [definition.quantise(weight) for weight in weights]
+        weights, scales = [pair[0] for pair in pairs], [pair[1][..., 0] for pair in pairs]
+    others = normal(tokens, EXPERTS - 2).topk(CHOSEN - 1).indices + 1
+    ids = torch.cat([torch.zeros(tokens, 1, dtype=torch.int64), others], dim=1).int()
+    experts = Experts(*(weight if is_fp8 else weight.to(dtype) for weight in weights), *scales)
+    experts = Experts(*(None if part is None else part.to(DEVICE) for part in experts))
+    states = normal(tokens, HIDDEN).to(dtype)
+    found = states, torch.rand(tokens, CHOSEN, generator=generator), ids
+    states, shares, ids = (part.to(DEVICE) for part in found)
+    return Problem(states, experts, shares, ids)
+
+
+def run(fast: ModuleType, problem: Problem, size: int, activation: str) -> torch.Tensor:
+    states, experts, weights, ids = problem
+    output, (rows, scale) = torch.full_like(states, torch.nan), (states, None)
+    if experts.down_scale is not None:
+        rows, scale = definition.quantise(states)
+    apart = [states.new_full((ids.numel(), width), torch.nan) for width in (WIDTH, HIDDEN)]
+    assignment = definition.assign(ids, size, EXPERTS)
+    fast.mix(rows, scale, experts, weights, assignment, size, activation, *apart, output)
+    return output
+
+
+def exactly(problem: Problem, activation: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In float64, but for roundings to FP8: the result, the largest sums of magnitudes, and what
+    one of a row's numbers in FP8 makes of it that is rounded the other way."""
+    states, experts, weights, ids = problem
+    is_fp8 = experts.down_scale is not None
+    gate_up, down = (
+        definition.scaled(*pair).double() for pair in zip(experts[:2], experts[2:], strict=True)
+    )
+    x = definition.rounded(states, experts).double()
+    found = torch.zeros(3, *states.shape, dtype=torch.float64, device=states.device)
+    for token, choices in enumerate(ids.tolist()):
+        for weight, expert in zip(weights[token].double(), choices, strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            inner = (definition.ACTIVATIONS[activation](gate) * up)[None]
+            inner = definition.rounded(inner, experts)[0].double()
+            found[0, token] += weight * (down[expert] @ inner)
+            gate, up = (gate_up[expert].abs() @ x[token].abs()).chunk(2)
+            found[1, token] += weight * (down[expert].abs() @ (gate * up))
+            flip = STEP * inner.abs().amax() * down[expert].abs().amax(-1)
+            found[2, token] += weight * flip * is_fp8
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "dtype", "is_fp8", "activation"),
+    [
+        (1, 16, torch.float32, False, "silu"),
+        (37, 32, torch.float32, False, "gelu_tanh"),
+        (37, 16, torch.float16, False, "gelu_tanh"),
+        (1, 16, torch.float16, True, "gelu_tanh"),
+        (37, 16, torch.float32, True, "silu"),
+        (37, 32, torch.float32, True, "gelu_tanh"),
+        (70, 64, torch.float32, True, "gelu_tanh"),
+    ],
+)
+def test_experts(
+    fast: ModuleType, tokens: int, size: int, dtype: torch.dtype, is_fp8: bool, activation: str
+) -> None:
+    """37 rows of the first expert take three blocks of 16, or two of 32."""
+    problem = draw(tokens, dtype, is_fp8)
+    expected, magnitudes, flip = exactly(problem, activation)
+    allowed = tolerances.quantised_experts(0.0, dtype) * magnitudes + flip
+    tolerances.assert_within(run(fast, problem, size, activation), expected, allowed)
+    tolerances.assert_within(definition.mix(*problem, activation), expected, allowed)
+
+
+def test_a_layer_that_the_tiles_do_not_divide_is_refused(fast: ModuleType) -> None:
+    assert few_rows_triton.unfit(2816, 704, "gelu_tanh") is None
+    assert "got 2816 and 100" in few_rows_triton.unfit(2816, 100, "silu")
+    problem = draw(1, torch.float32, False)
+    with pytest.raises(ValueError, match="activation silu or gelu_tanh, got relu2"):
+        run(fast, problem, 16, "relu2")
+
+
+def test_a_block_holds_the_rows_of_nearly_every_expert() -> None:
+    sizes = [few_rows_triton.block_size(tokens, 8, 128) for tokens in (1, 256, 512, 2048, 8192)]
+    assert sizes == [16, 32, 64, 128, None]

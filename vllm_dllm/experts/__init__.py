@@ -1,0 +1,1 @@
+"""Mixtures of experts that have few rows each: the definition, and Triton. No engine."""

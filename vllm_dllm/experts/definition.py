@@ -1,0 +1,99 @@
+"""What a mixture of experts computes, in plain PyTorch: the definition of right, not fast.
+
+In FP8, rows of states and of what gate and up make of them are quantised by their own largest
+element, and output channels of the weights have a scale each (compressed-tensors: FP8-dynamic).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+FP8 = torch.float8_e4m3fn
+MOST = 448.0  # the largest number of this type
+SMALLEST_SCALE = 1 / (MOST * 512)  # of a row, as in vLLM's kernels
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""By vLLM's names."""
+
+
+class Experts(NamedTuple):
+    """E experts, K hidden channels, N channels between; all contiguous."""
+
+    gate_up: torch.Tensor  # [E, 2 * N, K] the model's type or e4m3; gate's channels come first
+    down: torch.Tensor  # [E, K, N] the same
+    gate_up_scale: torch.Tensor | None = None  # [E, 2 * N] fp32; None: not quantised
+    down_scale: torch.Tensor | None = None  # [E, K] fp32
+
+
+class Assignment(NamedTuple):
+    """Rows sorted by expert, as vLLM's `moe_align_block_size` returns them. A row is a token with
+    one of its experts, numbered `token * top_k + choice`; a block holds rows of one expert."""
+
+    rows: torch.Tensor  # [blocks * size] int32; those from T * top_k on are padding
+    experts: torch.Tensor  # [blocks] int32, of each block
+    num_rows: torch.Tensor  # [1] int32; what lies behind in both tensors is not set
+
+
+def mix(
+    states: torch.Tensor,  # [T, K] the model's type
+    experts: Experts,
+    weights: torch.Tensor,  # [T, top_k]
+    ids: torch.Tensor,  # [T, top_k] int
+    activation: str,
+) -> torch.Tensor:
+    """Sum over a token's experts of `weight * down(act(gate(x)) * up(x))`: [T, K], in the model's
+    type. What is between gate, up and down, and a row's result, are rounded to it; sums are not."""
+    gate_up = scaled(experts.gate_up, experts.gate_up_scale)
+    down = scaled(experts.down, experts.down_scale)
+    x = rounded(states, experts)
+    found = torch.zeros(states.shape, device=states.device)
+    for expert in ids.unique().tolist():
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[token] @ gate_up[expert].T).chunk(2, dim=-1)
+        inner = (ACTIVATIONS[activation](gate) * up).to(states.dtype)
+        rows = (rounded(inner, experts) @ down[expert].T).to(states.dtype)
+        found.index_add_(0, token, weights[token, choice, None].float() * rows.float())
+    return found.to(states.dtype)
+
+
+def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, K] -> e4m3 [n, K] and its scales [n, 1] fp32."""
+    rows = rows.float()
+    scale = (rows.abs().amax(-1, keepdim=True) / MOST).clamp_min(SMALLEST_SCALE)
+    return (rows / scale).to(FP8), scale
+
+
+def assign(ids: torch.Tensor, size: int, num_experts: int) -> Assignment:
+    """Blocks of `size` rows, for `ids` [T, top_k]. Experts without rows have no block."""
+    padding, flat = ids.numel(), ids.flatten()
+    rows, experts = [], []
+    for expert in range(num_experts):
+        for block in (flat == expert).nonzero().flatten().split(size):
+            if len(block):
+                rows.append(F.pad(block, (0, size - len(block)), value=padding))
+                experts.append(expert)
+
+    def as_int(values: object) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int32, device=ids.device)
+
+    return Assignment(as_int(torch.cat(rows)), as_int(experts), as_int([len(experts) * size]))
+
+
+def rounded(rows: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """What a product takes of `rows` [n, K], in fp32."""
+    if experts.down_scale is None:
+        return rows.float()
+    quantised, scale = quantise(rows)
+    return quantised.float() * scale
+
+
+def scaled(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """The weight in fp32."""
+    return weight.float() if scale is None else weight.float() * scale[..., None]

@@ -1,0 +1,223 @@
+"""A mixture of experts in Triton, for steps in which an expert has some 4 to 128 rows.
+
+Such a step is as fast as its weights are read. A product of Hopper's has 64 rows and at least 8
+columns (`wgmma`), so here output channels are its rows and tokens its columns: FP8 needs no tile of
+64 tokens, and no detour by fp16. A program reads the weights of some channels of one expert once
+and in full lines, several loads ahead, for a block of the expert's tokens. Three launches:
+
+- gate and up, the activation, and for each row the largest element of the program's channels;
+- down, which in FP8 quantises what it reads: a row's scale needs all its channels, so the first
+  launch cannot, and the largest of 11 numbers costs less than a launch or a wait for all programs;
+- the sum over a token's experts, in their order. It needs all experts; atomic additions would do it
+  in the second launch, but in another order each time.
+
+Legend: T tokens, E experts, K hidden channels, N channels between gate and down.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_dllm.experts.definition import ACTIVATIONS, MOST, SMALLEST_SCALE, Assignment, Experts
+
+SIZES = (16, 32, 64, 128)  # of a block of rows
+_MANY = 64  # rows of a block, from which on eight warps hold its results
+_CHANNELS, _OUTPUTS, _SUMMED = 64, 128, 1024  # of a program of each launch
+_DEPTH_BYTES = 128  # of a row of weights, that a pass of the loop multiplies
+_STAGES = 3  # of which two are on their way; three programs then share a processor
+_MOST, _SMALLEST_SCALE = tl.constexpr(MOST), tl.constexpr(SMALLEST_SCALE)
+
+
+def unfit(hidden: int, width: int, activation: str) -> str | None:
+    """Why a layer of K = `hidden` and N = `width` cannot run here, in words; None if it can."""
+    if activation not in ACTIVATIONS:
+        return f"expected the activation {' or '.join(ACTIVATIONS)}, got {activation}"
+    if width % _CHANNELS or hidden % _DEPTH_BYTES:
+        return (
+            f"expected multiples of {_DEPTH_BYTES} hidden channels and of {_CHANNELS} between, "
+            f"got {hidden} and {width}"
+        )
+    return None
+
+
+def block_size(num_tokens: int, top_k: int, num_experts: int) -> int | None:
+    """The size that holds the rows of nearly every expert where tokens choose at random: an expert
+    with more has its weights read again. None: experts have more than the largest block."""
+    mean = num_tokens * top_k / num_experts
+    if mean > SIZES[-1]:
+        return None
+    return next((size for size in SIZES if mean + 2 * mean**0.5 <= size), SIZES[-1])
+
+
+def mix(
+    states: torch.Tensor,  # [T, K] the model's type, or e4m3 with its scales
+    state_scale: torch.Tensor | None,  # [T, 1] fp32
+    experts: Experts,
+    weights: torch.Tensor,  # [T, top_k] fp32
+    assignment: Assignment,  # in blocks of `size`
+    size: int,
+    activation: str,
+    inner: torch.Tensor,  # [T * top_k, N] the model's type; overwritten
+    rows: torch.Tensor,  # [T * top_k, K] the same
+    output: torch.Tensor,  # [T, K] the same; may share memory with `inner`
+) -> None:
+    """`definition.mix` into `output`. All tensors are contiguous and on one device. Nothing waits
+    for it, and grids depend on shapes alone, so that a CUDA graph can capture the launches.
+
+    Raises:
+        ValueError: if the layer is `unfit`.
+    """
+    hidden, width = experts.down.shape[1:]
+    if reason := unfit(hidden, width, activation):
+        raise ValueError(reason)
+    num_rows, top_k = weights.numel(), weights.shape[1]
+    num_blocks, parts = len(assignment.experts), width // _CHANNELS
+    maxima = torch.empty(num_rows, parts, device=states.device)
+    shape = {"K": hidden, "N": width, "TOKENS": size}
+    shape["DEPTH"] = _DEPTH_BYTES // experts.down.element_size()
+    shape["num_warps"], shape["num_stages"] = 8 if size >= _MANY else 4, _STAGES
+    is_fp8 = experts.down_scale is not None
+    _gate_up_kernel[num_blocks, parts](
+        states, state_scale, experts.gate_up, experts.gate_up_scale, *assignment, inner, maxima,
+        num_rows, **shape, TOP_K=top_k, CHANNELS=_CHANNELS, IS_FP8=is_fp8,
+        IS_GELU=activation == "gelu_tanh",
+    )  # fmt: skip
+    _down_kernel[num_blocks, triton.cdiv(hidden, _OUTPUTS)](
+        inner, maxima, experts.down, experts.down_scale, *assignment, rows,
+        num_rows, **shape, CHANNELS=_OUTPUTS, PARTS=parts, IS_FP8=is_fp8,
+    )  # fmt: skip
+    _sum_kernel[len(states), triton.cdiv(hidden, _SUMMED)](
+        rows, weights, output, K=hidden, TOP_K=top_k, BLOCK=_SUMMED
+    )
+
+
+@triton.jit
+def _rows_of_block(block, rows, num_rows, TOKENS: tl.constexpr):
+    """The block's rows, [TOKENS], and which of them are no padding."""
+    row = tl.load(rows + block * TOKENS + tl.arange(0, TOKENS))
+    return row.to(tl.int64), row < num_rows
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gate_up_kernel(
+    states,  # [T, K]
+    state_scale,  # [T] fp32; None, as the other scales, unless IS_FP8
+    weight,  # [E, 2 * N, K]
+    weight_scale,  # [E, 2 * N] fp32
+    block_rows,  # [blocks * TOKENS] int32
+    block_experts,  # [blocks] int32
+    num_sorted,  # [1] int32
+    inner,  # [T * TOP_K, N]
+    maxima,  # [T * TOP_K, N / CHANNELS] fp32; unused unless IS_FP8
+    num_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    IS_GELU: tl.constexpr,
+):
+    # Blocks of one expert are neighbours, so that all but the first find its weights in the cache.
+    block, part = tl.program_id(0), tl.program_id(1)
+    if block * TOKENS >= tl.load(num_sorted):
+        return
+    expert = tl.load(block_experts + block).to(tl.int64)
+    row, is_row = _rows_of_block(block, block_rows, num_rows, TOKENS)
+    token = row // TOP_K
+    channel = part * CHANNELS + tl.arange(0, CHANNELS)
+    depth = tl.arange(0, DEPTH)
+    of_gate = weight + (expert * 2 * N + channel[:, None]) * K + depth[None, :]
+    of_state = states + token[:, None] * K + depth[None, :]
+    gate = tl.zeros((CHANNELS, TOKENS), dtype=tl.float32)
+    up = tl.zeros((CHANNELS, TOKENS), dtype=tl.float32)
+    for first in range(0, K, DEPTH):
+        state = tl.trans(tl.load(of_state + first, mask=is_row[:, None], other=0.0))
+        gate = tl.dot(tl.load(of_gate + first), state, gate, input_precision="ieee")
+        up = tl.dot(tl.load(of_gate + N * K + first), state, up, input_precision="ieee")
+    if IS_FP8:
+        scale = tl.load(state_scale + token, mask=is_row, other=0.0)[None, :]
+        of_scale = weight_scale + expert * 2 * N + channel
+        gate *= tl.load(of_scale)[:, None] * scale
+        up *= tl.load(of_scale + N)[:, None] * scale
+    opening = gate
+    if IS_GELU:  # x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y), here y = sqrt(2 / pi) * ...
+        opening = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    value = (gate * tl.sigmoid(opening) * up).to(inner.dtype.element_ty)
+    if IS_FP8:
+        largest = tl.max(tl.abs(value.to(tl.float32)), 0)
+        tl.store(maxima + row * (N // CHANNELS) + part, largest, mask=is_row)
+    tl.store(inner + row[:, None] * N + channel[None, :], tl.trans(value), mask=is_row[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _down_kernel(
+    inner,  # [T * top_k, N]
+    maxima,  # [T * top_k, PARTS] fp32
+    weight,  # [E, K, N]
+    weight_scale,  # [E, K] fp32
+    block_rows,  # as above, as are the next two
+    block_experts,
+    num_sorted,
+    output,  # [T * top_k, K]
+    num_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    block = tl.program_id(0)
+    if block * TOKENS >= tl.load(num_sorted):
+        return
+    expert = tl.load(block_experts + block).to(tl.int64)
+    row, is_row = _rows_of_block(block, block_rows, num_rows, TOKENS)
+    if IS_FP8:
+        part = tl.arange(0, triton.next_power_of_2(PARTS))
+        is_part = is_row[:, None] & (part < PARTS)[None, :]
+        of_part = maxima + row[:, None] * PARTS + part[None, :]
+        largest = tl.max(tl.load(of_part, mask=is_part, other=0.0), 1)
+        scale = tl.maximum(largest / _MOST, _SMALLEST_SCALE)
+        inverse = 1 / scale
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel = channel < K
+    depth = tl.arange(0, DEPTH)
+    of_weight = weight + (expert * K + channel[:, None]) * N + depth[None, :]
+    of_inner = inner + row[:, None] * N + depth[None, :]
+    found = tl.zeros((CHANNELS, TOKENS), dtype=tl.float32)
+    for first in range(0, N, DEPTH):
+        is_depth = (first + depth < N)[None, :]
+        value = tl.load(of_inner + first, mask=is_row[:, None] & is_depth, other=0.0)
+        if IS_FP8:  # none is beyond the largest number, as none is beyond the row's own
+            value = (value.to(tl.float32) * inverse[:, None]).to(weight.dtype.element_ty)
+        read = tl.load(of_weight + first, mask=is_channel[:, None] & is_depth, other=0.0)
+        found = tl.dot(read, tl.trans(value), found, input_precision="ieee")
+    if IS_FP8:
+        of_scale = weight_scale + expert * K + channel
+        found *= tl.load(of_scale, mask=is_channel, other=0.0)[:, None] * scale[None, :]
+    written = tl.trans(found.to(output.dtype.element_ty))
+    mask = is_row[:, None] & is_channel[None, :]
+    tl.store(output + row[:, None] * K + channel[None, :], written, mask=mask)
+
+
+@triton.jit
+def _sum_kernel(
+    rows,  # [T * TOP_K, K]
+    weights,  # [T, TOP_K] fp32
+    output,  # [T, K]
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_channel = channel < K
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        row = token * TOP_K + choice
+        value = tl.load(rows + row * K + channel, mask=is_channel, other=0.0)
+        total += tl.load(weights + row) * value.to(tl.float32)
+    tl.store(output + token * K + channel, total.to(output.dtype.element_ty), mask=is_channel)
