@@ -1,4 +1,4 @@
-"""The Triton kernels of attention and sampler, at the shapes of the 26B model."""
+"""The Triton kernels of attention, sampler and experts, at the shapes of the 26B model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +11,7 @@ from vllm_dllm.denoise import draws_triton as draws
 from vllm_dllm.denoise import expected_embedding_triton as embedding
 from vllm_dllm.denoise import vocab_stream_triton as vocabulary
 from vllm_dllm.denoise.vocab_stream import BLOCK
+from vllm_dllm.experts import few_rows_triton as experts
 from vllm_dllm.step.uniform import condition_triton, settle_triton
 
 FP8 = "fp8e4nv"
@@ -29,7 +30,8 @@ SPILLS = {
 
 def cases(chip: int) -> dict[str, Case]:
     """By name, in the order of the table."""
-    return dict((*_attention(chip), *_sampler(chip)))
+    of_experts = _experts() if chip == 90 else ()  # made for Hopper's products
+    return dict((*_attention(chip), *_sampler(chip), *of_experts))
 
 
 def _attention(chip: int) -> Iterator[tuple[str, Case]]:
@@ -166,4 +168,56 @@ def _condition(kernel: Any, **constants: int) -> Case:
         constants,
         floats=("eps",),
         multiples=("hidden_size", "count"),
+    )
+
+
+EXPERTS = {
+    **dict.fromkeys(("states", "weight", "inner", "rows", "output"), "bf16"),
+    **dict.fromkeys(("state_scale", "weight_scale", "weights", "maxima"), "fp32"),
+    **dict.fromkeys(("block_rows", "block_experts", "num_sorted"), "i32"),
+}
+WIDTHS = {"K": 2816, "N": 704}
+
+
+def _experts() -> Iterator[tuple[str, Case]]:
+    """A canvas' 2,048 rows in blocks of 32, and those of eight canvases in blocks of 128."""
+    for dtype in ("bf16", FP8):
+        for size in (32, 128):
+            name = f"{'fp8' if dtype == FP8 else dtype}, {size} rows"
+            yield f"experts, gate_up, {name}", gate_up(dtype, size)
+            yield f"experts, down, {name}", down(dtype, size)
+    yield (
+        "experts, sum",
+        Case(experts._sum_kernel, EXPERTS, {"K": 2816, "TOP_K": 8, "BLOCK": experts._SUMMED}),
+    )
+
+
+def gate_up(dtype: str, size: int) -> Case:
+    """`dtype`: Triton's name of the weights' type."""
+    constants = {"TOP_K": 8, "CHANNELS": experts._CHANNELS, "IS_GELU": True}
+    return _product(experts._gate_up_kernel, dtype, size, constants, 2 * experts._CHANNELS)
+
+
+def down(dtype: str, size: int) -> Case:
+    constants = {"CHANNELS": experts._OUTPUTS, "PARTS": WIDTHS["N"] // experts._CHANNELS}
+    return _product(experts._down_kernel, dtype, size, constants, experts._OUTPUTS)
+
+
+def _product(
+    kernel: Any, dtype: str, size: int, constants: dict[str, object], channels: int
+) -> Case:
+    is_fp8 = dtype == FP8
+    depth = experts._DEPTH_BYTES // (1 if is_fp8 else 2)
+    constants |= {**WIDTHS, "TOKENS": size, "DEPTH": depth, "IS_FP8": is_fp8}
+    pointers = EXPERTS | dict.fromkeys(("states", "weight"), dtype)
+    if not is_fp8:
+        constants |= dict.fromkeys(("state_scale", "weight_scale"))
+    return Case(
+        kernel,
+        pointers,
+        {name: value for name, value in constants.items() if name in kernel.arg_names},
+        options={"num_stages": experts._STAGES, "num_warps": experts.num_warps(size)},
+        multiplies=True,
+        loads_ahead=True,
+        loop_flops=2 * channels * size * depth,
     )

@@ -21,7 +21,6 @@ import triton.language as tl
 from vllm_dllm.experts.definition import ACTIVATIONS, MOST, SMALLEST_SCALE, Assignment, Experts
 
 SIZES = (16, 32, 64, 128)  # of a block of rows
-_MANY = 64  # rows of a block, from which on eight warps hold its results
 _CHANNELS, _OUTPUTS, _SUMMED = 64, 128, 1024  # of a program of each launch
 _DEPTH_BYTES = 128  # of a row of weights, that a pass of the loop multiplies
 _STAGES = 3  # of which two are on their way; three programs then share a processor
@@ -47,6 +46,11 @@ def block_size(num_tokens: int, top_k: int, num_experts: int) -> int | None:
     if mean > SIZES[-1]:
         return None
     return next((size for size in SIZES if mean + 2 * mean**0.5 <= size), SIZES[-1])
+
+
+def num_warps(size: int) -> int:
+    """Which hold the results of a block of `size` rows without spilling."""
+    return 8 if size >= 64 else 4
 
 
 def mix(
@@ -75,7 +79,7 @@ def mix(
     maxima = torch.empty(num_rows, parts, device=states.device)
     shape = {"K": hidden, "N": width, "TOKENS": size}
     shape["DEPTH"] = _DEPTH_BYTES // experts.down.element_size()
-    shape["num_warps"], shape["num_stages"] = 8 if size >= _MANY else 4, _STAGES
+    shape["num_warps"], shape["num_stages"] = num_warps(size), _STAGES
     is_fp8 = experts.down_scale is not None
     _gate_up_kernel[num_blocks, parts](
         states, state_scale, experts.gate_up, experts.gate_up_scale, *assignment, inner, maxima,
