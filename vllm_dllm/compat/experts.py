@@ -1,33 +1,122 @@
-"""The Triton kernel of vLLM's experts, and the tiles it runs with."""
+"""vLLM's kernels of experts: which layers they run, with which tiles, and others in their place."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import override_config
+from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
+from vllm.model_executor.layers.fused_moe.experts.triton_cutlass_moe import TritonOrCutlassExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import (
     get_config_file_name,
     get_moe_configs,
     try_get_optimal_moe_config,
 )
+from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 Tiles = Mapping[str, int]
 """Of one number of rows, as vLLM's files have them."""
 
 
-def layers_with_tiles(modules: Iterable[Any]) -> Iterator[RoutedExperts]:
-    """Experts whose tiles can be chosen after the weights are loaded: those of vLLM's Triton kernel
-    that talk to no other rank."""
+AS_LOADED = (TritonExperts, CutlassExpertsFp8, TritonOrCutlassExperts)
+"""vLLM's kernels that leave weights as they were loaded: [E, 2 * N, K] and [E, K, N]."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer's experts are asked for: T tokens with top_k of E experts each, K hidden
+    channels and N between. Tensors are vLLM's own."""
+
+    states: torch.Tensor  # [T, K] the model's type, or e4m3
+    state_scale: torch.Tensor | None  # [T, 1] fp32
+    gate_up: torch.Tensor  # [E, 2 * N, K]
+    down: torch.Tensor  # [E, K, N]
+    scales: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]  # of both, for output channels
+    weights: torch.Tensor  # [T, top_k]
+    ids: torch.Tensor  # [T, top_k] int
+    activation: str
+    output: torch.Tensor  # [T, K]
+    inner: torch.Tensor  # [T * top_k, N] to work in; may share memory with `output`
+    rows: torch.Tensor  # [T * top_k, K] to work in
+
+    def assigned(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows by expert in blocks of `size`, experts of the blocks, and how many rows."""
+        return moe_align_block_size(self.ids, size, len(self.down))
+
+
+def layers(modules: Iterable[Any]) -> Iterator[RoutedExperts]:
+    """Experts that run a kernel of `AS_LOADED` and talk to no other rank, one layer each."""
     for module in modules:
         if not isinstance(module, RoutedExperts):
             continue
         kernel = getattr(module.quant_method, "moe_kernel", None)
         apart = module.moe_config.moe_parallel_config.use_all2all_kernels
-        if type(getattr(kernel, "fused_experts", None)) is TritonExperts and not apart:
+        if type(getattr(kernel, "fused_experts", None)) in AS_LOADED and not apart:
             yield module
+
+
+def has_tiles(layer: RoutedExperts) -> bool:
+    """Whether the layer's tiles can be chosen after the weights are loaded."""
+    return type(layer.quant_method.moe_kernel.fused_experts) is TritonExperts
+
+
+def is_plain(layer: RoutedExperts) -> bool:
+    """Whether the layer is two products and an activation, not quantised or in FP8 by channels and
+    tokens, of experts that are all on this rank."""
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    config = kernel.quant_config
+    by_channel = config.use_fp8_w8a8 and config.per_act_token_quant and config.per_out_ch_quant
+    changed = (config.w1_bias, config.w2_bias, config.gemm1_clamp_limit, config.gemm1_alpha)
+    weights = (layer.w13_weight, layer.w2_weight)
+    return (
+        ((config.quant_dtype is None and layer.w2_weight.dtype == layer.params_dtype) or by_channel)
+        and config.a1_scale is None
+        and all(each is None for each in (*changed, layer.expert_map))
+        and all(weight.is_contiguous() for weight in weights)
+        and not layer.apply_router_weight_on_input
+        and not layer.moe_config.is_lora_enabled
+    )
+
+
+def compute_by(layer: RoutedExperts, run: Callable[[Call], bool] | None) -> None:
+    """Asks `run` first, from now on: where it returns False, vLLM's kernel computes. None: vLLM's
+    alone."""
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    vars(kernel).pop("apply", None)
+    if run is None:
+        return
+    apply = kernel.apply
+
+    def asked(**call: Any) -> Any:
+        return None if run(_call(kernel, call)) else apply(**call)
+
+    kernel.apply = asked
+
+
+def _call(kernel: Any, call: Mapping[str, Any]) -> Call:
+    config, (_, hidden, width) = kernel.quant_config, call["w2"].shape
+    num_rows = call["topk_ids"].numel()
+
+    def room(workspace: torch.Tensor, channels: int) -> torch.Tensor:
+        return workspace.flatten()[: num_rows * channels].view(num_rows, channels)
+
+    return Call(
+        states=call["hidden_states"],
+        state_scale=call["a1q_scale"],
+        gate_up=call["w1"],
+        down=call["w2"],
+        scales=(config.w1_scale, config.w2_scale),
+        weights=call["topk_weights"],
+        ids=call["topk_ids"],
+        activation=call["activation"].value,
+        output=call["output"],
+        inner=room(call["workspace13"], width),
+        rows=room(call["workspace2"], hidden),
+    )
 
 
 def tiles_file(layer: RoutedExperts) -> str:

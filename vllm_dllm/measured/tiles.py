@@ -1,7 +1,8 @@
-"""Which tiles vLLM's Triton experts run fastest with, for steps of canvases.
+"""What runs the experts of steps of canvases fastest: the kernel that vLLM chose, its Triton kernel
+with other tiles, or ours for few rows an expert.
 
-A canvas gives each expert more rows than decoding does and fewer than a prompt. Candidates are the
-tiles in use and all that `config/tuned` has for any GPU: each is compiled, so they are few.
+A canvas gives each expert more rows than decoding does and fewer than a prompt. Tiles that are
+tried are those that `config/tuned` has for any GPU: each is compiled, so they are few.
 """
 
 import json
@@ -13,50 +14,68 @@ import torch
 
 from vllm_dllm.compat import experts
 from vllm_dllm.config import tiles
+from vllm_dllm.measured import few_rows
+from vllm_dllm.measured.few_rows import Sizes
 from vllm_dllm.measured.stopwatch import Stopwatch, fastest
 
 Table = dict[str, dict[str, int]]
 """Tiles by rows of a step, as vLLM's files have them."""
 
-IN_USE = "those in use"
+IN_USE, OURS = "those in use", "ours"
 
 
 def measure(
     modules: Iterable[Any],  # of the model, on its device; those without experts are ignored
     rows: Sequence[int],  # of steps
     stopwatch: Stopwatch,
-) -> tuple[dict[str, Table], list[str]]:
-    """Returns the tiles for each of `rows` that could be timed, by vLLM's name of the file, and the
-    gains in words. Layers of one shape share a file, so that one of them is timed."""
+) -> tuple[dict[str, Table], dict[str, Sizes], list[str]]:
+    """Returns the tiles for each of `rows` that could be timed, by vLLM's name of the file; which
+    of them our kernel is faster for, by the same names; and the gains in words. Layers of one shape
+    share a file, so that one of them is timed."""
     tables: dict[str, Table] = {}
+    ours: dict[str, Sizes] = {}
     gains = []
-    for layer in experts.layers_with_tiles(modules):
+    for layer in experts.layers(modules):
         file = experts.tiles_file(layer)
         if file in tables:
             continue
-        tables[file] = {}
+        tables[file], ours[file] = {}, {}
         for number in rows:
-            in_use, others = experts.tiles_in_use(layer, number), shipped()
-            candidates = {IN_USE: in_use, **{str(each): each for each in others if each != in_use}}
-            found = stopwatch.times(f"experts, {number:,} rows", _runs(layer, number, candidates))
+            own_tiles, size = _tiles(layer, number), few_rows.block_size(layer, number)
+            candidates = _candidates(layer, number, own_tiles, size)
+            found = stopwatch.times(f"experts, {number:,} rows", candidates)
             if not found:
                 continue
             best = fastest(found)
-            tables[file][str(number)] = candidates[best]
+            ours[file][str(number)] = size if best == OURS else 0
+            if with_tiles := {name: ms for name, ms in found.items() if name in own_tiles}:
+                tables[file][str(number)] = own_tiles[fastest(with_tiles)]
             if best != IN_USE:
                 gains.append(f"experts at {number:,} rows {found[IN_USE] / found[best]:.2f} times")
-    return {file: table for file, table in tables.items() if table}, gains
+    ours = {file: sizes for file, sizes in ours.items() if any(sizes.values())}
+    return {file: table for file, table in tables.items() if table}, ours, gains
 
 
-def _runs(
-    layer: Any, number: int, candidates: dict[str, dict[str, int]]
+def _tiles(layer: Any, number: int) -> dict[str, dict[str, int]]:
+    """Those in use and others, by name; none where a layer's kernel has none to choose."""
+    if not experts.has_tiles(layer):
+        return {}
+    in_use = experts.tiles_in_use(layer, number)
+    return {IN_USE: in_use, **{str(each): each for each in shipped() if each != in_use}}
+
+
+def _candidates(
+    layer: Any, number: int, own_tiles: dict[str, dict[str, int]], size: int
 ) -> dict[str, Callable[[], torch.Tensor]]:
     weight = layer.w2_weight
     states = torch.randn(number, layer.hidden_size, device=weight.device).to(layer.params_dtype)
-    return {
+    candidates: dict[str, Callable[[], torch.Tensor]] = {
         name: partial(experts.run_with_tiles, layer, each, states)
-        for name, each in candidates.items()
+        for name, each in (own_tiles or {IN_USE: None}).items()
     }
+    if size:
+        candidates[OURS] = partial(few_rows.run, layer, size, states)
+    return candidates
 
 
 def shipped() -> list[dict[str, int]]:

@@ -17,7 +17,7 @@ from vllm_dllm.compat.experts import forget_tiles
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.tiles import VARIABLE
-from vllm_dllm.measured import folder, tiles
+from vllm_dllm.measured import few_rows, folder, tiles
 from vllm_dllm.measured.stopwatch import Clock, Stopwatch, gpu_clock
 
 logger = init_logger(__name__)
@@ -39,26 +39,34 @@ def measure_kernels(
     if ranks.is_first_rank and known is None:
         found = _measure(vllm_config, model, path, clock)
     found = ranks.broadcast_object(found)
-    if found == known:
-        return  # the layers have read it
+    if found != known and not _keep(found, path):
+        return
+    with set_current_vllm_config(vllm_config):
+        if found != known:  # else they have read it
+            for layer in _layers(vllm_config):
+                if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
+                    layer.impl.choose()
+        few_rows.use(model.modules(), found["ours"])
+
+
+def _keep(found: dict[str, Any], path: Path) -> bool:
+    """Writes it where attention and vLLM look for it; False, with a warning: no file can be."""
     try:
         for file, table in found["tiles"].items():
             folder.write(path, file, table)
         folder.write(path, folder.RESULT, found)
     except OSError as error:
         logger.warning("Cannot keep what was measured in %s: %s. It is not used.", path, error)
-        return
+        return False
     forget_tiles()
-    with set_current_vllm_config(vllm_config):
-        for layer in _layers(vllm_config):
-            if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
-                layer.impl.choose()
+    return True
 
 
 def _measure(
     vllm_config: VllmConfig, model: torch.nn.Module, path: Path, clock: Clock
 ) -> dict[str, Any]:
-    """Returns what `Times.of` takes, with the tables of experts' tiles."""
+    """Returns what `Times.of` takes, with the tables of experts' tiles, and the steps that our
+    experts compute."""
     assert vllm_config.diffusion_config is not None
     started = time.monotonic()
     stopwatch = Stopwatch.for_seconds(MOST_SECONDS, clock)
@@ -67,6 +75,7 @@ def _measure(
     steps = [canvases for canvases in CANVASES if canvases * length <= most]
     layers: list[dict[str, Any]] = []
     tables: dict[str, tiles.Table] = {}
+    ours: dict[str, few_rows.Sizes] = {}
     gains: list[str] = []
     # Blocks run Triton alone, and who asks for a version gets it.
     is_masked = vllm_config.model_config.architecture in FAMILIES
@@ -81,15 +90,17 @@ def _measure(
                 stopwatch,
             )
     if os.environ.get(VARIABLE) == str(path):  # else vLLM looks where the user says
-        tables, gains = tiles.measure(model.modules(), [n * length for n in steps], stopwatch)
+        rows = [n * length for n in steps]
+        tables, ours, gains = tiles.measure(model.modules(), rows, stopwatch)
     logger.info(
         "Kernels were timed in %.1f s%s: attention of %d kinds of layers, %s.",
         time.monotonic() - started,
         ", not all of them" if stopwatch.is_over else "",
         len(layers),
-        "; ".join(gains) or "experts' tiles stay",
+        "; ".join(gains) or "experts stay",
     )
-    return {"gpu": current_platform.get_device_name(), "layers": layers, "tiles": tables}
+    gpu = current_platform.get_device_name()
+    return {"gpu": gpu, "layers": layers, "tiles": tables, "ours": ours}
 
 
 def _layers(vllm_config: VllmConfig) -> list[Any]:

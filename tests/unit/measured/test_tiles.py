@@ -1,4 +1,4 @@
-"""Tiles of experts, by a clock that says what each takes."""
+"""Tiles of experts, and our kernel for them, by a clock that says what each takes."""
 
 import json
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 
 from vllm_dllm.compat import experts
 from vllm_dllm.config.tiles import FOLDER
-from vllm_dllm.measured import tiles
+from vllm_dllm.measured import few_rows, tiles
 from vllm_dllm.measured.stopwatch import Stopwatch
 
 MODEL_SIZE, EXPERTS = 8, 4
@@ -20,9 +20,9 @@ class Kernel:
     """Stands in for vLLM's experts: notes the tiles that it runs with."""
 
     def __init__(self) -> None:
-        self.ran: list[tuple[int, dict[str, int]]] = []
+        self.ran: list[tuple[int, Any]] = []
 
-    def run(self, layer: Any, chosen: dict[str, int], states: torch.Tensor) -> torch.Tensor:
+    def run(self, layer: Any, chosen: Any, states: torch.Tensor) -> torch.Tensor:
         assert states.shape[1] == MODEL_SIZE and states.dtype == torch.bfloat16
         self.ran.append((len(states), chosen))
         return states
@@ -31,17 +31,25 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     kernel = Kernel()
-    monkeypatch.setattr(experts, "layers_with_tiles", lambda modules: modules)
+    monkeypatch.setattr(experts, "layers", lambda modules: modules)
+    monkeypatch.setattr(experts, "has_tiles", lambda layer: layer.has_tiles)
     monkeypatch.setattr(experts, "tiles_file", lambda layer: layer.file)
     monkeypatch.setattr(experts, "tiles_in_use", lambda layer, rows: STOCK)
     monkeypatch.setattr(experts, "run_with_tiles", kernel.run)
+    monkeypatch.setattr(few_rows, "block_size", lambda layer, rows: layer.sizes.get(rows, 0))
+    monkeypatch.setattr(few_rows, "run", kernel.run)
     return kernel
 
 
-def layer(file: str) -> Any:
-    weight = torch.zeros(EXPERTS, MODEL_SIZE, 2)
+def layer(file: str, has_tiles: bool = True, sizes: dict[int, int] | None = None) -> Any:
+    """`sizes` of blocks that our kernel would take, by rows of a step."""
     return SimpleNamespace(
-        file=file, w2_weight=weight, hidden_size=MODEL_SIZE, params_dtype=torch.bfloat16
+        file=file,
+        has_tiles=has_tiles,
+        sizes=sizes or {},
+        w2_weight=torch.zeros(EXPERTS, MODEL_SIZE, 2),
+        hidden_size=MODEL_SIZE,
+        params_dtype=torch.bfloat16,
     )
 
 
@@ -59,13 +67,33 @@ def test_each_number_of_rows_gets_its_fastest(kernel: Kernel) -> None:
         return 1.0 if chosen == best[rows] else 1.3
 
     layers = [layer("E=4,N=2.json"), layer("E=4,N=2.json"), layer("E=4,N=3.json")]
-    tables, gains = tiles.measure(layers, (256, 2048), Stopwatch(clock))
+    tables, ours, gains = tiles.measure(layers, (256, 2048), Stopwatch(clock))
     expected = {"256": shipped()[0], "2048": STOCK}
-    assert tables == {"E=4,N=2.json": expected, "E=4,N=3.json": expected}
+    assert tables == {"E=4,N=2.json": expected, "E=4,N=3.json": expected} and ours == {}
     assert gains == ["experts at 256 rows 1.30 times"] * 2
     tried = {json.dumps(chosen) for rows, chosen in kernel.ran if rows == 256}
     assert tried == {json.dumps(each) for each in (STOCK, *shipped())}
 
 
 def test_what_could_not_be_timed_is_left_to_vllm(kernel: Kernel) -> None:
-    assert tiles.measure([layer("a.json")], (256,), Stopwatch(lambda run: 1.0, until=0)) == ({}, [])
+    stopwatch = Stopwatch(lambda run: 1.0, until=0)
+    assert tiles.measure([layer("a.json")], (256,), stopwatch) == ({}, {}, [])
+
+
+@pytest.mark.parametrize("has_tiles", [True, False], ids=["Triton", "CUTLASS"])
+def test_ours_computes_the_steps_that_it_is_fastest_for(kernel: Kernel, has_tiles: bool) -> None:
+    """Beside vLLM's Triton kernel with any tiles, and beside one that has none to choose."""
+    ms = {(256, 32): 0.5, (2048, 128): 1.5}
+
+    def clock(run: Any) -> float:
+        run()
+        rows, chosen = kernel.ran[-1]
+        return ms.get((rows, chosen), 1.0) if isinstance(chosen, int) else 1.0
+
+    one = layer("a.json", has_tiles, {256: 32, 2048: 128})
+    tables, ours, gains = tiles.measure([one], (256, 2048, 8192), Stopwatch(clock))
+    assert ours == {"a.json": {"256": 32, "2048": 0, "8192": 0}}
+    assert gains == ["experts at 256 rows 2.00 times"]
+    assert tables == (
+        {"a.json": dict.fromkeys(("256", "2048", "8192"), STOCK)} if has_tiles else {}
+    )

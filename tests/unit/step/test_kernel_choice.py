@@ -15,6 +15,7 @@ from vllm_dllm.step.kernel_choice import measure_kernels
 KIND = {"head_size": 512, "has_window": False, "num_heads": 16}
 LAYERS = [{**KIND, "ms": [{"rows": 256, "context": 0, "triton": 2.0, "fa4": 1.0}]}]
 TABLES = {"E=4,N=2.json": {"256": {"BLOCK_SIZE_M": 16}}}
+OURS = {"E=4,N=2.json": {"256": 32, "2048": 0}}
 
 
 class Ranks:
@@ -31,7 +32,7 @@ class Start:
     """Of one process of a server."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self.timed, self.forgot = path, [], 0
+        self.path, self.timed, self.forgot, self.used = path, [], 0, []
         self.config = SimpleNamespace(
             additional_config={"vllm_dllm": {"kernel_choice": "measured"}},
             compilation_config=SimpleNamespace(static_forward_context={}),
@@ -54,6 +55,7 @@ class Start:
         monkeypatch.setattr(folder, "folder", lambda _: path)
         monkeypatch.setattr(kernel_choice.attention, "measure", self.attention)
         monkeypatch.setattr(kernel_choice.tiles, "measure", self.tiles)
+        monkeypatch.setattr(kernel_choice.few_rows, "use", lambda _, ours: self.used.append(ours))
 
     def ranks(self, ranks: Ranks) -> None:
         self.patch.setattr(kernel_choice, "get_tp_group", lambda: ranks)
@@ -67,7 +69,7 @@ class Start:
 
     def tiles(self, modules: Any, rows: list[int], stopwatch: Any) -> Any:
         self.timed.append(("tiles", rows))
-        return TABLES, []
+        return TABLES, OURS, []
 
     def run(self) -> None:
         measure_kernels(self.config, torch.nn.Module())
@@ -78,7 +80,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     return Start(tmp_path / "kernels", monkeypatch)
 
 
-FOUND = {"gpu": "a GPU", "layers": LAYERS, "tiles": TABLES}
+FOUND = {"gpu": "a GPU", "layers": LAYERS, "tiles": TABLES, "ours": OURS}
 
 
 def test_the_second_start_measures_nothing(start: Start) -> None:
@@ -88,19 +90,21 @@ def test_the_second_start_measures_nothing(start: Start) -> None:
     assert (start.path / "E=4,N=2.json").exists(), "where vLLM looks for it"
     start.run()
     assert len(start.timed) == 2 and start.forgot == 1
+    assert start.used == [OURS, OURS], "our experts compute in both"
 
 
 @pytest.mark.parametrize("choice", ["shipped", "stock"])
 def test_nobody_else_measures(start: Start, choice: str) -> None:
     start.config.additional_config = {"vllm_dllm": {"kernel_choice": choice}}
     start.run()
-    assert start.timed == [] and not start.path.exists()
+    assert start.timed == [] and start.used == [] and not start.path.exists()
 
 
 def test_other_ranks_take_what_the_first_one_found(start: Start) -> None:
     start.ranks(Ranks(is_first_rank=False, sent=FOUND))
     start.run()
     assert start.timed == [] and folder.read(start.path) == FOUND and start.forgot == 1
+    assert start.used == [OURS]
 
 
 def test_what_the_user_chose_is_not_measured(start: Start, monkeypatch: Any) -> None:
@@ -124,4 +128,4 @@ def test_a_disk_that_takes_nothing_ends_no_start(
 
     monkeypatch.setattr(folder, "write", full)
     start.run()
-    assert start.timed and start.forgot == 0
+    assert start.timed and start.forgot == 0 and start.used == []
