@@ -1,0 +1,131 @@
+"""Our experts in the place of vLLM's kernel, called as vLLM calls it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FUSED_MOE_UNQUANTIZED_CONFIG,
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
+    make_moe_prepare_and_finalize_no_dp_ep,
+)
+
+from attention_kernels.interpreter import interpret_kernels
+from tests import tolerances
+from vllm_dllm.compat import experts
+from vllm_dllm.experts import definition, few_rows_triton
+from vllm_dllm.measured import few_rows
+
+pytestmark = pytest.mark.numerics
+
+EXPERTS, HIDDEN, WIDTH, CHOSEN = 4, 128, 64, 2
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One whose kernel is vLLM's, on a CPU, where `moe_align_block_size` is missing."""
+    interpret_kernels(few_rows_triton)
+    monkeypatch.setattr(experts, "moe_align_block_size", definition.assign)
+    monkeypatch.setattr(experts, "layers", lambda modules: modules)
+    monkeypatch.setattr(experts, "tiles_file", lambda layer: "a.json")
+    config = FusedMoEConfig(
+        num_experts=EXPERTS,
+        experts_per_token=CHOSEN,
+        hidden_dim=HIDDEN,
+        intermediate_size=WIDTH,
+        num_local_experts=EXPERTS,
+        num_logical_experts=EXPERTS,
+        activation=MoEActivation.GELU_TANH,
+        device="cpu",
+        routing_method=RoutingMethodType.Unspecified,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.float32,
+    )
+    kernel = modular_kernel.FusedMoEKernel(
+        make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False),
+        TritonExperts(config, FUSED_MOE_UNQUANTIZED_CONFIG),
+    )
+    torch.manual_seed(0)
+    layer = SimpleNamespace(
+        w13_weight=torch.randn(EXPERTS, 2 * WIDTH, HIDDEN) / HIDDEN**0.5,
+        w2_weight=torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5,
+        params_dtype=torch.float32,
+        activation=MoEActivation.GELU_TANH,
+        expert_map=None,
+        apply_router_weight_on_input=False,
+        moe_config=config,
+    )
+
+    def apply(layer: Any, x: torch.Tensor, weights: Any, ids: Any, *_: None) -> torch.Tensor:
+        return kernel.apply(
+            x, layer.w13_weight, layer.w2_weight, weights, ids, layer.activation, -1, None, False
+        )
+
+    layer.quant_method = SimpleNamespace(moe_kernel=kernel, apply=apply)
+    return layer
+
+
+def assert_right(layer: Any, states: torch.Tensor, found: torch.Tensor) -> None:
+    """Of experts that take turns."""
+    turns = torch.arange(len(states) * CHOSEN) % EXPERTS
+    weights = torch.full((len(states), CHOSEN), 1 / CHOSEN)
+    own = definition.Experts(layer.w13_weight, layer.w2_weight)
+    expected = definition.mix(states, own, weights, turns.view(-1, CHOSEN), "gelu_tanh")
+    share = 2 * tolerances.product(HIDDEN) + tolerances.product(WIDTH) + tolerances.SHORT
+    size = layer.w2_weight.abs().sum(-1).max().item()
+    torch.testing.assert_close(found, expected, **tolerances.within(share, size))
+
+
+def test_vllm_calls_ours(layer: Any) -> None:
+    states = torch.randn(12, HIDDEN)
+    assert few_rows.block_size(layer, len(states)) == 16
+    assert_right(layer, states, few_rows.run(layer, 16, states))
+    assert "apply" not in vars(layer.quant_method.moe_kernel.fused_experts), "vLLM's own again"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("activation", MoEActivation.RELU2),
+        ("expert_map", torch.zeros(EXPERTS)),
+        ("apply_router_weight_on_input", True),
+        ("params_dtype", torch.float16),
+        ("w2_weight", torch.zeros(EXPERTS, WIDTH, HIDDEN).mT),
+    ],
+)
+def test_what_it_cannot_compute_is_not_tried(layer: Any, attribute: str, value: Any) -> None:
+    setattr(layer, attribute, value)
+    assert few_rows.block_size(layer, 12) == 0
+
+
+def test_steps_go_as_the_nearest_that_was_timed(
+    layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, stock = [], []
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    mix = few_rows_triton.mix
+
+    def mixed(*args: Any) -> None:
+        sizes.append(args[5])
+        mix(*args)
+
+    monkeypatch.setattr(few_rows_triton, "mix", mixed)
+    monkeypatch.setattr(TritonExperts, "apply", lambda *_, **call: stock.append(call["output"]))
+    few_rows.use([layer], {"a.json": {"8": 16, "64": 0}})
+    assert sizes == [16], "compiled before the first request"
+    for tokens, ours in ((3, True), (30, True), (50, False), (300, False)):
+        sizes.clear(), stock.clear()
+        states = torch.randn(tokens, HIDDEN)
+        found = experts.run_with_tiles(layer, None, states)
+        assert (len(sizes), len(stock)) == (ours, not ours)
+        if ours:
+            assert_right(layer, states, found)
+    assert "apply" in vars(kernel)
