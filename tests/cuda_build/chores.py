@@ -135,29 +135,39 @@ def serve_kinds(
     return found
 
 
-def try_tiles(device: GpuDevice, folder: Path, scheme: str, rows: int) -> dict[str, Any]:
-    """A server's choice of tiles for its experts, as far as nothing is computed: the files that
-    vLLM looks for, the shape of what a layer makes with other tiles, and kernels compiled."""
+def try_tiles(
+    device: GpuDevice, folder: Path, scheme: str, backend: str, rows: int
+) -> dict[str, Any]:
+    """A server's choice of what computes its experts, as far as nothing is computed: the files that
+    vLLM looks for, the shape of what a layer makes with other tiles and by our kernel, and kernels
+    compiled."""
     from vllm_dllm.compat import experts
+    from vllm_dllm.measured import few_rows
     from vllm_dllm.measured.tiles import shipped
 
     engine = Engine(
         device,
         checkpoints.dummy(folder, scheme),
         compilation_config={"mode": 0, "cudagraph_mode": "NONE"},
-        moe_backend="triton",
+        moe_backend=backend,
     )
-    layers = list(experts.layers_with_tiles(engine.runner.model.modules()))
+    layers = list(experts.layers(engine.runner.model.modules()))
     found: dict[str, Any] = {"files": sorted({experts.tiles_file(layer) for layer in layers})}
     with device:
         layer = layers[0]
         states = torch.zeros(rows, layer.hidden_size, device="cuda", dtype=layer.params_dtype)
-        assert experts.tiles_in_use(layer, rows)["BLOCK_SIZE_M"] > 0
+        size = few_rows.block_size(layer, rows)
         before = len(device.compiled)
-        shapes = [experts.run_with_tiles(layer, tiles, states).shape for tiles in shipped()]
+        shapes = [few_rows.run(layer, size, states).shape]
+        ours = len(device.compiled) - before
+        if experts.has_tiles(layer):
+            assert experts.tiles_in_use(layer, rows)["BLOCK_SIZE_M"] > 0
+            shapes += [experts.run_with_tiles(layer, tiles, states).shape for tiles in shipped()]
     return found | {
         "layers": len(layers),
         "shapes": [tuple(shape) for shape in shapes],
+        "size": size,
+        "ours": ours,
         "compiled": len(device.compiled) - before,
     }
 

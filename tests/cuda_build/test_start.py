@@ -55,17 +55,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "fp8-dynamic"])
-def test_other_tiles_of_experts_can_be_tried(
-    on_host: Callable[..., dict[str, Any]], folder: Path, scheme: str
+@pytest.mark.parametrize(
+    ("scheme", "backend"),
+    [("bf16", "triton"), ("fp8-dynamic", "triton"), ("fp8-dynamic", "cutlass")],
+)
+def test_other_kernels_of_experts_can_be_tried(
+    on_host: Callable[..., dict[str, Any]], folder: Path, scheme: str, backend: str
 ) -> None:
     """What `kernel_choice` times, in the layers that vLLM has built."""
-    found = on_host(H100, chores.try_tiles, folder=folder, scheme=scheme, rows=512)
+    found = on_host(H100, chores.try_tiles, folder=folder, scheme=scheme, backend=backend, rows=512)
     (file,) = found["files"]
     assert ("dtype=fp8_w8a8" in file) == (scheme != "bf16")
     assert file.startswith("E=128,N=704,device_name=")
     assert found["layers"] > 0 and set(found["shapes"]) == {(512, 2816)}
-    assert found["compiled"] >= len(found["shapes"]), "each is a kernel of its own"
+    assert found["size"] == 64 and found["ours"] >= 3, "two products and a sum"
+    assert (len(found["shapes"]) > 1) == (backend == "triton"), "CUTLASS has no tiles to choose"
+    assert found["compiled"] >= len(found["shapes"]) + 2, "each is a kernel of its own"
 
 
 @pytest.mark.parametrize("name", CASES)
