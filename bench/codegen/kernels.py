@@ -203,12 +203,11 @@ def down(dtype: str, size: int) -> Case:
     return _product(experts._down_kernel, dtype, size, constants, experts._OUTPUTS)
 
 
-def _product(
-    kernel: Any, dtype: str, size: int, constants: dict[str, object], channels: int
-) -> Case:
+def _product(kernel: Any, dtype: str, size: int, own: dict[str, int], channels: int) -> Case:
     is_fp8 = dtype == FP8
     depth = experts._DEPTH_BYTES // (1 if is_fp8 else 2)
-    constants |= {**WIDTHS, "TOKENS": size, "DEPTH": depth, "IS_FP8": is_fp8}
+    constants: dict[str, object] = {**own, **WIDTHS}
+    constants |= {"TOKENS": size, "DEPTH": depth, "IS_FP8": is_fp8}
     pointers = EXPERTS | dict.fromkeys(("states", "weight"), dtype)
     if not is_fp8:
         constants |= dict.fromkeys(("state_scale", "weight_scale"))

@@ -49,7 +49,7 @@ def block_size(num_tokens: int, top_k: int, num_experts: int) -> int | None:
 
 
 def num_warps(size: int) -> int:
-    """Which hold the results of a block of `size` rows without spilling."""
+    """Returns how many hold the results of a block of `size` rows without spilling."""
     return 8 if size >= 64 else 4
 
 

@@ -57,7 +57,7 @@ def measure(
 
 
 def _tiles(layer: Any, number: int) -> dict[str, dict[str, int]]:
-    """Those in use and others, by name; none where a layer's kernel has none to choose."""
+    """Returns those in use and others, by name; none where a layer's kernel has no choice."""
     if not experts.has_tiles(layer):
         return {}
     in_use = experts.tiles_in_use(layer, number)
@@ -70,8 +70,8 @@ def _candidates(
     weight = layer.w2_weight
     states = torch.randn(number, layer.hidden_size, device=weight.device).to(layer.params_dtype)
     candidates: dict[str, Callable[[], torch.Tensor]] = {
-        name: partial(experts.run_with_tiles, layer, each, states)
-        for name, each in (own_tiles or {IN_USE: None}).items()
+        name: partial(experts.run_with_tiles, layer, own_tiles.get(name), states)
+        for name in own_tiles or (IN_USE,)
     }
     if size:
         candidates[OURS] = partial(few_rows.run, layer, size, states)
