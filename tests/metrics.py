@@ -9,8 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import tolerances
-from vllm_dllm.metrics.drafts import DRAFT_HISTOGRAMS
-from vllm_dllm.metrics.prometheus import HISTOGRAMS, PREFIX
+from vllm_dllm.metrics.prometheus import DRAFT_HISTOGRAMS, HISTOGRAMS, PREFIX
 
 Samples = Counter[tuple[str, frozenset[tuple[str, str]]]]
 """Values of our metrics by name and labels, those of the model and the engine left out."""

@@ -36,8 +36,7 @@ def _register() -> None:
     from vllm_dllm.compat import ending, logprobs, metrics
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.config import canvas_feeds
-    from vllm_dllm.metrics.drafts import DraftMetrics
-    from vllm_dllm.metrics.prometheus import CanvasMetrics
+    from vllm_dllm.metrics.prometheus import CanvasMetrics, DraftMetrics
     from vllm_dllm.startup import hooks
 
     _register_models()
@@ -78,9 +77,9 @@ def _register_models() -> None:
 def _check_requests() -> None:
     """Installs the checks of what a request may ask for, on its way into the engine."""
     from vllm_dllm.compat import admission, http, parsers, usage
-    from vllm_dllm.requests.accepted_tokens import accepted_tokens
     from vllm_dllm.requests.admission import Served, admit, admit_target
     from vllm_dllm.requests.http import check_body, refuse_beam_search, wrong_type
+    from vllm_dllm.requests.prediction import accepted_tokens
 
     admission.set_admission((DIFFUSION_GEMMA, *FAMILIES), Served.of, admit, admit_target)
     http.check_bodies(check_body, wrong_type)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.paths import ROOT
-from vllm_dllm.metrics.drafts import DRAFT_HISTOGRAMS
-from vllm_dllm.metrics.prometheus import PREFIX
+from vllm_dllm.metrics.prometheus import DRAFT_HISTOGRAMS, PREFIX
 
 _SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^{}]*)\}")
 _MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')

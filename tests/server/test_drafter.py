@@ -14,8 +14,7 @@ from openai import BadRequestError
 from tests.paths import CHECKPOINTS
 from tests.server import conftest
 from tests.server.dashboard_queries import check, queries
-from vllm_dllm.metrics.drafts import DRAFT_HISTOGRAMS
-from vllm_dllm.metrics.prometheus import PREFIX
+from vllm_dllm.metrics.prometheus import DRAFT_HISTOGRAMS, PREFIX
 
 TARGET, DRAFTER = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
 

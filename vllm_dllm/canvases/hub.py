@@ -13,8 +13,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from vllm_dllm.config.canvas_feeds import new_name, socket_path
-from vllm_dllm.config.canvas_message import unpack
+from vllm_dllm.config.canvas_feeds import new_name, socket_path, unpack
 
 BUFFER_CANVASES = 32
 _SOCKET_MESSAGES = 64

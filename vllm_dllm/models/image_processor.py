@@ -32,7 +32,7 @@ from vllm.multimodal.processing.processor import (
 
 from vllm_dllm.compat.media_processor import ProcessorHooks
 from vllm_dllm.models import video_frames
-from vllm_dllm.requests.images import MOST, check_media, check_options, check_size
+from vllm_dllm.requests.media import MOST, check_media, check_options, check_size
 
 logger = init_logger(__name__)
 

@@ -17,7 +17,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem
 from vllm.multimodal.parse import VideoProcessorItems
 
-from vllm_dllm.requests.videos import MOST_FRAMES, seen_frames, timestamp
+from vllm_dllm.requests.media import MOST_FRAMES, seen_frames, timestamp
 
 # Of transformers' `Gemma4VideoProcessor`, which cannot be imported without torchvision.
 _DEFAULTS = {"max_soft_tokens": 70, "num_frames": MOST_FRAMES}

@@ -13,9 +13,8 @@ from vllm.multimodal.media import (
     VideoMediaIO,
 )
 
-from vllm_dllm.requests.image_bytes import CarefulImageIO
+from vllm_dllm.requests.media_bytes import CarefulImageIO, CarefulVideoIO
 from vllm_dllm.requests.media_refusals import IMAGE, VIDEO, Kind
-from vllm_dllm.requests.video_bytes import CarefulVideoIO
 
 CONNECTOR = "vllm_dllm"
 _CONNECTOR_VARIABLE = "VLLM_MEDIA_CONNECTOR"

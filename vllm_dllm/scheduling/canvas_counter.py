@@ -1,19 +1,23 @@
-"""Counts what the metrics show of canvases, from what each step brings the scheduler."""
+"""Counts what the metrics show of canvases, from what each step brings the scheduler, and adds it
+to vLLM's statistics of the step."""
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_dllm.compat.metrics import denoised
+from vllm_dllm.compat.metrics import CarryingStats, denoised
 from vllm_dllm.compat.runner import numbers_of
-from vllm_dllm.compat.scheduler import scheduled_at
+from vllm_dllm.compat.scheduler import SchedulerHooks, scheduled_at
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers, CanvasRow
 from vllm_dllm.metrics.prometheus import CanvasCounts
 from vllm_dllm.scheduling.block_spans import BlockSpans
+from vllm_dllm.scheduling.families import CanvasFamily
 
 
 class CanvasCounter:
@@ -91,3 +95,42 @@ class CanvasCounter:
         """What was counted since the last call."""
         counts, self._counts = self._counts, CanvasCounts()
         return counts
+
+
+class CountedScheduling(SchedulerHooks):
+    """Added to a scheduler. Counts canvases where vLLM counts anything, and commits that were not
+    run in any case, because vLLM's clients compute with them."""
+
+    counter: CanvasCounter | None = None
+    spared_commits: list[int]  # widths, until they are in the statistics
+
+    def count_for(self, family: CanvasFamily) -> None:
+        self.spared_commits = []
+        if not self.log_stats:
+            return
+        traces = self.vllm_config.observability_config.otlp_traces_endpoint is not None
+        self.counter = CanvasCounter(
+            family.width,
+            BlockSpans() if traces else None,
+            joins_canvases=family.joins_canvases and not family.is_seeded,
+        )
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
+    ) -> SpecDecodingStats | None:
+        stats = spec_decoding_stats or CarryingStats(self.num_spec_tokens)
+        return super().make_spec_decoding_stats(stats, *args, **kwargs)
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Counts a saved commit as a step, because vLLM's clients compute the denoise steps as all
+        steps minus one commit per canvas. This includes a last block that was committed because
+        its end was not foreseen (`requests/ends.py`)."""
+        if spec_decoding_stats is not None:
+            for width in self.spared_commits:
+                spec_decoding_stats.observe_draft(width, num_accepted_tokens=0)
+        if self.counter is not None and isinstance(spec_decoding_stats, CarryingStats):
+            spec_decoding_stats.cargo = vars(self.counter.take())
+        self.spared_commits.clear()
+        return super().make_stats(spec_decoding_stats, *args, **kwargs)

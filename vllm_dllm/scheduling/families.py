@@ -1,5 +1,6 @@
 """What the scheduler asks of a model's family about its canvases."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -12,32 +13,29 @@ from vllm_dllm.requests.options import fits_canvases, fitted_width
 from vllm_dllm.scheduling.spared_forwards import has_own_steps, joins_canvases
 
 
-class UniformCanvases:
-    """DiffusionGemma's canvases begin as noise, and behind the tokens that are known."""
+class CanvasFamily(ABC):
+    """The canvases of a kind of models."""
+
+    is_seeded = False
+    """Whether a canvas' first token is known before its first step."""
+    fits_canvases = False
+    """Whether a request for few tokens may have a narrower canvas than others."""
 
     def __init__(self, vllm_config: VllmConfig, canvas_length: int) -> None:
         """`canvas_length`: of the served canvases, in tokens."""
         self.canvas_length = canvas_length
-        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
-        self.fits_canvases = extension.fit_canvas
-        """Whether a request for few tokens may have a narrower canvas than others."""
         self.joins_canvases = joins_canvases(vllm_config)
         """Whether a canvas may share the forward of the tokens before it."""
 
-    is_seeded = False
-    """Whether a canvas' first token is known before its first step."""
-
+    @abstractmethod
     def check(self, block_size: int) -> None:
         """Raises ValueError for a server that cannot hold canvases together. `block_size`: tokens
         of a page of the KV cache."""
 
+    @abstractmethod
     def width(self, request: Request) -> int:
         """Tokens of the canvas that `request` is at, or of the one that follows its tokens so
         far."""
-        width: int = stock_canvas_width(request, self.canvas_length)
-        if fits_canvases(request.sampling_params):
-            width = min(width, fitted_width(request.max_tokens - request.num_output_tokens))
-        return width
 
     def num_recomputed(self, num_known: int) -> int:
         """How many of so many known tokens every step computes anew until their block is finished:
@@ -57,18 +55,38 @@ class UniformCanvases:
 
     def may_narrow(self, request: Request) -> bool:
         """Whether the canvas of a running request may be narrower than its placeholders."""
+        return False
+
+
+class UniformCanvases(CanvasFamily):
+    """DiffusionGemma's canvases begin as noise, and behind the tokens that are known."""
+
+    def __init__(self, vllm_config: VllmConfig, canvas_length: int) -> None:
+        super().__init__(vllm_config, canvas_length)
+        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+        self.fits_canvases = extension.fit_canvas
+
+    def check(self, block_size: int) -> None:
+        """Any server can."""
+
+    def width(self, request: Request) -> int:
+        width: int = stock_canvas_width(request, self.canvas_length)
+        if fits_canvases(request.sampling_params):
+            width = min(width, fitted_width(request.max_tokens - request.num_output_tokens))
+        return width
+
+    def may_narrow(self, request: Request) -> bool:
         left = request.max_tokens - request.num_output_tokens
         return self.fits_canvases and left < len(request.spec_token_ids)
 
 
-class MaskedCanvases(UniformCanvases):
+class MaskedCanvases(CanvasFamily):
     """A masked model's canvases are blocks of masks, as long as the served canvas."""
 
     def __init__(self, vllm_config: VllmConfig, canvas_length: int, masked: MaskedConfig) -> None:
         super().__init__(vllm_config, canvas_length)
         self.vllm_config, self.masked = vllm_config, masked
         self.is_seeded = masked.family.is_seeded
-        self.fits_canvases = False
 
     def check(self, block_size: int) -> None:
         self.masked.check_cache(block_size, "--block-size")
@@ -90,6 +108,9 @@ class CausalBlocks(MaskedCanvases):
         super().__init__(*args)
         self.joins_canvases = False
 
+    def width(self, request: Request) -> int:
+        return int(stock_canvas_width(request, self.canvas_length))
+
 
 class AlignedBlocks(MaskedCanvases):
     """All tokens see their whole block; blocks are counted from the request's first token, and so a
@@ -109,8 +130,8 @@ class AlignedBlocks(MaskedCanvases):
         return True
 
 
-def family_of(vllm_config: VllmConfig, canvas_length: int) -> UniformCanvases:
-    """Returns the served model's. `canvas_length`: see `UniformCanvases`."""
+def family_of(vllm_config: VllmConfig, canvas_length: int) -> CanvasFamily:
+    """Returns the served model's. `canvas_length`: see `CanvasFamily`."""
     masked = MaskedConfig.of(vllm_config)
     if masked is None:
         return UniformCanvases(vllm_config, canvas_length)

@@ -28,13 +28,11 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.requests.ends import was_foreseen
 from vllm_dllm.requests.options import carried, is_read_only
-from vllm_dllm.scheduling.added_blocks import append_blocks
-from vllm_dllm.scheduling.counted import CountedScheduling
+from vllm_dllm.scheduling.canvas_counter import CountedScheduling
 from vllm_dllm.scheduling.fair_share import FairShare
 from vllm_dllm.scheduling.families import family_of
-from vllm_dllm.scheduling.prompt_scores import HeldPromptScores
+from vllm_dllm.scheduling.prompts import HeldPromptScores, append_blocks, before_image
 from vllm_dllm.scheduling.spared_forwards import joins_commits, spares_last_commit
-from vllm_dllm.scheduling.whole_images import before_image
 
 logger = init_logger(__name__)
 

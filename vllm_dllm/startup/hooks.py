@@ -14,8 +14,7 @@ from vllm_dllm.compat.drafting import drafts_blocks, is_dflash2
 from vllm_dllm.config.extension import SECTION
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line, log_filter
-from vllm_dllm.startup.chat_template import check_chat_template
-from vllm_dllm.startup.model_folder import check_models
+from vllm_dllm.startup.model_folder import check_chat_template, check_models
 
 logger = init_logger(__name__)
 

@@ -13,8 +13,7 @@ import zmq.asyncio
 from vllm_dllm.canvases.hub import CanvasHub
 from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams
 from vllm_dllm.config import canvas_feeds
-from vllm_dllm.config.canvas_feeds import FEED
-from vllm_dllm.config.canvas_message import pack, pack_end
+from vllm_dllm.config.canvas_feeds import FEED, pack, pack_end
 from vllm_dllm.requests.options import STREAM_CANVASES
 
 BODY: dict[str, Any] = {

@@ -25,15 +25,17 @@ from vllm_dllm import plugin
 from vllm_dllm.compat.metrics import CarryingStats, Steps, count_steps, denoised, take_steps
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.metrics.canvas_numbers import CanvasRow
-from vllm_dllm.metrics.drafts import DRAFT_HISTOGRAMS, CountedHistogram, DraftMetrics
 from vllm_dllm.metrics.prometheus import (
     BY_LABEL,
     COUNTERS,
+    DRAFT_HISTOGRAMS,
     GAUGES,
     HISTOGRAMS,
     PREFIX,
     CanvasCounts,
     CanvasMetrics,
+    CountedHistogram,
+    DraftMetrics,
 )
 from vllm_dllm.requests.options import ACCEPTANCE_RULES, MODES
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter

@@ -16,7 +16,7 @@ from vllm.multimodal.parse import MultiModalDataParser
 from checkpoints.recipes.tokenizer import BOI_ID, EOI_ID, VIDEO_ID
 from tests.paths import CHECKPOINTS
 from vllm_dllm.models import video_frames
-from vllm_dllm.requests.images import check_media
+from vllm_dllm.requests.media import check_media
 
 IMAGES = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 280}
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.requests.accepted_tokens import AcceptedTokens, accepted_tokens
+from vllm_dllm.requests.prediction import AcceptedTokens, accepted_tokens
 
 TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [ord(c) for c in text])
 

@@ -12,7 +12,7 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
 from tests.pictures import data_url, encoded, png_header
 from vllm_dllm.requests import media_refusals
-from vllm_dllm.requests.image_bytes import MOST_PIXELS
+from vllm_dllm.requests.media_bytes import MOST_PIXELS
 from vllm_dllm.requests.media_refusals import MOST_BYTES
 from vllm_dllm.requests.media_url import CONNECTOR
 

@@ -3,7 +3,7 @@
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from vllm_dllm.requests.images import check_size
+from vllm_dllm.requests.media import check_size
 
 
 @pytest.mark.parametrize("size", [(8, 8), (24, 24), (48, 16), (560, 8)])

@@ -13,10 +13,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
 from tests.pictures import data_url, encoded, grey_frames, png_header, write_video
-from vllm_dllm.requests import video_bytes
+from vllm_dllm.requests import media_bytes
+from vllm_dllm.requests.media import MOST_FRAMES, even_indices, seen_frames, timestamp
+from vllm_dllm.requests.media_bytes import MOST_FILE_FRAMES, MOST_FRAME_PIXELS, EvenFrames
 from vllm_dllm.requests.media_url import CONNECTOR
-from vllm_dllm.requests.video_bytes import MOST_FILE_FRAMES, MOST_FRAME_PIXELS, EvenFrames
-from vllm_dllm.requests.videos import MOST_FRAMES, even_indices, seen_frames, timestamp
 
 
 def read(url: str, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
@@ -187,11 +187,11 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_video(tmp_path / "a.mp4", grey_frames(20))
     url = data_url(data, "video/mp4")
     assert MOST_FRAME_PIXELS > 3840 * 2160 and MOST_FILE_FRAMES >= 3600 * 30
-    monkeypatch.setattr(video_bytes, "MOST_FILE_FRAMES", 19)
+    monkeypatch.setattr(media_bytes, "MOST_FILE_FRAMES", 19)
     with pytest.raises(VLLMValidationError, match="1 to 19 frames, got 20"):
         read(url)
     monkeypatch.undo()
-    monkeypatch.setattr(video_bytes, "MOST_FRAME_PIXELS", 3000)
+    monkeypatch.setattr(media_bytes, "MOST_FRAME_PIXELS", 3000)
     with pytest.raises(VLLMValidationError, match="at most 3000 pixels, got 64 x 48"):
         read(url)
     monkeypatch.setattr("vllm_dllm.requests.media_refusals.MOST_BYTES", 100)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
-from vllm_dllm.scheduling.whole_images import before_image
+from vllm_dllm.scheduling.prompts import before_image
 
 
 def feature(offset: int, is_embed: list[bool]) -> SimpleNamespace:

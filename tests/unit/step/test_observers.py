@@ -12,7 +12,7 @@ import zmq
 
 from tests.processes import HANGS_S
 from vllm_dllm.config import canvas_feeds
-from vllm_dllm.config.canvas_message import unpack
+from vllm_dllm.config.canvas_feeds import unpack
 from vllm_dllm.step.watched import observers
 from vllm_dllm.step.watched.canvas_record import StepCanvases
 from vllm_dllm.step.watched.observers import CanvasObservers

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import zmq
 
-from vllm_dllm.config.canvas_message import pack, pack_end
+from vllm_dllm.config.canvas_feeds import pack, pack_end
 from vllm_dllm.step.watched.canvas_record import StepCanvases
 
 QUEUE_STEPS = 64
