@@ -137,6 +137,14 @@ def quantised_experts(step: float, dtype: torch.dtype) -> float:
     return 1.13 * (3 * step + FEW * unit_roundoff(dtype))
 
 
+def experts_on_average(dtype: torch.dtype, is_fp8: bool) -> float:
+    """RMS ratio of experts' results to exact ones, where numbers between products are rounded to
+    `dtype`, and then, if `is_fp8`, to e4m3 in both. An error moves a number to the other side of a
+    tie with a chance of its size by a step's, and then by a step."""
+    own = FEW * unit_roundoff(dtype)
+    return own + is_fp8 * (own * 2 * unit_roundoff(torch.float8_e4m3fn)) ** 0.5
+
+
 LOGPROB_OF_LAST_STEP = 10 * LOGPROB
 """After some denoising steps, each of which conditions on the logits before. The least stable of
 random weights amplify an error tenfold on their way to the last."""

@@ -6,20 +6,25 @@ CUTLASS in FP8 runs tiles of 16 tokens (`swap_ab`) where all permuted rows are a
 Python and once more in C++ by the rows of its argument. A canvas gives each of 128 experts 16 rows,
 2,048 in all, so it never does. To learn what it would give, "swapped" passes a view of the first 64
 rows, with offsets that reach the others: a measurement, not a product. Every result is compared
-with fp32 products. A line of JSON for each; on a CPU, the definition alone, in a small shape.
+with fp32 products. Ours is timed with all that a layer does, as vLLM's Triton kernel is. A line of
+JSON for each; on a CPU, ours and the definition, in a small shape and in fp32.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from attention_kernels.interpreter import interpret_kernels
 from bench.lease.timing import error, timed_ms
+from vllm_dllm.experts import definition, few_rows_triton
+from vllm_dllm.experts.definition import FP8, Assignment, Experts
 
-FP8 = torch.float8_e4m3fn
+ACTIVATION = "gelu_tanh"
 Run = Callable[[], torch.Tensor]
 FEW_ROWS = 64  # of an argument, from which CUTLASS concludes that experts have few
 
@@ -40,16 +45,11 @@ class Problem:
         shape = (self.tokens, self.top_k)
         return torch.full(shape, 1 / self.top_k, device=self.states.device)
 
-    def definition(self, num_tokens: int) -> torch.Tensor:  # [num_tokens, K]
-        """Of the first tokens, in fp32."""
-        found = torch.zeros(num_tokens, self.states.shape[1], device=self.states.device)
-        for token in range(num_tokens):
-            state = self.states[token].float()
-            for expert in self.ids[token].tolist():
-                gate, up = (self.gate_up[expert].float() @ state).chunk(2)
-                inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
-                found[token] += self.down[expert].float() @ inner / self.top_k
-        return found
+    def expected(self, num_tokens: int) -> torch.Tensor:  # [num_tokens, K]
+        """Returns the first tokens' results, in fp32."""
+        few = (each[:num_tokens] for each in (self.weights, self.ids))
+        states, experts = self.states[:num_tokens].float(), Experts(self.gate_up, self.down)
+        return definition.mix(states, experts, *few, ACTIVATION)
 
 
 def draw(tokens: int, shape: tuple[int, int, int, int], device: str) -> Problem:
@@ -109,6 +109,44 @@ def triton_experts(problem: Problem, is_fp8: bool, tuned: bool) -> Run:
             return run()
 
     return run_tuned
+
+
+def our_experts(problem: Problem, is_fp8: bool, device: str) -> Run:
+    """Our Triton kernel with what is around it; on a CPU in Triton's interpreter, in fp32."""
+    assign: Callable[..., Any] = definition.assign
+    quantise: Callable[[torch.Tensor], Any] = definition.quantise
+    dtype = torch.float32
+    if device == "cpu":
+        interpret_kernels(few_rows_triton)
+    else:
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.fused_moe import moe_align_block_size as align
+
+        assign = align.moe_align_block_size
+        quantise = partial(ops.scaled_fp8_quant, use_per_token_if_dynamic=True)
+        dtype = problem.states.dtype
+
+    num_experts, hidden, width = problem.down.shape
+    size = few_rows_triton.block_size(problem.tokens, problem.top_k, num_experts)
+    size = size or few_rows_triton.SIZES[-1]
+    states, scores = problem.states.to(dtype), problem.weights
+    weights = [each.to(FP8 if is_fp8 else dtype) for each in (problem.gate_up, problem.down)]
+    scales = [
+        torch.ones(each.shape[:2], device=each.device) if is_fp8 else None for each in weights
+    ]
+    inner, rows = (states.new_empty(problem.ids.numel(), n) for n in (width, hidden))
+    output = torch.empty_like(states)
+
+    def run() -> torch.Tensor:
+        given = quantise(states) if is_fp8 else (states, None)
+        assignment = Assignment(*assign(problem.ids, size, num_experts))
+        few_rows_triton.mix(
+            *given, Experts(*weights, *scales), scores, assignment, size, ACTIVATION,
+            inner, rows, output,
+        )  # fmt: skip
+        return output
+
+    return run
 
 
 def marlin_experts(problem: Problem) -> Run:
@@ -189,8 +227,13 @@ def cutlass_products(problem: Problem, swapped: bool) -> tuple[Run, Callable[[],
 
 def candidates(problem: Problem, device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """By name: what makes the function to time, or that and its error."""
+    yield "ours FP8", lambda: our_experts(problem, True, device)
+    yield (
+        "ours bf16" if device != "cpu" else "ours fp32",
+        lambda: our_experts(problem, False, device),
+    )
     if device == "cpu":
-        yield "definition, fp32", lambda: lambda: problem.definition(4)
+        yield "definition, fp32", lambda: lambda: problem.expected(4)
         return
     yield "CUTLASS FP8, products, as vLLM has it", lambda: cutlass_products(problem, False)
     yield "CUTLASS FP8, products, swapped", lambda: cutlass_products(problem, True)
@@ -204,13 +247,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape, counts = (128, 704, 2816, 8), [256, 512, 1024, 2048, 4096, 8192]
+    shape, counts = (128, 704, 2816, 8), [256, 2048, 8192]
     if device == "cpu":
-        shape, counts = (16, 32, 64, 4), [8]
-        print("experts: CUTLASS, Triton's kernel and Marlin need a GPU; the definition alone")
+        shape, counts = (16, 64, 128, 4), [8]
+        print("experts: CUTLASS, Triton's kernel and Marlin need a GPU; ours and the definition")
     for tokens in counts:
         problem = draw(tokens, shape, device)
-        expected = problem.definition(min(4, tokens))
+        expected = problem.expected(min(4, tokens))
         for name, make in candidates(problem, device):
             found: dict[str, Any] = {"experts": name, "tokens": tokens}
             # One that does not run here is reported, and the others run.

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 KERNELS = ["tests/unit/attention_kernels", "tests/unit/attention", "tests/unit/denoise"]
-KERNELS += ["tests/unit/step", "tests/unit/drafters"]
+KERNELS += ["tests/unit/step", "tests/unit/drafters", "tests/unit/experts"]
 PAIR = ["bench.full_shape", "--unchecked", "--rounds", "2", "--stock-most", "16"]
 SMALL = ["bench.full_shape", "--unchecked", "--rounds", "1", "--shape", "small", "--eager"]
 SMALL += ["--kv-cache-gib", "1", "--cells", "1x128"]
@@ -41,8 +41,8 @@ STAGES = [
     ),
     Stage(
         "experts",
-        "a layer's experts, routed evenly: CUTLASS FP8 as vLLM has it and with swap_ab, Triton's "
-        "default and our tiles, Marlin, bf16",
+        "a layer's experts, routed evenly: ours for few rows, CUTLASS FP8 as vLLM has it and with "
+        "swap_ab, Triton's default and our tiles, Marlin, bf16",
         ["bench.lease.experts"],
         ["bench.lease.experts"],
         seconds=40,

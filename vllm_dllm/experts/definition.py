@@ -50,15 +50,14 @@ def mix(
 ) -> torch.Tensor:
     """Sum over a token's experts of `weight * down(act(gate(x)) * up(x))`: [T, K], in the model's
     type. What is between gate, up and down, and a row's result, are rounded to it; sums are not."""
-    gate_up = scaled(experts.gate_up, experts.gate_up_scale)
-    down = scaled(experts.down, experts.down_scale)
     x = rounded(states, experts)
     found = torch.zeros(states.shape, device=states.device)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (x[token] @ gate_up[expert].T).chunk(2, dim=-1)
+        gate_up, down = weights_of(experts, expert)
+        gate, up = (x[token] @ gate_up.T).chunk(2, dim=-1)
         inner = (ACTIVATIONS[activation](gate) * up).to(states.dtype)
-        rows = (rounded(inner, experts) @ down[expert].T).to(states.dtype)
+        rows = (rounded(inner, experts) @ down.T).to(states.dtype)
         found.index_add_(0, token, weights[token, choice, None].float() * rows.float())
     return found.to(states.dtype)
 
@@ -94,6 +93,10 @@ def rounded(rows: torch.Tensor, experts: Experts) -> torch.Tensor:
     return quantised.float() * scale
 
 
-def scaled(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """The weight in fp32."""
-    return weight.float() if scale is None else weight.float() * scale[..., None]
+def weights_of(experts: Experts, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its [2 * N, K] and [K, N] in fp32, with their scales."""
+    gate_up, down = (part[expert].to(torch.float32, copy=True) for part in experts[:2])
+    if experts.gate_up_scale is not None and experts.down_scale is not None:
+        gate_up *= experts.gate_up_scale[expert, :, None]
+        down *= experts.down_scale[expert, :, None]
+    return gate_up, down

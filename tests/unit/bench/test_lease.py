@@ -8,14 +8,13 @@ import sys
 import tarfile
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm import _custom_ops as ops
-from vllm.model_executor.layers.fused_moe import fused_moe
+from vllm.model_executor.layers.fused_moe import fused_moe, moe_align_block_size
 from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
@@ -24,6 +23,7 @@ from bench.lease.__main__ import Lease, end_session
 from bench.lease.stages import STAGES, Stage
 from tests.paths import ROOT
 from tests.processes import is_running, wait_for
+from vllm_dllm.experts import definition, few_rows_triton
 
 MINUTES = 15 * 60
 
@@ -230,6 +230,12 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     bind(ops, "get_cutlass_moe_mm_problem_sizes_from_expert_offsets", lambda **_: None)
     bind(ops, "cutlass_moe_mm", lambda **_: None)
     bind(ops, "cutlass_scaled_mm", lambda a, b, **_: torch.zeros(len(a), b.shape[1]))
+    bind(
+        moe_align_block_size,
+        "moe_align_block_size",
+        lambda **given: definition.assign(*given.values()),
+    )
+    bind(few_rows_triton, "mix", lambda **_: None)
     bind(ops, "scaled_fp8_quant", lambda input, **_: (input, torch.ones(len(input), 1)))
     bind(fused_moe, "fused_experts", lambda hidden_states, **_: hidden_states)
     bind(marlin_moe, "fused_marlin_moe", lambda hidden_states, **_: hidden_states)
@@ -248,6 +254,7 @@ def test_experts_call_vllm_s_kernels_as_they_are(bound: list[str]) -> None:
         assert (off is not None) == ("products" in name)
     assert bound.count("cutlass_moe_mm") == 4 and bound.count("fused_experts") == 3
     assert bound.count("fused_marlin_moe") == 1
+    assert bound.count("mix") == bound.count("moe_align_block_size") == 2
 
 
 def test_linears_call_vllm_s_kernels_as_they_are(bound: list[str]) -> None:
@@ -257,18 +264,3 @@ def test_linears_call_vllm_s_kernels_as_they_are(bound: list[str]) -> None:
         assert run().shape == (4, 16)
         names.append(name)
     assert len(names) == 4 and bound.count("cutlass_scaled_mm") == 2
-
-
-def test_the_definition_of_experts_is_a_sum_over_those_that_are_chosen() -> None:
-    problem = experts.draw(3, (4, 8, 16, 2), "cpu")
-    one = experts.Problem(
-        problem.tokens,
-        1,
-        problem.states,
-        problem.ids[:, :1],
-        problem.gate_up,
-        problem.down,
-    )
-    other = replace(one, ids=problem.ids[:, 1:])
-    both = (one.definition(3) + other.definition(3)) / 2
-    assert (problem.definition(3) == both).all()

@@ -15,8 +15,8 @@ from vllm_dllm.experts.definition import Experts
 pytestmark = pytest.mark.numerics
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HIDDEN, WIDTH = 256, 192  # of FP8, a pass of the loop takes 128: the last one of down has half
-EXPERTS, CHOSEN = 6, 2
+SMALL = (256, 192, 6, 2)  # K, N, E, top_k; in FP8 a pass takes 128 of N, the last one half of it
+FULL = (2816, 704, 128, 8)  # of the 26B model
 STEP = 2.0**-3  # between neighbours in e4m3, as a share
 
 
@@ -34,24 +34,28 @@ class Problem(NamedTuple):
     ids: torch.Tensor
 
 
-def draw(tokens: int, dtype: torch.dtype, is_fp8: bool) -> Problem:
+def draw(
+    tokens: int, dtype: torch.dtype, is_fp8: bool, shape: tuple[int, int, int, int] = SMALL
+) -> Problem:
     """The first expert is every token's, and the last one nobody's."""
+    hidden, width, num_experts, top_k = shape
     generator = torch.Generator().manual_seed(tokens)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    weights = [normal(EXPERTS, 2 * WIDTH, HIDDEN) / 16, normal(EXPERTS, HIDDEN, WIDTH) / 14]
+    weights = [normal(num_experts, 2 * width, hidden), normal(num_experts, hidden, width)]
+    weights = [weight / weight.shape[-1] ** 0.5 for weight in weights]
     scales = [None, None]
     if is_fp8:
         pairs = [definition.quantise(weight) for weight in weights]
         weights, scales = [pair[0] for pair in pairs], [pair[1][..., 0] for pair in pairs]
-    others = normal(tokens, EXPERTS - 2).topk(CHOSEN - 1).indices + 1
+    others = normal(tokens, num_experts - 2).topk(top_k - 1).indices + 1
     ids = torch.cat([torch.zeros(tokens, 1, dtype=torch.int64), others], dim=1).int()
     experts = Experts(*(weight if is_fp8 else weight.to(dtype) for weight in weights), *scales)
     experts = Experts(*(None if part is None else part.to(DEVICE) for part in experts))
-    states = normal(tokens, HIDDEN).to(dtype)
-    found = states, torch.rand(tokens, CHOSEN, generator=generator), ids
+    states = normal(tokens, hidden).to(dtype)
+    found = states, torch.rand(tokens, top_k, generator=generator), ids
     states, shares, ids = (part.to(DEVICE) for part in found)
     return Problem(states, experts, shares, ids)
 
@@ -61,8 +65,9 @@ def run(fast: ModuleType, problem: Problem, size: int, activation: str) -> torch
     output, (rows, scale) = torch.full_like(states, torch.nan), (states, None)
     if experts.down_scale is not None:
         rows, scale = definition.quantise(states)
-    apart = [states.new_full((ids.numel(), width), torch.nan) for width in (WIDTH, HIDDEN)]
-    assignment = definition.assign(ids, size, EXPERTS)
+    num_experts, hidden, width = experts.down.shape
+    apart = [states.new_full((ids.numel(), n), torch.nan) for n in (width, hidden)]
+    assignment = definition.assign(ids, size, num_experts)
     fast.mix(rows, scale, experts, weights, assignment, size, activation, *apart, output)
     return output
 
@@ -72,20 +77,18 @@ def exactly(problem: Problem, activation: str) -> tuple[torch.Tensor, torch.Tens
     one of a row's numbers in FP8 makes of it that is rounded the other way."""
     states, experts, weights, ids = problem
     is_fp8 = experts.down_scale is not None
-    gate_up, down = (
-        definition.scaled(*pair).double() for pair in zip(experts[:2], experts[2:], strict=True)
-    )
     x = definition.rounded(states, experts).double()
     found = torch.zeros(3, *states.shape, dtype=torch.float64, device=states.device)
     for token, choices in enumerate(ids.tolist()):
         for weight, expert in zip(weights[token].double(), choices, strict=True):
-            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            gate_up, down = (part.double() for part in definition.weights_of(experts, expert))
+            gate, up = (gate_up @ x[token]).chunk(2)
             inner = (definition.ACTIVATIONS[activation](gate) * up)[None]
             inner = definition.rounded(inner, experts)[0].double()
-            found[0, token] += weight * (down[expert] @ inner)
-            gate, up = (gate_up[expert].abs() @ x[token].abs()).chunk(2)
-            found[1, token] += weight * (down[expert].abs() @ (gate * up))
-            flip = STEP * inner.abs().amax() * down[expert].abs().amax(-1)
+            found[0, token] += weight * (down @ inner)
+            gate, up = (gate_up.abs() @ x[token].abs()).chunk(2)
+            found[1, token] += weight * (down.abs() @ (gate * up))
+            flip = STEP * inner.abs().amax() * down.abs().amax(-1)
             found[2, token] += weight * flip * is_fp8
     return tuple(found)
 
@@ -111,6 +114,24 @@ def test_experts(
     allowed = tolerances.quantised_experts(0.0, dtype) * magnitudes + flip
     tolerances.assert_within(run(fast, problem, size, activation), expected, allowed)
     tolerances.assert_within(definition.mix(*problem, activation), expected, allowed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["not quantised", "fp8"])
+@pytest.mark.parametrize("size", few_rows_triton.SIZES)
+def test_full_width_in_bf16_gives_the_same_bits_again(
+    fast: ModuleType, size: int, is_fp8: bool
+) -> None:
+    problem = draw(150, torch.bfloat16, is_fp8, FULL)
+    expected, *_ = exactly(problem, "gelu_tanh")
+    found, again = (run(fast, problem, size, "gelu_tanh") for _ in range(2))
+    share = tolerances.experts_on_average(torch.bfloat16, is_fp8)
+    assert rms(found - expected) <= share * rms(expected)
+    assert torch.equal(found, again)
+
+
+def rms(values: torch.Tensor) -> float:
+    return values.double().square().mean().sqrt().item()
 
 
 def test_a_layer_that_the_tiles_do_not_divide_is_refused(fast: ModuleType) -> None:
