@@ -47,9 +47,9 @@ class Problem:
 
     def expected(self, num_tokens: int) -> torch.Tensor:  # [num_tokens, K]
         """Returns the first tokens' results, in fp32."""
-        few = (each[:num_tokens] for each in (self.weights, self.ids))
-        states, experts = self.states[:num_tokens].float(), Experts(self.gate_up, self.down)
-        return definition.mix(states, experts, *few, ACTIVATION)
+        states, weights, ids = (each[:num_tokens] for each in (self.states, self.weights, self.ids))
+        experts = Experts(self.gate_up, self.down)
+        return definition.mix(states.float(), experts, weights, ids, ACTIVATION)
 
 
 def draw(tokens: int, shape: tuple[int, int, int, int], device: str) -> Problem:
@@ -138,11 +138,11 @@ def our_experts(problem: Problem, is_fp8: bool, device: str) -> Run:
     output = torch.empty_like(states)
 
     def run() -> torch.Tensor:
-        given = quantise(states) if is_fp8 else (states, None)
+        given, state_scale = quantise(states) if is_fp8 else (states, None)
         assignment = Assignment(*assign(problem.ids, size, num_experts))
         few_rows_triton.mix(
-            *given, Experts(*weights, *scales), scores, assignment, size, ACTIVATION,
-            inner, rows, output,
+            given, state_scale, Experts(*weights, *scales), scores, assignment, size,
+            ACTIVATION, inner, rows, output,
         )  # fmt: skip
         return output
 
