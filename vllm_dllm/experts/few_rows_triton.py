@@ -181,9 +181,11 @@ def _down_kernel(
     row, is_row = _rows_of_block(block, block_rows, num_rows, TOKENS)
     if IS_FP8:
         part = tl.arange(0, triton.next_power_of_2(PARTS))
-        is_part = is_row[:, None] & (part < PARTS)[None, :]
-        of_part = maxima + row[:, None] * PARTS + part[None, :]
-        largest = tl.max(tl.load(of_part, mask=is_part, other=0.0), 1)
+        is_part = (part < PARTS)[:, None] & is_row[None, :]
+        of_part = maxima + part[:, None] + row[None, :] * PARTS
+        # The largest by columns: by rows, Triton would give `value` below this tile's layout, and
+        # would write it to shared memory byte by byte.
+        largest = tl.max(tl.load(of_part, mask=is_part, other=0.0), 0)
         scale = tl.maximum(largest / _MOST, _SMALLEST_SCALE)
         inverse = 1 / scale
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
