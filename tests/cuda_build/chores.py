@@ -160,6 +160,12 @@ def try_tiles(
         before = len(device.compiled)
         shapes = [few_rows.run(layer, size, states).shape]
         ours = len(device.compiled) - before
+        for log in (device.waits, device.forbidden):
+            log.clear()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):  # as they are timed
+            few_rows.run(layer, size, states)
+            experts.run_with_tiles(layer, None, states)
+        problems = [*device.waits, *device.forbidden]
         if experts.has_tiles(layer):
             assert experts.tiles_in_use(layer, rows)["BLOCK_SIZE_M"] > 0
             shapes += [experts.run_with_tiles(layer, tiles, states).shape for tiles in shipped()]
@@ -168,6 +174,7 @@ def try_tiles(
         "shapes": [tuple(shape) for shape in shapes],
         "size": size,
         "ours": ours,
+        "problems": problems,
         "compiled": len(device.compiled) - before,
     }
 

@@ -68,6 +68,7 @@ def test_other_kernels_of_experts_can_be_tried(
     assert ("dtype=fp8_w8a8" in file) == (scheme != "bf16")
     assert file.startswith("E=128,N=704,device_name=")
     assert found["layers"] > 0 and set(found["shapes"]) == {(512, 2816)}
+    assert found["problems"] == [], "not in a CUDA graph"
     assert found["size"] == 64 and found["ours"] >= 3, "two products and a sum"
     assert (len(found["shapes"]) > 1) == (backend == "triton"), "CUTLASS has no tiles to choose"
     assert found["compiled"] >= len(found["shapes"]) + 2, "each is a kernel of its own"
