@@ -76,7 +76,7 @@ def mix(
         raise ValueError(reason)
     num_rows, top_k = weights.numel(), weights.shape[1]
     num_blocks, parts = len(assignment.experts), width // _CHANNELS
-    maxima = torch.empty(num_rows, parts, device=states.device)
+    maxima = torch.empty(num_rows, parts, dtype=torch.float32, device=states.device)
     shape = {"K": hidden, "N": width, "TOKENS": size}
     shape["DEPTH"] = _DEPTH_BYTES // experts.down.element_size()
     shape["num_warps"], shape["num_stages"] = num_warps(size), _STAGES
