@@ -32,8 +32,8 @@ agree:
 - `chunks._cut_kernel` makes bands of `visible`: `test_chunks.py::test_no_page_in_vain`.
 - `fa4_fwd.band_mask` and `fa4_fwd.image_mask` apply them: `test_fa4.py::test_mask_function`.
 - vLLM's CPU kernel, for causal and `symmetric` requests: `test_cpu_backend.py::test_visibility`.
-  Requests that are causal by blocks are cut into bidirectional ones (`cpu/attention/blocks.py`),
-  and so are images (`cpu/attention/images.py`).
+  Requests that are causal by blocks are cut into bidirectional ones (`cpu/attention/cuts.py`),
+  and so are images (`cpu/attention/cuts.py`).
 
 FlashAttention-4 does not know blocks of more than one token, but a request that is causal by blocks
 is a causal one whose blocks are images (`block_spans`).

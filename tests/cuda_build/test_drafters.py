@@ -22,7 +22,7 @@ PROMPTS = {
     "another": {"prompt": 300, "max_tokens": 30, "temperature": 0.0},
     "a third": {"prompt": 17, "max_tokens": 30, "temperature": 1.0},
 }
-WIDTHS_READ = "an event at vllm_dllm/drafters/predicted_widths.py"
+WIDTHS_READ = "an event at vllm_dllm/drafters/blockpilot.py"
 """What BlockPilot predicts for a request is read once, by the scheduler, with the output of the
 step that read its prompt."""
 

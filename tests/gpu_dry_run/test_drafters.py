@@ -11,11 +11,10 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
-from vllm_dllm.drafters.context import ContextWeights, DrafterCaches
+from vllm_dllm.drafters.context import ContextWeights, DrafterCaches, PendingContext
 from vllm_dllm.drafters.context_kv import store_context_kv_
 from vllm_dllm.drafters.dflash import PENDING_TOKENS, WidthDFlashSpeculator
 from vllm_dllm.drafters.passes import reveal_counts
-from vllm_dllm.drafters.pending_context import PendingContext
 
 WIDEST, REQUESTS, TOKENS, H, V = 7, ("a", "b", "c"), 8, 64, 500
 LAYERS, HEADS, SIZE = 2, 2, 32
@@ -180,4 +179,4 @@ def test_predicted_widths_are_waited_for_when_they_are_read(
     assert len(widths) == len(REQUESTS)
     assert list(widths) == list(REQUESTS)
     (wait,) = cuda.waits
-    assert wait.startswith("an event at vllm_dllm/drafters/predicted_widths.py")
+    assert wait.startswith("an event at vllm_dllm/drafters/blockpilot.py")

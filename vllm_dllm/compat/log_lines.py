@@ -3,6 +3,7 @@
 Imports nothing of vLLM, whose modules log while they are being imported.
 """
 
+import logging
 import re
 import traceback
 
@@ -53,3 +54,30 @@ WRONG_ON_CPUS = {
 }
 """Logger -> how its line begins. Triton is installed, and nothing here needs its CPU backend. The
 threads of a CPU's worker are what computes, and not what is in the way."""
+
+
+def leave_out_what_is_wrong() -> None:
+    """Leaves out what is wrong of ours. Repeatable."""
+    for name in WRONG_OF_OURS:
+        logging.getLogger(name).addFilter(_is_of_others)
+
+
+def leave_out_what_is_wrong_on_cpus() -> None:
+    """Leaves out what is wrong on a CPU: vLLM warns in each of its processes that Triton has no
+    backend for it, then that Triton is not installed. It is, and the kernels that vLLM writes in it
+    are replaced (`vllm_dllm.cpu`). Call it before vLLM looks for Triton. Repeatable."""
+    for name in WRONG_ON_CPUS:
+        logging.getLogger(name).addFilter(_is_wanted)
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(WRONG_ON_CPUS[record.name])
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    if not str(record.msg).startswith(WRONG_OF_OURS[record.name]):
+        return True
+    assert isinstance(record.args, tuple)
+    (named,) = record.args
+    names = named if isinstance(named, list) else [named]
+    return not all(str(name).startswith("vllm_dllm") for name in names)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_dllm.denoise.sums import sum_type
+from vllm_dllm.denoise.row_stats import sum_type
 
 
 def accept_by_entropy_bound(

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_dllm.denoise.sums import sum_type
+from vllm_dllm.denoise.row_stats import sum_type
 
 NO_TOKEN = -1
 """The best guess before the first step: equal to no token id, so that step repeats nothing."""

@@ -57,3 +57,9 @@ def sample_by_inversion(
     found = torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
     # A row with a NaN has no answer, but must not point outside the vocabulary.
     return found.clamp_(max=probs.shape[-1] - 1)
+
+
+def sum_type(terms: torch.Tensor) -> torch.dtype:
+    """A GPU adds in an order that depends on the number of canvases. In float64 that makes no
+    difference to sums of fp32."""
+    return torch.float64 if terms.is_cuda else terms.dtype

@@ -13,8 +13,11 @@ entropy and the lead of the best logit) and needs kilobytes.
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -174,3 +177,34 @@ def load_predictor(
     predictor = BlockPilot(config)
     predictor.load_state_dict(load_file(path / WEIGHTS_FILE))
     return predictor.to(device=device, dtype=dtype).eval()
+
+
+class PredictedWidths(Mapping[str, int]):
+    """Widths on their way from the device, by request. Reading waits for them, and so does sending
+    them to another process."""
+
+    def __init__(self, request_ids: list[str], widths: torch.Tensor) -> None:
+        """`widths` [num_reqs] int64; starts to copy them."""
+        self._request_ids = request_ids
+        self._widths = widths.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if widths.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    @cached_property
+    def _known(self) -> dict[str, int]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return dict(zip(self._request_ids, self._widths.tolist(), strict=True))
+
+    def __getitem__(self, request_id: str) -> int:
+        return self._known[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._request_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self._known,)

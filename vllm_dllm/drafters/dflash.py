@@ -24,10 +24,9 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_dllm.compat.dflash import DFlashHooks
 from vllm_dllm.config.drafter import context_limit
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.drafters.blockpilot import BlockPilot, load_predictor
+from vllm_dllm.drafters.blockpilot import BlockPilot, PredictedWidths, load_predictor
+from vllm_dllm.drafters.context import PendingContext
 from vllm_dllm.drafters.passes import reveal, reveal_counts
-from vllm_dllm.drafters.pending_context import PendingContext
-from vllm_dllm.drafters.predicted_widths import PredictedWidths
 from vllm_dllm.drafters.presets import DrafterLayout, DrafterMismatch, check_drafter
 
 logger = init_logger(__name__)

@@ -21,8 +21,8 @@ from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.attention import use_window_rules
-from vllm_dllm.models import finite, video_frames, vision
-from vllm_dllm.models.expected_weights import ExpectedWeights
+from vllm_dllm.models import video_frames, vision
+from vllm_dllm.models.expected_weights import ExpectedWeights, wrong_numbers
 from vllm_dllm.models.image_processor import (
     IMAGE,
     VIDEO,
@@ -247,7 +247,7 @@ class _WeightReader:
             if (own_name := self._mapper.map_name(name)) is not None:
                 self._expected.check(own_name, weight)
                 may_be_infinite = own_name.endswith(_CLIPPING_BOUNDS)
-                if not may_be_infinite and (wrong := finite.complaint(weight)):
+                if not may_be_infinite and (wrong := wrong_numbers(weight)):
                     raise ValueError(wrong)
             if name.endswith(".layer_scalar"):
                 layer = name.partition(".layers.")[2]

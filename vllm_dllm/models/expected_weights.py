@@ -1,9 +1,10 @@
-"""The tensors that a checkpoint must hold for the model as built: names, shapes, types and valid
-scales.
+"""The tensors that a checkpoint must hold for the model as built: names, shapes, types, valid
+scales and finite numbers.
 
 vLLM counts parameters. A parameter assembled from many tensors (q, k and v; all experts) counts as
 loaded after the first, and silently accepts smaller tensors and other types. Here every tensor is
-counted and checked, so that no half-loaded model is served.
+counted and checked, so that no half-loaded model is served. Nor is one whose weights are not all
+numbers: it would answer nothing, with HTTP 200.
 
 Names have the prefixes that the model's `hf_to_vllm_mapper` gives to the checkpoint's.
 """
@@ -23,7 +24,6 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from vllm_dllm.quantization import scales
 from vllm_dllm.quantization.schemes import GROUP_SIZE, INT4_GROUP_SIZE
 
 _MOST_NAMED = 8
@@ -74,7 +74,7 @@ class ExpectedWeights:
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raises ValueError if a tensor does not fit, belongs to a layer that has no use for it, or
         holds an impossible scale."""
-        if complaint := scales.complaint(name.rpartition(".")[2], tensor):
+        if complaint := wrong_scale(name.rpartition(".")[2], tensor):
             raise ValueError(complaint)
         expected = self._expected.get(name)
         if expected is None:
@@ -241,3 +241,53 @@ def _of_experts(name: str, module: RoutedExperts, scheme: str) -> Iterator[tuple
         ):
             names = tuple(f"{name}.{e}.{part}.weight" for e in local for part in parts)
             yield f"{name}.{fused}", Tensor((count, n, k), FLOATS, stands_for=names)
+
+
+_E4M3_NAN = 0x7F  # and with the sign; the type has no infinity
+
+
+def wrong_numbers(weight: torch.Tensor) -> str | None:
+    """What is wrong with a checkpoint's tensor that holds NaN or infinity. Reads it once: a sum is
+    a number unless something in it is not, or it overflows."""
+    if weight.is_meta:
+        return None
+    if weight.dtype == torch.float8_e4m3fn:
+        wrong = (weight.view(torch.uint8) & _E4M3_NAN) == _E4M3_NAN
+    elif weight.is_floating_point() and weight.dtype.itemsize > 1:
+        if weight.sum(dtype=torch.float32).isfinite():
+            return None
+        wrong = ~weight.isfinite()
+    else:
+        return None
+    count = int(wrong.sum())
+    if count == 0:
+        return None
+    return (
+        f"its numbers must be finite, got {count} of {weight.numel()} that are not, the first "
+        f"{weight[wrong][0].item()}"
+    )
+
+
+SCALES = {
+    "weight_scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "input_scale",
+    "input_global_scale",
+    "k_scale",
+    "v_scale",
+}
+"""The last parts of the names of scales in checkpoints."""
+
+
+def wrong_scale(kind: str, tensor: torch.Tensor) -> str | None:
+    """Says what is wrong with the values of a tensor of this kind: all scales must be positive
+    numbers, those of groups (e4m3) too. None for tensors that are not scales, and on the meta
+    device."""
+    if kind not in SCALES or tensor.is_meta or not tensor.is_floating_point():
+        return None
+    values = tensor.float()
+    fit = (values > 0) & values.isfinite()
+    if fit.all():
+        return None
+    return f"it must only hold positive numbers, got {values[~fit][0].item()}"

@@ -9,11 +9,11 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
-from vllm_dllm.compat import startup
+from vllm_dllm.compat import log_lines, startup
 from vllm_dllm.compat.drafting import drafts_blocks, is_dflash2
 from vllm_dllm.config.extension import SECTION
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
-from vllm_dllm.startup import installation, last_line, log_filter
+from vllm_dllm.startup import installation, last_line
 from vllm_dllm.startup.model_folder import check_chat_template, check_models
 
 logger = init_logger(__name__)
@@ -24,7 +24,7 @@ def install() -> None:
     startup.at_start(_check, _complete)
     startup.on_bind_error(explain_address)
     last_line.install()
-    log_filter.install()
+    log_lines.leave_out_what_is_wrong()
     # vLLM freezes what the garbage collector knows, and Python then frees none of it at the end:
     # Triton's bindings report hundreds of "leaked" objects. Registering it again replaces it.
     atexit.unregister(gc.unfreeze)

@@ -22,7 +22,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Never
 
-from vllm_dllm.startup import log_filter
+from vllm_dllm.compat import log_lines
 
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 _TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
@@ -39,7 +39,7 @@ def check() -> None:
     from vllm_dllm.cpu import early
 
     early.start_fork_server(sys.argv)
-    log_filter.install_on_cpus()
+    log_lines.leave_out_what_is_wrong_on_cpus()
     if _version("vllm") is None:
         sys.meta_path.append(_MetadataOfVllm())
     for name in OPTIONAL:

@@ -1,4 +1,4 @@
-"""The requests of a step as attention sees them.
+"""The requests of a step as attention sees them, and the metadata that are made of them.
 
 A request whose canvas shares a forward with the prompt or the block before it becomes two: the rows
 of known tokens, causal, and the canvas rows, which see those and themselves. Both have the pages of
@@ -6,14 +6,16 @@ the one request, and keys are written before any are read, so every backend with
 request can run them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_dllm.attention import WindowRules
 from vllm_dllm.step.slots import Index, index_of
 
 
@@ -79,3 +81,45 @@ class AttnRequests:
             block_tables=[table[indices] for table in block_tables],
             max_query_len=int(lengths.max()),
         )
+
+
+class LatestMetadata:
+    """Keeps the attention metadata of a step for the next one, while nothing they are made of
+    changes.
+
+    A canvas is denoised in place, so from one denoising step to the next its request has the same
+    rows, keys and pages, and building metadata anew costs as much as a layer of a small model.
+    """
+
+    def __init__(self) -> None:
+        self._made_of: tuple[Any, ...] = ()
+        self._metadata: dict[str, Any] = {}
+
+    def get_or_build(
+        self,
+        build: Callable[[], dict[str, Any]],
+        requests: AttnRequests,
+        causal: torch.Tensor,  # [N] int32
+        window_rules: WindowRules,
+        slot_mappings: torch.Tensor,  # [num_groups, num_tokens] int64
+    ) -> dict[str, Any]:
+        """The latest metadata if this step is made of the same, else new ones. All on the CPU.
+
+        Metadata refer to the runner's buffers, so those must be the same memory, too. What slot
+        mappings hold may differ: nothing is derived from it.
+        """
+        rules = [t for t in (window_rules.symmetric, window_rules.spans) if t is not None]
+        tensors = (requests.seq_lens, causal, *rules, *requests.block_tables)
+        made_of = (
+            requests.query_start_loc_np.tobytes(),
+            *_contents(tensors),
+            *(t.data_ptr() for t in (*tensors, slot_mappings)),
+        )
+        if made_of != self._made_of:
+            self._metadata = build()
+            self._made_of = made_of
+        return self._metadata
+
+
+def _contents(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    return [tensor.numpy().tobytes() for tensor in tensors]

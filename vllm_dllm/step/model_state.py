@@ -24,8 +24,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.attention import WindowRules, takes_window_rules
 from vllm_dllm.compat.gpu import kept_asleep
-from vllm_dllm.step.attn_metadata import LatestMetadata
-from vllm_dllm.step.attn_requests import AttnRequests
+from vllm_dllm.step.attn_requests import AttnRequests, LatestMetadata
 from vllm_dllm.step.image_rows import ImageRows
 from vllm_dllm.step.sampler import DiffusionSampler
 from vllm_dllm.step.uniform.canvas_step import CanvasStep

@@ -66,7 +66,7 @@ def test_figure_names_what_exists(box: str) -> None:
 CHECKED_AT_START = (
     *("serving_config/*.py", "config/*.py", "compat/version.py", "models/*.py"),
     *("quantization/schemes.py", "quantization/config.py", "quantization/weight_files.py"),
-    *("quantization/scales.py", "cpu/attention/canvases.py", "startup/model_folder.py"),
+    *("cpu/attention/canvases.py", "startup/model_folder.py"),
     *(f"drafters/{name}.py" for name in ("presets", "dflash", "blockpilot", "passes")),
 )
 ERRORS = re.compile(r"(Error|Mismatch|_refusal)$")

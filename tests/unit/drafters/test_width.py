@@ -199,7 +199,7 @@ def test_narrow_blocks() -> None:
 
 
 def test_predicted_widths_arrive_in_another_process_as_numbers() -> None:
-    from vllm_dllm.drafters.predicted_widths import PredictedWidths
+    from vllm_dllm.drafters.blockpilot import PredictedWidths
 
     sent = PredictedWidths(["a", "b"], torch.tensor([3, 15]))
     assert pickle.loads(pickle.dumps(sent)) == dict(sent) == {"a": 3, "b": 15}

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
+from vllm_dllm.compat import log_lines
 from vllm_dllm.compat.log_lines import WRONG_OF_OURS
-from vllm_dllm.startup import log_filter
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from vllm_dllm.startup import log_filter
     ],
 )
 def test_of_ours_and_of_others(logger: str, named: object, is_kept: bool) -> None:
-    log_filter.install()
+    log_lines.leave_out_what_is_wrong()
     heard: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = heard.append  # type: ignore[method-assign]

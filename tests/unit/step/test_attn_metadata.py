@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from vllm_dllm.attention import WindowRules
-from vllm_dllm.step.attn_metadata import LatestMetadata
-from vllm_dllm.step.attn_requests import AttnRequests
+from vllm_dllm.step.attn_requests import AttnRequests, LatestMetadata
 
 
 class Runner:

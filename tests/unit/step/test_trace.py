@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.config.test_files import room_for
-from vllm_dllm.step.watched import trace
+from vllm_dllm.step.watched import observers
 from vllm_dllm.step.watched.canvas_record import CanvasRecord
-from vllm_dllm.step.watched.trace import CanvasTrace
+from vllm_dllm.step.watched.observers import CanvasTrace
 
 C = 4
 
@@ -28,7 +28,7 @@ def requests(path: Path) -> list[str]:
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(
-        trace.logger, "warning", lambda text, *values: warnings.append(text % values)
+        observers.logger, "warning", lambda text, *values: warnings.append(text % values)
     )
     path = tmp_path / "trace.jsonl"
     written = CanvasTrace(str(path))

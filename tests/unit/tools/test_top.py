@@ -16,7 +16,7 @@ from vllm_dllm import cli
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import top
 from vllm_dllm.tools.scrape import Scrape, read
-from vllm_dllm.tools.top.frame import frame
+from vllm_dllm.tools.top import frame
 
 OF_ENGINE = """\
 vllm:num_requests_running{{engine="{engine}",model_name="m"}} 3.0

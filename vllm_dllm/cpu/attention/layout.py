@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from attention_kernels.masks import visible, visible_range
-from vllm_dllm.cpu.attention.images import Image
+from vllm_dllm.cpu.attention.cuts import Image
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from rich.console import Console
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate import report
 from vllm_dllm.tools.evaluate.harness import Asking, evaluate
-from vllm_dllm.tools.evaluate.plot import plot
-from vllm_dllm.tools.evaluate.report import Row
+from vllm_dllm.tools.evaluate.report import Row, plot
 from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics, read_weight_bytes
 from vllm_dllm.tools.evaluate.serving import quiet, serve_options, served
 from vllm_dllm.tools.evaluate.tasks import load_tasks

@@ -27,8 +27,7 @@ from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.progress import progress_bars
 from vllm_dllm.tools.server_process import check_checkpoint
 from vllm_dllm.tools.tune import report
-from vllm_dllm.tools.tune.plot import plot
-from vllm_dllm.tools.tune.report import Confirmed, choose
+from vllm_dllm.tools.tune.report import Confirmed, choose, plot
 from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
 from vllm_dllm.tools.tune.space import Space, Value
 

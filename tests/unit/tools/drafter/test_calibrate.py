@@ -12,7 +12,8 @@ import torch
 from vllm_dllm.cli import main
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, load_predictor
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter import calibrate, predictor
+from vllm_dllm.tools.drafter import calibrate
+from vllm_dllm.tools.drafter.calibrate import train_predictor
 from vllm_dllm.tools.drafter.measured import (
     Measured,
     candidate_sizes,
@@ -21,7 +22,6 @@ from vllm_dllm.tools.drafter.measured import (
     split_prompts,
 )
 from vllm_dllm.tools.drafter.offline import replay
-from vllm_dllm.tools.drafter.predictor import train_predictor
 from vllm_dllm.tools.drafter.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.report import build_report, describe
 from vllm_dllm.tools.drafter.sequences import complete
@@ -81,7 +81,7 @@ def test_no_prompt_is_on_both_sides() -> None:
     [pytest.param(name, marks=[pytest.mark.slow] * (name == "full")) for name in HIDDEN_SIZES],
 )
 def test_learns_what_the_logits_tell(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "EPOCHS", 10)
+    monkeypatch.setattr(calibrate, "EPOCHS", 10)
     config = PredictorConfig(variant, V, SIZES, BLOCK_SIZE, HIDDEN_SIZES[variant])
     training, held_out = learnable(300), learnable(120)
     report = build_report(train_predictor(training, config, 0), training, held_out, 0)

@@ -5,8 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from vllm_dllm.tools.evaluate import report
-from vllm_dllm.tools.evaluate.plot import plot
-from vllm_dllm.tools.evaluate.report import Row
+from vllm_dllm.tools.evaluate.report import Row, plot
 
 
 def row(checkpoint: str, task: str, accuracy: float, steps: float | None = 2.5) -> Row:
