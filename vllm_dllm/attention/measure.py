@@ -8,7 +8,7 @@ import torch
 from vllm_dllm.attention.choice import VERSIONS, Version
 from vllm_dllm.attention.flash_attention import FlashAttention
 from vllm_dllm.attention.gpu import GpuCanvasImpl, flash_attention_of
-from vllm_dllm.attention.probe import probe
+from vllm_dllm.attention.warm_up import probe
 from vllm_dllm.measured.stopwatch import Stopwatch
 
 CONTEXTS = (0, 1024, 8192, 65536)  # tokens before each canvas

@@ -7,30 +7,35 @@ Nobody else's connection carries them, so there is nothing to keep apart.
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_dllm.canvases.hub import CanvasHub, Feed
 from vllm_dllm.canvases.interleaving import Interleaved
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.requests.options import STREAM_CANVASES
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 Texts = Callable[[list[int]], list[str]]
 OBJECT = "vllm_dllm.canvas"
-
-
 PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
 """How the ids begin that vLLM gives to the chunks of its streams, by route."""
-Headers = list[tuple[bytes, bytes]]
+RawHeaders = list[tuple[bytes, bytes]]
 
 
 class RefusedError(ValueError):
     """A request that is answered with HTTP 400."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What vLLM answers when it refuses a request."""
+        text = str(self)
+        return {"message": text, "type": "BadRequestError", "param": "vllm_xargs", "code": 400}
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Watched:
 
     body: dict[str, Any]
     chunk_id: str  # `id` of vLLM's chunks and of ours
-    headers: Headers  # with the name that the id is made of
+    headers: RawHeaders  # with the name that the id is made of
 
     def body_for(self, feed: str) -> bytes:
         """Makes what the engine is asked: the same, but for where the canvases go."""
@@ -48,7 +53,10 @@ class Watched:
 
 
 def read_request(
-    path: str, headers: Headers, body: bytes, new_id: Callable[[], str] = lambda: uuid.uuid4().hex
+    path: str,
+    headers: RawHeaders,
+    body: bytes,
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
 ) -> Watched | None:
     """Finds out whether a request asks for canvases. None: it is like any other, or vLLM has the
     better complaint. Raises RefusedError."""
@@ -94,23 +102,25 @@ def _check(request: dict[str, Any]) -> None:
 class CanvasStreams:
     """Pure ASGI. `source` gives the feeds and the texts of tokens; None: this server has none."""
 
-    def __init__(self, app: App, source: Callable[[], tuple[CanvasHub, Texts] | None]) -> None:
+    def __init__(self, app: ASGIApp, source: Callable[[], tuple[CanvasHub, Texts] | None]) -> None:
         self._app, self._source = app, source
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or scope["method"] != "POST" or path not in PREFIXES:
             return await self._app(scope, receive, send)
         source = self._source()
         if source is None:
             return await self._app(scope, receive, send)
-        body = await _read_body(receive)
-        if body is None:  # the client has left
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
             return
         try:
             watched = read_request(path, scope["headers"], body)
         except RefusedError as error:
-            return await _refuse(send, str(error))
+            refusal = JSONResponse({"error": error.as_json()}, HTTPStatus.BAD_REQUEST)
+            return await refusal(scope, receive, send)
         if watched is None:
             return await self._app(scope, _replay(body, receive), send)
         hub, texts = source
@@ -123,7 +133,7 @@ class CanvasStreams:
 
     async def _serve(
         self,
-        scope: MutableMapping[str, Any],
+        scope: Scope,
         receive: Receive,
         send: Send,
         watched: Watched,
@@ -171,19 +181,7 @@ class CanvasStreams:
 
 
 def _is_event_stream(start: Message) -> bool:
-    headers = {key.lower(): value for key, value in start["headers"]}
-    return headers.get(b"content-type", b"").startswith(b"text/event-stream")
-
-
-async def _read_body(receive: Receive) -> bytes | None:
-    pieces = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(pieces)
+    return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -194,12 +192,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return replayed
-
-
-async def _refuse(send: Send, text: str) -> None:
-    """Answers as vLLM does when it refuses a request."""
-    error = {"message": text, "type": "BadRequestError", "param": "vllm_xargs", "code": 400}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -19,7 +19,7 @@ from vllm_dllm.compat.runner import (
 )
 from vllm_dllm.config.workers import SPECULATORS
 from vllm_dllm.cpu import bf16_experts, cache_size, compilation, cores, forks
-from vllm_dllm.cpu.compat import adapters, collectives, ops
+from vllm_dllm.cpu.compat import ops, platform
 from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton, replace_rejection_sample
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.verification import rejection_sample
@@ -41,8 +41,8 @@ class TritonFreeCPUWorker(CPUWorker):
         replace_kernels()
         replace_rejection_sample(rejection_sample)
         bf16_experts.prefer()
-        collectives.exchange_uneven_steps()
-        adapters.serve_batches()
+        platform.exchange_uneven_steps()
+        platform.serve_batches_of_adapters()
         drafting.draft_with(*SPECULATORS)
         super().init_device()
         compilation.reuse_compiled_models(self.vllm_config)  # whose key has the threads
