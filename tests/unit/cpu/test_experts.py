@@ -8,7 +8,7 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
 from tests import tolerances
 from tests.patched import patched
-from vllm_dllm.cpu import bf16_experts, experts
+from vllm_dllm.cpu import experts
 from vllm_dllm.cpu.compat import expert_kernels
 
 pytestmark = pytest.mark.numerics
@@ -56,7 +56,7 @@ def each_by_itself(
 @pytest.mark.parametrize("activation", experts.ACTIVATIONS)
 def test_equals_each_token_by_itself(activation: str, rows: int) -> None:
     x, weights, ids, w13, w2 = drawn(rows)
-    found = bf16_experts.bf16_experts(x, weights, ids.int(), activation, w13, w2)
+    found = experts.bf16_experts(x, weights, ids.int(), activation, w13, w2)
     doubles = x.double(), weights.double(), ids, activation, w13.double(), w2.double()
     allowed = 2 * tolerances.product(H) + tolerances.product(INTERMEDIATE) + tolerances.SHORT
     size = CHOICES * w2.abs().sum(-1).max().item()  # of the terms that may cancel
@@ -79,7 +79,7 @@ def test_16_bits_where_nothing_is_rounded() -> None:
     w2[:, :, :2] = torch.randint(-1, 2, (EXPERTS, H, 2), generator=generator)
     ids = torch.rand(40, EXPERTS, generator=generator).topk(CHOICES).indices
     weights = torch.tensor([[1.0, 0.5]]).expand(40, 2)
-    found = bf16_experts.bf16_experts(x, weights, ids, "gelu_tanh", w13, w2)
+    found = experts.bf16_experts(x, weights, ids, "gelu_tanh", w13, w2)
     assert found.dtype == torch.bfloat16
     exact = each_by_itself(x.float(), weights, ids, "gelu_tanh", w13.float(), w2.float())
     assert torch.equal(found.float(), exact.round(decimals=2)) and exact.any()
@@ -97,7 +97,7 @@ class Experts:
 @pytest.fixture
 def zen(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """A processor of AMD with bf16, and canvases of 256."""
-    monkeypatch.setattr(bf16_experts, "cpu_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(experts, "cpu_vendor", lambda: "AuthenticAMD")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     config = VllmConfig()
@@ -107,7 +107,7 @@ def zen(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
 
 def is_faster(config: VllmConfig, **differences: object) -> bool:
     with set_current_vllm_config(config):
-        return bf16_experts.is_faster(type("Other", (Experts,), differences))
+        return experts.is_faster(type("Other", (Experts,), differences))
 
 
 def test_large_experts_in_bf16(zen: VllmConfig) -> None:
@@ -120,7 +120,7 @@ def test_large_experts_in_bf16(zen: VllmConfig) -> None:
 
 
 def test_not_for_other_processors(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bf16_experts, "cpu_vendor", lambda: "GenuineIntel")
+    monkeypatch.setattr(experts, "cpu_vendor", lambda: "GenuineIntel")
     assert not is_faster(zen)
 
 
@@ -143,9 +143,9 @@ def test_vllm_asks_it_first() -> None:
     backends = unquantized.UnquantizedMoeBackend
     with patched("model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls"):
         stock = unquantized.backend_to_kernel_cls(backends.CPU)
-        bf16_experts.prefer()
-        bf16_experts.prefer()
+        experts.prefer_bf16()
+        experts.prefer_bf16()
         first, *others = unquantized.backend_to_kernel_cls(backends.CPU)
-        assert first is bf16_experts.Bf16Experts
+        assert first is experts.Bf16Experts
         assert others == [expert_kernels.own_experts(each) for each in stock]
-        assert bf16_experts.Bf16Experts not in unquantized.backend_to_kernel_cls(backends.TRITON)
+        assert experts.Bf16Experts not in unquantized.backend_to_kernel_cls(backends.TRITON)

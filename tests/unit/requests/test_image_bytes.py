@@ -11,9 +11,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
 from tests.pictures import data_url, encoded, png_header
-from vllm_dllm.requests import media_refusals
+from vllm_dllm.requests import media
+from vllm_dllm.requests.media import MOST_BYTES
 from vllm_dllm.requests.media_bytes import MOST_PIXELS
-from vllm_dllm.requests.media_refusals import MOST_BYTES
 from vllm_dllm.requests.media_url import CONNECTOR
 
 PICTURE = Image.fromarray(np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3))
@@ -81,7 +81,7 @@ def test_refused(url: str, complaint: str) -> None:
 
 
 def test_large_bytes_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_refusals, "MOST_BYTES", 1000)
+    monkeypatch.setattr(media, "MOST_BYTES", 1000)
     with pytest.raises(VLLMValidationError, match="at most 1000 bytes, got 1001"):
         read(data_url(bytes(1001)))
     assert MOST_BYTES > 1000

@@ -194,7 +194,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_bytes, "MOST_FRAME_PIXELS", 3000)
     with pytest.raises(VLLMValidationError, match="at most 3000 pixels, got 64 x 48"):
         read(url)
-    monkeypatch.setattr("vllm_dllm.requests.media_refusals.MOST_BYTES", 100)
+    monkeypatch.setattr("vllm_dllm.requests.media.MOST_BYTES", 100)
     with pytest.raises(VLLMValidationError, match=f"at most 100 bytes, got {len(data)}"):
         read(url)
 

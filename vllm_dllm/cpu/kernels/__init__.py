@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import vllm
 
-from vllm_dllm.cpu.compat.triton import dflash_inputs
+from vllm_dllm.cpu.compat.runner import dflash_inputs
 from vllm_dllm.cpu.kernels import block_table, dflash, input_batch, sampling
 
 _RUNNER = "vllm.v1.worker.gpu"

@@ -5,7 +5,7 @@
 import numpy as np
 import torch
 
-from vllm_dllm.cpu.compat.triton import draft_seeds
+from vllm_dllm.cpu.compat.runner import draft_seeds
 from vllm_dllm.cpu.random_numbers import gumbel
 
 Grid = tuple[int, ...]

@@ -31,11 +31,11 @@ from vllm_dllm.tools.quantize.calibrate import Ranges, calibrate, read_prompts
 from vllm_dllm.tools.quantize.plan import (
     Linear,
     Plan,
+    describe,
     make_plan,
     quantization_config,
     quantization_scheme,
 )
-from vllm_dllm.tools.quantize.report import describe
 from vllm_dllm.tools.quantize.source import Source, read_source
 from vllm_dllm.tools.resumable import RUN_FILE, write_json
 

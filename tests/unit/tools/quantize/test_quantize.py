@@ -20,9 +20,8 @@ from vllm_dllm.quantization.weight_files import TensorInfo
 from vllm_dllm.tools.quantize import calibrate as calibrate_module
 from vllm_dllm.tools.quantize import quantize as quantize_module
 from vllm_dllm.tools.quantize.calibrate import NUM_CANVASES, NUM_PROMPTS, calibrate
-from vllm_dllm.tools.quantize.plan import make_plan
+from vllm_dllm.tools.quantize.plan import make_plan, quantized_bytes
 from vllm_dllm.tools.quantize.quantize import quantize
-from vllm_dllm.tools.quantize.report import quantized_bytes
 from vllm_dllm.tools.quantize.source import Source, read_source
 
 pytestmark = pytest.mark.numerics
