@@ -7,6 +7,7 @@ ones; at the end of this file is the rest.
 
 import inspect
 from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -122,6 +123,7 @@ def dflash_inputs(native: Callable[..., None], vllm_version: str) -> Callable[..
     if version.is_at_least("0.33", vllm_version):
         return native
 
+    @wraps(native)
     def without_padding(
         grid: tuple[int, ...], ids: Any, positions: Any, *others: Any, **options: Any
     ) -> None:

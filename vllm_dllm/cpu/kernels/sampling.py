@@ -13,7 +13,7 @@ Grid = tuple[int, ...]
 _DRAFT_POSITION = 1 << 30  # added to a draft's position, so that its verification has other noise
 
 
-def apply_temperature(
+def temperature(
     grid: Grid,  # (num_rows, num_blocks)
     logits: torch.Tensor,  # [num_rows, V] fp32, divided in place
     logits_stride: int,
