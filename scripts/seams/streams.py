@@ -30,11 +30,9 @@ SEAMS = [
     ),
     *(
         Seam(
-            f"{what} makes its usage when it has the results",
-            f"entrypoints.openai.{place}",
-            line,
+            f"{what} makes its usage of the results", f"entrypoints.openai.{place}", line, *versions
         )
-        for what, place, line in (
+        for what, place, line, *versions in (
             (
                 "a chat",
                 "chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
@@ -44,6 +42,14 @@ SEAMS = [
                 "a chat's stream",
                 "chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
                 "final_usage = UsageInfo(",
+                "0",
+                "0.33",
+            ),
+            (
+                "a chat's stream",
+                "chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator_raw",
+                "final_usage = UsageInfo(",
+                "0.33",
             ),
             (
                 "a completion",
@@ -61,6 +67,7 @@ SEAMS = [
         "a call hides that its answer was cut, where it is not streamed",
         "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
         "is_finish_reason_tool_calls = auto_tools_called or (",
+        until="0.33",
     ),
     Seam(
         "what a parser of its own kind leaves of a cut call is the content",

@@ -104,9 +104,10 @@ SERVER = (
         "entrypoints.openai.chat_completion.serving:"
         "OpenAIServingChat.chat_completion_full_generator",
         "`length` of an answer that was cut behind a call",
-        "the reason that its streams give",
+        "vLLM 0.33 says so itself",
         "self request result_generator request_id model_name conversation tokenizer "
         "request_metadata parser mm_token_counts",
+        until="0.33",
     ),
     Patch(
         "entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_logprobs",

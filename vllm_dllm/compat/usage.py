@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from vllm_dllm.compat import version
 from vllm_dllm.compat.metrics import Steps, take_steps
 from vllm_dllm.compat.patching import is_server, replace
 
@@ -75,8 +76,8 @@ async def _passing(results: AsyncIterator[Any], counter: _Counter) -> AsyncItera
 
 def show_counts() -> None:
     """Puts what was counted into each `usage`, and says `length` of an answer that was cut behind a
-    call, where vLLM says `tool_calls`; streamed, it does not. Repeatable, and nothing in a process
-    that is no server."""
+    call, where vLLM before 0.33 says `tool_calls`, unless it is streamed. Repeatable, and nothing
+    in a process that is no server."""
     if not is_server():
         return
     from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
@@ -107,8 +108,9 @@ def show_counts() -> None:
 
     replace("entrypoints.openai.chat_completion.serving:UsageInfo", with_counts)
     replace("entrypoints.openai.completion.serving:UsageInfo", with_counts)
-    replace(
-        "entrypoints.openai.chat_completion.serving:"
-        "OpenAIServingChat.chat_completion_full_generator",
-        with_ends,
-    )
+    if not version.is_at_least("0.33"):
+        replace(
+            "entrypoints.openai.chat_completion.serving:"
+            "OpenAIServingChat.chat_completion_full_generator",
+            with_ends,
+        )
