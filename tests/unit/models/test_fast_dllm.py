@@ -11,7 +11,7 @@ from tests.engine import quantized
 from tests.engine.masked import CONFIGS, build
 from tests.unit.models.building import FP8, build_any, to_fp8
 from vllm_dllm import plugin
-from vllm_dllm.tools.plan.shape import read_shape
+from vllm_dllm.tools.plan.capacity import read_shape
 
 ARCHITECTURE = "Fast_dLLM_QwenForCausalLM"
 SIZES: dict[str, dict[str, Any]] = {

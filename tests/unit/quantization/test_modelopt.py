@@ -16,7 +16,7 @@ from tests.unit.tools.quantize.quantized_files import files
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from vllm_dllm.quantization import modelopt
 from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, linears
-from vllm_dllm.tools.plan.shape import read_shape
+from vllm_dllm.tools.plan.capacity import read_shape
 
 NVFP4 = CHECKPOINTS / "diffusiongemma-tiny-NVFP4"
 SHIPPED = CHECKPOINTS / "diffusiongemma-tiny-ModelOpt-NVFP4"

@@ -24,9 +24,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.compat.attention import use_cpu_kernels
-from vllm_dllm.cpu.attention.canvases import attend_canvases, check_cache_layout
+from vllm_dllm.cpu.attention.canvases import (
+    CanvasKeys,
+    CanvasLayout,
+    attend_canvases,
+    check_cache_layout,
+)
 from vllm_dllm.cpu.attention.cuts import Image, cut_into_blocks, cut_out_images
-from vllm_dllm.cpu.attention.layout import CanvasKeys, CanvasLayout
 
 
 @dataclass

@@ -9,8 +9,12 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from attention_kernels.testing import PagedBatch, allowed
-from vllm_dllm.cpu.attention.canvases import attend_canvases, check_cache_layout
-from vllm_dllm.cpu.attention.layout import CanvasKeys, CanvasLayout
+from vllm_dllm.cpu.attention.canvases import (
+    CanvasKeys,
+    CanvasLayout,
+    attend_canvases,
+    check_cache_layout,
+)
 
 pytestmark = pytest.mark.numerics
 

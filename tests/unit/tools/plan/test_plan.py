@@ -14,7 +14,7 @@ from tests.paths import CHECKPOINTS
 from vllm_dllm import cli
 from vllm_dllm.quantization.weight_files import read_shards
 from vllm_dllm.tools.plan import capacity
-from vllm_dllm.tools.plan.shape import Layer, read_shape
+from vllm_dllm.tools.plan.capacity import Layer, read_shape
 
 TINY = CHECKPOINTS / "diffusiongemma-tiny"
 BLOCK = capacity.BLOCK_SIZE
