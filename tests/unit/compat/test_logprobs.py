@@ -1,0 +1,65 @@
+"""The step that revealed a token comes with its log-probability, and vLLM's ranks stay. A token's
+text is the same, however often it is asked for, and found once."""
+
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+from vllm.logprobs import Logprob
+from vllm.v1.engine import logprobs
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
+
+from tests.paths import CHECKPOINTS
+from vllm_dllm.compat.logprobs import RevealedLogprob, find_token_texts_once, show_steps, with_step
+
+TOKENS = np.array([[3, 7], [5, 5]])
+SCORES = np.array([[-1.5, -0.5], [-0.25, -0.25]], dtype=np.float32)
+
+
+def read(ranks: torch.Tensor, num_logprobs: int) -> list[dict[int, Logprob]]:
+    processor = LogprobsProcessor(None, [], None, 0.0, num_logprobs, None)
+    processor._update_sample_logprobs(LogprobsLists(TOKENS, SCORES, ranks.numpy()))
+    assert isinstance(processor.logprobs, list)
+    return processor.logprobs
+
+
+def test_steps_travel_with_ranks() -> None:
+    show_steps()
+    show_steps()
+    ranks = torch.tensor([150_000, 1])
+    plain = read(ranks, 1)
+    assert plain == [{3: Logprob(-1.5, 150_000), 7: Logprob(-0.5, 1)}, {5: Logprob(-0.25, 1)}]
+    for num_logprobs in (0, 1, -1):
+        marked = read(torch.stack([with_step(ranks[0], 0), with_step(ranks[1], 64)]), num_logprobs)
+        assert marked[0][3] == RevealedLogprob(-1.5, 150_000, step=0)
+        assert marked[1] == {5: RevealedLogprob(-0.25, 1, step=64)}
+        assert (7 in marked[0]) == (num_logprobs != 0)
+        if num_logprobs:
+            assert marked[0][7] == plain[0][7]
+
+
+def test_texts_of_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, asked = logprobs.convert_ids_list_to_tokens, []
+
+    def count(tokenizer: object, token_ids: list[int]) -> list[str]:
+        asked.extend(token_ids)
+        return stock(tokenizer, token_ids)
+
+    monkeypatch.setattr(logprobs, "convert_ids_list_to_tokens", count)
+    name = "vllm.entrypoints.launchers.launcher"
+    monkeypatch.delitem(sys.modules, name, raising=False)  # other tests import it
+    find_token_texts_once()
+    assert logprobs.convert_ids_list_to_tokens is count  # no server
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    find_token_texts_once()
+    find_token_texts_once()
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "diffusiongemma-tiny")
+    tokens = [*range(len(tokenizer)), 7, 7]
+    for _ in range(2):
+        assert logprobs.convert_ids_list_to_tokens(tokenizer, tokens) == stock(tokenizer, tokens)
+    assert logprobs.convert_ids_list_to_tokens(tokenizer, []) == []
+    assert asked == tokens[:-2]
