@@ -42,14 +42,31 @@ class Gate(nn.Module):
         two best experts; the bias takes part in the choice alone."""
         config = self.config
         scores = (x @ self.weight.T).sigmoid()
-        biased = (scores + self.expert_bias).view(len(x), config.n_group, -1)
-        best = biased.topk(2).values.sum(-1).topk(config.topk_group).indices
-        allowed = torch.zeros(len(x), config.n_group, dtype=torch.bool).scatter(1, best, True)
-        biased = biased.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
+        if getattr(config, "expert_capacity", None):
+            biased = self.by_blocks(scores + self.expert_bias)
+        else:
+            biased = self.by_groups(scores + self.expert_bias)
         chosen = biased.topk(config.num_experts_per_tok).indices
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) * config.routed_scaling_factor
         return torch.zeros_like(scores).scatter(1, chosen, weights)
+
+    def by_groups(self, biased: torch.Tensor) -> torch.Tensor:
+        """LLaDA2.0's and 2.1's: `biased` [T, E], -inf for experts that a row may not choose."""
+        config = self.config
+        biased = biased.view(len(biased), config.n_group, -1)
+        best = biased.topk(2).values.sum(-1).topk(config.topk_group).indices
+        allowed = torch.zeros(biased.shape[:2], dtype=torch.bool).scatter(1, best, True)
+        return biased.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
+
+    def by_blocks(self, biased: torch.Tensor) -> torch.Tensor:
+        """LLaDA2.2's: an expert is as good for a block as for the row that likes it best."""
+        found = []
+        for block in biased.split(self.config.block_size):
+            best = block.amax(0).topk(self.config.expert_capacity).indices
+            allowed = torch.zeros(block.shape[1], dtype=torch.bool).scatter(0, best, True)
+            found.append(block.masked_fill(~allowed, -torch.inf))
+        return torch.cat(found)
 
 
 class MoE(nn.Module):
@@ -118,6 +135,7 @@ class Layer(nn.Module):
 class LLaDA2(nn.Module):
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__()
+        self.config = config
         layers = (Layer(config, i) for i in range(config.num_hidden_layers))
         self.model = nn.ModuleDict(
             {

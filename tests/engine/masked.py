@@ -79,6 +79,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # as published, but for the sizes
         "use_rmsnorm": True,
         "router_dtype": "fp32",
     },
+    "LLaDA2.2": {"architectures": ["LLaDA2MoeModelLM"], "expert_capacity": 6},
     "NemotronLabsDiffusionModel": COMMON
     | {
         "model_type": "nemotron_labs_diffusion",
@@ -115,6 +116,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # as published, but for the sizes
         "use_sliding_window": False,
     },
 }
+CONFIGS["LLaDA2.2"] = CONFIGS["LLaDA2MoeModelLM"] | CONFIGS["LLaDA2.2"]
 NATIVE: dict[str, tuple[Any, Any]] = {
     "SDARForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
     "SDARMoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -140,16 +142,21 @@ def make_checkpoint(
     """Random, in the published layout, with the mask behind the tokenizer's vocabulary."""
     tokenizer = build_tokenizer()
     mask_id = len(tokenizer)
-    config = CONFIGS[architecture] | {
-        "architectures": [architecture],
+    config = {"architectures": [architecture]} | CONFIGS[architecture]
+    architecture = config["architectures"][0]
+    config |= {
         "vocab_size": mask_id + 64,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         FAMILIES[architecture].block_key: block_length,
         "mask_token_id": mask_id,
     }
+    if "expert_capacity" in config:
+        config |= {"delete_token_id": mask_id + 1, "split_token_id": mask_id + 2}
     model = build(architecture, config).eval()
     randomize(model, mask_id)
+    if "expert_capacity" in config:
+        likes_to_move(model, mask_id + 1, mask_id + 2)
     path.mkdir(exist_ok=True)
     save_file(published_weights(model, architecture), path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
@@ -173,6 +180,18 @@ def randomize(model: nn.Module, mask_id: int) -> None:
             weight.copy_(drawn)
         else:
             weight.copy_(drawn * weight.shape[-1] ** -0.5)
+
+
+def likes_to_move(model: nn.Module, *tokens: int) -> None:
+    """These tokens are often the most probable ones, by logits of standard deviation 12. Of the
+    others, the one that is there often is, so that blocks come to an end."""
+    generator = torch.Generator().manual_seed(1)
+    weight, embedding = model.lm_head.weight, model.model["word_embeddings"].weight
+    first = min(tokens) - 1  # the mask is no answer
+    weight[:first] += 0.5 * embedding[:first]
+    for token in tokens:
+        drawn = torch.randn(weight.shape[-1], generator=generator)
+        weight[token].copy_(12 * drawn * weight.shape[-1] ** -0.5)
 
 
 def published_weights(model: nn.Module, architecture: str) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from vllm import RequestOutput, SamplingParams
 from tests import tolerances
 from tests.engine.conftest import Engine, preemptions
 from tests.engine.fast_dllm import ShiftedReference
+from tests.engine.levenshtein import LevenshteinReference
 from tests.engine.masked import Reference, Rule, Step, Trajectory, make_checkpoint
 from tests.engine.nemotron import SeededReference
 from tests.engine.one_step import random_ids
@@ -40,6 +41,12 @@ SEEDED_RULES = {name: RULES[name] for name in ("dynamic", "static", "in order")}
     "dynamic in few steps": RULES["dynamic in few steps"],
     "warm": Rule("dynamic", threshold=0.3, temperature=0.8),
 }
+MOVING_RULES = {
+    "published": Rule(threshold=0.5, edit=0.0),
+    "published in few steps": Rule(threshold=0.5, edit=0.0, num_steps=2, most_edit_steps=3),
+    "static": Rule("static", num_steps=3, edit=0.5, most_edit_steps=2),
+    "warm": Rule(threshold=0.3, edit=0.2, most_edit_steps=5, temperature=0.8),
+}
 FAMILIES = {
     "SDAR": Family(
         "SDARForCausalLM",
@@ -49,6 +56,12 @@ FAMILIES = {
     ),
     "MoE": Family("SDARMoeForCausalLM", often=frozenset([(4, "dynamic")])),
     "LLaDA2": Family("LLaDA2MoeModelLM", often=frozenset([(4, "edited")])),
+    "LLaDA2.2": Family(
+        "LLaDA2.2",
+        LevenshteinReference,
+        MOVING_RULES,
+        frozenset([(32, "published"), (4, "warm")]),
+    ),
     "Nemotron": Family(
         "NemotronLabsDiffusionModel",
         SeededReference,

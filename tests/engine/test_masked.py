@@ -11,6 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests import tolerances
 from tests.engine.conftest import Engine
+from tests.engine.levenshtein import LevenshteinReference
 from tests.engine.masked import Reference, Rule, Trajectory
 from tests.engine.masked_requests import (
     FAMILIES,
@@ -77,6 +78,8 @@ def test_decisions(
             same += blocks_decided_alike(ours, theirs, decode)
             total += sum(step.finished for step in ours.steps)
     print(f"{same} of {total}")
+    if isinstance(decode, LevenshteinReference):
+        assert decode.happened["deleted"] and decode.happened["inserted"]
     assert same >= total * (1 / 3 if is_seeded else tolerances.DECIDED)
 
 

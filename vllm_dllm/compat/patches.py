@@ -175,6 +175,11 @@ WORKER = (
         "[a speculator registry](#speculators-and-their-schedulers-by-name)",
         "vllm_config device req_states",
     ),
+    Patch(
+        "model_executor.models.bailing_moe:FusedMoEFactory",
+        "LLaDA2.2's choice of experts, while the model is made",
+        "a `custom_routing_function` of the configuration's",
+    ),
 )
 
 CPU = (

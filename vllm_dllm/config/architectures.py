@@ -1,7 +1,7 @@
 """The models that we serve, by the name that their `config.json` gives as their architecture."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import Any
 
@@ -35,6 +35,11 @@ class Family:
     """Of the block's length in config.json."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """What config.json may not say otherwise: variants whose layers or steps are other ones."""
+    edit_probability: float | None = None
+    """Candidates that are more probable replace revealed tokens. None: nothing does."""
+    moves_tokens: bool = False
+    """Two tokens delete the one in their place, or put a mask before it
+    (`step.masked.levenshtein_step`)."""
 
     @property
     def is_seeded(self) -> bool:
@@ -65,9 +70,6 @@ FAMILIES = {
             "score_function": "sigmoid",
             "use_rmsnorm": True,
             "norm_head": False,
-            # LLaDA2.2's, which change how many tokens a block has.
-            "delete_token_id": None,
-            "split_token_id": None,
             "image_token_offset": None,  # LLaDA2.0-Uni's, which writes images, too
         },
     ),
@@ -88,7 +90,24 @@ FAMILIES = {
         fixed=_NO_WINDOWS,
     ),
 }
-"""Of masked models."""
+"""Of masked models, by architecture."""
+LLADA22 = replace(
+    FAMILIES["LLaDA2MoeModelLM"], threshold=0.5, edit_probability=0.0, moves_tokens=True
+)
+"""LLaDA2.2, whose architecture has the name of 2.0's."""
+
+
+def family_of(architecture: str, hf_config: Any) -> Family | None:
+    """Of a checkpoint, by its config.json. None: it is no masked model."""
+    family = FAMILIES.get(architecture)
+    if family is FAMILIES["LLaDA2MoeModelLM"] and edit_token_ids(hf_config) != (None, None):
+        return LLADA22
+    return family
+
+
+def edit_token_ids(hf_config: Any) -> tuple[Any, Any]:
+    """What config.json says of the tokens that delete and insert."""
+    return getattr(hf_config, "delete_token_id", None), getattr(hf_config, "split_token_id", None)
 
 
 def register_configs() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from vllm_dllm.config.architectures import FAMILIES, Family
+from vllm_dllm.config.architectures import FAMILIES, Family, edit_token_ids, family_of
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,8 @@ class MaskedConfig:
     """The token that stands for a hidden one."""
     family: Family
     """Its threshold holds if neither request nor server says more."""
+    edit_tokens: tuple[int, int] | None = None
+    """The tokens that delete and insert, of a family that `moves_tokens`."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> "MaskedConfig | None":
@@ -42,7 +44,8 @@ class MaskedConfig:
                 f"{vocab_size - 1} (vocab_size), got {mask_id!r}. Correct it, or pass "
                 f"--hf-overrides '{{\"mask_token_id\": ...}}'."
             )
-        family = FAMILIES[model_config.architecture]
+        family = family_of(model_config.architecture, hf_config)
+        assert family is not None, "of masked models"
         for key, wanted in family.fixed.items():
             if (found := getattr(hf_config, key, wanted)) != wanted:
                 served = "left out" if wanted is None else repr(wanted)
@@ -50,7 +53,24 @@ class MaskedConfig:
                     f"{key} in {model_config.model}/config.json must be {served}, got {found!r}: "
                     f"checkpoints of other variants are not served. Use another checkpoint."
                 )
-        return cls(diffusion_config.canvas_length, mask_id, family)
+        length, edit_tokens = diffusion_config.canvas_length, None
+        if family.moves_tokens:
+            edit_tokens = edit_token_ids(hf_config)
+            ids = {token for token in edit_tokens if type(token) is int and 0 <= token < vocab_size}
+            if len(ids - {mask_id}) != 2:
+                raise ValueError(
+                    f"delete_token_id and split_token_id in {model_config.model}/config.json must "
+                    f"be two tokens from 0 to {vocab_size - 1} (vocab_size) that are not the mask, "
+                    f"got {edit_tokens[0]!r} and {edit_tokens[1]!r}. Correct them, or pass "
+                    f'--hf-overrides \'{{"delete_token_id": ..., "split_token_id": ...}}\'.'
+                )
+        if getattr(hf_config, "expert_capacity", None) and length % hf_config.block_size != 0:
+            raise ValueError(
+                f"canvas_length in --diffusion-config must be a multiple of the "
+                f"{hf_config.block_size} tokens (block_size in config.json) that choose their "
+                f"experts together, got {length}. Pass another one or leave it out."
+            )
+        return cls(length, mask_id, family, edit_tokens)
 
     def check_cache(self, page: int, option: str) -> None:
         """Raises ValueError unless cached pages of so many tokens hold whole blocks: keys and

@@ -155,7 +155,8 @@ def reveal_candidates(
     hidden: torch.Tensor,  # [n, C] bool, positions that hold the mask
     rules: MaskedRules,
 ) -> torch.Tensor:
-    """Positions revealed by this step, [n, C] bool; at least one of each canvas that has any."""
+    """Positions revealed by this step, [n, C] bool; at least `least` of each canvas that has as
+    many."""
     confidence, bound = candidates.probability, rules.entropy_bound
     if bound is not None:
         confidence = torch.where(bound[:, None] >= 0, -candidates.entropy_nats, confidence)
@@ -164,7 +165,7 @@ def reveal_candidates(
     # Stable: of equals, the first.
     ranked = torch.where(hidden, confidence, -torch.inf).sort(dim=-1, descending=True, stable=True)
     place = torch.arange(hidden.shape[-1], device=hidden.device)
-    chosen = place < rules.least.clamp(min=1)[:, None]
+    chosen = place < rules.least[:, None]
     if bound is not None:
         summed = torch.where(bound[:, None] >= 0, -ranked.values, 0.0).cumsum(-1)
         chosen |= summed < bound[:, None]
@@ -187,7 +188,7 @@ def first_hidden(
 def even_share(
     steps_done: torch.Tensor,  # [n] int64
     num_steps: torch.Tensor,  # [n] int64
-    canvas_length: int,
+    canvas_length: int | torch.Tensor,  # [n] int64
 ) -> torch.Tensor:
     """[n] int64: positions that the coming step must reveal for a canvas to be done in `num_steps`;
     the first steps take the remainder."""

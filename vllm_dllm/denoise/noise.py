@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-CANDIDATE, RENOISE, INITIAL = 0, 1, 2
-"""Streams: a step's candidate tokens, the tokens that replace rejected ones, the first canvas."""
+CANDIDATE, RENOISE, INITIAL, ESCAPE = 0, 1, 2, 3
+"""Streams: a step's candidate tokens, the tokens that replace rejected ones, the first canvas,
+what gets a canvas out of a loop."""
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)

@@ -8,8 +8,7 @@ from vllm_dllm.models.masked import MaskedModel
 class Fast_dLLM_QwenForCausalLM(MaskedModel, Qwen2ForCausalLM):
     """Named as in the checkpoints' own modeling.py. A row has the next token's logits."""
 
-    @staticmethod
-    def get_model_state_cls() -> type:
+    def get_model_state_cls(self) -> type:
         from vllm_dllm.step.masked.masked_state import ShiftedModelState
 
         return ShiftedModelState

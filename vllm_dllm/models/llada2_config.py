@@ -1,4 +1,4 @@
-"""The config.json of LLaDA2.0 checkpoints. What it leaves out is what its modelling file does."""
+"""The config.json of LLaDA2.0 to 2.2. What it leaves out is what their modelling files do."""
 
 from transformers import PretrainedConfig
 
@@ -30,6 +30,7 @@ class LLaDA2MoeConfig(PretrainedConfig):
     num_experts_per_tok: int = 8
     n_group: int = 8
     topk_group: int = 4
+    expert_capacity: int | None = None
     moe_intermediate_size: int = 512
     first_k_dense_replace: int = 1
     norm_topk_prob: bool = True

@@ -35,8 +35,7 @@ class MaskedModel:
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         vllm_config.lora_config = lora_config
 
-    @staticmethod
-    def get_model_state_cls() -> type:
+    def get_model_state_cls(self) -> type:
         """vLLM's hook for per-request state; imported late because it needs the model runner."""
         from vllm_dllm.step.masked.masked_state import MaskedModelState
 

@@ -19,8 +19,7 @@ class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
     names = _NAMES
     hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | _NAMES  # of quantised layers, too
 
-    @staticmethod
-    def get_model_state_cls() -> type:
+    def get_model_state_cls(self) -> type:
         from vllm_dllm.step.masked.masked_state import CausalModelState
 
         return CausalModelState

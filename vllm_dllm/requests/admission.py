@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.compat.admission import KEYS_OF_VLLM
-from vllm_dllm.config.architectures import FAMILIES, Family
+from vllm_dllm.config.architectures import Family, family_of
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
 from vllm_dllm.requests.grammar import check_structured_outputs
@@ -53,7 +53,7 @@ class Served:
     def of(cls, config: VllmConfig, tokenizer: Any, *, to_many: bool) -> "Served":
         assert config.diffusion_config is not None, "vLLM makes it for diffusion architectures"
         extension = ExtensionConfig.from_additional_config(config.additional_config)
-        family = FAMILIES.get(config.model_config.architecture)
+        family = family_of(config.model_config.architecture, config.model_config.hf_config)
         return cls(
             config,
             tokenizer,

@@ -54,6 +54,7 @@ _Flag = Annotated[
 _Count = Annotated[Integer, Ge(1), Le(MOST_STEPS)]
 _CountOrNone = Annotated[Integer, Ge(0), Le(MOST_STEPS)]
 _Probability = Annotated[Number, Gt(0), Le(1)]
+_ProbabilityOrZero = Annotated[Number, Ge(0), Le(1)]
 _Temperature = Annotated[Number, Ge(LOWEST_MAXIMUM), Le(HIGHEST_TEMPERATURE)]
 _Tokens = Annotated[list[Integer], "a list of token ids"]
 _Positions = Annotated[list[Integer], "a list of canvas positions"]
@@ -82,7 +83,7 @@ class RequestOptions:
     accept_probability: Annotated[_Probability, Asked(by_server=True, masked=True)] = 0.9
     accept_tokens: Annotated[_Count | None, Asked(by_server=True, masked=True)] = None
     edit_probability: Annotated[
-        _Probability | None, Asked(by_server=True, masked=True, uniform=False)
+        _ProbabilityOrZero | None, Asked(by_server=True, masked=True, uniform=False)
     ] = None
     edit_steps: Annotated[_Count, Asked(by_server=True, masked=True, uniform=False)] = 16
     """LLaDA2.1's."""
@@ -231,6 +232,7 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> Mapping[
         "acceptance": "confidence",
         "accept_probability": family.threshold,
         "entropy_bound": MASKED_ENTROPY_BOUND,
+        "edit_probability": family.edit_probability,
     }
     return published | own
 
@@ -250,6 +252,11 @@ def _check_key(key: str, value: Any, family: Family | None) -> None:
         raise ValueError(
             f"{key} is for Nemotron-Labs-Diffusion, whose known tokens see those before them "
             f"alone, got {value!r}. Leave it out."
+        )
+    if key == f"{PREFIX}logprobs" and family is not None and family.moves_tokens:
+        raise ValueError(
+            f"{key} is not for LLaDA2.2, whose tokens change their places after the step that "
+            f"revealed them, got {value!r}. Leave it out."
         )
     if family is None and key == "diffusion_acceptance" and value == "in_order":
         raise ValueError(

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm_dllm.attention import gpu_backend
 from vllm_dllm.compat.ending import end_start_in_time
 from vllm_dllm.config import tiles
-from vllm_dllm.config.architectures import FAMILIES
+from vllm_dllm.config.architectures import family_of
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
@@ -162,7 +162,10 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
 
 def finish(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     """What the start of every diffusion model checks and sets."""
-    server_defaults(extension.defaults, FAMILIES.get(vllm_config.model_config.architecture))
+    model_config = vllm_config.model_config
+    server_defaults(
+        extension.defaults, family_of(model_config.architecture, model_config.hf_config)
+    )
     offer_tiles(vllm_config, extension)
     if extension.trace_path is not None:
         check_file("trace_path", Path(extension.trace_path))

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.config.architectures import FAMILIES
+from vllm_dllm.config.architectures import family_of
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.denoise import noise
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, stop_tokens
@@ -42,7 +42,7 @@ class StepRequests:
         model_config = vllm_config.model_config
         self.vocab_size = model_config.get_vocab_size()
         self.max_model_len, self.mask_id = model_config.max_model_len, mask_id
-        family = FAMILIES.get(model_config.architecture)
+        family = family_of(model_config.architecture, model_config.hf_config)
         self._unadmitted = RequestOptions(**server_defaults(extension.defaults, family))
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from tests.paths import CHECKPOINTS
 from tests.unit.step.test_logits import Model
-from vllm_dllm.config.masked import FAMILIES
+from vllm_dllm.config.architectures import FAMILIES, Family, family_of
 from vllm_dllm.requests.options import read_keys, server_defaults
 from vllm_dllm.step.sampler import DiffusionSampler
 from vllm_dllm.step.uniform.canvas_step import CanvasStep
@@ -45,6 +45,7 @@ def config(
     dtype: torch.dtype = torch.float32,
     num_workers: int = 1,  # that share the model
     settings: Mapping[str, Any] | None = None,
+    says: Mapping[str, Any] | None = None,  # of the checkpoint's config.json
 ) -> Any:
     """vLLM's, as far as a step reads it."""
     return SimpleNamespace(
@@ -59,7 +60,7 @@ def config(
             max_model_len=context,
             dtype=dtype,
             enable_cumem_allocator=False,
-            hf_config=SimpleNamespace(mask_token_id=MASK, **_fixed(architecture)),
+            hf_config=SimpleNamespace(mask_token_id=MASK, **_fixed(architecture), **says or {}),
             hf_text_config=SimpleNamespace(hidden_size=hidden_size),
             try_get_generation_config=lambda: GENERATION,
             override_generation_config={},
@@ -79,13 +80,12 @@ def _fixed(architecture: str) -> Mapping[str, Any]:
 
 
 def params(
-    architecture: str = GEMMA, carried: Mapping[str, Any] | None = None, **asked: Any
+    family: Family | None = None, carried: Mapping[str, Any] | None = None, **asked: Any
 ) -> SamplingParams:
     """Of an admitted request; `carried` is what the scheduler adds to its options."""
     extra = {name: asked.pop(name) for name in list(asked) if name.startswith("diffusion_")}
     words, eos = asked.pop("bad_words", None), asked.pop("eos", None)
     made = SamplingParams(**{"max_tokens": 40, "temperature": 1.0, "seed": 0} | asked)
-    family = FAMILIES.get(architecture)
     options = read_keys(extra, server_defaults({}, family), family)
     replace(options, **carried or {}).carry(made)
     made._bad_words_token_ids, made._eos_token_id = words, eos
@@ -132,8 +132,9 @@ class Worker:
         canvas_length: int = C,
         **of_config: Any,
     ) -> None:
-        self.architecture, self.joins_commits = architecture, joins_commits
+        self.joins_commits = joins_commits
         made = config(architecture=architecture, canvas_length=canvas_length, **of_config)
+        self.family = family_of(architecture, made.model_config.hf_config)
         self.req_states = RequestState(
             R, made.model_config.max_model_len, 4096, canvas_length, V, CPU
         )
@@ -164,7 +165,7 @@ class Worker:
     ) -> None:
         """`computed`: tokens of the prompt; None: all."""
         carried = {"joins_commits": self.joins_commits, **asked.pop("carried", {})}
-        made = params(self.architecture, carried, **asked)
+        made = params(self.family, carried, **asked)
         computed = prompt if computed is None else computed
         self.requests[req_id] = Request(made, prompt, list(range(10, 10 + prompt)), computed)
         self.place(req_id)

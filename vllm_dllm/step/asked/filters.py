@@ -123,7 +123,7 @@ class LogitFilters:
         self,
         scaled: torch.Tensor,  # [rows, V] fp32, divided by the temperature
         batch: CanvasBatch,
-        rows: slice,  # of the batch's rows
+        rows: slice | torch.Tensor,  # of the batch's rows
     ) -> torch.Tensor:
         """Leaves out what min_p, top_k and top_p leave out; may change `scaled` in place."""
         if self._truncated.isdisjoint(batch.slots_np.tolist()):

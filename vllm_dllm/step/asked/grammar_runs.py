@@ -40,6 +40,28 @@ class LegalDraws(NamedTuple):
             judges_unscaled=self.judges_unscaled,
         )
 
+    def without(self, excluded: torch.Tensor) -> torch.Tensor:
+        """[rows] int64: other candidates of every row, none of the tokens `excluded` [m]."""
+        num_rows = len(self.is_greedy)
+        rows = torch.arange(num_rows, device=excluded.device)
+        return self._draw_without(rows, excluded.expand(num_rows, -1), self.uniform)
+
+    def another(
+        self,
+        rows: torch.Tensor,  # [k] int64
+        excluded: torch.Tensor,  # [k, m] int64
+        uniform: torch.Tensor,  # [k] float64
+    ) -> torch.Tensor:
+        """[k] int64: other candidates of these rows, none of the tokens that each excludes."""
+        return self._draw_without(rows, excluded, None if self.uniform is None else uniform)
+
+    def _draw_without(
+        self, rows: torch.Tensor, excluded: torch.Tensor, uniform: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.logits.draw_without(
+            rows, excluded, self.row_temperature, uniform, self.is_greedy
+        )
+
     def judge(self, i: int) -> Judge:
         """Judges the candidates of canvas i."""
         return partial(self._draw, self.logits.batch.rows_of(i).start)

@@ -174,6 +174,10 @@ class CanvasGrammars:
         waiting = [slot in self._added for slot in batch.slots_np.tolist()]
         return self._to_device(waiting) if any(waiting) else None
 
+    def ruled(self, batch: CanvasBatch) -> list[int]:
+        """Canvases whose requests have a grammar."""
+        return [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._answers]
+
     def concern(self, batch: CanvasBatch) -> bool:
         return not self._answers.keys().isdisjoint(batch.slots_np.tolist())
 
@@ -190,7 +194,7 @@ class CanvasGrammars:
         """The legal paths of this step. Excludes what is illegal from `logits`, of canvases in
         their first `HELD_STEPS`, and of those that are revealed for good: in these every step
         shows something that stays."""
-        mine = [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._answers]
+        mine = self.ruled(batch)
         n, C = batch.num_canvases, batch.canvas_length
         guess = np.full((n, C), _NONE, dtype=np.int64)
         following = np.full((n, C), _NONE, dtype=np.int64)

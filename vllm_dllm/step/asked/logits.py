@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.masked import Candidates, draw_candidates
-from vllm_dllm.denoise.row_stats import RowStats, row_stats
+from vllm_dllm.denoise.row_stats import RowStats, argmax, row_stats, sample_by_inversion
 from vllm_dllm.step.asked.filters import LogitFilters
 from vllm_dllm.step.asked.row_masks import RowMasks
 from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
@@ -154,6 +155,34 @@ class MaskedLogits(WholeLogits):
         if len(parts) == 1:
             return parts[0]
         return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def draw_without(
+        self,
+        rows: torch.Tensor,  # [k] int64, of all canvases' rows
+        excluded: torch.Tensor,  # [k, m] int64, tokens that each of them may not have
+        row_temperature: torch.Tensor,  # [rows, 1] fp32
+        uniform: torch.Tensor | None,  # [k] float64; None: all are greedy
+        is_greedy: torch.Tensor,  # [rows] bool
+    ) -> torch.Tensor:
+        """[k] int64: other candidates."""
+        parts = []
+        for places in torch.arange(len(rows), device=rows.device).split(self.tile_rows):
+            own = rows[places]
+            logits = self._processed[own].scatter_(1, excluded[places], MASKED_LOGIT)
+            tokens = argmax(logits)
+            if uniform is not None:
+                scaled = self.filters.truncate(logits / row_temperature[own], self.batch, own)
+                drawn = sample_by_inversion(scaled.softmax(dim=-1), uniform[places])
+                tokens = torch.where(is_greedy[own], tokens, drawn)
+            parts.append(tokens)
+        return torch.cat(parts)
+
+    def exclude_tokens(self, canvases: Sequence[int], tokens: torch.Tensor) -> None:
+        """Leaves these canvases all tokens but `tokens` [m] int64, from now on."""
+        if canvases and self._processed is self._raw:
+            self._processed = self._raw.clone()
+        for i in canvases:
+            self._processed[self.batch.rows_of(i)].index_fill_(1, tokens, MASKED_LOGIT)
 
     def draw_legal(
         self,

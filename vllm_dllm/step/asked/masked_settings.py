@@ -48,7 +48,7 @@ class MaskedStepSettings(NamedTuple):
         self,
         steps_done: torch.Tensor,  # [n] int64
         num_steps: torch.Tensor,  # [n] int64
-        canvas_length: int,
+        canvas_length: int | torch.Tensor,  # [n] int64
     ) -> MaskedRules:
         least = self.least
         if self.has_shares:
@@ -73,8 +73,10 @@ class MaskedSlotSettings:
         device: torch.device,
         *,
         reveals_at_threshold: bool,  # also what is exactly as probable, not only what is more
+        may_reveal_none: bool = False,  # steps after those that a short canvas' even share takes
     ) -> None:
         self.max_steps = canvas_length  # more would reveal nothing in some
+        self._may_reveal_none = may_reveal_none
         self._reveals_at_threshold = reveals_at_threshold
         self._table = torch.zeros(max_num_reqs, len(_Settings._fields), device=device)
         self._by_slot: dict[int, _Settings] = {}
@@ -84,7 +86,8 @@ class MaskedSlotSettings:
 
     def add(self, request: NewRequest) -> None:
         settings = _settings(request.options, request.params.temperature)
-        if settings.least == _EVEN_SHARE and request.num_steps == self.max_steps:
+        is_one = request.num_steps == self.max_steps and not self._may_reveal_none
+        if settings.least == _EVEN_SHARE and is_one:
             settings = settings._replace(least=1)
         if self._reveals_at_threshold:
             below = np.nextafter(np.float32(settings.threshold), np.float32(0.0))
@@ -156,7 +159,7 @@ class MaskedSlotSettings:
 def _settings(options: RequestOptions, temperature: float) -> _Settings:
     rule = options.acceptance
     threshold, least, entropy_bound = _NEVER, options.accept_tokens or _EVEN_SHARE, NO_BOUND
-    edit_threshold = options.edit_probability or _NEVER
+    edit_threshold = _NEVER if options.edit_probability is None else options.edit_probability
     if options.is_verified:  # whatever the server's defaults say of steps
         threshold, least, edit_threshold = _ALWAYS, 1, _NEVER
     elif rule == "confidence":

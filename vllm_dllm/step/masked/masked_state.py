@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from attention_kernels.masks import block_spans
 from vllm_dllm.compat.gpu import kept_asleep
 from vllm_dllm.step.attn_requests import AttnRequests
+from vllm_dllm.step.masked.levenshtein_step import LevenshteinStep
 from vllm_dllm.step.masked.masked_step import MaskedStep
 from vllm_dllm.step.masked.shifted_step import ShiftedStep
 from vllm_dllm.step.masked.verified_step import VerifiedStep
@@ -36,7 +37,7 @@ class MaskedModelState(CausalModelState):
     """All rows follow one rule of visibility: a row sees all blocks up to its own, whether it is a
     prompt's or a canvas'."""
 
-    step_cls = MaskedStep
+    step_cls: type[MaskedStep] = MaskedStep
 
     def __init__(
         self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
@@ -70,6 +71,12 @@ class MaskedModelState(CausalModelState):
         positions = input_batch.positions[:num_tokens]
         spans[:num_tokens] = block_spans(positions, self.step.canvas_length)
         return spans
+
+
+class LevenshteinModelState(MaskedModelState):
+    """Candidates may delete and insert."""
+
+    step_cls = LevenshteinStep
 
 
 class ShiftedModelState(MaskedModelState):

@@ -5,7 +5,7 @@ request's first token, and known tokens at the end of the prompt may share the c
 see the canvas, so every step computes them anew, until the block is finished and prefilled whole.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -29,11 +29,22 @@ from vllm_dllm.step.uniform.canvas_stages import Denoised, Found, Verified
 from vllm_dllm.step.uniform.canvas_step import CanvasStep
 
 
+class Decided(NamedTuple):
+    """What a step makes of its n canvases."""
+
+    canvas: torch.Tensor  # [n, C] int64, the next step's input
+    tokens: torch.Tensor  # [n, C] int64, revealed ones, and best guesses elsewhere
+    revealed: torch.Tensor  # [n, C] bool
+    finished: torch.Tensor  # [n] bool
+    edit_steps_done: torch.Tensor  # [n] int64, counted where other models count repeated guesses
+    is_committed: torch.Tensor | None  # [n] bool, as in `Denoised`
+
+
 class MaskedStep(CanvasStep):
     self_conditions = False
 
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
-        config = MaskedConfig.read(vllm_config)
+        self.config = config = MaskedConfig.read(vllm_config)
         self.mask_id, self.family = config.mask_id, config.family
         return StepRequests(
             self.slots,
@@ -43,6 +54,7 @@ class MaskedStep(CanvasStep):
                 self.canvas_length,
                 self.device,
                 reveals_at_threshold=self.family.is_causal,
+                may_reveal_none=self.family.moves_tokens,
             ),
             self.extension,
             vllm_config,
@@ -141,16 +153,23 @@ class MaskedStep(CanvasStep):
         """[n, C] int64, in the requests."""
         return found.starts[:, None] + torch.arange(self.canvas_length, device=self.device)
 
-    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+    def _rules(self, found: Found) -> MaskedRules:
+        numbers, settings = found.numbers, found.settings
+        assert isinstance(settings, MaskedStepSettings)
+        return settings.rules(numbers.steps_done, numbers.num_steps, self.canvas_length)
+
+    def _decide(
+        self,
+        found: Found,
+        draws: LegalDraws,
+        candidates: Candidates,  # [n, C]
+        rules: MaskedRules,
+        held: Held | None,
+    ) -> Decided:
         batch, numbers, settings = found.batch, found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         slots, idx = self.slots, batch.slot_index
-        draws = self._draws(found, source)
-        by_row = draws.of_all()
-        candidates = Candidates(*(batch.unflatten(column) for column in by_row))
-        rules = settings.rules(numbers.steps_done, numbers.num_steps, self.canvas_length)
         edits = settings.edits(numbers.times_repeated)
-        held = self._held(found, rules, draws)
         if held is not None and edits is not None:
             edits = edits._replace(is_chosen=edits.is_chosen & ~held.is_ruled)
         canvas, tokens, revealed, finished, edited = masked_step(
@@ -165,7 +184,6 @@ class MaskedStep(CanvasStep):
             self._parts(found),
             held,
         )
-        # Steps that found nothing hidden are counted where other models count repeated guesses.
         edit_steps_done, is_committed = numbers.times_repeated, None
         if edited is not None:
             is_over = finished | (numbers.is_committing == 1)
@@ -174,6 +192,20 @@ class MaskedStep(CanvasStep):
             # prefill also foretells the next one's first token.
             if not self.family.is_seeded:
                 is_committed = edited.unchanged
+        return Decided(canvas, tokens, revealed, finished, edit_steps_done, is_committed)
+
+    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+        batch, numbers, settings = found.batch, found.numbers, found.settings
+        assert isinstance(settings, MaskedStepSettings)
+        slots, idx = self.slots, batch.slot_index
+        draws = self._draws(found, source)
+        by_row = draws.of_all()
+        candidates = Candidates(*(batch.unflatten(column) for column in by_row))
+        rules = self._rules(found)
+        held = self._held(found, rules, draws)
+        canvas, tokens, revealed, finished, edit_steps_done, is_committed = self._decide(
+            found, draws, candidates, rules, held
+        )
         placed = None
         if self.requests.logprobs.ask_when_placed(batch):
             stayed = slots.revealed[idx] & (tokens == slots.canvas[idx])

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
 
-from vllm_dllm.config.architectures import FAMILIES
+from vllm_dllm.config.architectures import family_of
 from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.options import MASKED_ENTROPY_BOUND
@@ -30,7 +31,7 @@ class Space:
     def __init__(self, checkpoint: Path) -> None:
         config = _read(checkpoint / "config.json")
         names = config.get("architectures") or [""]
-        self._family = FAMILIES.get(names[0])
+        self._family = family_of(names[0], SimpleNamespace(**config))
         self._config: DenoiseConfig | None = None
         if self._family is None:
             try:

@@ -1,0 +1,118 @@
+"""LLaDA2.2's blocks, whose text shrinks and grows: candidates may be a token that deletes the one
+in its place, or one that puts a mask before it.
+
+A block keeps its length. What is deleted leaves a mask at the end, and what is pushed beyond the
+end is gone. The rules are those of the loop in the checkpoints' own modeling_llada2_moe.py; of the
+steps, `step.masked.levenshtein_step`.
+
+Legend: n = blocks, C = canvas length.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, reveal_candidates
+
+
+class EditTokens(NamedTuple):
+    mask: int
+    delete: int
+    split: int  # in the place of a token: a mask, and that token
+
+
+class Round(NamedTuple):
+    """What a step finds."""
+
+    canvas: torch.Tensor  # [n, C] int64
+    valid: torch.Tensor | None  # [n, C] bool, positions that are part of their block; None: all
+    hidden: torch.Tensor  # [n, C] bool
+    original: torch.Tensor  # [n, C] bool, hidden since the block began, or where its token went
+    post_steps: torch.Tensor  # [n] int64, on end that found no original mask, this one too
+    is_last: torch.Tensor  # [n] bool, reveals all and neither deletes nor inserts
+
+
+def find_round(
+    canvas: torch.Tensor,  # [n, C] int64
+    valid: torch.Tensor | None,  # [n, C] bool
+    original: torch.Tensor,  # [n, C] bool, as the step before left it
+    steps_done: torch.Tensor,  # [n] int64
+    post_steps: torch.Tensor,  # [n] int64
+    most_post_steps: torch.Tensor,  # [n] int64, at least 1
+    most_steps: int,
+    mask_id: int,
+) -> Round:
+    hidden = canvas == mask_id
+    if valid is not None:
+        hidden &= valid
+    original = torch.where(steps_done[:, None] == 0, hidden, original)
+    post_steps = torch.where((hidden & original).any(dim=-1), 0, post_steps + 1)
+    is_last = (post_steps >= most_post_steps) | (steps_done + 1 >= most_steps)
+    return Round(canvas, valid, hidden, original, post_steps, is_last)
+
+
+def written_tokens(
+    found: Round,
+    candidates: Candidates,  # [n, C]
+    otherwise: torch.Tensor,  # [n, C] int64, in the place of candidates that delete or insert,
+    # where a step may not
+    rules: MaskedRules,
+    reveals_all: torch.Tensor,  # [n] bool, whatever the rules say
+    edit_threshold: torch.Tensor,  # [n] fp32
+    held: Held | None,  # None: no block has a grammar. Those that have are not edited
+    edit_tokens: EditTokens,
+) -> torch.Tensor:
+    """[n, C] int64: the canvas with this step's candidates, before anything moves."""
+    hidden = found.hidden
+    fresh = (hidden & ~found.original).sum(dim=-1)
+    shown = reveal_candidates(candidates, hidden, rules._replace(least=rules.least + fresh))
+    shown = torch.where((reveals_all | found.is_last)[:, None], hidden, shown)
+    is_likely = candidates.probability > edit_threshold[:, None]
+    changed = ~hidden & is_likely & (candidates.tokens != found.canvas)
+    if found.valid is not None:
+        changed &= found.valid
+    stays = found.is_last if held is None else found.is_last | held.is_ruled
+    moves = (candidates.tokens == edit_tokens.delete) | (candidates.tokens == edit_tokens.split)
+    tokens = torch.where(stays[:, None] & moves, otherwise, candidates.tokens)
+    if held is not None:
+        shown = torch.where(held.is_chosen[:, None], hidden & held.revealed, shown)
+        tokens = torch.where(held.tokens >= 0, held.tokens, tokens)
+        changed &= ~held.is_ruled[:, None]
+    return torch.where(shown | changed, tokens, found.canvas)
+
+
+class Moved(NamedTuple):
+    canvas: torch.Tensor  # [n, C] int64
+    original: torch.Tensor  # [n, C] bool, as in `Round`
+
+
+def move(found: Round, written: torch.Tensor, tokens: EditTokens) -> Moved:
+    """Deletes and inserts, as `written` [n, C] says: each position of the result is looked up."""
+    is_split = written == tokens.split
+    counts = 1 + is_split.long() - (written == tokens.delete).long()
+    if found.valid is not None:
+        counts *= found.valid
+    ends = counts.cumsum(dim=-1)
+    place = torch.arange(written.shape[-1], device=written.device).expand_as(written)
+    source = torch.searchsorted(ends, place.contiguous(), right=True)
+    is_new = source == written.shape[-1]  # behind what is left
+    source = source.clamp(max=written.shape[-1] - 1)
+    was_split = is_split.gather(-1, source)
+    is_new |= was_split & (place == ends.gather(-1, source) - 2)
+    kept = torch.where(was_split, found.canvas.gather(-1, source), written.gather(-1, source))
+    return Moved(
+        canvas=torch.where(is_new, tokens.mask, kept),
+        original=found.original.gather(-1, source) & ~is_new,
+    )
+
+
+def fingerprint(
+    canvas: torch.Tensor,  # [n, C] int64
+    valid: torch.Tensor | None,  # [n, C] bool
+) -> torch.Tensor:
+    """[n] int64, by which equal canvases are known; others have another one, but for one in
+    2 ** 60."""
+    factors = noise.keys(torch.arange(canvas.shape[-1], device=canvas.device)) | 1
+    terms = (canvas + 1) * factors
+    return (terms if valid is None else terms * valid).sum(dim=-1)

@@ -1,0 +1,49 @@
+"""LLaDA2.2's choice of experts: the rows of a block choose `expert_capacity` of them together, and
+each row its own from these."""
+
+from typing import Any
+
+import torch
+
+
+class BlockRouting:
+    """Legend: T = rows, E = experts."""
+
+    def __init__(self, config: Any, max_num_tokens: int) -> None:
+        self.block_length: int = config.block_size
+        self.capacity: int = config.expert_capacity
+        self.scale: float = config.routed_scaling_factor
+        # [max_num_tokens] int64: the block of each row of a step. It keeps its address.
+        self.blocks = torch.zeros(max_num_tokens, dtype=torch.int64)
+
+    def start(self, positions: torch.Tensor) -> None:
+        """Numbers the blocks of a step's rows, by their `positions` [T] int64 in their requests."""
+        begins = positions % self.block_length == 0
+        begins[1:] |= positions[1:] != positions[:-1] + 1
+        begins[:1] = False
+        self.blocks[: len(positions)] = begins.cumsum(dim=0)
+
+    def choose(
+        self,
+        hidden_states: torch.Tensor,  # [T, H]
+        gating_output: torch.Tensor,  # [T, E]
+        topk: int,
+        renormalize: bool,
+        *,
+        bias: torch.Tensor,  # [E] fp32, takes part in the choice alone
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [T, topk] fp32 and experts [T, topk] int64. An expert is as good for a block as
+        for the row of it that likes it best."""
+        scores = gating_output.float().sigmoid()
+        biased = scores + bias
+        blocks = self.blocks[: scores.shape[0], None]
+        best = torch.full_like(biased, -torch.inf).scatter_reduce(
+            0, blocks.expand_as(biased), biased, "amax"
+        )
+        chosen = best.topk(self.capacity, dim=-1).indices
+        allowed = torch.zeros_like(biased, dtype=torch.bool).scatter(1, chosen, True)
+        experts = biased.masked_fill(~allowed[blocks[:, 0]], -torch.inf).topk(topk, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights * self.scale, experts

@@ -1,0 +1,166 @@
+"""One step of LLaDA2.2's canvases: candidates may delete the token in their place, or put a mask
+before it.
+
+A block is finished by a step that found nothing hidden and changed nothing, or by the last of
+`edit_steps` on end that found none of the masks that the block began with. That one reveals all,
+and neither deletes nor inserts. So no finished block holds one of these tokens, and what comes
+after it need not know of them. We differ from the published loop in two things: after `MOST_STEPS`,
+a block ends like that, too, where the loop may leave masks; and tokens of the prompt are data,
+whatever they are.
+"""
+
+from typing import Any
+
+import torch
+
+from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.levenshtein import (
+    EditTokens,
+    Round,
+    find_round,
+    fingerprint,
+    move,
+    written_tokens,
+)
+from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules
+from vllm_dllm.step.asked.grammar_runs import LegalDraws
+from vllm_dllm.step.asked.masked_settings import MaskedStepSettings
+from vllm_dllm.step.masked.masked_step import Decided, MaskedStep
+from vllm_dllm.step.uniform.canvas_stages import Found
+
+MOST_STEPS = 1000
+"""Of a block."""
+_TRIES = 5
+
+
+class LevenshteinStep(MaskedStep):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert self.config.edit_tokens is not None, "of a family that moves tokens"
+        self.tokens = EditTokens(self.mask_id, *self.config.edit_tokens)
+        self._moving = torch.tensor(self.config.edit_tokens, device=self.device)
+        # By slot. A block's first step reads neither.
+        self._original = torch.zeros_like(self.slots.canvas, dtype=torch.bool)  # see `Round`
+        # [R, MOST_STEPS] int64: fingerprints of what the block's steps have written
+        self._written = self.slots.canvas.new_zeros(len(self.slots.canvas), MOST_STEPS)
+
+    def _rules(self, found: Found) -> MaskedRules:
+        """An even share is one of the masks that there were at first."""
+        numbers, settings = found.numbers, found.settings
+        assert isinstance(settings, MaskedStepSettings)
+        return settings.rules(numbers.steps_done, numbers.num_steps, found.batch.lengths)
+
+    def _draws(self, found: Found, source: torch.Tensor) -> LegalDraws:
+        """Tokens that may replace revealed ones are the most probable ones, and how probable a
+        token is, temperature and truncation do not change."""
+        draws, batch = super()._draws(found, source), found.batch
+        if draws.uniform is None:
+            return draws
+        revealed = batch.flatten(self.slots.revealed[batch.slot_index])
+        return draws._replace(is_greedy=draws.is_greedy | revealed, judges_unscaled=True)
+
+    def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
+        draws.logits.exclude_tokens(self.requests.grammars.ruled(found.batch), self._moving)
+        return super()._held(found, rules._replace(least=rules.least.clamp(min=1)), draws)
+
+    def _decide(
+        self,
+        found: Found,
+        draws: LegalDraws,
+        candidates: Candidates,  # [n, C]
+        rules: MaskedRules,
+        held: Held | None,
+    ) -> Decided:
+        batch, numbers, settings = found.batch, found.numbers, found.settings
+        assert isinstance(settings, MaskedStepSettings)
+        idx = batch.slot_index
+        step = find_round(
+            self.slots.canvas[idx],
+            batch.valid,
+            self._original[idx],
+            numbers.steps_done,
+            numbers.times_repeated,
+            settings.edit_steps,
+            MOST_STEPS,
+            self.mask_id,
+        )
+        edit_threshold = settings.edit_threshold
+        if edit_threshold is None:  # a warm-up's
+            edit_threshold = torch.zeros_like(settings.threshold)
+        written = written_tokens(
+            step,
+            candidates,
+            batch.unflatten(draws.without(self._moving)),
+            rules,
+            numbers.steps_done >= numbers.num_steps,
+            edit_threshold,
+            held,
+            self.tokens,
+        )
+        stays = step.is_last if held is None else step.is_last | held.is_ruled
+        written, mark = self._escape(found, draws, step, written, ~stays)
+        moved = move(step, written, self.tokens)
+        left = moved.canvas == self.mask_id
+        if batch.valid is not None:
+            left &= batch.valid
+        is_full = ~left.any(dim=-1)
+        unchanged = is_full & (moved.canvas == step.canvas).all(dim=-1)
+        if held is not None:
+            unchanged &= ~held.is_ruled
+        finished = is_full & (unchanged | stays) | (numbers.steps_done + 1 >= MOST_STEPS)
+        self._keep(found, moved.original, mark)
+        is_over = finished | (numbers.is_committing == 1)
+        return Decided(
+            moved.canvas,
+            moved.canvas,
+            ~left if batch.valid is None else ~left & batch.valid,
+            finished,
+            step.post_steps.masked_fill(is_over, 0),
+            unchanged,
+        )
+
+    def _escape(
+        self,
+        found: Found,
+        draws: LegalDraws,
+        step: Round,
+        written: torch.Tensor,  # [n, C] int64
+        may: torch.Tensor,  # [n] bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Canvases that an earlier step of the block has written, too, get another token in one of
+        the places that this step has written, until they are new. Returns all canvases, and their
+        fingerprints."""
+        batch, numbers, idx = found.batch, found.numbers, found.batch.slot_index
+        mark = fingerprint(written, step.valid)
+        steps = torch.arange(MOST_STEPS, device=self.device)
+        earlier = steps < numbers.steps_done[:, None]
+        past = self._written[idx]
+        draw = noise.uniform(
+            numbers.noise_key,
+            found.starts[:, None] + torch.arange(2 * _TRIES, device=self.device),
+            numbers.steps_done,
+            noise.ESCAPE,
+        )
+        for turn in range(_TRIES):
+            changed = written != step.canvas
+            count = changed.sum(dim=-1)
+            may = may & (count > 0) & ((past == mark[:, None]) & earlier).any(dim=-1)
+            nth = (draw[:, turn] * count).long() + 1
+            place = (changed.cumsum(dim=-1) >= nth[:, None]).long().argmax(dim=-1)[:, None]
+            rows = batch.first_rows + place[:, 0]
+            another = draws.another(rows, written.gather(1, place), draw[:, _TRIES + turn])
+            written = torch.where(
+                may[:, None], written.scatter(1, place, another[:, None]), written
+            )
+            mark = fingerprint(written, step.valid)
+        return written, mark
+
+    def _keep(self, found: Found, original: torch.Tensor, mark: torch.Tensor) -> None:
+        """For the block's next step. One that is taken back keeps nothing; its place among the
+        marks, the step that takes its turn fills again."""
+        idx = found.batch.slot_index
+        if found.cut is not None:
+            original = torch.where(found.cut[:, None], self._original[idx], original)
+        self._original[idx] = original
+        place = found.numbers.steps_done.clamp(max=MOST_STEPS - 1)
+        self._written[found.batch.slots, place] = mark
