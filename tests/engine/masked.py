@@ -156,7 +156,7 @@ def make_checkpoint(
     model = build(architecture, config).eval()
     randomize(model, mask_id)
     if "expert_capacity" in config:
-        likes_to_move(model, mask_id + 1, mask_id + 2)
+        likes_to_move(model, mask_id, mask_id + 1, mask_id + 2)
     path.mkdir(exist_ok=True)
     save_file(published_weights(model, architecture), path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
@@ -182,13 +182,12 @@ def randomize(model: nn.Module, mask_id: int) -> None:
             weight.copy_(drawn * weight.shape[-1] ** -0.5)
 
 
-def likes_to_move(model: nn.Module, *tokens: int) -> None:
+def likes_to_move(model: Any, mask_id: int, *tokens: int) -> None:
     """These tokens are often the most probable ones, by logits of standard deviation 12. Of the
     others, the one that is there often is, so that blocks come to an end."""
     generator = torch.Generator().manual_seed(1)
     weight, embedding = model.lm_head.weight, model.model["word_embeddings"].weight
-    first = min(tokens) - 1  # the mask is no answer
-    weight[:first] += 0.5 * embedding[:first]
+    weight[:mask_id] += 0.5 * embedding[:mask_id]
     for token in tokens:
         drawn = torch.randn(weight.shape[-1], generator=generator)
         weight[token].copy_(12 * drawn * weight.shape[-1] ** -0.5)

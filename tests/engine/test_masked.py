@@ -133,7 +133,7 @@ def undisturbed(engine: GetEngine, made: GetMade) -> Callable[[str], list[Trajec
     return cache(lambda family: each_alone(engine, made(family, 4).checkpoint, family))
 
 
-@each("SDAR", "Nemotron", "Fast-dLLM", thorough=("MoE", "LLaDA2"))
+@each("SDAR", "LLaDA2.2", "Nemotron", "Fast-dLLM", thorough=("MoE", "LLaDA2"))
 @neighbours
 def test_neighbours(
     engine: GetEngine,
@@ -146,7 +146,7 @@ def test_neighbours(
     assert_as_alone(engine, made(family, 4).checkpoint, family, alone, options)
 
 
-@each("SDAR", "Nemotron", "Fast-dLLM", thorough=("MoE", "LLaDA2"))
+@each("SDAR", "LLaDA2.2", "Nemotron", "Fast-dLLM", thorough=("MoE", "LLaDA2"))
 @asynchronously
 def test_asynchronous_scheduling(
     engine: GetEngine,
@@ -212,8 +212,15 @@ SETTLED = Rule("dynamic", threshold=0.4, edit=0.6)  # its blocks end when nothin
         ("SDAR", RULES["warm"], 40),
         ("LLaDA2", RULES["edited"], 40),
         ("LLaDA2", SETTLED, 40),
+        ("LLaDA2.2", FAMILIES["LLaDA2.2"].rules["published"], 40),
     ],
-    ids=["by prefills", "by prefills of what was drawn", "by prefills of edits", "by last steps"],
+    ids=[
+        "by prefills",
+        "by prefills of what was drawn",
+        "by prefills of edits",
+        "by last steps",
+        "by blocks that moved",
+    ],
 )
 def test_committed_keys_are_a_prefill_s(
     engine: GetEngine, made: GetMade, family: str, rule: Rule, length: int
@@ -223,7 +230,7 @@ def test_committed_keys_are_a_prefill_s(
     model = engine(checkpoint, block_size=32)
     prompt = random_ids(length, VOCABULARY, length)
     (first,) = generate(model, [prompt], [params_of(rule, 128 - length % 32, 0)])
-    if rule.edit is not None:
+    if family == "LLaDA2":
         unchanged, changed = ends_of_edits(first)
         assert unchanged == 3 if rule == SETTLED else changed > 0
     turn = prompt + first.tokens + random_ids(5, VOCABULARY, 9)

@@ -25,6 +25,7 @@ FAMILIES = {
     "SDAR": "SDARForCausalLM",
     "Nemotron": "NemotronLabsDiffusionModel",
     "Fast-dLLM v2": "Fast_dLLM_QwenForCausalLM",
+    "LLaDA2.2": "LLaDA2.2",
 }
 PERSON = of(json=SCHEMAS["person"])
 GetCheckpoint = Callable[..., Path]
@@ -85,6 +86,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("SDAR", 4),
         ("Nemotron", 32),
         ("Fast-dLLM v2", 32),
+        ("LLaDA2.2", 4),
         pytest.param("SDAR", 32, marks=pytest.mark.thorough),
         pytest.param("Fast-dLLM v2", 4, marks=pytest.mark.thorough),
     ],
@@ -101,6 +103,7 @@ def test_answers_are_valid(
     for name, output in zip(SETTINGS, generate(model, beside), strict=True):
         is_person(text_of(model, output))
         tokens = list(output.outputs[0].token_ids)
+        assert max(tokens) < VOCABULARY, "neither masks nor tokens that delete or insert"
         for word in SETTINGS[name].get("bad_words", ()):
             spelt = model.llm.get_tokenizer().encode(word, add_special_tokens=False)
             assert spelt not in [tokens[i : i + len(spelt)] for i in range(len(tokens))]

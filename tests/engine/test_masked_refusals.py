@@ -69,15 +69,34 @@ def test_refused_servers(checkpoint: Checkpoint, options: dict[str, Any], error:
         ("SDARForCausalLM", "use_sliding_window", True),
         ("LLaDA2MoeModelLM", "score_function", "softmax"),
         ("LLaDA2MoeModelLM", "norm_head", True),
-        ("LLaDA2MoeModelLM", "delete_token_id", 500),
-        ("LLaDA2MoeModelLM", "split_token_id", 501),
         ("LLaDA2MoeModelLM", "image_token_offset", 512),
     ],
 )
 def test_refused_variants(checkpoint: Checkpoint, architecture: str, key: str, value: Any) -> None:
-    """Other layers, LLaDA2.2's tokens that change how long a block is, LLaDA2.0-Uni's of images."""
+    """Other layers, LLaDA2.0-Uni's tokens of images."""
     error = rf"{key} in .*config.json must be .*, got {value!r}: checkpoints of other variants"
     assert_refused(checkpoint(4, architecture), {"hf_overrides": {key: value}}, error)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (
+            {"hf_overrides": {"split_token_id": None}},
+            r"delete_token_id and split_token_id in .*config.json must be two tokens from 0 to \d+ "
+            r"\(vocab_size\) that are not the mask, got \d+ and None",
+        ),
+        ({"hf_overrides": {"delete_token_id": 10**6}}, "must be two tokens from 0 to .* 1000000"),
+        (
+            {"diffusion_config": {"canvas_length": 6}},
+            "canvas_length in --diffusion-config must be a multiple of the 4 tokens",
+        ),
+    ],
+)
+def test_refused_variants_of_blocks_that_move(
+    checkpoint: Checkpoint, options: dict[str, Any], error: str
+) -> None:
+    assert_refused(checkpoint(4, "LLaDA2.2"), options, error)
 
 
 def assert_refused(path: Path, options: dict[str, Any], error: str) -> None:

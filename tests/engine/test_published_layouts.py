@@ -11,11 +11,21 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import save_file
+from vllm.engine.arg_utils import EngineArgs
 
 from tests import tolerances
-from tests.engine.masked import Reference, Rule, build, published_weights, randomize
+from tests.engine.levenshtein import LevenshteinReference
+from tests.engine.masked import (
+    Reference,
+    Rule,
+    build,
+    likes_to_move,
+    published_weights,
+    randomize,
+)
 from tests.engine.masked_requests import GetEngine, generate, params_of, prompts_of
 from tests.engine.test_masked import blocks_decided_alike
+from vllm_dllm import plugin
 
 pytestmark = pytest.mark.numerics
 
@@ -91,6 +101,23 @@ LLADA2 = {
     "partial_rotary_factor": 0.5,
     "use_sliding_window": False,
 }
+# As saved by the checkpoints' own class, in tests/fixtures/tiny of github.com/coder543/minnow, with
+# the tokens that the modelling file has.
+LLADA22 = LLADA2 | {
+    "block_size": 32,
+    "delete_token_id": 156930,
+    "split_token_id": 156931,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 3000000,
+        "rope_type": "default",
+    },
+    "rope_theta": 3000000,
+    "sliding_window": 4096,
+    "transformers_version": "5.2.0",
+    "use_qk_norm": True,
+}
 NUM_TOKENS = 36
 SMALL = {
     "hidden_size": 64,
@@ -108,21 +135,32 @@ SMALL_EXPERTS = SMALL | {
 }
 
 
+EDIT_TOKENS = ("delete_token_id", "split_token_id")
+
+
 class Layout(NamedTuple):
     config: dict[str, Any]
     block_length: int
     mask_id: int  # config.json says neither
-    threshold: float
+    rule: Rule
     options: Mapping[str, Any] = MappingProxyType({})
 
 
 PUBLISHED = {
-    "Gen-Verse/TraDo-8B-Thinking": Layout(SDAR | SMALL, 4, 151669, 0.9),
+    "Gen-Verse/TraDo-8B-Thinking": Layout(SDAR | SMALL, 4, 151669, Rule(threshold=0.9)),
     "SJTU-DENG-Lab/MBD-Math-SDAR-8B-Chat-b32": Layout(
-        SDAR | SMALL, 32, 151669, 0.95, {"hf_overrides": {"block_size": 32}}
+        SDAR | SMALL, 32, 151669, Rule(threshold=0.95), {"hf_overrides": {"block_size": 32}}
     ),
     # inclusionAI's, and SJTU-DENG-Lab's that is trained from LLaDA2.0-mini and has its config.json.
-    "LLaDA2.0-mini-CAP and MBD-LLaDA2-mini": Layout(LLADA2 | SMALL_EXPERTS, 32, 156895, 0.95),
+    "LLaDA2.0-mini-CAP and MBD-LLaDA2-mini": Layout(
+        LLADA2 | SMALL_EXPERTS, 32, 156895, Rule(threshold=0.95)
+    ),
+    "inclusionAI/LLaDA2.2-mini": Layout(
+        LLADA22 | SMALL_EXPERTS | {"expert_capacity": 6},
+        32,
+        156895,
+        Rule(threshold=0.5, edit=0.0),
+    ),
 }
 
 
@@ -133,16 +171,24 @@ def test_decisions(engine: GetEngine, tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         model = build(architecture, layout.config).eval()
         randomize(model, layout.mask_id)
-        model.lm_head.weight.mul_(4.0)  # some tokens are likely, of very many
+        moving = tuple(layout.config[key] for key in EDIT_TOKENS if key in layout.config)
+        if moving:
+            likes_to_move(model, layout.mask_id, *moving)
+        else:
+            model.lm_head.weight.mul_(4.0)  # some tokens are likely, of very many
     weights = published_weights(model, architecture)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(layout.config))
     served = engine(
         tmp_path, block_size=32, max_model_len=512, skip_tokenizer_init=True, **layout.options
     )
-    decode = Reference(model, layout.block_length, layout.mask_id)
-    rule, prompts = Rule(threshold=layout.threshold), prompts_of(layout.block_length)[::3]
+    kind = LevenshteinReference if moving else Reference
+    decode = kind(model, layout.block_length, layout.mask_id)
+    rule, prompts = layout.rule, prompts_of(layout.block_length)[::3]
     params = [params_of(rule, NUM_TOKENS, seed) for seed in range(len(prompts))]
+    if moving:  # what is published is what is left out
+        for each in params:
+            each.extra_args = None
     same = total = steps = 0
     for prompt, ours in zip(prompts, generate(served, prompts, params), strict=True):
         theirs = partial(decode.generate, prompt, NUM_TOKENS, rule)
@@ -150,4 +196,14 @@ def test_decisions(engine: GetEngine, tmp_path: Path, name: str) -> None:
         total += sum(step.finished for step in ours.steps)
         steps += len(ours.steps)
     assert same >= total * tolerances.DECIDED
-    assert steps < NUM_TOKENS * len(prompts), "some steps reveal several tokens"
+    if isinstance(decode, LevenshteinReference):
+        assert decode.happened["deleted"] and decode.happened["inserted"]
+    else:
+        assert steps < NUM_TOKENS * len(prompts), "some steps reveal several tokens"
+
+
+def test_the_context_is_the_published_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLADA22 | SMALL_EXPERTS))
+    plugin.register()
+    made = EngineArgs(str(tmp_path), skip_tokenizer_init=True, load_format="dummy")
+    assert made.create_engine_config().model_config.max_model_len == 131072

@@ -1,6 +1,6 @@
 """SDAR and LLaDA2 at published sizes: every name and shape of the weight map, plain and FP8.
 
-TraDo has the sizes of SDAR, and LLaDA2.1 those of 2.0.
+TraDo has the sizes of SDAR, and LLaDA2.1 and 2.2 those of 2.0.
 """
 
 import json

@@ -8,7 +8,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.config.architectures import FAMILIES
+from vllm_dllm.config.architectures import FAMILIES, LLADA22
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.extension import RequestLimits
 from vllm_dllm.requests.admission import Served, admit, admit_target
@@ -220,6 +220,8 @@ def test_when_log_probabilities_are_taken() -> None:
     assert options({}, to, logprobs=0).logprobs is None
     assert "needs logprobs, " in str(refusal(given, to))
     assert "flat_logprobs" in str(refusal(given, to, logprobs=0, flat_logprobs=True))
+    moving = served(family=LLADA22)
+    assert "diffusion_logprobs is not for LLaDA2.2, " in str(refusal(given, moving, logprobs=0))
     assert "one of ['unmask'], got 'mask'" in str(
         refusal({"diffusion_logprobs": "mask"}, to, logprobs=0)
     )

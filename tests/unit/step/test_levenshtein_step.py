@@ -1,5 +1,5 @@
-"""Blocks that delete and insert, step by step as the published loop does it, of a model that is made
-up: what it says of a block is a function of the tokens that it finds there."""
+"""Blocks that delete and insert, step by step as the published loop does it, of a model that is
+made up: what it says of a block is a function of the tokens that it finds there."""
 
 from collections import Counter
 from collections.abc import Callable
