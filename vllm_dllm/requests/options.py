@@ -228,12 +228,13 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> Mapping[
     own = {key.removeprefix(PREFIX): value for key, value in given.items() if value is not None}
     if family is None:
         return own
-    published = {
+    published: dict[str, Any] = {
         "acceptance": "confidence",
         "accept_probability": family.threshold,
         "entropy_bound": MASKED_ENTROPY_BOUND,
-        "edit_probability": family.edit_probability,
     }
+    if family.edit_probability is not None:
+        published["edit_probability"] = family.edit_probability
     return published | own
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from vllm_dllm.config.architectures import FAMILIES
+from vllm_dllm.config.architectures import FAMILIES, LLADA22
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.options import (
     CARRIED,
@@ -87,6 +87,12 @@ def test_defaults_of_masked_models() -> None:
         "acceptance": "top_k",
         "accept_probability": 0.85,
         "entropy_bound": 0.35,
+    }
+    assert server_defaults({}, LLADA22) == {
+        "acceptance": "confidence",
+        "accept_probability": 0.5,
+        "entropy_bound": 0.35,
+        "edit_probability": 0.0,
     }
     with pytest.raises(ValueError, match="diffusion_t_min is not for masked"):
         server_defaults({"diffusion_t_min": 0.4, "diffusion_t_max": 0.5}, family)
