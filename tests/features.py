@@ -37,6 +37,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_masked.py::test_decisions[SDAR-4-static]",
         "engine/test_masked.py::test_decisions[MoE-4-dynamic]",
         "engine/test_masked.py::test_decisions[LLaDA2-4-edited]",
+        "engine/test_masked.py::test_decisions[LLaDA2.2-4-warm]",
         "engine/test_masked.py::test_decisions[Nemotron-4-dynamic]",
         "engine/test_masked.py::test_decisions[Fast-dLLM-4-dynamic]",
         "engine/test_masked.py::test_log_probabilities_at_the_moment_of_unmasking[Nemotron-warm-in",

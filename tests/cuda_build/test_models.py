@@ -25,6 +25,7 @@ MASKED = [
     "SDARForCausalLM",
     "SDARMoeForCausalLM",
     "LLaDA2MoeModelLM",
+    "LLaDA2.2",
     "NemotronLabsDiffusionModel",
     "Fast_dLLM_QwenForCausalLM",
 ]
