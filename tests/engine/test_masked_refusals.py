@@ -67,6 +67,7 @@ def test_refused_servers(checkpoint: Checkpoint, options: dict[str, Any], error:
     ("architecture", "key", "value"),
     [
         ("SDARForCausalLM", "use_sliding_window", True),
+        ("LLaDA2MoeModelLM", "use_sliding_window", True),
         ("LLaDA2MoeModelLM", "score_function", "softmax"),
         ("LLaDA2MoeModelLM", "norm_head", True),
         ("LLaDA2MoeModelLM", "image_token_offset", 512),

@@ -99,6 +99,7 @@ LLADA2 = {
     "output_router_logits": False,
     "pad_token_id": 156892,
     "partial_rotary_factor": 0.5,
+    "sliding_window": 4096,  # of LLaDA2.0-flash-CAP, and not used
     "use_sliding_window": False,
 }
 # As saved by the checkpoints' own class, in tests/fixtures/tiny of github.com/coder543/minnow, with
@@ -114,7 +115,6 @@ LLADA22 = LLADA2 | {
         "rope_type": "default",
     },
     "rope_theta": 3000000,
-    "sliding_window": 4096,
     "transformers_version": "5.2.0",
     "use_qk_norm": True,
 }

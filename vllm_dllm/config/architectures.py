@@ -70,6 +70,7 @@ FAMILIES = {
             "score_function": "sigmoid",
             "use_rmsnorm": True,
             "norm_head": False,
+            **_NO_WINDOWS,
             "image_token_offset": None,  # LLaDA2.0-Uni's, which writes images, too
         },
     ),

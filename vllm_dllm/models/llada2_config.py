@@ -1,5 +1,7 @@
 """The config.json of LLaDA2.0 to 2.2. What it leaves out is what their modelling files do."""
 
+from typing import Any
+
 from transformers import PretrainedConfig
 
 
@@ -38,12 +40,19 @@ class LLaDA2MoeConfig(PretrainedConfig):
     score_function: str = "sigmoid"
     moe_router_enable_expert_bias: bool = True
     router_dtype: str | None = "fp32"
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
     use_cache: bool = False
     pad_token_id: int | None = 156892
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 156892
     block_size: int = 32
     mask_token_id: int = 156895
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if not self.use_sliding_window:  # vLLM looks at the window alone
+            self.sliding_window = None
+        super().__post_init__(**kwargs)
 
     @property
     def canvas_length(self) -> int:
