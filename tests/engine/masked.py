@@ -182,15 +182,17 @@ def randomize(model: nn.Module, mask_id: int) -> None:
             weight.copy_(drawn * weight.shape[-1] ** -0.5)
 
 
-def likes_to_move(model: Any, mask_id: int, *tokens: int) -> None:
-    """These tokens are often the most probable ones, by logits of standard deviation 12. Of the
-    others, the one that is there often is, so that blocks come to an end."""
-    generator = torch.Generator().manual_seed(1)
+def likes_to_move(
+    model: Any, mask_id: int, *tokens: int, deviation: float = 12.0, seed: int = 1
+) -> None:
+    """These tokens are often the most probable ones, by the standard deviation of their logits. Of
+    the others, the one that is there often is, so that blocks come to an end."""
+    generator = torch.Generator().manual_seed(seed)
     weight, embedding = model.lm_head.weight, model.model["word_embeddings"].weight
     weight[:mask_id] += 0.5 * embedding[:mask_id]
     for token in tokens:
         drawn = torch.randn(weight.shape[-1], generator=generator)
-        weight[token].copy_(12 * drawn * weight.shape[-1] ** -0.5)
+        weight[token].copy_(deviation * drawn * weight.shape[-1] ** -0.5)
 
 
 def published_weights(model: nn.Module, architecture: str) -> dict[str, torch.Tensor]:
