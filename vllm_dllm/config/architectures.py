@@ -99,7 +99,7 @@ LLADA22 = replace(
 
 
 def family_of(architecture: str, hf_config: Any) -> Family | None:
-    """Of a checkpoint, by its config.json. None: it is no masked model."""
+    """Returns a checkpoint's family, by its config.json. None: it is no masked model."""
     family = FAMILIES.get(architecture)
     if family is FAMILIES["LLaDA2MoeModelLM"] and edit_token_ids(hf_config) != (None, None):
         return LLADA22

@@ -156,8 +156,8 @@ class LevenshteinStep(MaskedStep):
         return written, mark
 
     def _keep(self, found: Found, original: torch.Tensor, mark: torch.Tensor) -> None:
-        """For the block's next step. One that is taken back keeps nothing; its place among the
-        marks, the step that takes its turn fills again."""
+        """Keeps what the block's next step reads. A step that is taken back keeps nothing: the one
+        that takes its turn fills its place among the marks again."""
         idx = found.batch.slot_index
         if found.cut is not None:
             original = torch.where(found.cut[:, None], self._original[idx], original)
