@@ -191,8 +191,9 @@ def test_decisions(engine: GetEngine, tmp_path: Path, name: str) -> None:
         for each in params:
             each.extra_args = None
     same = total = steps = 0
-    for prompt, ours in zip(prompts, generate(served, prompts, params), strict=True):
-        theirs = partial(decode.generate, prompt, NUM_TOKENS, rule)
+    found = generate(served, prompts, params)
+    for seed, (prompt, ours) in enumerate(zip(prompts, found, strict=True)):
+        theirs = partial(decode.generate, prompt, NUM_TOKENS, rule, seed)
         same += blocks_decided_alike(ours, theirs, decode)
         total += sum(step.finished for step in ours.steps)
         steps += len(ours.steps)
