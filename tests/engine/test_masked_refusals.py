@@ -64,6 +64,16 @@ def test_refused_servers(checkpoint: Checkpoint, options: dict[str, Any], error:
 
 
 @pytest.mark.parametrize(
+    "architecture", ["NemotronLabsDiffusionModel", "Fast_dLLM_QwenForCausalLM"]
+)
+def test_blocks_whose_first_token_is_foretold_are_not_in_flight(
+    checkpoint: Checkpoint, architecture: str
+) -> None:
+    options = {"additional_config": {"vllm_dllm": {"blocks_in_flight": 2}}}
+    assert_refused(checkpoint(32, architecture), options, "blocks_in_flight must be 1 for this")
+
+
+@pytest.mark.parametrize(
     ("architecture", "key", "value"),
     [
         ("SDARForCausalLM", "use_sliding_window", True),

@@ -103,6 +103,10 @@ class ExtensionConfig:
     """Which kernels run on a GPU: the fastest by times that are `shipped` with this package, or
     `measured` by the first start on the machine, for at most 15 s, and kept for later ones; or
     `stock`: vLLM's own tiles of experts, and attention by Triton."""
+    blocks_in_flight: Count = 1
+    """Blocks of a masked model that are denoised together: a block sees those before it unfinished,
+    and reveals early what the model is surer of. They are committed together. More than 1 is for
+    models whose blocks see themselves whole, such as SDAR and LLaDA2."""
     drain_seconds: Count = 15
     """For requests in flight to finish when the server is told to stop, unless vLLM's
     `--shutdown-timeout` says so."""

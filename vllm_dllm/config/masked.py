@@ -4,14 +4,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
 from vllm_dllm.config.architectures import FAMILIES, Family, edit_token_ids, family_of
+from vllm_dllm.config.extension import ExtensionConfig
+
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True)
 class MaskedConfig:
     block_length: int
-    """Tokens of a block, the canvas length."""
+    """Tokens of a block, which see each other."""
+    blocks_in_flight: int
+    """Blocks of a canvas."""
     mask_id: int
     """The token that stands for a hidden one."""
     family: Family
@@ -29,7 +35,7 @@ class MaskedConfig:
 
     @classmethod
     def read(cls, vllm_config: VllmConfig) -> "MaskedConfig":
-        """The block's length (or --diffusion-config) and `mask_token_id` of config.json.
+        """Reads `mask_token_id` of config.json. The served canvas is `blocks_in_flight` blocks.
 
         Raises:
             ValueError: a value is missing or impossible; names the file and the key.
@@ -53,7 +59,9 @@ class MaskedConfig:
                     f"{key} in {model_config.model}/config.json must be {served}, got {found!r}: "
                     f"checkpoints of other variants are not served. Use another checkpoint."
                 )
-        length, edit_tokens = diffusion_config.canvas_length, None
+        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+        in_flight, edit_tokens = extension.blocks_in_flight, None
+        length = diffusion_config.canvas_length // in_flight
         if family.moves_tokens:
             edit_tokens = edit_token_ids(hf_config)
             ids = {token for token in edit_tokens if type(token) is int and 0 <= token < vocab_size}
@@ -70,7 +78,7 @@ class MaskedConfig:
                 f"{hf_config.block_size} tokens (block_size in config.json) that choose their "
                 f"experts together, got {length}. Pass another one or leave it out."
             )
-        return cls(length, mask_id, family, edit_tokens)
+        return cls(length, in_flight, mask_id, family, edit_tokens)
 
     def check_cache(self, page: int, option: str) -> None:
         """Raises ValueError unless cached pages of so many tokens hold whole blocks: keys and
@@ -81,3 +89,23 @@ class MaskedConfig:
                 f"({self.family.block_key} in config.json), got {page}: a cached page holds whole "
                 f"blocks. Pass another one or leave it out."
             )
+
+    def check_blocks_in_flight(self) -> None:
+        """Warns of blocks that a checkpoint may not be trained for.
+
+        Raises:
+            ValueError: a block cannot begin before the one before it is finished.
+        """
+        if self.blocks_in_flight == 1:
+            return
+        if self.family.is_seeded or self.family.moves_tokens:
+            raise ValueError(
+                f"blocks_in_flight must be 1 for this model, got {self.blocks_in_flight}: its blocks "
+                "begin where a finished one ends. Leave it out of --additional-config."
+            )
+        logger.warning(
+            "%d blocks of %d tokens are denoised together (blocks_in_flight). A model that was not "
+            "trained for it may answer worse: compare with `vllm-dllm eval`.",
+            self.blocks_in_flight,
+            self.block_length,
+        )

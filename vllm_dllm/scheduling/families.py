@@ -42,6 +42,10 @@ class CanvasFamily(ABC):
         they see what may change."""
         return 0
 
+    def is_narrow(self, request: Request) -> bool:
+        """Whether the canvas that `request` is at, its first one, is narrower than the next."""
+        return False
+
     def begins_with_token_of(self, num_known: int) -> bool:
         """Whether the canvas behind so many known tokens has to wait for the forward of the last
         one, which foretells its first token."""
@@ -120,7 +124,10 @@ class AlignedBlocks(MaskedCanvases):
         return self.canvas_length - int(request.num_tokens) % self.canvas_length
 
     def num_recomputed(self, num_known: int) -> int:
-        return num_known % self.canvas_length
+        return num_known % self.masked.block_length
+
+    def is_narrow(self, request: Request) -> bool:
+        return self.width(request) < self.canvas_length
 
     def drafts_after_block(self, request: Request, joins_commits: bool) -> list[int]:
         # The first canvas may have been narrower.

@@ -243,13 +243,12 @@ class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
         return super().schedule(*args, **kwargs)
 
     def sitting_out(self) -> list[Request]:
-        """Adds those whose canvas shares its block with the prompt, while a step of it runs: if
-        that finishes the block, the next canvas is a wider one. All later ones are whole blocks."""
+        """Adds those whose canvas shares its blocks with the prompt, while a step of it runs: if
+        that finishes the canvas, the next one is wider. All later ones are whole blocks."""
         waiting_for_block = [
             request
             for request in self.running
-            if request.num_output_placeholders > 0
-            and self.family.num_recomputed(request.num_tokens)
+            if request.num_output_placeholders > 0 and self.family.is_narrow(request)
         ]
         return [*super().sitting_out(), *waiting_for_block]
 

@@ -98,6 +98,11 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         # Read again by the worker; here, a mistake ends the start at once and in plain sight.
         read_denoise_config(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+        if extension.blocks_in_flight > 1:
+            raise ValueError(
+                "blocks_in_flight is for masked models: DiffusionGemma denoises one canvas at a "
+                "time. Leave it out of --additional-config."
+            )
         finish(vllm_config, extension)
         if note := getattr(vllm_config.model_config.hf_config, "serving_note", None):
             logger.info(note)
@@ -113,7 +118,11 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         own_length = vllm_config.model_config.hf_config.canvas_length
         if vllm_config.diffusion_config is None:
             vllm_config.diffusion_config = DiffusionConfig(canvas_length=own_length)
+        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+        # vLLM comes here once for a model.
+        vllm_config.diffusion_config.canvas_length *= extension.blocks_in_flight
         config = MaskedConfig.read(vllm_config)
+        config.check_blocks_in_flight()
         if config.block_length > own_length:
             # Not refused: the published loops take any length as an argument.
             logger.warning(
@@ -147,11 +156,11 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         use_our_classes(vllm_config)
         check_token_budget(vllm_config)
         if scheduler_config.max_num_seqs >= SchedulerConfig.DEFAULT_MAX_NUM_SEQS:  # not the user's
-            per_request = 8 * config.block_length * vllm_config.model_config.get_vocab_size()
+            canvas_length = vllm_config.diffusion_config.canvas_length
+            per_request = 8 * canvas_length * vllm_config.model_config.get_vocab_size()
             most = max(FEWEST_REQUESTS, LOGITS_MEMORY_BYTES // per_request)
             scheduler_config.max_num_seqs = min(scheduler_config.max_num_seqs, most)
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
-        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         for name in ("commit_last_block", "load_stages"):
             if getattr(extension, name):
                 raise ValueError(

@@ -38,6 +38,7 @@ class MaskedModelState(CausalModelState):
     prompt's or a canvas'."""
 
     step_cls: type[MaskedStep] = MaskedStep
+    step: MaskedStep
 
     def __init__(
         self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
@@ -55,7 +56,7 @@ class MaskedModelState(CausalModelState):
         return AttnRequests.whole(input_batch, block_tables)
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> int:
-        return self.step.canvas_length if self.by_blocks else 1
+        return self.step.block_length if self.by_blocks else 1
 
     @property
     def by_blocks(self) -> bool:
@@ -69,7 +70,7 @@ class MaskedModelState(CausalModelState):
         if spans is None:
             return None
         positions = input_batch.positions[:num_tokens]
-        spans[:num_tokens] = block_spans(positions, self.step.canvas_length)
+        spans[:num_tokens] = block_spans(positions, self.step.block_length)
         return spans
 
 

@@ -1,8 +1,9 @@
 """One step of a masked model's canvases: hidden positions are revealed, until none is left.
 
-A canvas is a block of the model's, or what the prompt leaves of one: blocks are counted from a
-request's first token, and known tokens at the end of the prompt may share the canvas' block. They
-see the canvas, so every step computes them anew, until the block is finished and prefilled whole.
+A canvas is a block of the model's, or several that are denoised together, or what the prompt
+leaves of these: blocks are counted from a request's first token, and known tokens at the end of the
+prompt may share the canvas' first block. They see it, so every step computes them anew, until the
+canvas is finished and its blocks are prefilled whole.
 """
 
 from typing import Any, NamedTuple
@@ -15,9 +16,10 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, masked_step
+from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, ahead_of, masked_step
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
+from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
 from vllm_dllm.step.asked.logits import MaskedLogits
 from vllm_dllm.step.asked.logprob_tensors import Placed
@@ -46,6 +48,10 @@ class MaskedStep(CanvasStep):
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
         self.config = config = MaskedConfig.read(vllm_config)
         self.mask_id, self.family = config.mask_id, config.family
+        self.block_length, self.blocks_in_flight = config.block_length, config.blocks_in_flight
+        self.part_length = self.family.sub_block_length
+        if self.part_length is None and self.blocks_in_flight > 1:
+            self.part_length = self.block_length
         return StepRequests(
             self.slots,
             sampler,
@@ -66,7 +72,7 @@ class MaskedStep(CanvasStep):
         known_ends = input_batch.seq_lens[: input_batch.num_reqs].long()
         if self.batch is not None:
             known_ends = known_ends.index_add(0, self.batch.requests, -self.batch.lengths)
-        return known_ends % self.canvas_length
+        return known_ends % self.block_length
 
     def _cut_canvases(
         self,
@@ -75,8 +81,8 @@ class MaskedStep(CanvasStep):
         starts: torch.Tensor,
         input_batch: InputBatch,
     ) -> torch.Tensor | None:
-        """[n] bool: canvases of which the scheduler ran only a part. A canvas ends where its block
-        or the context does."""
+        """[n] bool: canvases of which the scheduler ran only a part. A canvas ends where its last
+        block or the context does."""
         if not self.requests.joins_commits:  # the host may not know where canvases begin
             if (batch.lengths_np == self.canvas_length).all():
                 return None
@@ -87,11 +93,24 @@ class MaskedStep(CanvasStep):
         return async_tensor_h2d(is_cut, device=self.device) if is_cut.any() else None
 
     def _parts(self, found: Found) -> torch.Tensor | None:
-        """[n, C] int64: the part of its block that each position belongs to, which are revealed one
-        after the other."""
-        if self.family.sub_block_length is None:
+        """[n, C] int64: the part of its canvas that each position belongs to, which are revealed
+        one after the other."""
+        if self.part_length is None:
             return None
-        return self._positions(found) % self.canvas_length // self.family.sub_block_length
+        return self._positions(found) % self.canvas_length // self.part_length
+
+    def _that_count(self, found: Found) -> torch.Tensor | None:
+        """[n, C] bool: positions that a canvas cannot be finished without. None: all. Of blocks in
+        flight, those behind the answer's end do not count."""
+        batch, end = found.batch, found.numbers.end[:, None]
+        if self.blocks_in_flight == 1:
+            return batch.valid
+        counts = (self._positions(found) < end) | (end == EVERY_BLOCK)
+        canvas, idx = self.slots.canvas[batch.slot_index], batch.slot_index
+        is_stop = (canvas[:, :, None] == found.stops[:, None, :]).any(dim=-1)
+        is_stop &= self.slots.revealed[idx]
+        counts &= is_stop.cumsum(dim=-1) == is_stop
+        return counts if batch.valid is None else counts & batch.valid
 
     def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
         grammars = self.requests.grammars
@@ -101,8 +120,7 @@ class MaskedStep(CanvasStep):
             skipped |= found.drafts.are
         if found.cut is not None:
             skipped |= found.cut
-        part_length = self.family.sub_block_length
-        return grammars.runs(found.batch, found.starts, skipped, rules, draws, part_length)
+        return grammars.runs(found.batch, found.starts, skipped, rules, draws, self.part_length)
 
     def _draws(self, found: Found, source: torch.Tensor) -> LegalDraws:
         batch, settings = found.batch, found.settings
@@ -176,13 +194,14 @@ class MaskedStep(CanvasStep):
             candidates,
             slots.canvas[idx],
             slots.revealed[idx],
-            batch.valid,
+            self._that_count(found),
             rules,
             edits,
             self.mask_id,
-            found.stops if self.family.is_seeded else None,
+            found.stops if self.family.is_seeded or self.blocks_in_flight > 1 else None,
             self._parts(found),
             held,
+            ahead_of(rules.threshold) if self.blocks_in_flight > 1 else None,
         )
         edit_steps_done, is_committed = numbers.times_repeated, None
         if edited is not None:
