@@ -4,8 +4,9 @@
 
 The checkpoint, of SDAR's architecture, answers held-out prompts greedily, in blocks of 4 and of 32:
 in the published loop over transformers; in our engine with a commit of its own for every block, as
-other servers have it; and in our engine as it is, with the parts of its steps. Forwards of a block,
-one request at a time, stand beside the steps that the published loop took for it. Then at several
+other servers have it; in our engine as it is, with the parts of its steps; and with several blocks
+in flight. Forwards of a block, one request at a time, stand beside the steps that the published loop
+took for it. Then at several
 thresholds: exact match, and tokens per forward. Refuses to report when answers are worse than the
 published loop's.
 """
@@ -30,6 +31,10 @@ THRESHOLD = 0.9
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 MOST_POINTS_BELOW = 0.5
 PUBLISHED, SEPARATE, OURS = "published loop", "separate commits", "vllm-dllm"
+FLYING = "blocks in flight"
+IN_FLIGHT = {4: 4, 32: 2}
+"""Blocks, by their length."""
+SYSTEMS = (PUBLISHED, SEPARATE, OURS, FLYING)
 
 
 def commands(checkpoint: Path, block_length: int) -> dict[str, tuple[str, list[str]]]:
@@ -39,6 +44,10 @@ def commands(checkpoint: Path, block_length: int) -> dict[str, tuple[str, list[s
         PUBLISHED: ("bench.masked_transformers", [*own, "--num-threads", threads]),
         SEPARATE: ("bench.masked_engine", [*own, "--separate-commits", "true"]),
         OURS: ("bench.masked_engine", own),
+        FLYING: (
+            "bench.masked_engine",
+            [*own, "--blocks-in-flight", str(IN_FLIGHT[block_length])],
+        ),
     }
 
 
@@ -90,7 +99,7 @@ def speed(call: Call, asked: workload.Workload, rounds: int, block_length: int) 
     """[concurrency][system] -> tokens a second, and forwards a block of one request at a time."""
     found: dict[str, Any] = {}
     for concurrency in CONCURRENCIES:
-        seconds: dict[str, list[float]] = {name: [] for name in (PUBLISHED, SEPARATE, OURS)}
+        seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
         last: dict[str, Any] = {}
         for _ in range(rounds):
             for name, own in seconds.items():
@@ -105,12 +114,16 @@ def speed(call: Call, asked: workload.Workload, rounds: int, block_length: int) 
             if concurrency == 1:
                 blocks = num_blocks(asked.prompts, outputs, block_length)
                 by_system[name]["forwards_per_block"] = last[name]["forwards"] / blocks
+                by_system[name]["tokens_per_forward"] = tokens / last[name]["forwards"]
                 if name == PUBLISHED:
                     by_system[name]["steps_per_block"] = last[name]["steps"] / blocks
         for name in (PUBLISHED, SEPARATE):
             by_system[OURS][f"times {name}"] = statistics.median(
                 other / own for own, other in zip(seconds[OURS], seconds[name], strict=True)
             )
+        by_system[FLYING][f"times {OURS}"] = statistics.median(
+            other / own for own, other in zip(seconds[FLYING], seconds[OURS], strict=True)
+        )
         steps = ask(call, OURS, asked, concurrency, method="split")
         by_system[OURS]["step"] = summarize_split(steps)
         print(f"block {block_length}, {concurrency} at once: {by_system}", flush=True)
@@ -155,7 +168,7 @@ def main() -> None:
         with taking_turns(commands(args.checkpoint, length)) as (_, call):
             right: dict[str, float] = {}
             answers: dict[str, list[list[int]]] = {}
-            for name in (PUBLISHED, OURS, SEPARATE):
+            for name in SYSTEMS:
                 answers[name] = ask(call, name, all_prompts, 32)["outputs"]
                 right[name] = all_prompts.accuracy(answers[name])
             print(f"block {length}: exact match {right}", flush=True)

@@ -1,4 +1,5 @@
-"""A masked model in this project's engine, with or without a commit of its own for each block."""
+"""A masked model in this project's engine, with or without a commit of its own for each block, one
+or several blocks in flight."""
 
 import argparse
 import json
@@ -28,8 +29,11 @@ class SeparateCommits(CanvasScheduler):
 class MaskedEngine(Engine):
     counters = "vllm:diffusion_num_"
 
-    def __init__(self, checkpoint: str, block_length: int, separate_commits: bool) -> None:
-        options: dict[str, Any] = {}
+    def __init__(
+        self, checkpoint: str, block_length: int, separate_commits: bool, blocks_in_flight: int
+    ) -> None:
+        settings = {"vllm_dllm": {"blocks_in_flight": blocks_in_flight}}
+        options: dict[str, Any] = {"additional_config": settings}
         if separate_commits:
             options["scheduler_cls"] = f"{__spec__.name}.SeparateCommits"
         super().__init__(checkpoint, hf_overrides={"block_size": block_length}, **options)
@@ -55,11 +59,16 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--block-length", type=int, required=True)
     parser.add_argument("--separate-commits", type=json.loads, default=False)
+    parser.add_argument("--blocks-in-flight", type=int, default=1)
     args = parser.parse_args()
 
     def start() -> tuple[dict[str, Any], Any]:
-        engine = MaskedEngine(args.checkpoint, args.block_length, args.separate_commits)
-        return {"separate_commits": args.separate_commits}, engine.handlers()
+        own = {
+            "block_length": args.block_length,
+            "separate_commits": args.separate_commits,
+            "blocks_in_flight": args.blocks_in_flight,
+        }
+        return own, MaskedEngine(args.checkpoint, **own).handlers()
 
     system.serve(start)
 
