@@ -162,7 +162,7 @@ def _search_and_confirm(
         console.print(
             f"{tried.number:4d}  accuracy {found.accuracy:6.1%}  "
             f"{found.tokens_per_forward:6.2f} tokens/forward  "
-            f"{found.tokens_per_second:6.0f} tokens/s  {tried.keys['diffusion_acceptance']}"
+            f"{found.tokens_per_second:6.0f} tokens/s  {tried.rule}"
         )
         progress.update(bar, completed=tried.number + 1)
 

@@ -55,6 +55,11 @@ class Tried:
     measured: Measured
     is_own: bool
 
+    @property
+    def rule(self) -> Value:
+        """How tokens come to stand."""
+        return self.keys.get("diffusion_mode") or self.keys["diffusion_acceptance"]
+
     @classmethod
     def of(cls, trial: FrozenTrial) -> "Tried":
         kept = trial.user_attrs

@@ -43,11 +43,18 @@ class Space:
                     f"'{checkpoint}' has no settings of a diffusion model to start from: {error}"
                 ) from error
 
+    @property
+    def _has_modes(self) -> bool:
+        """Whether the weights are those of an autoregressive model, too."""
+        return self._family is not None and self._family.is_causal
+
     def own(self) -> dict[str, Value]:
         """Gives the parameters of the trial with the checkpoint's own settings."""
         if self._config is None:
             assert self._family is not None
-            return {"acceptance": "confidence", "accept_probability": self._family.threshold}
+            mode = {"mode": "diffusion"} if self._has_modes else {}
+            threshold = self._family.threshold
+            return {**mode, "acceptance": "confidence", "accept_probability": threshold}
         config = self._config
         return {
             "acceptance": "entropy_bound",
@@ -62,7 +69,11 @@ class Space:
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Value]:
         """Draws the keys of one trial. A rule of acceptance brings its own parameter, and no
-        other's."""
+        other's, and drafts that are verified bring none."""
+        if self._has_modes:
+            mode = trial.suggest_categorical("mode", ("diffusion", "self_speculation"))
+            if mode != "diffusion":
+                return {"diffusion_mode": mode}
         rule = trial.suggest_categorical("acceptance", _CHOICES)
         keys: dict[str, Value] = {"diffusion_acceptance": rule}
         bound = MASKED_ENTROPY_BOUND if self._config is None else self._config.entropy_bound

@@ -57,6 +57,20 @@ def test_every_suggestion_is_served(masked: Path, is_masked: bool) -> None:
     assert rules == {"entropy_bound", "confidence", "top_k"}
 
 
+def test_modes_are_searched(tmp_path: Path) -> None:
+    """Nemotron's: verified drafts take no other key."""
+    config = {"architectures": ["NemotronLabsDiffusionModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    space, family = Space(tmp_path), FAMILIES["NemotronLabsDiffusionModel"]
+    own = {"diffusion_acceptance": "confidence", "diffusion_accept_probability": 0.9}
+    assert space.suggest(FixedTrial(space.own())) == own
+    study = optuna.create_study(sampler=RandomSampler(seed=0))
+    drawn = [space.suggest(study.ask()) for _ in range(30)]
+    for keys in drawn:
+        server_defaults(keys, family)
+    assert {"diffusion_mode": "self_speculation"} in drawn and len({*map(str, drawn)}) > 10
+
+
 def test_no_diffusion_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     with pytest.raises(InputError, match=r"no settings of a diffusion model .*max_denoising_steps"):
