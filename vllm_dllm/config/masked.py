@@ -100,8 +100,9 @@ class MaskedConfig:
             return
         if self.family.is_seeded or self.family.moves_tokens:
             raise ValueError(
-                f"blocks_in_flight must be 1 for this model, got {self.blocks_in_flight}: its blocks "
-                "begin where a finished one ends. Leave it out of --additional-config."
+                f"blocks_in_flight must be 1 for this model, got {self.blocks_in_flight}: a "
+                "block begins with what the one before it leaves. Leave it out of "
+                "--additional-config."
             )
         logger.warning(
             "%d blocks of %d tokens are denoised together (blocks_in_flight). A model that was not "
