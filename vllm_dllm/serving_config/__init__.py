@@ -100,8 +100,8 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         if extension.blocks_in_flight > 1:
             raise ValueError(
-                "blocks_in_flight is for masked models: DiffusionGemma denoises one canvas at a "
-                "time. Leave it out of --additional-config."
+                f"blocks_in_flight must be 1 for this model, got {extension.blocks_in_flight}: "
+                "DiffusionGemma denoises one canvas at a time. Leave it out of --additional-config."
             )
         finish(vllm_config, extension)
         if note := getattr(vllm_config.model_config.hf_config, "serving_note", None):
