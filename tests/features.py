@@ -40,8 +40,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_masked.py::test_decisions[LLaDA2.2-4-warm]",
         "engine/test_masked.py::test_decisions[Nemotron-4-dynamic]",
         "engine/test_masked.py::test_decisions[Fast-dLLM-4-dynamic]",
-        "engine/test_masked.py::test_log_probabilities_at_the_moment_of_unmasking[Nemotron-warm-in",
+        "engine/test_masked.py::test_log_probabilities_at_the_moment_of_unmasking[Nemotron-warm-False]",
         "engine/test_verified.py::test_decisions[few tokens]",
+        "engine/test_blocks_in_flight.py::test_decisions[in turn-SDAR",
         "engine/test_masked_refusals.py",
     ),
     "images": (

@@ -229,7 +229,7 @@ neighbours = pytest.mark.parametrize(
 asynchronously = pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="together"),
+        pytest.param({}, id="together", marks=pytest.mark.thorough),
         pytest.param({"max_num_seqs": 1}, id="one at a time", marks=pytest.mark.thorough),
         pytest.param({"max_num_batched_tokens": 23}, id="chunked"),
         pytest.param(

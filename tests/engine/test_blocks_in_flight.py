@@ -90,10 +90,11 @@ def test_decisions(
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_num_batched_tokens": 23},
-        {"num_gpu_blocks_override": 22, "block_size": 32, "max_model_len": 416},
+        pytest.param({"max_num_batched_tokens": 23}, id="chunked"),
+        pytest.param(
+            {"num_gpu_blocks_override": 22, "block_size": 32, "max_model_len": 416}, id="preempted"
+        ),
     ],
-    ids=["chunked", "preempted"],
 )
 def test_neighbours(
     in_flight: GetEngine, made: GetMade, scheduling: dict[str, Any], options: dict[str, Any]

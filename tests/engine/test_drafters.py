@@ -303,7 +303,10 @@ def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     assert stats.chisquare(observed.numpy()).pvalue > tolerances.P_VALUE
 
 
-@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlash2DraftModel"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["DFlashDraftModel", pytest.param("DFlash2DraftModel", marks=pytest.mark.thorough)],
+)
 def test_a_drafter_of_no_numbers_drafts_nothing(tmp_path: Path, architecture: str) -> None:
     """And ends no engine: answers are the target's, drawn ones too."""
     path = make_dflash2(tmp_path / "drafter")

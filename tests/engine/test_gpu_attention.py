@@ -17,7 +17,7 @@ SCRIPT = "tests.engine.gpu_attention"
 
 def test_answers_are_those_of_the_cpu() -> None:
     process = subprocess.run(
-        [sys.executable, "-m", SCRIPT, TRAINED, "8"],
+        [sys.executable, "-m", SCRIPT, TRAINED, "4"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -28,4 +28,4 @@ def test_answers_are_those_of_the_cpu() -> None:
     assert result["gpu"]["attention"] == ["GpuCanvasImpl"]
     assert_same(result["gpu"]["tokens"], result["cpu"]["tokens"])
     texts = result["gpu"]["texts"]
-    assert sum(text == right for text, right in zip(texts, result["right"], strict=True)) >= 7
+    assert texts == result["right"]

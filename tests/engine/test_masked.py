@@ -161,7 +161,7 @@ def test_asynchronous_scheduling(
     assert_as_alone(engine, made(family, 4).checkpoint, family, alone, options)
 
 
-@each("SDAR", "LLaDA2", "Nemotron", thorough=("Fast-dLLM", "MoE"))
+@each("Nemotron", thorough=("SDAR", "LLaDA2", "Fast-dLLM", "MoE"))
 def test_two_processes_answer_as_one(
     engine: GetEngine, made: GetMade, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -268,10 +268,23 @@ def test_log_probabilities_of_one_step(
         assert_scores(expected, output.outputs[0].logprobs)
 
 
-@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=["in turn", "ahead"])
 @pytest.mark.parametrize(
-    ("family", "rule"),
-    [("SDAR", "warm"), ("LLaDA2", "edited"), ("Nemotron", "warm"), ("Fast-dLLM", "dynamic")],
+    ("family", "rule", "is_ahead"),
+    [
+        ("SDAR", "warm", True),
+        ("LLaDA2", "edited", True),
+        ("Nemotron", "warm", False),
+        ("Fast-dLLM", "dynamic", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("SDAR", "warm", False),
+                ("LLaDA2", "edited", False),
+                ("Nemotron", "warm", True),
+                ("Fast-dLLM", "dynamic", True),
+            )
+        ),
+    ],
 )
 def test_log_probabilities_at_the_moment_of_unmasking(
     engine: GetEngine,
@@ -279,12 +292,12 @@ def test_log_probabilities_at_the_moment_of_unmasking(
     asynchronous: None,
     family: str,
     rule: str,
-    options: dict[str, Any],
+    is_ahead: bool,
 ) -> None:
     """Of the step that put a token where it is, and which one that was; beside requests that ask
     for those of a block's last step, or for none."""
     (checkpoint, decode), chosen = made(family, 4), FAMILIES[family].rules[rule]
-    model = engine(checkpoint, block_size=32, max_num_batched_tokens=23, **options)
+    model = engine(checkpoint, block_size=32, max_num_batched_tokens=23, async_scheduling=is_ahead)
     prompts = prompts_of(4) * 2
     params = [params_of(chosen, 30 + seed, seed, logprobs=3) for seed in range(len(prompts))]
     for some in params:

@@ -20,7 +20,7 @@ SEEING = CHECKPOINTS / "diffusiongemma-tiny-vision"
 
 @pytest.mark.parametrize("stride", [20, pytest.param(2, marks=pytest.mark.thorough)])
 def test_trajectories_and_answers(engine: Callable[..., Engine], stride: int) -> None:
-    """All prompts at once in the engine, one by one in transformers, with the same noise."""
+    """All prompts at once in the engine, every second one in transformers, with the same noise."""
     served, model = engine(SEEING, enforce_eager=False), reference.load(SEEING)
     tokenizer = served.llm.get_tokenizer()
     lines = (CHECKPOINTS / "held_out_images.jsonl").read_text().splitlines()[::stride]
@@ -46,9 +46,10 @@ def test_trajectories_and_answers(engine: Callable[..., Engine], stride: int) ->
     ours = served_trajectories(served, prompts, [canvas_length] * len(rows))
     num_parted = num_right = 0
     for seed, (row, prompt, trajectory) in enumerate(zip(rows, prompts, ours, strict=True)):
-        expected = reference.generate_with_noise(model, prompt, seed, canvas_length)
-        num_parted += parted(model, trajectory, expected)
+        if seed % 2 == 0:
+            expected = reference.generate_with_noise(model, prompt, seed, canvas_length)
+            num_parted += parted(model, trajectory, expected)
         end = trajectory.tokens.index(tokenizer.eos_token_id)
         num_right += tokenizer.decode(trajectory.tokens[:end]) == row["answer"]
-    assert num_parted <= tolerances.PARTED * len(rows)
+    assert num_parted <= tolerances.PARTED * len(rows) / 2
     assert num_right >= 0.9 * len(rows)
