@@ -19,7 +19,7 @@ class SeparateCommits(CanvasScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.joins_canvases = False
+        self.family.joins_canvases = False
 
     def block_emitted(self, request: Request, block_length: int) -> None:
         super().block_emitted(request, block_length)
