@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.paths import CHECKPOINTS
 from vllm_dllm import plugin, serving_config
+from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.config.step_sizes import capture_sizes
 from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
 from vllm_dllm.scheduling import scheduler
@@ -88,6 +89,26 @@ def test_cached_pages_hold_whole_blocks_on_gpus(
     monkeypatch.setattr(Platform, "_find_non_ssm_backends", lambda _: [TritonAttentionBackend])
     Platform.update_block_size_for_backend(config)
     assert config.cache_config.block_size == page
+
+
+@pytest.mark.parametrize(("options", "length"), [({}, 4), ({"canvas_length": 8}, 8)])
+def test_a_canvas_is_the_blocks_in_flight(options: dict[str, int], length: int) -> None:
+    """Of the checkpoint's length, or of the one that the user names."""
+    plugin.register()
+    config = EngineArgs(
+        str(CHECKPOINTS / "sdar-tiny"),
+        enforce_eager=True,
+        diffusion_config=options or None,
+        additional_config={"vllm_dllm": {"blocks_in_flight": 3}},
+    ).create_engine_config()
+    masked = MaskedConfig.read(config)
+    assert config.diffusion_config.canvas_length == 3 * length
+    assert (masked.block_length, masked.blocks_in_flight) == (length, 3)
+
+
+def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:
+    with pytest.raises(ValueError, match="blocks_in_flight must be 1 for this model, got 2"):
+        configure(additional_config={"vllm_dllm": {"blocks_in_flight": 2}})
 
 
 @pytest.mark.parametrize(("block_length", "warnings"), [(3, 0), (4, 0), (64, 1)])
