@@ -102,7 +102,7 @@ def test_blocks_of_masked_models(state: DiffusionModelState, runs_fa4: bool) -> 
     """FlashAttention-4 is told of them as of images, in a buffer that stays."""
     masked = MaskedModelState.__new__(MaskedModelState)
     vars(masked).update(vars(state))
-    masked.step.canvas_length = C
+    masked.step.block_length = C
     buffer = torch.zeros(100, 2, dtype=torch.int32) if runs_fa4 else None
     masked._block_spans = buffer
     metadata = prepare(masked, CUDAGraphMode.NONE)
