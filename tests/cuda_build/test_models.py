@@ -47,6 +47,24 @@ def test_masked(on_host: Callable[..., Report], folder: Path, architecture: str)
     assert report.tokens == {name: each["max_tokens"] for name, each in REQUESTS.items()}
 
 
+@pytest.mark.parametrize("architecture", ["SDARForCausalLM", "LLaDA2MoeModelLM"])
+def test_blocks_in_flight(on_host: Callable[..., Report], folder: Path, architecture: str) -> None:
+    """Two of a canvas."""
+    settings = {"additional_config": {"vllm_dllm": {"blocks_in_flight": 2}}}
+    report = on_host(
+        IN_PARTS,
+        chores.serve_masked,
+        folder=folder,
+        architecture=architecture,
+        requests=REQUESTS,
+        options=OPTIONS | settings,
+    )
+    require_no_waits(report)
+    assert report.facts["attention"] == [OURS]
+    assert report.graphs > 0 and report.replays > 0
+    assert report.tokens == {name: each["max_tokens"] for name, each in REQUESTS.items()}
+
+
 def test_grammars(on_host: Callable[..., Report]) -> None:
     """The host walks a grammar, and waits for what the device found. For nothing else."""
     requests = REQUESTS | {"held": {"prompt": 9, "max_tokens": 40, "regex": r"[\s\S]*"}}
