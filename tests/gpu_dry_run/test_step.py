@@ -210,6 +210,7 @@ def config(vocab_size: int, dtype: torch.dtype, settings: dict[str, Any]) -> Any
             max_model_len=512,
             dtype=dtype,
             enable_cumem_allocator=False,
+            hf_config=SimpleNamespace(),
             hf_text_config=SimpleNamespace(hidden_size=H),
             try_get_generation_config=lambda: generation,
             override_generation_config={},
