@@ -31,33 +31,23 @@ MASKED = [
 ]
 
 
-@pytest.mark.parametrize("architecture", MASKED)
-def test_masked(on_host: Callable[..., Report], folder: Path, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        *((name, {}) for name in MASKED),
+        *((name, {"blocks_in_flight": 2}) for name in ("SDARForCausalLM", "LLaDA2MoeModelLM")),
+    ],
+)
+def test_masked(
+    on_host: Callable[..., Report], folder: Path, architecture: str, settings: dict[str, int]
+) -> None:
     report = on_host(
         IN_PARTS,
         chores.serve_masked,
         folder=folder,
         architecture=architecture,
         requests=REQUESTS,
-        options=OPTIONS,
-    )
-    require_no_waits(report)
-    assert report.facts["attention"] == [OURS]
-    assert report.graphs > 0 and report.replays > 0
-    assert report.tokens == {name: each["max_tokens"] for name, each in REQUESTS.items()}
-
-
-@pytest.mark.parametrize("architecture", ["SDARForCausalLM", "LLaDA2MoeModelLM"])
-def test_blocks_in_flight(on_host: Callable[..., Report], folder: Path, architecture: str) -> None:
-    """Two of a canvas."""
-    settings = {"additional_config": {"vllm_dllm": {"blocks_in_flight": 2}}}
-    report = on_host(
-        IN_PARTS,
-        chores.serve_masked,
-        folder=folder,
-        architecture=architecture,
-        requests=REQUESTS,
-        options=OPTIONS | settings,
+        options=OPTIONS | {"additional_config": {"vllm_dllm": settings}},
     )
     require_no_waits(report)
     assert report.facts["attention"] == [OURS]
