@@ -24,6 +24,19 @@ def masked(folder: Path, architecture: str) -> Path:
     return _once(folder, architecture, lambda made: make_checkpoint(made, 32, architecture))
 
 
+def adapted(folder: Path, architecture: str, layers: list[str]) -> tuple[Path, list[Path]]:
+    """The same, and two random adapters of rank 8."""
+    from tests.adapters import make_adapter
+
+    made, adapters = masked(folder, architecture), []
+    for i in range(2):
+        name = f"{architecture} adapter {i}"
+        adapters.append(folder / name)
+        if not adapters[-1].exists():
+            make_adapter(adapters[-1], made, layers, i, 8)
+    return made, adapters
+
+
 def _once(folder: Path, name: str, write: Callable[[Path], Any]) -> Path:
     made = folder / name
     with open(folder / "lock", "w") as lock:

@@ -45,6 +45,27 @@ def serve_masked(
     return serve_checkpoint(device, made, requests, options)
 
 
+def serve_adapters(
+    device: GpuDevice,
+    folder: Path,
+    architecture: str,
+    layers: list[str],
+    requests: Requests,
+    options: Mapping[str, Any],
+) -> Report:
+    """Each request with every second of two adapters, and without one."""
+    made, adapters = checkpoints.adapted(folder, architecture, layers)
+    asked = {
+        f"{name}, {'plain' if adapter is None else adapter.name}": {**request, "adapter": adapter}
+        for name, request in requests.items()
+        for adapter in (None, *adapters)
+    }
+    options = {**options, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    engine = Engine(device, made, **options)
+    engine.load(adapters)
+    return answer(engine, asked)
+
+
 def serve_around_sleep(
     device: GpuDevice,
     checkpoint: Path,

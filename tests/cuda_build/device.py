@@ -125,7 +125,7 @@ class GpuDevice(FakeCuda):
     ) -> Any:
         if func is aten.is_pinned.default and not isinstance(args[0], FakeTensor):
             return self._is_pinned(args[0])
-        if func is aten._pin_memory.default:
+        if func in (aten.pin_memory.default, aten._pin_memory.default):
             pinned = args[0].clone()
             self.pin(pinned)
             return pinned

@@ -140,6 +140,28 @@ class Engine:
         for log in (device.waits, device.copies, device.launches, device.compiled):
             log.clear()
         self.tokens: Counter[str] = Counter()
+        self.adapters: dict[Path | None, Any] = {}
+
+    def load(self, adapters: list[Path]) -> None:
+        """The host waits for vLLM's copies of their weights, and in each step for which adapters
+        are in it. These waits are left out."""
+        from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+        from vllm.lora.request import LoRARequest
+
+        device, prepare = self.device, LoRAKernelMeta.prepare_tensors
+
+        def prepare_alone(self: Any, adapter_of_token: Any) -> None:
+            before = len(device.waits)
+            prepare(self, adapter_of_token)
+            del device.waits[before:]
+
+        LoRAKernelMeta.prepare_tensors = prepare_alone
+        with device:
+            for number, path in enumerate(adapters, 1):
+                self.adapters[path] = LoRARequest(path.name, number, str(path))
+                assert self.llm.add_lora(self.adapters[path])
+        for log in (device.waits, device.copies, device.launches):
+            log.clear()
 
     def ask(self, name: str, prompt: Any, **params: Any) -> None:
         from vllm import SamplingParams
@@ -147,10 +169,11 @@ class Engine:
 
         if regex := params.pop("regex", None):
             params["structured_outputs"] = StructuredOutputsParams(regex=regex)
+        adapter = self.adapters.get(params.pop("adapter", None))
         extra = {key: params.pop(key) for key in list(params) if key.startswith("diffusion_")}
         given = SamplingParams(**{"max_tokens": 40, **params}, extra_args=extra or None)
         with self.device:
-            self.llm.add_request(name, prompt, given)
+            self.llm.add_request(name, prompt, given, lora_request=adapter)
 
     def step(self) -> None:
         with self.device:

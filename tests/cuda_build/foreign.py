@@ -18,8 +18,10 @@ fake_cuda.STAND_INS.add(__file__)
 def replace(device: GpuDevice) -> None:
     """Wherever they were imported to."""
     from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
+    from vllm.utils import mem_utils
 
     _everywhere(ll_bf16.ll_bf16_gemm, _gemm)
+    _everywhere(mem_utils.get_max_shared_memory_bytes, _shared_memory)
     if "FLASH_ATTENTION_ARCH" in os.environ:
         _compile_fa4(device)
 
@@ -47,6 +49,10 @@ def _compile_fa4(device: GpuDevice) -> None:
 
 def _gemm(states: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.mm(states, weight.t())
+
+
+def _shared_memory(gpu: int = 0) -> int:
+    return torch.cuda.get_device_properties(gpu).shared_memory_per_block_optin
 
 
 def _everywhere(old: Any, new: Any) -> None:

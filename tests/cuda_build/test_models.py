@@ -55,6 +55,33 @@ def test_masked(
     assert report.tokens == {name: each["max_tokens"] for name, each in REQUESTS.items()}
 
 
+@pytest.mark.parametrize(
+    ("architecture", "layers"),
+    [
+        ("SDARForCausalLM", "q_proj k_proj v_proj o_proj up_proj down_proj"),
+        ("NemotronLabsDiffusionModel", "q_proj k_proj v_proj o_proj up_proj down_proj"),
+        ("LLaDA2MoeModelLM", "query_key_value dense up_proj down_proj"),
+    ],
+)
+def test_adapters(
+    on_host: Callable[..., Report], folder: Path, architecture: str, layers: str
+) -> None:
+    """Of three kinds in a batch: two adapters and none."""
+    report = on_host(
+        IN_PARTS,
+        chores.serve_adapters,
+        folder=folder,
+        architecture=architecture,
+        layers=layers.split(),
+        requests=REQUESTS,
+        options=OPTIONS,
+    )
+    require_no_waits(report)
+    assert report.facts["attention"] == [OURS]
+    assert any("lora" in kernel for kernel in report.kernels)
+    assert len(report.tokens) == 3 * len(REQUESTS)
+
+
 def test_grammars(on_host: Callable[..., Report]) -> None:
     """The host walks a grammar, and waits for what the device found. For nothing else."""
     requests = REQUESTS | {"held": {"prompt": 9, "max_tokens": 40, "regex": r"[\s\S]*"}}
