@@ -28,6 +28,7 @@ def fly(
     rule: Rule,
     seed: int = 0,
     stop: int | None = None,  # ends the answer; None: nothing but `max_tokens` does
+    most: int | None = None,  # of the blocks reveal anything at a time; None: all
 ) -> Flight:
     """Decodes `blocks_in_flight` blocks at a time by confidence. A block behind an unfinished one
     reveals what is wrong a tenth as often. Nothing counts behind the answer's end."""
@@ -45,6 +46,9 @@ def fly(
             tokens, probability, _, _ = decode._draw(known[:start], canvas, rule, seed, step)
             hidden = [i for i in range(first, counted) if i not in shown]
             chosen = _choose(hidden, probability, rule.threshold, ahead, B)
+            if most is not None and hidden:
+                near = (hidden[0] // B + most) * B
+                chosen = chosen._replace(later={i for i in chosen.later if i < near})
             flight.num_ahead += len(chosen.later)
             revealed = chosen.first | chosen.later
             changed: set[int] = set()

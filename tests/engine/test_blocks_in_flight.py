@@ -59,25 +59,28 @@ def test_decisions(
     num_prompts: int,
 ) -> None:
     """Prompts that end anywhere in a canvas, in parts, beside each other; with and without a
-    temperature, a stop token, and few tokens to come."""
+    temperature, a stop token, few tokens to come, and fewer blocks than the server's."""
     (checkpoint, decode), rules = made(family, 4), RULES[family]
     prompts = (prompts_of(4) * num_prompts)[:num_prompts]
     params, asked = [], []
     for seed, prompt in enumerate(prompts):
         rule, max_tokens, stop = rules[seed % len(rules)], (120, 7, 61)[seed % 3], None
+        most = (None, None, 2, 1)[seed % 4]
         if seed % 2:
             stop = fly(decode, IN_FLIGHT, prompt, 7, rule, seed).trajectory.tokens[5]
         params.append(params_of(rule, max_tokens, seed))
         if stop is not None:
             params[-1].stop_token_ids = [stop]
-        asked.append((prompt, max_tokens, rule, seed, stop))
+        if most is not None:
+            params[-1].extra_args["diffusion_blocks_in_flight"] = most
+        asked.append((prompt, max_tokens, rule, seed, stop, most))
     model = in_flight(checkpoint, block_size=32, max_num_batched_tokens=64, **scheduling)
     found = generate(model, prompts, params)
     same = total = num_ahead = num_stopped = 0
     for ours, one in zip(found, asked, strict=True):
         flight = fly(decode, IN_FLIGHT, *one)
         num_ahead += flight.num_ahead
-        num_stopped += ours.tokens[-1] == one[-1]
+        num_stopped += ours.tokens[-1] == one[4]
         theirs = partial(lambda one: fly(decode, IN_FLIGHT, *one).trajectory, one)
         ours.steps = ours.steps[: len(flight.trajectory.steps)]  # others were on their way
         same += blocks_decided_alike(ours, theirs, decode)

@@ -56,6 +56,14 @@ class Held(NamedTuple):
     tokens: torch.Tensor  # [n, C] int64, those of it that the grammar has chosen; < 0: none
 
 
+class Ahead(NamedTuple):
+    """What is revealed of a part while an earlier one is not finished."""
+
+    threshold: torch.Tensor  # [n] fp32, candidates that are more probable
+    num_parts: torch.Tensor | None  # [n], of so many parts from the first that is not finished;
+    # None: of all
+
+
 class MaskedOutcome(NamedTuple):
     canvas: torch.Tensor  # [n, C] int64, the next step's input
     tokens: torch.Tensor  # [n, C] int64, revealed ones, and candidates where nothing is
@@ -105,8 +113,7 @@ def masked_step(
     # does all of a canvas, whatever it holds
     parts: torch.Tensor | None = None,  # [n, C] int64, rising: one is revealed after the other
     held: Held | None = None,  # None: no canvas has a grammar
-    ahead: torch.Tensor | None = None,  # [n] fp32, candidates of later parts that are more probable
-    # are revealed, too; None: none are
+    ahead: Ahead | None = None,  # None: nothing is
 ) -> MaskedOutcome:
     """A canvas is finished when nothing that counts is hidden; with edits, after a step that found
     nothing hidden and nothing to change, or after `most_steps` that found nothing hidden."""
@@ -114,7 +121,10 @@ def masked_step(
     eligible = hidden if parts is None else first_hidden(hidden, parts, rules.least)
     found = reveal_candidates(candidates, eligible, rules)
     if ahead is not None:
-        found |= hidden & (candidates.probability > ahead[:, None])
+        assert parts is not None, "an early part is one of several"
+        found |= hidden_ahead(hidden, parts, ahead) & (
+            candidates.probability > ahead.threshold[:, None]
+        )
     if held is not None:
         found = torch.where(held.is_chosen[:, None], hidden & held.revealed, found)
         chosen = torch.where(held.tokens >= 0, held.tokens, candidates.tokens)
@@ -142,6 +152,18 @@ def masked_step(
         finished=torch.where(edits.is_chosen, is_over, outcome.finished),
         edited=Edited(steps_done, edits.is_chosen & unchanged),
     )
+
+
+def hidden_ahead(
+    hidden: torch.Tensor,  # [n, C] bool
+    parts: torch.Tensor,  # [n, C] int64
+    ahead: Ahead,
+) -> torch.Tensor:
+    """[n, C] bool: the hidden positions that do not wait for an earlier part."""
+    if ahead.num_parts is None:
+        return hidden
+    first = torch.where(hidden, parts, parts.max()).amin(dim=-1, keepdim=True)
+    return hidden & (parts < first + ahead.num_parts[:, None])
 
 
 def ahead_of(threshold: torch.Tensor) -> torch.Tensor:

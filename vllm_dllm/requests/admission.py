@@ -46,6 +46,7 @@ class Served:
     canvas_length: int
     vocab_size: int
     family: Family | None  # of a masked model
+    blocks_in_flight: int  # of a masked model
     defaults: Mapping[str, Any]  # of options that requests leave out
     limits: RequestLimits | None  # None: offline, nobody waits for others
 
@@ -60,6 +61,7 @@ class Served:
             config.diffusion_config.canvas_length,
             config.model_config.get_vocab_size(),
             family,
+            extension.blocks_in_flight,
             server_defaults(extension.defaults, family),
             extension.limits if to_many else None,
         )
@@ -163,6 +165,11 @@ def _check_canvas(options: RequestOptions, served: Served, params: SamplingParam
         raise ValueError(
             f"diffusion_pinned must be positions of the canvas, from 0 to {width - 1}, got "
             f"{reprlib.repr(outside)} in it."
+        )
+    if (options.blocks_in_flight or 1) > served.blocks_in_flight:
+        raise ValueError(
+            f"diffusion_blocks_in_flight must be at most {served.blocks_in_flight}, the server's "
+            f"blocks_in_flight, got {options.blocks_in_flight}."
         )
     if options.constrained and not params.logprob_token_ids:
         raise ValueError(

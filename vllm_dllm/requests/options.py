@@ -87,6 +87,7 @@ class RequestOptions:
     ] = None
     edit_steps: Annotated[_Count, Asked(by_server=True, masked=True, uniform=False)] = 16
     """LLaDA2.1's."""
+    blocks_in_flight: Annotated[_Count | None, Asked(masked=True, uniform=False)] = None
     mode: Annotated[Mode, Asked(by_server=True, masked=True, uniform=False)] = "diffusion"
     confidence_threshold: Annotated[Nats | None, Asked(by_server=True)] = None
     stability_threshold: Annotated[_CountOrNone | None, Asked(by_server=True)] = None

@@ -9,6 +9,7 @@ import torch
 
 from vllm_dllm.denoise.masked import (
     NO_BOUND,
+    Ahead,
     Candidates,
     Edits,
     Held,
@@ -16,6 +17,7 @@ from vllm_dllm.denoise.masked import (
     draw_candidates,
     even_share,
     first_hidden,
+    hidden_ahead,
     masked_step,
     reveal_candidates,
 )
@@ -263,3 +265,15 @@ def test_a_step_reveals_of_one_part() -> None:
     )
     assert outcome.revealed.tolist() == [[True, False, False, False]]
     assert not outcome.finished.any()
+
+
+def test_as_many_parts_as_asked_for_are_revealed_ahead() -> None:
+    """Counted from the first with anything hidden, which is the second one of the last canvas."""
+    parts = torch.tensor([0, 0, 1, 1, 2, 2]).expand(4, 6)
+    hidden = torch.ones(4, 6, dtype=torch.bool)
+    hidden[3, :3] = False
+    ahead = Ahead(torch.full((4,), 0.9), torch.tensor([1.0, 2.0, torch.inf, 1.0]))
+    expected = [[0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [3]]
+    found = hidden_ahead(hidden, parts, ahead)
+    assert [row.nonzero().flatten().tolist() for row in found] == expected
+    assert torch.equal(hidden_ahead(hidden, parts, ahead._replace(num_parts=None)), hidden)

@@ -24,7 +24,12 @@ TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [ord(c) for 
 def served(**changes: Any) -> Served:
     family = changes.pop("family", None)
     defaults = server_defaults(changes.pop("defaults", {}), family)
-    values = {"config": None, "tokenizer": TOKENIZER, "limits": RequestLimits()} | changes
+    values = {
+        "config": None,
+        "tokenizer": TOKENIZER,
+        "limits": RequestLimits(),
+        "blocks_in_flight": 8,
+    } | changes
     return Served(canvas_length=C, vocab_size=V, family=family, defaults=defaults, **values)
 
 
@@ -98,6 +103,7 @@ TAKES: dict[str, set[str]] = {
     "accept_tokens": INTEGERS,
     "edit_probability": {"tiny"},
     "edit_steps": INTEGERS,
+    "blocks_in_flight": INTEGERS,
     "mode": set(),
     "confidence_threshold": NUMBERS | {"tiny"},
     "stability_threshold": INTEGERS,

@@ -14,6 +14,7 @@ from vllm_dllm.step.registry import NewRequest
 _NEVER = 2.0  # a threshold that no probability exceeds
 _ALWAYS = -1.0
 _EVEN_SHARE = 0
+_ALL = torch.inf
 
 
 class _Settings(NamedTuple):
@@ -28,6 +29,7 @@ class _Settings(NamedTuple):
     edit_threshold: float  # probability; _NEVER: no revealed token changes
     edit_steps: float  # most steps that only change
     is_verified: float  # 1 = drafts are, see `verified_step`
+    blocks_in_flight: float  # that are denoised together; _ALL of a canvas
 
 
 class MaskedStepSettings(NamedTuple):
@@ -43,6 +45,7 @@ class MaskedStepSettings(NamedTuple):
     edit_steps: torch.Tensor  # int64
     has_shares: bool  # whether `least` is _EVEN_SHARE of any
     is_verified: torch.Tensor | None  # bool; None: none is
+    blocks_in_flight: torch.Tensor | None  # fp32; None: all of each canvas
 
     def rules(
         self,
@@ -153,6 +156,11 @@ class MaskedSlotSettings:
             is_verified=(
                 columns["is_verified"] > 0 if any(one.is_verified for one in asked) else None
             ),
+            blocks_in_flight=(
+                columns["blocks_in_flight"]
+                if any(one.blocks_in_flight != _ALL for one in asked)
+                else None
+            ),
         )
 
 
@@ -178,4 +186,5 @@ def _settings(options: RequestOptions, temperature: float) -> _Settings:
         edit_threshold=edit_threshold,
         edit_steps=options.edit_steps,
         is_verified=options.is_verified,
+        blocks_in_flight=options.blocks_in_flight or _ALL,
     )

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, ahead_of, masked_step
+from vllm_dllm.denoise.masked import Ahead, Candidates, Held, MaskedRules, ahead_of, masked_step
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.requests.ends import EVERY_BLOCK
@@ -112,6 +112,11 @@ class MaskedStep(CanvasStep):
         counts &= is_stop.cumsum(dim=-1) == is_stop
         return counts if batch.valid is None else counts & batch.valid
 
+    def _ahead(self, rules: MaskedRules, settings: MaskedStepSettings) -> Ahead | None:
+        if self.blocks_in_flight == 1:
+            return None
+        return Ahead(ahead_of(rules.threshold), settings.blocks_in_flight)
+
     def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
         grammars = self.requests.grammars
         assert isinstance(grammars, GrammarRuns)
@@ -201,7 +206,7 @@ class MaskedStep(CanvasStep):
             found.stops if self.family.is_seeded or self.blocks_in_flight > 1 else None,
             self._parts(found),
             held,
-            ahead_of(rules.threshold) if self.blocks_in_flight > 1 else None,
+            self._ahead(rules, settings),
         )
         edit_steps_done, is_committed = numbers.times_repeated, None
         if edited is not None:
