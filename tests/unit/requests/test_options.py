@@ -104,7 +104,8 @@ def test_a_default_of_null_is_none() -> None:
 
 def test_a_server_may_set_what_its_docs_say() -> None:
     own = {"canvas_length", "seed_canvas", "prediction", "pinned", "read_only", "constrained"}
-    never = {f"diffusion_{name}" for name in own | {"logprobs", "stream_canvases"}}
+    others = {"blocks_in_flight", "logprobs", "stream_canvases"}
+    never = {f"diffusion_{name}" for name in own | others}
     assert {key for key, asked in KEYS.items() if not asked.by_server} == never
 
 
