@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from vllm import LLM, RequestOutput, SamplingParams
 
 from checkpoints.recipes.tiny import make_tiny_checkpoint
-from tests.engines import asynchronous_scheduling, in_this_process
+from tests.engines import asynchronous_scheduling, forked_workers, in_this_process
 from tests.paths import CHECKPOINTS
 
 TRAINED = CHECKPOINTS / "diffusiongemma-tiny"
@@ -19,19 +19,23 @@ HELD_OUT = CHECKPOINTS / "held_out.jsonl"
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Random checkpoint with canvas 32 and the given sliding window."""
-    made: dict[int, Path] = {}
 
-    def get(sliding_window: int) -> Path:
-        if sliding_window not in made:
-            path = tmp_path_factory.mktemp(f"tiny-w{sliding_window}")
-            made[sliding_window] = make_tiny_checkpoint(
-                path, sliding_window=sliding_window, canvas_length=32
-            )
-        return made[sliding_window]
+    @cache
+    def get(sliding_window: int, sees: bool = False) -> Path:
+        path = tmp_path_factory.mktemp(f"tiny-w{sliding_window}")
+        return make_tiny_checkpoint(
+            path, sliding_window=sliding_window, canvas_length=32, sees=sees
+        )
 
     return get
+
+
+@pytest.fixture(scope="session")
+def seeing(tiny: Callable[..., Path]) -> Callable[[int], Path]:
+    """The same, which serves images and videos."""
+    return partial(tiny, sees=True)
 
 
 @pytest.fixture(scope="session")
@@ -130,3 +134,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., E
 def asynchronous() -> Iterator[None]:
     with asynchronous_scheduling():
         yield
+
+
+@pytest.fixture
+def two_processes() -> Iterator[dict[str, int]]:
+    """Options of an engine of two workers."""
+    with forked_workers():
+        yield {"tensor_parallel_size": 2}

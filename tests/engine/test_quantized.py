@@ -224,15 +224,14 @@ def answers(served: Engine) -> list[list[int]]:
 
 
 def test_two_processes_answer_as_one(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, shipped: Path
+    engine: Callable[..., Engine], two_processes: dict[str, int], shipped: Path
 ) -> None:
     """They share the linears, with the scales of their rows or columns, and part the experts among
     them."""
     one = engine(shipped, **OPTIONS)
     alone = decided(one.llm, lambda: answers(one))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    assert_same(answers(engine(shipped, **OPTIONS, **parallel)), alone)
+    two = engine(shipped, enable_expert_parallel=True, **OPTIONS, **two_processes)
+    assert_same(answers(two), alone)
 
 
 @pytest.mark.parametrize("described_in", ["config.json", "hf_quant_config.json"])

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import envs
 
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 
@@ -22,6 +24,8 @@ class Starts:
 
     def __init__(self, folder: Path) -> None:
         self.cache = folder / "cache"
+        if (inspected := Path(envs.VLLM_CACHE_ROOT, "modelinfos")).is_dir():
+            shutil.copytree(inspected, self.cache / inspected.name)
         self.checkpoint = make_tiny_checkpoint(
             folder / "checkpoint", layer_types=("full_attention",)
         )

@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
+from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine.drafters import DRAFTER, TARGET, make_dflash2
+from tests.engines import one_rank
 from vllm_dllm import plugin
 from vllm_dllm.drafters.dflash2 import KEYS
 from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
@@ -27,9 +23,6 @@ Build = Callable[[type[CompleteDrafter], Path], CompleteDrafter]
 @pytest.fixture
 def build(tmp_path: Path) -> Iterator[Build]:
     plugin.register()
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, backend="gloo")
-        initialize_model_parallel()
 
     def make(model_class: type[CompleteDrafter], path: Path) -> CompleteDrafter:
         config = EngineArgs(
@@ -46,8 +39,8 @@ def build(tmp_path: Path) -> Iterator[Build]:
         with set_current_vllm_config(config):
             return model_class(vllm_config=config)
 
-    yield make
-    cleanup_dist_env_and_memory()
+    with one_rank(tmp_path):
+        yield make
 
 
 @pytest.mark.slow

@@ -7,16 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from safetensors.torch import load_file
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
+from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
 from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
 from tests import tolerances
+from tests.engines import one_rank
 from vllm_dllm.drafters.model import FusedContextModel
 
 pytestmark = pytest.mark.numerics
@@ -29,9 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedContextMode
     path = tmp_path_factory.mktemp("drafter")
     target = make_tiny_target(path / "target")
     drafter = make_tiny_drafter(path / "drafter", target)
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{path}/store", 0, backend="gloo")
-        initialize_model_parallel()
     config = EngineArgs(
         str(target),
         dtype="float32",
@@ -43,11 +36,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedContextMode
             "num_speculative_tokens": 7,
         },
     ).create_engine_config()
-    with set_current_vllm_config(config):
+    with one_rank(path), set_current_vllm_config(config):
         model = FusedContextModel(vllm_config=config, start_layer_id=4, prefix="model")
         model.load_weights(load_file(drafter / "model.safetensors").items())
         yield model
-        cleanup_dist_env_and_memory()
 
 
 @pytest.fixture

@@ -5,25 +5,16 @@ from pathlib import Path
 
 import pytest
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
 
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.engine import quantized
+from tests.engines import one_rank
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's layers ask for their tensor-parallel rank when they are built."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{store}", 0, backend="gloo")
-        initialize_model_parallel()
+def in_a_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_rank(tmp_path_factory.mktemp("store")), set_current_vllm_config(VllmConfig()):
         yield
-        cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="session")
