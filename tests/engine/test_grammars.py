@@ -1,4 +1,5 @@
-"""Structured outputs: always valid, the same in any company, and no worse than free answers."""
+"""Structured outputs: always valid, and no worse than free answers. In any
+company: `test_large_vocabulary.py`."""
 
 import json
 import re
@@ -12,11 +13,8 @@ from vllm import RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from checkpoints.recipes.tiny import make_tiny_checkpoint
-from tests.engine.conftest import HELD_OUT, TRAINED, Engine, preemptions
-from tests.engine.grammar_paths import WATCHED_GRAMMARS
+from tests.engine.conftest import HELD_OUT, TRAINED, Engine
 from tests.engine.one_step import random_ids
-from tests.engine.rounding import assert_same, decided
 from tests.unit.grammar.canvases import SCHEMAS
 from vllm_dllm.step.asked.grammars import CanvasGrammars
 
@@ -82,9 +80,10 @@ def chat(served: Engine, prompts: list[Any], params: list[SamplingParams]) -> li
 
 
 def of_kind(kind: str, **options: Any) -> SamplingParams:
-    return SamplingParams(
-        **{"max_tokens": 96, "seed": 7, "structured_outputs": KINDS[kind][0], **options}
-    )
+    """In few steps, each of which finds its way through the form."""
+    extra = {"diffusion_max_steps": 12, **options.pop("extra_args", {})}
+    asked = {"max_tokens": 96, "seed": 7, "structured_outputs": KINDS[kind][0], **options}
+    return SamplingParams(**asked, extra_args=extra)
 
 
 def ask(served: Engine, params: Sequence[SamplingParams]) -> list[RequestOutput]:
@@ -233,114 +232,6 @@ def test_a_form_that_the_model_is_at_odds_with(served: Engine) -> None:
         jsonschema.validate(json.loads(output.outputs[0].text), schema)
     steps = sum(len(served.steps(output.request_id)) for output in outputs)
     assert steps < 45 * len(rows)
-
-
-# --- the same in any company --------------------------------------------------------------------
-
-MIX: list[dict[str, Any]] = [
-    {"structured_outputs": of(json=SCHEMAS["order"])},
-    {},
-    {"structured_outputs": of(json=SCHEMAS["list of people"]), "top_k": 9},
-    {"structured_outputs": of(regex="([a-z]+ ){12}end")},
-    {"logprobs": 1},
-    {"structured_outputs": of(json_object=True), "presence_penalty": 1.0},
-]
-C = 32
-SIZE = {"max_num_seqs": 8, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
-FEW_BLOCKS = {"num_gpu_blocks_override": 40, "block_size": 32, "disable_log_stats": False}
-
-
-def params_of(i: int) -> SamplingParams:
-    # Random weights are chaotic: a last bit of difference shows after a few steps.
-    return SamplingParams(max_tokens=2 * C, seed=i, **xargs(max_steps=2), **MIX[i])
-
-
-def decode(served: Engine, batches: list[list[int]]) -> list[list[int]]:
-    """Tokens of the answers to requests of `MIX`, batch by batch."""
-    found: dict[int, list[int]] = {}
-    for batch in batches:
-        prompts = [{"prompt_token_ids": random_ids(9 + i, 490, i)} for i in batch]
-        outputs = served.llm.generate(prompts, [params_of(i) for i in batch], use_tqdm=False)
-        for i, output in zip(batch, outputs, strict=True):
-            assert output.outputs[0].finish_reason in ("stop", "length")
-            found[i] = list(output.outputs[0].token_ids)
-    return [found[i] for i in sorted(found)]
-
-
-ALL = [list(range(len(MIX)))]
-ALONE = [[i] for i in range(len(MIX))]
-
-
-# Whole rows are what `served` has, too.
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(None, id="whole rows", marks=pytest.mark.thorough),
-        pytest.param(40_960, id="streamed"),
-    ],
-)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("grammars")
-    return make_tiny_checkpoint(path, vocab_size=request.param, canvas_length=C)
-
-
-@pytest.fixture(scope="module")
-def alone(checkpoint: Path, engine: Callable[..., Engine]) -> list[list[int] | None]:
-    served = engine(checkpoint, **SIZE)
-    return decided(served.llm, lambda: decode(served, ALONE))
-
-
-@pytest.mark.numerics
-def test_in_one_batch(
-    checkpoint: Path, engine: Callable[..., Engine], alone: list[list[int] | None]
-) -> None:
-    assert_same(decode(engine(checkpoint, **SIZE), ALL), alone)
-
-
-@pytest.mark.numerics
-def test_preempted_in_small_tiles(
-    checkpoint: Path, engine: Callable[..., Engine], alone: list[list[int] | None]
-) -> None:
-    served = engine(checkpoint, settings={"sampling_memory_mib": 1}, **SIZE, **FEW_BLOCKS)
-    assert_same(decode(served, ALL), alone)
-    assert preemptions(served) > 0
-
-
-@pytest.mark.numerics
-def test_asynchronous(
-    checkpoint: Path,
-    engine: Callable[..., Engine],
-    alone: list[list[int] | None],
-    asynchronous: None,
-) -> None:
-    served = engine(checkpoint, async_scheduling=True, **SIZE)
-    assert_same(decode(served, ALL), alone)
-
-
-@pytest.mark.numerics
-def test_two_processes(
-    checkpoint: Path,
-    engine: Callable[..., Engine],
-    alone: list[list[int] | None],
-    asynchronous: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With all that may come between: both walk the same paths, asynchronously, and preempted."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    served = engine(
-        checkpoint,
-        tensor_parallel_size=2,
-        async_scheduling=True,
-        gpu_memory_utilization=0.3,
-        **WATCHED_GRAMMARS,
-        **SIZE,
-        **FEW_BLOCKS,
-    )
-    served.llm.collective_rpc("watch_grammars")
-    assert_same(decode(served, ALL), alone)
-    assert preemptions(served) > 0
-    first, second = served.llm.collective_rpc("grammar_paths")
-    assert len(first) > len(MIX) and first == second
 
 
 def test_random_weights_answer_in_every_form(

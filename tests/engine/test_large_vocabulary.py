@@ -1,5 +1,5 @@
-"""A vocabulary that is read tile by tile: the answers do not depend on the tiles, nor on how many
-processes share it."""
+"""A vocabulary that is read tile by tile: the answers, in a form and free, do not depend on the
+tiles, nor on their company, nor on how many processes share it."""
 
 import math
 import random
@@ -15,10 +15,12 @@ from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import Engine, preemptions
-from tests.engine.exchanges import EXCHANGES
 from tests.engine.one_step import is_best_guess, random_ids
 from tests.engine.rounding import assert_same, decided
+from tests.engine.test_grammars import of
 from tests.engine.waits import WATCHED, waits_during
+from tests.engine.workers import WATCHED_WORKERS
+from tests.unit.grammar.canvases import SCHEMAS
 from vllm_dllm.denoise.vocab_stream import BLOCK
 
 pytestmark = pytest.mark.numerics
@@ -30,7 +32,7 @@ OPTIONS = {
     "max_model_len": 256,
     "max_num_seqs": 16,
 }
-# Room for a block of each request of `decode`, not for three.
+# Room for a block of each request of `KINDS`, not for two of each of `ALL`.
 FEW_BLOCKS = {"num_gpu_blocks_override": 53, "block_size": 32, "disable_log_stats": False}
 # Of each kind: streamed, and such as take whole rows of logits, side by side.
 KINDS: list[dict[str, Any]] = [
@@ -40,6 +42,13 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"presence_penalty": 1.5, "logit_bias": {77: 20.0}},
     {"extra_args": {"diffusion_canvas_length": 20}},
+]
+ALL = [
+    *KINDS,
+    {"structured_outputs": of(json=SCHEMAS["order"])},
+    {"structured_outputs": of(json=SCHEMAS["list of people"]), "top_k": 9},
+    {"structured_outputs": of(regex="([a-z]+ ){12}end")},
+    {"structured_outputs": of(json_object=True), "presence_penalty": 1.0},
 ]
 
 
@@ -52,8 +61,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def params_of(kind: dict[str, Any], seed: int, max_tokens: int) -> SamplingParams:
     # Random weights are chaotic: a last bit of difference shows after a few steps.
     extra = {"diffusion_max_steps": 2, **kind.get("extra_args", {})}
-    options = {**kind, "extra_args": extra}
-    return SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, **options)
+    options = {**kind, "extra_args": extra, "ignore_eos": "structured_outputs" not in kind}
+    if not options["ignore_eos"]:
+        max_tokens = 2 * C  # some forms need more than one block
+    return SamplingParams(max_tokens=max_tokens, seed=seed, **options)
 
 
 Answer = tuple[list[int], list[list[int]]]
@@ -86,9 +97,9 @@ def usual(checkpoint: Path, engine: Callable[..., Engine]) -> list[Answer | None
 
 @pytest.fixture(scope="module")
 def long(checkpoint: Path, engine: Callable[..., Engine]) -> list[Answer | None]:
-    """Of three blocks."""
+    """To `ALL`, of two blocks."""
     served = engine(checkpoint, **OPTIONS)
-    return decided(served.llm, lambda: decode(served, max_tokens=3 * C), tokens_of)
+    return decided(served.llm, lambda: decode(served, ALL, 2 * C), tokens_of)
 
 
 def test_best_guesses_are_the_references(checkpoint: Path, engine: Callable[..., Engine]) -> None:
@@ -121,7 +132,7 @@ def test_a_seed_gives_the_same_canvases_in_any_batch(
 ) -> None:
     served = engine(checkpoint, **OPTIONS)
     generator = random.Random(batch_size)
-    own = [params_of(KINDS[seed % len(KINDS)], seed, 2 * C) for seed in range(12)]
+    own = [params_of(kind, seed, 2 * C) for seed, kind in enumerate(ALL)]
     prompt = {"prompt_token_ids": random_ids(11, V, 1)}
     alone = decided(
         served.llm,
@@ -156,7 +167,7 @@ def test_small_tiles(
     small = engine(checkpoint, settings=settings, **OPTIONS, **FEW_BLOCKS)
     assert_same(decode(small), usual)
     assert preemptions(small) == 0
-    assert_same(decode(small, max_tokens=3 * C), long, tokens_of)
+    assert_same(decode(small, ALL, 2 * C), long, tokens_of)
     assert preemptions(small) > 0
 
 
@@ -169,12 +180,18 @@ def test_no_step_waits_for_the_device(checkpoint: Path, engine: Callable[..., En
 def test_two_processes_share_the_vocabulary(
     checkpoint: Path,
     engine: Callable[..., Engine],
-    usual: list[Answer | None],
-    monkeypatch: pytest.MonkeyPatch,
+    long: list[Answer | None],
+    asynchronous: None,
+    two_processes: dict[str, int],
 ) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    served = engine(checkpoint, tensor_parallel_size=2, **EXCHANGES, **OPTIONS)
-    assert_same(decode(served), usual, tokens_of)
+    """With all that may come between: both walk the same paths, asynchronously, and preempted."""
+    options = {**OPTIONS, **FEW_BLOCKS, **two_processes, **WATCHED_WORKERS}
+    served = engine(checkpoint, async_scheduling=True, **options)
+    served.llm.collective_rpc("watch_grammars")
+    assert_same(decode(served, ALL, 2 * C), long, tokens_of)
+    assert preemptions(served) > 0
+    first, second = served.llm.collective_rpc("grammar_paths")
+    assert len(first) > len(ALL) - len(KINDS) and first == second
     served.llm.collective_rpc("watch_exchanges")
     decode(served, kinds=[{}, {}])
     # Of each of the 2 C rows no more than five numbers of each block of the vocabulary.

@@ -1,4 +1,5 @@
-"""What tensor-parallel workers send each other in sampling steps."""
+"""What tensor-parallel workers send each other in sampling steps, and what they make of the
+grammars of their requests."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -7,8 +8,10 @@ from typing import Any
 import torch
 from vllm.distributed import get_tp_group
 
+from vllm_dllm.step.asked.grammars import CanvasGrammars, Legal
 
-class WatchExchanges:
+
+class WatchWorkers:
     """vLLM mixes this into its workers (`worker_extension_cls`); called with `collective_rpc`."""
 
     model_runner: Any  # the worker's
@@ -36,6 +39,24 @@ class WatchExchanges:
         """Shapes of the tensors that this worker sent."""
         return self._shapes
 
+    def watch_grammars(self) -> None:
+        """From now on, in every step."""
+        self._paths: list[Any] = []
+        legal = CanvasGrammars.legal
+
+        @wraps(legal)
+        def watched(grammars: CanvasGrammars, *args: Any, **kwargs: Any) -> Legal:
+            found = legal(grammars, *args, **kwargs)
+            plans = {slot: answer.next_forced for slot, answer in grammars._answers.items()}
+            self._paths.append((found.guess.tolist(), found.logprob.tolist(), plans))
+            return found
+
+        CanvasGrammars.legal = watched
+
+    def grammar_paths(self) -> list[Any]:
+        """Of each step: the paths, their log-probabilities and what begins the canvas behind."""
+        return self._paths
+
     def _noting(self, send: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if self._is_sampling:
@@ -45,4 +66,4 @@ class WatchExchanges:
         return noting
 
 
-EXCHANGES = {"worker_extension_cls": "tests.engine.exchanges.WatchExchanges"}
+WATCHED_WORKERS = {"worker_extension_cls": "tests.engine.workers.WatchWorkers"}
