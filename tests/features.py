@@ -43,13 +43,14 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_masked.py::test_log_probabilities_at_the_moment_of_unmasking[Nemotron-warm-False]",
         "engine/test_verified.py::test_decisions[few tokens]",
         "engine/test_blocks_in_flight.py::test_decisions[in turn-SDAR",
-        "engine/test_masked_refusals.py",
+        "engine/test_masked_refusals.py::test_refused_requests[SDAR",
+        "engine/test_masked_refusals.py::test_refused_servers",
+        "engine/test_masked_refusals.py::test_refused_variants",
     ),
-    "images": (
+    "images and videos": (
         "engine/test_images.py::test_one_step[16-plain]",
         "engine/test_images.py::test_one_step[16-both]",
     ),
-    "videos": ("engine/test_videos.py::test_one_step[16-both]",),
     "quantised checkpoints": (
         "engine/test_quantized.py::test_one_step_of_the_shipped[FP8_DYNAMIC]",
     ),
