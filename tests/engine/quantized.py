@@ -220,7 +220,7 @@ def decompress(stored: dict[str, torch.Tensor], name: str, scheme: str):
 
 
 class Experts:
-    """transformers' experts of a layer, one expert and one token at a time."""
+    """transformers' experts of a layer, one after the other."""
 
     def __init__(self, stored, name: str, scheme: str, module: nn.Module) -> None:
         self.act_fn = module.act_fn
@@ -234,14 +234,18 @@ class Experts:
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         output = torch.zeros_like(hidden_states)
-        for token, experts in enumerate(top_k_index.tolist()):
-            for choice, expert in enumerate(experts):
-                x = hidden_states[None, token, None]
+        for expert, linears in enumerate(self.linears):
+            token, choice = (top_k_index == expert).nonzero(as_tuple=True)
+            if not len(token):
+                continue
 
-                def linear(x, name, expert=expert):
-                    weight, round_input = self.linears[expert][name]
-                    return F.linear(round_input(x), weight)
+            def linear(x: torch.Tensor, name: str, linears=linears) -> torch.Tensor:
+                weight, round_input = linears[name]
+                return F.linear(round_input(x), weight)
 
-                hidden = self.act_fn(linear(x, "gate_proj")) * linear(x, "up_proj")
-                output[token] += linear(hidden, "down_proj")[0, 0] * top_k_weights[token, choice]
+            x = hidden_states[token]
+            hidden = self.act_fn(linear(x, "gate_proj")) * linear(x, "up_proj")
+            output.index_add_(
+                0, token, linear(hidden, "down_proj") * top_k_weights[token, choice, None]
+            )
         return output

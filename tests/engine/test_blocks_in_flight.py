@@ -11,7 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests import tolerances
 from tests.engine.blocks_in_flight import fly
 from tests.engine.conftest import Engine
-from tests.engine.masked import Rule
+from tests.engine.masked import Rule, Trajectory
 from tests.engine.masked_requests import (
     GetEngine,
     GetMade,
@@ -90,6 +90,11 @@ def test_decisions(
     assert num_ahead > 5 * num_prompts and num_stopped > num_prompts / 4
 
 
+@pytest.fixture(scope="module")
+def alone(in_flight: GetEngine, made: GetMade) -> list[Trajectory]:
+    return each_alone(in_flight, made("SDAR", 4).checkpoint, "SDAR")
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -100,11 +105,14 @@ def test_decisions(
     ],
 )
 def test_neighbours(
-    in_flight: GetEngine, made: GetMade, scheduling: dict[str, Any], options: dict[str, Any]
+    in_flight: GetEngine,
+    made: GetMade,
+    alone: list[Trajectory],
+    scheduling: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     """All kinds of requests, alone and at once, and again from the prefix cache."""
     checkpoint = made("SDAR", 4).checkpoint
-    alone = each_alone(in_flight, checkpoint, "SDAR")
     assert_as_alone(in_flight, checkpoint, "SDAR", alone, {**scheduling, **options})
 
 

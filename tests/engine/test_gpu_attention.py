@@ -17,7 +17,7 @@ SCRIPT = "tests.engine.gpu_attention"
 
 def test_answers_are_those_of_the_cpu() -> None:
     process = subprocess.run(
-        [sys.executable, "-m", SCRIPT, TRAINED, "4"],
+        [sys.executable, "-m", SCRIPT, TRAINED, "2"],
         capture_output=True,
         text=True,
         cwd=ROOT,

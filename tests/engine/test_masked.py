@@ -163,7 +163,7 @@ def test_asynchronous_scheduling(
 
 @each("Nemotron", thorough=("SDAR", "LLaDA2", "Fast-dLLM", "MoE"))
 def test_two_processes_answer_as_one(
-    engine: GetEngine, made: GetMade, monkeypatch: pytest.MonkeyPatch, family: str
+    engine: GetEngine, made: GetMade, two_processes: dict[str, int], family: str
 ) -> None:
     """Seeded and not, with edits and without, with a grammar and without."""
     path, prompts = made(family, 4).checkpoint, prompts_of(4) * 2
@@ -181,9 +181,8 @@ def test_two_processes_answer_as_one(
 
     one = engine(path, block_size=32)
     alone = decided(one.llm, lambda: answers(one))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     apart = family in ("MoE", "LLaDA2")
-    two = engine(path, block_size=32, tensor_parallel_size=2, enable_expert_parallel=apart)
+    two = engine(path, block_size=32, enable_expert_parallel=apart, **two_processes)
     assert_same(answers(two), alone)
 
 

@@ -137,11 +137,14 @@ def test_random_model_with_a_step_cap(
     assert num_parted <= 1
 
 
-@pytest.mark.parametrize(("num_blocks", "every"), [(25, 18), (200, 2)])
+@pytest.mark.parametrize(
+    ("num_blocks", "every"),
+    [(25, 18), (50, 9), pytest.param(200, 2, marks=pytest.mark.thorough)],
+)
 def test_trained_checkpoint(engine: Callable[..., Engine], num_blocks: int, every: int) -> None:
     """At least so many converge on their own, some of them the second of their answer. Compiling
     takes longer than the few."""
-    served = engine(TRAINED, enforce_eager=num_blocks < 100)
+    served = engine(TRAINED, enforce_eager=num_blocks < 50)
     model = reference.load(TRAINED)
     tokenizer = served.llm.get_tokenizer()
     canvas_length = model.config.canvas_length
