@@ -85,10 +85,10 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
     from vllm_dllm.denoise.step import CanvasState, StepRules, denoise_step
     from vllm_dllm.denoise.temperature import temperature
     from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
-    from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
-    from vllm_dllm.step.asked.streamed_logits import StreamedLogits
+    from vllm_dllm.step.logits.sampling_memory import SamplingMemory
+    from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
+    from vllm_dllm.step.logits.streamed_logits import StreamedLogits
     from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
-    from vllm_dllm.step.watched.sampling_memory import SamplingMemory
 
     class Head(DiffusionGemmaForBlockDiffusion):
         """The part of the model that the sampler calls."""

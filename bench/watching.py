@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from bench import harness
 from bench.clients import PATIENCE_S, serving
 from vllm_dllm.requests.options import STREAM_CANVASES, WATCHING_PLUGINS
-from vllm_dllm.tools.scrape import Change, read
+from vllm_dllm.tools.scrape import Change, scrape_canvases
 from vllm_dllm.tools.server_process import HOST, Server
 
 WATCHERS = 10
@@ -89,17 +89,17 @@ def wave(server: Server, model: Path, watches: bool) -> dict[str, float]:
     """All clients at once, one answer each."""
     url = f"http://{HOST}:{server.port}"
     ask(server, model, body(0, watches, num_blocks=1))  # it has just been woken
-    before = read(url)
+    before = scrape_canvases(url)
     with ThreadPoolExecutor(WATCHERS) as clients:
         asked = [body(client, watches) for client in range(WATCHERS)]
         streams = list(clients.map(lambda each: ask(server, model, each), asked))
-    change = Change(before, read(url))
-    steps = change.of("vllm_dllm:block_denoise_steps_sum")
+    change = Change(before, scrape_canvases(url))
+    steps = change.difference("vllm_dllm:block_denoise_steps_sum")
     canvases = sum(parse(stream).num_canvases for stream in streams)
     if steps != WATCHERS * BLOCKS * STEPS or bool(canvases) != watches:
         raise harness.Refused(f"a wave had {steps:g} steps, and {canvases} canvases were seen.")
     return {
-        "step_ms": 1000 * change.of("vllm_dllm:block_seconds_sum") / steps,
+        "step_ms": 1000 * change.difference("vllm_dllm:block_seconds_sum") / steps,
         "canvases_seen": canvases / steps,
     }
 

@@ -50,7 +50,7 @@ BOXES = {
         WORKER,
         1,
         "If new: a slot, and a random canvas",
-        ("step/requests.py: add, start", "step/slots.py: CanvasSlots"),
+        ("step/requests.py: add_request", "step/slots.py: CanvasSlots"),
     ),
     "embed": Box(
         WORKER,
@@ -62,7 +62,7 @@ BOXES = {
         WORKER,
         3,
         "Causal flags and window rules",
-        ("step/model_state.py: prepare_attn", "step/attn_requests.py: build"),
+        ("step/runner/model_state.py: prepare_attn", "step/runner/attn_requests.py: build"),
     ),
     "forward": Box(
         WORKER,
@@ -77,7 +77,7 @@ BOXES = {
         WORKER,
         5,
         "Logits become statistics and an embedding",
-        ("step/asked/logits.py: read", "denoise/row_stats.py: row_stats"),
+        ("step/logits/canvas_logits.py: read", "denoise/row_stats.py: row_stats"),
     ),
     "denoise": Box(
         WORKER,
@@ -89,7 +89,7 @@ BOXES = {
         WORKER,
         7,
         "Both outcomes are computed, one is written",
-        ("step/uniform/settling.py: settle, write", "requests/ends.py: is_last_block"),
+        ("step/settling.py: settle, write", "requests/ends.py: is_last_block"),
     ),
     "arrive": Box(
         ENGINE,

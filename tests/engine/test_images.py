@@ -34,7 +34,7 @@ from tests.engine.rounding import assert_same, decided
 from tests.engine.test_trajectories import TRACED, parted, served_trajectories
 from tests.paths import CHECKPOINTS
 from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
-from vllm_dllm.step.model_state import DiffusionModelState
+from vllm_dllm.step.runner.model_state import DiffusionModelState
 
 pytestmark = pytest.mark.numerics
 

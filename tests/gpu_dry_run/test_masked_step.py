@@ -16,8 +16,8 @@ from tests.gpu_dry_run.test_step import PROMPT, C, H, R, config
 from tests.unit.step.test_logits import Model
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.requests.options import RequestOptions, server_defaults
-from vllm_dllm.step import model_state
 from vllm_dllm.step.masked.masked_state import CausalModelState
+from vllm_dllm.step.runner import model_state
 
 V = 1_000
 NEMOTRON = "NemotronLabsDiffusionModel"

@@ -18,9 +18,9 @@ from vllm.v1.worker.gpu.states import RequestState
 from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
 from tests.unit.step.test_logits import Model
 from vllm_dllm.requests.options import read_keys
-from vllm_dllm.step import model_state
-from vllm_dllm.step.model_state import DiffusionModelState
-from vllm_dllm.step.sampler import DiffusionSampler
+from vllm_dllm.step.runner import model_state
+from vllm_dllm.step.runner.model_state import DiffusionModelState
+from vllm_dllm.step.runner.sampler import DiffusionSampler
 from vllm_dllm.step.watched import observers
 
 R, C, H, PROMPT = 19, 32, 64, 20
@@ -301,7 +301,9 @@ def test_beside_whole_rows_a_steady_step_copies_only_where_rows_are(
     server.step()
     streams = server.state.step.model.streams_vocabulary
     assert len(cuda.copies) == (2 if streams else 0) and cuda.waits == []
-    assert all(place.startswith("vllm_dllm/step/asked/streamed_logits.py") for place in cuda.copies)
+    assert all(
+        place.startswith("vllm_dllm/step/logits/streamed_logits.py") for place in cuda.copies
+    )
 
 
 def test_requests_that_come_together_are_copied_together(server: Server, cuda: FakeCuda) -> None:

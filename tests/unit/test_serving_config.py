@@ -101,7 +101,7 @@ def test_a_canvas_is_the_blocks_in_flight(options: dict[str, int], length: int) 
         diffusion_config=options or None,
         additional_config={"vllm_dllm": {"blocks_in_flight": 3}},
     ).create_engine_config()
-    masked = MaskedConfig.read(config)
+    masked = MaskedConfig.from_vllm_config(config)
     assert config.diffusion_config.canvas_length == 3 * length
     assert (masked.block_length, masked.blocks_in_flight) == (length, 3)
 

@@ -70,7 +70,7 @@ class Times:
     cells: Mapping[tuple[int, bool], tuple[int, tuple[Cell, ...]]]
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> "Times":
+    def from_json(cls, found: Mapping[str, Any]) -> "Times":
         """Takes `{"gpu", "layers"}` as the files have it. A version without a time cannot run."""
         cells = {}
         for layer in found["layers"]:
@@ -89,7 +89,7 @@ class Times:
     def shipped(cls, capability: tuple[int, int]) -> "Times | None":
         """Returns what was measured on a GPU of this compute capability, if one was."""
         path = _SHIPPED / "sm_{}{}.json".format(*capability)
-        return cls.of(json.loads(path.read_text())) if path.exists() else None
+        return cls.from_json(json.loads(path.read_text())) if path.exists() else None
 
     def choose(self, layer: Layer, longest: int) -> Choice | None:
         """Among all versions; `longest`: tokens of the longest request. None: nothing is known.

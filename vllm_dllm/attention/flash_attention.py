@@ -31,7 +31,7 @@ class FlashAttention:
     has_masks: bool
 
     @classmethod
-    def of(cls, case: Case, has_window: bool) -> "FlashAttention | str":
+    def for_case(cls, case: Case, has_window: bool) -> "FlashAttention | str":
         """Or why there is none, in words that complete "because"."""
         has_flags = case.capability[0] == 9 and not has_window and case.head_size in _BY_FLAGS
         has_masks = (reason := fa4_reason(case)) is None
@@ -63,6 +63,8 @@ class FlashAttention:
         window_left: int,
         softcap: float,
     ) -> None:
+        """Writes `output`: by vLLM's copy of FlashAttention-4 where it takes the requests' flags
+        and no image is in the step, else by ours."""
         if self.has_flags and metadata.spans is None:
             self.forward(
                 q=query,

@@ -206,7 +206,7 @@ def flash_attention_of(
         dtype,
         _CACHE_DTYPES.get(kv_cache_dtype, dtype),
     )
-    return FlashAttention.of(case, layer.has_window)
+    return FlashAttention.for_case(case, layer.has_window)
 
 
 def known_times(config: VllmConfig) -> Times | None:
@@ -214,8 +214,8 @@ def known_times(config: VllmConfig) -> Times | None:
     choice = ExtensionConfig.from_additional_config(config.additional_config).kernel_choice
     if choice == "stock":
         return None
-    if choice == "measured" and (found := folder.read(folder.folder(config))) is not None:
-        return Times.of(found)
+    if choice == "measured" and (found := folder.read_result(folder.folder_of(config))) is not None:
+        return Times.from_json(found)
     capability = current_platform.get_device_capability()
     return Times.shipped((capability.major, capability.minor))
 

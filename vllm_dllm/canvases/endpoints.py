@@ -71,7 +71,7 @@ class CanvasEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Ready to watch, if this is a server of a diffusion model."""
-        folder = canvas_feeds.folder()
+        folder = canvas_feeds.socket_folder()
         if engine_client is None or not engine_client.model_config.is_diffusion or folder is None:
             return
         self._source = CanvasHub(folder), token_texts(engine_client.get_tokenizer())

@@ -102,7 +102,8 @@ class RequestSteps(RequestSpecDecodeMetrics):
     it, and an entry of the two lists for each forward.
     """
 
-    def denoised(self) -> None:
+    def count_denoise_step(self) -> None:
+        """Adds to entry 0 of `histogram`, which `observe` leaves alone."""
         self.histogram[0] += 1
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
@@ -118,10 +119,10 @@ def count_steps(request: Request, most_tokens: int) -> None:
     request.spec_decode_metrics = RequestSteps.new(most_tokens)
 
 
-def denoised(request: Request) -> None:
+def count_denoise_step(request: Request) -> None:
     """A step has denoised the request's canvas."""
     if isinstance(request.spec_decode_metrics, RequestSteps):
-        request.spec_decode_metrics.denoised()
+        request.spec_decode_metrics.count_denoise_step()
 
 
 def take_steps(output: Any) -> Steps | None:

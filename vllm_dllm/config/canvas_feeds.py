@@ -51,8 +51,8 @@ def make_folder(base: str) -> None:
     atexit.register(remove)
 
 
-def folder() -> Path | None:
-    """The folder of this server. None: canvases cannot be watched here."""
+def socket_folder() -> Path | None:
+    """The folder of this server's sockets. None: canvases cannot be watched here."""
     name = os.environ.get(FOLDER)
     return Path(name) if name else None
 
@@ -70,7 +70,7 @@ def socket_path(folder: Path, socket: str) -> Path:
 
 def find_socket(feed: str) -> tuple[Path, bytes] | None:
     """The socket and topic of a request's feed; None if there is no such socket on this machine."""
-    match, found = _NAME.fullmatch(feed), folder()
+    match, found = _NAME.fullmatch(feed), socket_folder()
     if match is None or found is None:
         return None
     path = found / match[1]

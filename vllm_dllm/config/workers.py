@@ -3,7 +3,7 @@ runner."""
 
 from collections.abc import Mapping
 
-GPU_WORKER = "vllm_dllm.step.worker.CanvasWorker"
+GPU_WORKER = "vllm_dllm.step.runner.worker.CanvasWorker"
 CPU_WORKER = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"
 
 STOCK_GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"

@@ -92,17 +92,17 @@ def sources(package: Path = Path(vllm_dllm.__path__[0])) -> str:
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The names of all extensions that this CPU has."""
-    if names := _first_line(cpuinfo, ("flags", "Features")):  # on x86 and Arm
+    if names := _value_of_first_processor(cpuinfo, ("flags", "Features")):  # on x86 and Arm
         return " ".join(sorted(names.split()))
     return str(sorted(torch.cpu.get_capabilities().items()))
 
 
 def cpu_vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The vendor's name by the processor, `AuthenticAMD` or `GenuineIntel`; empty where unknown."""
-    return _first_line(cpuinfo, ("vendor_id",)) or ""
+    return _value_of_first_processor(cpuinfo, ("vendor_id",)) or ""
 
 
-def _first_line(cpuinfo: Path, names: tuple[str, ...]) -> str | None:
+def _value_of_first_processor(cpuinfo: Path, names: tuple[str, ...]) -> str | None:
     """What it says of the first processor under one of these names."""
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

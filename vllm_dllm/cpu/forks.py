@@ -30,10 +30,12 @@ def install() -> None:
         if cpu_cores.available_cpu_count() <= cores.FEW_CORES:
             engine_processes.start_workers(fork_server.ForkContext)
     else:
-        engine_processes.start_engines(_context)
+        engine_processes.start_engines(_fork_context)
 
 
-def _context(config: "VllmConfig") -> engine_processes.Context | None:
+def _fork_context(config: "VllmConfig") -> engine_processes.Context | None:
+    """The context that the engine's processes are forked from. None: vLLM starts them as it does,
+    because the workers are not ours or are bound to memory, or nothing can fork here."""
     parallel_config = config.parallel_config
     if parallel_config.worker_cls != CPU_WORKER or parallel_config.numa_bind:
         return None

@@ -26,6 +26,7 @@ def _rotate_left(x: Array, bits: int) -> Array:
 
 
 def _mix(h: Array, key: Array) -> Array:
+    """MurmurHash3's hash `h` after four more bytes, `key`: both uint32."""
     key = _rotate_left(key * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
     return _rotate_left(h ^ key, 13) * np.uint32(5) + np.uint32(0xE6546B64)
 

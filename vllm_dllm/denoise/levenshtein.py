@@ -43,6 +43,7 @@ def find_round(
     most_steps: int,
     mask_id: int,
 ) -> Round:
+    """What a step finds of the round that its block is in."""
     hidden = canvas == mask_id
     if valid is not None:
         hidden &= valid

@@ -32,6 +32,8 @@ class Penalties:
         first: int,  # canvas position of the first row
         guess: torch.Tensor,  # [C] int64, the last step's best guess; NO_TOKEN: none yet
     ) -> None:
+        """Applies the penalties to rows of a canvas, in place. "Generated so far" is what was
+        emitted, and the guess at the positions before a row."""
         L, C = len(logits), len(guess)
         position = torch.arange(max(C, first + L), device=guess.device)
         is_before = position[:C] < position[first : first + L, None]

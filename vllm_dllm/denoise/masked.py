@@ -85,6 +85,7 @@ def draw_candidates(
     judged: torch.Tensor | None = None,  # [rows, V] fp32, logits of the distributions in which
     # candidates have their probability; None: those from which they are drawn
 ) -> Candidates:
+    """A candidate for each row, and how sure the model is of it."""
     log_probs = logits.log_softmax(dim=-1)
     probs = log_probs.exp()
     tokens = argmax(logits)

@@ -94,17 +94,18 @@ class _Search:
             if len(fork.tokens) == self._num_rows:
                 self._wait(fork.cost, self._num_rows, fork)
                 return
-        self._choose(fork, is_aside=False)
+        self._queue_choices(fork, is_aside=False)
 
     def _step_aside(self, aside: _Aside) -> None:
         fork, guesses = aside.fork, aside.guesses
         state = fork.state.copy()
         state.consume_text(guesses)
-        self._choose(_Fork(state, fork.tokens + guesses, fork.cost), is_aside=True)
+        self._queue_choices(_Fork(state, fork.tokens + guesses, fork.cost), is_aside=True)
 
-    def _choose(self, fork: _Fork, *, is_aside: bool) -> None:
-        """Lets the cheapest go on of forks with the same legal tokens, which are mostly in the same
-        state: the first one."""
+    def _queue_choices(self, fork: _Fork, *, is_aside: bool) -> None:
+        """Queues the legal tokens of the row behind `fork`, each at the cost of the path with it.
+        Of forks with the same legal tokens there, which are mostly in the same state, the first one
+        is the cheapest, and the others end. `is_aside`: the row's best guess is left out."""
         self._num_states += 1
         row, words = len(fork.tokens), legal_words(fork.state)
         signature = row, words.tobytes()

@@ -13,8 +13,8 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from vllm_dllm.grammar.formats import FORMATS
 from vllm_dllm.grammar.lark import LarkRules, literal
+from vllm_dllm.grammar.patterns import FORMATS
 from vllm_dllm.grammar.schema_forms import KIND_OF_KEY, KINDS, Form, SchemaError, Schemas
 
 CALL, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'

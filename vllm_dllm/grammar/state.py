@@ -54,6 +54,7 @@ class GrammarState:
         self.known_tails: dict[tuple[tuple[int, ...], int, bool], list[int] | None] = {}
 
     def copy(self) -> "GrammarState":
+        """A state that goes its own way from here; searches' results are not copied."""
         matcher = self._matcher.deep_copy()
         other = GrammarState(
             matcher,
@@ -87,7 +88,7 @@ class GrammarState:
     def allows(self, token: int) -> bool:
         if token in self.stops:
             return self._may_stop_at(token)
-        if self._admitted([token]) != [token]:
+        if self._up_to_excluded([token]) != [token]:
             return False
         if self.reasoning is not None and token not in self.reasoning.opening:
             return not (self._has_begun and token in self.reasoning.begins)
@@ -131,7 +132,7 @@ class GrammarState:
         return self._matcher.is_accepting() or bool(others.any())
 
     def _consume(self, tokens: list[int]) -> int:
-        admitted = self._admitted(tokens)
+        admitted = self._up_to_excluded(tokens)
         count = self._think(admitted)
         if count < len(admitted) and self.reasoning is None:
             count += self._matcher.try_consume_tokens(admitted[count:])
@@ -181,7 +182,7 @@ class GrammarState:
         self.known_completions.clear()
         self.known_tails.clear()
 
-    def _admitted(self, tokens: list[int]) -> list[int]:
+    def _up_to_excluded(self, tokens: list[int]) -> list[int]:
         """Returns the tokens before the first that is excluded."""
         if self.exclusions is None:
             return tokens
@@ -210,7 +211,7 @@ class GrammarState:
             return self._free()
         words = self._of_form()
         for token in () if self._may_think is None else self._may_think.begins:
-            if self._admitted([token]):
+            if self._up_to_excluded([token]):
                 words[token >> 5] |= np.uint32(1 << (token & 31))
         return words
 
@@ -258,7 +259,7 @@ class GrammarState:
         text = self._matcher.compute_ff_bytes()
         for end in range(1, min(len(text), self.vocabulary.longest) + 1):
             token = self.vocabulary.by_bytes.get(text[:end])
-            if token is not None and self._admitted([token]):
+            if token is not None and self._up_to_excluded([token]):
                 words[token >> 5] |= np.uint32(1 << (token & 31))
 
     def forced_tokens(self) -> list[int]:
@@ -266,7 +267,7 @@ class GrammarState:
         or is excluded; none where the tokenizer leaves a choice of how to spell what is forced."""
         if self.has_ended or self.reasoning is not None or self._may_think is not None:
             return []
-        tokens = self._admitted(self._matcher.compute_ff_tokens())
+        tokens = self._up_to_excluded(self._matcher.compute_ff_tokens())
         stop = next((i for i, token in enumerate(tokens) if token in self.stops), None)
         return tokens[:stop]
 

@@ -42,7 +42,7 @@ def walk(state: GrammarState, rows: CanvasRows, num_rows: int) -> Path:
             row += count
             if row == num_rows:
                 break
-        if not step(state, rows, row, path):
+        if not take_best_legal(state, rows, row, path):
             path.is_stuck = True
             break
         row += 1
@@ -59,7 +59,9 @@ def think(state: GrammarState, rows: CanvasRows, num_rows: int, path: Path) -> i
         if not state.allows(guess):
             path.masks[row] = words = state.mask()
             ends = state.ends_of_reasoning() if guess in state.stops else []
-            chosen = choose(rows, row, words_of(state.vocabulary.size, ends) if ends else words)
+            chosen = best_legal_token(
+                rows, row, words_of(state.vocabulary.size, ends) if ends else words
+            )
             token = None if chosen is None else chosen[0]
         if token is None or not state.consume(token):
             path.is_stuck = True
@@ -82,10 +84,10 @@ def unsure_rows(state: GrammarState, rows: CanvasRows, num_rows: int) -> np.ndar
     return np.append(np.flatnonzero(unsure), num_rows)
 
 
-def step(state: GrammarState, rows: CanvasRows, row: int, path: Path) -> bool:
+def take_best_legal(state: GrammarState, rows: CanvasRows, row: int, path: Path) -> bool:
     """Takes the row's most probable legal token. False: there is none."""
     words = legal_words(state)
-    if (chosen := choose(rows, row, words)) is None:
+    if (chosen := best_legal_token(rows, row, words)) is None:
         return False
     token, logprob, rank = chosen
     path.masks[row] = words
@@ -119,7 +121,9 @@ def legal_words(state: GrammarState) -> np.ndarray:
     return words
 
 
-def choose(rows: CanvasRows, row: int, words: np.ndarray) -> tuple[int, float, int] | None:
+def best_legal_token(
+    rows: CanvasRows, row: int, words: np.ndarray
+) -> tuple[int, float, int] | None:
     """Token, log-probability and rank of the row's most probable legal token; rank K: behind the
     K most probable ones. None: no token is legal."""
     for rank, token in enumerate(rows.tokens[row].tolist()):

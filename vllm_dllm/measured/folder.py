@@ -19,7 +19,7 @@ from vllm_dllm.compat.gpu import driver_version
 RESULT = "measured.json"
 
 
-def folder(vllm_config: VllmConfig) -> Path:
+def folder_of(vllm_config: VllmConfig) -> Path:
     """One for each GPU, driver, version, and shape of what is measured; may not be there yet. It is
     the same in all processes of a server."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -45,8 +45,8 @@ def folder(vllm_config: VllmConfig) -> Path:
     return Path(envs.VLLM_CACHE_ROOT) / "vllm_dllm" / "kernels" / name
 
 
-def read(path: Path) -> dict[str, Any] | None:
-    """What `write` wrote. None: nothing yet, or what cannot be read."""
+def read_result(path: Path) -> dict[str, Any] | None:
+    """What `write_json` wrote. None: nothing yet, or what cannot be read."""
     try:
         found = json.loads((path / RESULT).read_text())
     except (OSError, ValueError):
@@ -54,7 +54,7 @@ def read(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def write(path: Path, name: str, value: Any) -> None:
+def write_json(path: Path, name: str, value: Any) -> None:
     """A file of JSON, whole or not at all, whoever else writes it. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True)
     partial = path / f".{name}.{os.getpid()}"

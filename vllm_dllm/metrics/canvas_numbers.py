@@ -40,6 +40,7 @@ class CanvasNumbers(NamedTuple):
             yield from (request for request, flag in zip(self.requests, flags, strict=True) if flag)
 
     def rows(self) -> Iterator[CanvasRow]:
+        """The numbers canvas by canvas."""
         # Plain Python: between steps numpy's code is not in the caches.
         of = dict(zip(self.names, self.values.tolist(), strict=True))
         causes = [cause for cause in ("converged", "revealed") if cause in of]

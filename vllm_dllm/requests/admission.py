@@ -51,7 +51,8 @@ class Served:
     limits: RequestLimits | None  # None: offline, nobody waits for others
 
     @classmethod
-    def of(cls, config: VllmConfig, tokenizer: Any, *, to_many: bool) -> "Served":
+    def from_config(cls, config: VllmConfig, tokenizer: Any, *, to_many: bool) -> "Served":
+        """What a server of this configuration offers. `to_many`: its clients wait for others."""
         assert config.diffusion_config is not None, "vLLM makes it for diffusion architectures"
         extension = ExtensionConfig.from_additional_config(config.additional_config)
         family = family_of(config.model_config.architecture, config.model_config.hf_config)

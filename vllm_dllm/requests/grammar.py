@@ -86,7 +86,7 @@ def check_structured_outputs(
         raise _refusal(f"{name} lacks the key {error}") from error
     except (ValueError, TypeError) as error:
         is_schema = kind == "json" and not isinstance(error, json.JSONDecodeError)
-        place = _place(spec, str(error)) if is_schema else ""
+        place = _where_in_schema(spec, str(error)) if is_schema else ""
         complaint = " ".join(str(error).split())
         raise _refusal(f"{name} cannot be used: {complaint}{place}") from error
     use_guidance(params.structured_outputs)
@@ -208,7 +208,7 @@ def _refusal(message: str) -> VLLMValidationError:
     return VLLMValidationError(f"{message}.", parameter="structured_outputs")
 
 
-def _place(spec: str, complaint: str) -> str:
+def _where_in_schema(spec: str, complaint: str) -> str:
     """Where in a JSON schema the first key or word stands that llguidance complains about."""
     quoted = complaint.split('"')[1::2] or complaint.split()[-1:]
     for path, word in _words(json.loads(spec)):

@@ -11,7 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_dllm.compat.metrics import CarryingStats, denoised
+from vllm_dllm.compat.metrics import CarryingStats, count_denoise_step
 from vllm_dllm.compat.runner import numbers_of
 from vllm_dllm.compat.scheduler import SchedulerHooks, scheduled_at
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers, CanvasRow
@@ -71,7 +71,7 @@ class CanvasCounter:
         counts.denoise_steps += 1
         counts.accepted_positions += row.accepted
         if request is not None:
-            denoised(request)
+            count_denoise_step(request)
             if row.step == 1:
                 self._began[request] = began
         if self._spans is not None and request is not None:

@@ -32,7 +32,7 @@ class FairShare:
         self._steps_alone = REMEMBERED_STEPS
 
     @classmethod
-    def of(cls, config: VllmConfig, limits: RequestLimits) -> "FairShare":
+    def from_config(cls, config: VllmConfig, limits: RequestLimits) -> "FairShare":
         most = config.scheduler_config.max_num_seqs
         default = _CANVASES_ON_CPUS if current_platform.is_cpu() else max(1, most // 4)
         canvases = limits.canvases or default
@@ -43,16 +43,16 @@ class FairShare:
         names = _names(running)
         is_shared = len({*names, *_names(waiting)}) > 1
         self._steps_alone = 0 if is_shared else self._steps_alone + 1
-        return _beyond(self.canvases, running, names, Counter()) if self._shares else []
+        return _beyond(self.canvases, running, names, Counter()) if self._is_shared else []
 
     def held_back(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Request]:
         """Waiting requests that go on waiting while others come first."""
         counts, waiting = Counter(_names(running)), list(waiting)
-        most = self.canvases if self._shares else self.places
+        most = self.canvases if self._is_shared else self.places
         return _beyond(most, waiting, _names(waiting), counts)
 
     @property
-    def _shares(self) -> bool:
+    def _is_shared(self) -> bool:
         """Whether others share the step that is about to be scheduled, or may come any moment."""
         return self._steps_alone < REMEMBERED_STEPS
 

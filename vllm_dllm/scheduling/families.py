@@ -139,7 +139,7 @@ class AlignedBlocks(MaskedCanvases):
 
 def family_of(vllm_config: VllmConfig, canvas_length: int) -> CanvasFamily:
     """Returns the served model's. `canvas_length`: see `CanvasFamily`."""
-    masked = MaskedConfig.of(vllm_config)
+    masked = MaskedConfig.if_masked(vllm_config)
     if masked is None:
         return UniformCanvases(vllm_config, canvas_length)
     kind = CausalBlocks if masked.family.is_causal else AlignedBlocks

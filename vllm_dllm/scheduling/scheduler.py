@@ -48,7 +48,7 @@ class CanvasScheduling(CountedScheduling):
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
         self.family = family_of(self.vllm_config, self.num_spec_tokens)
         self.family.check(self.block_size)
-        self.fair_share = FairShare.of(self.vllm_config, config.limits)
+        self.fair_share = FairShare.from_config(self.vllm_config, config.limits)
         self.joins_commits = joins_commits(self.vllm_config)
         # Requests whose block the step that just ended has committed: has finished it, too, or
         # verified it.
@@ -157,6 +157,8 @@ class CanvasScheduling(CountedScheduling):
     # --- finished blocks --------------------------------------------------------------------
 
     def block_emitted(self, request: Request, block_length: int) -> None:
+        """`request` goes on after a block: counts its commit, and says from where the next step
+        computes and where its next canvas is."""
         is_committed = request.request_id in self._committed
         is_verified = request.request_id in self._verified
         if self.counter is not None:
@@ -174,6 +176,8 @@ class CanvasScheduling(CountedScheduling):
         request.spec_token_ids = self.family.drafts_after_block(request, joins_commit)
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
+        """`request` has ended with a block of which it keeps the first `num_kept` tokens: its keys
+        and values are cached, or left out because no forward has committed them."""
         if self.counter is not None:
             self.counter.block_emitted(request, spares_commit=True)
         if request.num_computed_tokens == 0:

@@ -121,7 +121,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         # vLLM comes here once for a model.
         vllm_config.diffusion_config.canvas_length *= extension.blocks_in_flight
-        config = MaskedConfig.read(vllm_config)
+        config = MaskedConfig.from_vllm_config(vllm_config)
         config.check_blocks_in_flight()
         if config.block_length > own_length:
             # Not refused: the published loops take any length as an argument.
@@ -187,7 +187,7 @@ def finish(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
 def offer_tiles(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     """Lets vLLM find the tiles of experts that the setting `kernel_choice` is for."""
     if extension.kernel_choice == "measured":
-        tiles.offer(folder.folder(vllm_config))  # empty before the first start has measured
+        tiles.offer(folder.folder_of(vllm_config))  # empty before the first start has measured
     elif extension.kernel_choice == "shipped":
         tiles.offer()
 

@@ -86,6 +86,8 @@ class _LastLine:
     def __call__(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
+        """Prints the traceback, unless it is of a start of `vllm serve` that went wrong and nobody
+        wants to see it, and the line."""
         is_serving = sys.argv[1:2] == ["serve"]  # else a program of the user's, with its own errors
         is_shown = shows_tracebacks() or not is_serving or not isinstance(error, Exception)
         if is_shown:

@@ -27,11 +27,12 @@ class NewRequest:
 class Registry(Protocol):
     """How `CanvasStep` speaks to each of them; what a step asks of one is its own matter."""
 
-    def add(self, request: NewRequest) -> None:
-        """The slot has been dropped before. What the device must know may wait for `start`."""
+    def add_request(self, request: NewRequest) -> None:
+        """The slot has been dropped before. What the device must know may wait for
+        `apply_staged_writes`."""
 
-    def start(self) -> None:
+    def apply_staged_writes(self) -> None:
         """The tokens of the requests added since the last step are on the device."""
 
-    def drop(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         """Forgets the slot's request, if it asked for anything."""

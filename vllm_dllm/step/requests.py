@@ -13,7 +13,6 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.denoise import noise
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, stop_tokens
 from vllm_dllm.requests.options import RequestOptions, carried, server_defaults
-from vllm_dllm.step.asked.filters import LogitFilters
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns
 from vllm_dllm.step.asked.grammars import CanvasGrammars
 from vllm_dllm.step.asked.logprobs import StepLogprobs
@@ -21,6 +20,7 @@ from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings
 from vllm_dllm.step.asked.predictions import Predictions
 from vllm_dllm.step.asked.settings import SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits.filters import LogitFilters
 from vllm_dllm.step.registry import NewRequest, Registry
 from vllm_dllm.step.slots import CanvasSlots, Index
 from vllm_dllm.step.watched.observers import CanvasObservers
@@ -75,7 +75,7 @@ class StepRequests:
             self.observers,
         )
 
-    def add(self, slot: int, params: SamplingParams) -> None:
+    def add_request(self, slot: int, params: SamplingParams) -> None:
         """Takes a new request, or one that comes back after a preemption."""
         options = carried(params) or self._unadmitted  # a warm-up's
         self.joins_commits = options.joins_commits
@@ -93,7 +93,7 @@ class StepRequests:
             num_steps=num_steps,
         )
         end, stops = self._last_block(request)
-        self.slots.add(
+        self.slots.stage(
             slot,
             seed=int(self.sampling_states.seeds.np[slot]),
             num_steps=num_steps,
@@ -104,9 +104,9 @@ class StepRequests:
             is_committing=options.is_verified and options.canvas_length == 1,  # nothing to draft
             symmetric_window=(options.window_rule or self.extension.window_rule) == "symmetric",
         )
-        self.drop(slot)
+        self.remove_request(slot)
         for registry in self._registries:
-            registry.add(request)
+            registry.add_request(request)
 
     def _last_block(self, request: NewRequest) -> tuple[int, list[int]]:
         """The position and the tokens by which the device tells a request's last block."""
@@ -117,10 +117,10 @@ class StepRequests:
             end = min(end, request.prompt_len + max_tokens)
         return end, stop_tokens(request.params)
 
-    def drop(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         """Nothing that the slot's request asked for is kept."""
         for registry in self._registries:
-            registry.drop(slot)
+            registry.remove_request(slot)
 
     def are_plain(self, batch: CanvasBatch) -> bool:
         """Whether what the requests of these canvases ask for leaves settled canvases as they are:
@@ -132,13 +132,13 @@ class StepRequests:
             or self.observers.look_at(batch)
         )
 
-    def start(self) -> None:
+    def apply_staged_writes(self) -> None:
         """Gives the requests that came since the last step their first canvas, which begins where
         their prefill ends."""
         if not self.slots.has_added:
             return
         self.sampling_states.apply_staged_writes()
-        slots_np, idx = self.slots.start()
+        slots_np, idx = self.slots.apply_staged_writes()
         if self.mask_id is not None:
             self.slots.canvas.index_fill_(0, idx, self.mask_id)
         else:
@@ -151,7 +151,7 @@ class StepRequests:
                 self.vocab_size,
             )
         for registry in self._registries:
-            registry.start()
+            registry.apply_staged_writes()
 
 
 class FirstCanvases:
@@ -163,13 +163,13 @@ class FirstCanvases:
         self._added: dict[int, tuple[list[int], list[int]]] = {}  # slot -> canvas, pinned positions
         self._pinned: set[int] = set()
 
-    def add(self, request: NewRequest) -> None:
+    def add_request(self, request: NewRequest) -> None:
         # After a preemption the first block may be over; a canvas of noise then goes on anywhere.
         canvas = request.options.seed_canvas
         if canvas is not None and not request.is_resumed:
             self._added[request.slot] = (canvas, request.options.pinned)
 
-    def start(self) -> None:
+    def apply_staged_writes(self) -> None:
         for slot, (canvas, positions) in self._added.items():
             tokens = self._to_device(canvas)
             self._slots.canvas[slot, : len(canvas)] = tokens
@@ -178,11 +178,12 @@ class FirstCanvases:
                 self._pinned.add(slot)
         self._added.clear()
 
-    def drop(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         self._added.pop(slot, None)
         self._pinned.discard(slot)
 
     def has_pins(self, batch: CanvasBatch) -> bool:
+        """Whether a request of these canvases has pinned positions of its first one."""
         return not self._pinned.isdisjoint(batch.slots_np.tolist())
 
     def keep_pins(

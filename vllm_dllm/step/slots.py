@@ -86,7 +86,7 @@ class CanvasSlots:
         self._host_stops = np.zeros((R, MAX_FORESEEN_STOPS), dtype=np.int64)
         self._added: list[int] = []
 
-    def add(
+    def stage(
         self,
         slot: int,
         *,
@@ -99,10 +99,10 @@ class CanvasSlots:
         symmetric_window: bool,
         is_committing: bool = False,
     ) -> None:
-        """Stages a new or resumed request, with nothing denoised yet, for `start`."""
+        """Stages a new or resumed request, with nothing denoised yet, for `apply_staged_writes`."""
         values = dict(
             is_committing=is_committing,
-            noise_key=seed,  # until `start`
+            noise_key=seed,  # until `apply_staged_writes`
             num_steps=num_steps,
             end=end,
             width=width,
@@ -115,7 +115,7 @@ class CanvasSlots:
         self.num_stops[slot] = len(stop_tokens)
         self._added.append(slot)
 
-    def start(self) -> tuple[np.ndarray, torch.Tensor]:
+    def apply_staged_writes(self) -> tuple[np.ndarray, torch.Tensor]:
         """Writes the slots [n] that were added since the last step, in few copies that do not wait
         for the device. Returns them, on the host and on the device."""
         slots_np = np.unique(np.array(self._added, dtype=np.int64))

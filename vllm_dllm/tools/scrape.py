@@ -45,14 +45,14 @@ class Change:
     before: Scrape | None
     now: Scrape
 
-    def of(self, name: str, **labels: str) -> float:
+    def difference(self, name: str, **labels: str) -> float:
         before = self.before.total(name, **labels) if self.before is not None else 0.0
         return self.now.total(name, **labels) - before
 
     def ratio(self, name: str, per: str) -> float | None:
         """Divides two changes; None if there is nothing to divide by."""
-        whole = self.of(per)
-        return self.of(name) / whole if whole else None
+        whole = self.difference(per)
+        return self.difference(name) / whole if whole else None
 
     def mean(self, histogram: str) -> float | None:
         return self.ratio(f"{histogram}_sum", f"{histogram}_count")
@@ -61,10 +61,12 @@ class Change:
         """Gives the change per second."""
         if self.before is None or self.now.at <= self.before.at:
             return None
-        return self.of(name) / (self.now.at - self.before.at)
+        return self.difference(name) / (self.now.at - self.before.at)
 
     def shares(self, name: str, label: str) -> dict[str, float]:
-        found = {value: self.of(name, **{label: value}) for value in self.now.by(name, label)}
+        found = {
+            value: self.difference(name, **{label: value}) for value in self.now.by(name, label)
+        }
         whole = sum(found.values())
         return {value: part / whole for value, part in found.items() if part} if whole else {}
 
@@ -82,7 +84,7 @@ def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
     return Scrape(time.monotonic(), samples)
 
 
-def read(url: str) -> Scrape:
+def scrape_canvases(url: str) -> Scrape:
     """Reads a diffusion server's metrics. Raises InputError if there is none at `url`."""
     found = scrape(url)
     samples = found.samples

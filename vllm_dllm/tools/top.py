@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.scrape import Change, Scrape, read
+from vllm_dllm.tools.scrape import Change, Scrape, scrape_canvases
 
 __all__ = ["run"]
 
@@ -29,10 +29,10 @@ def run(url: str, once: bool) -> None:
         InputError: there is no server, or it has no metrics of canvases.
     """
     url = url.rstrip("/")
-    scrapes = deque([read(url)])
+    scrapes = deque([scrape_canvases(url)])
     if once or not sys.stdout.isatty():
         time.sleep(REFRESH_SECONDS)
-        scrapes.append(read(url))
+        scrapes.append(scrape_canvases(url))
         Console(color_system=None, highlight=False).print(frame(url, scrapes))
         return
     console = Console(highlight=False)
@@ -43,7 +43,7 @@ def run(url: str, once: bool) -> None:
             if is_q_typed(REFRESH_SECONDS):
                 return
             try:
-                _add(scrapes, read(url))
+                _add(scrapes, scrape_canvases(url))
                 problem = None
             except InputError as error:
                 problem = str(error)

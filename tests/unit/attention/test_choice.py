@@ -85,8 +85,10 @@ def test_what_a_server_measures_is_read_the_same_way() -> None:
     """A version without a time cannot run."""
     layer: dict[str, Any] = {"head_size": 512, "has_window": False, "num_heads": 16}
     layer["ms"] = [{"rows": 256, "context": 0, "triton": 1.0, "fa4": 2.0}]
-    own = Times.of({"gpu": "another", "layers": [layer]})
+    own = Times.from_json({"gpu": "another", "layers": [layer]})
     assert own.gpu == "another" and own.choose(FULL, LONG) == Choice(((0, "triton"),))
     assert own.choose(SLIDING, LONG) is None
     layer["ms"] = [{"rows": 256, "context": 0, "fa4": 2.0}, {"rows": 512, "context": 0, "fa4": 2.0}]
-    assert Times.of({"gpu": "x", "layers": [layer]}).choose(FULL, LONG) == Choice(((0, "fa4"),))
+    assert Times.from_json({"gpu": "x", "layers": [layer]}).choose(FULL, LONG) == Choice(
+        ((0, "fa4"),)
+    )

@@ -166,6 +166,6 @@ def test_kernel_choice_says_whose_times_count(
         return None if times is None else times.gpu
 
     assert (known("stock"), known("shipped"), known("measured")) == (None, *2 * ["NVIDIA H200"])
-    folder.write(tmp_path, folder.RESULT, {"gpu": "this GPU", "layers": []})
+    folder.write_json(tmp_path, folder.RESULT, {"gpu": "this GPU", "layers": []})
     assert (known("stock"), known("shipped")) == (None, "NVIDIA H200")
     assert known("measured") == "this GPU"

@@ -66,7 +66,7 @@ def test_times_of_each_kind_by_rows_and_context(stand_in: StandIn) -> None:
     ]
     assert measured == [{"head_size": D, "num_heads": HQ, "has_window": False, "ms": cells}]
     kind = layers[1].impl.kind
-    choice = Times.of({"gpu": "this", "layers": measured}).choose(kind, 80)
+    choice = Times.from_json({"gpu": "this", "layers": measured}).choose(kind, 80)
     assert choice == Choice(((0, "fa4"), (12, "triton")))
     assert layers[1].impl.choice == TRITON and not layers[1].kv_cache.any()
 
@@ -77,7 +77,7 @@ def test_a_wrong_version_gets_no_time(stand_in: StandIn) -> None:
     one = layer(None)
     (measured,) = measure([one], stand_in)
     assert all("fa4" not in cell for cell in measured["ms"])
-    choice = Times.of({"gpu": "this", "layers": [measured]}).choose(one.impl.kind, 80)
+    choice = Times.from_json({"gpu": "this", "layers": [measured]}).choose(one.impl.kind, 80)
     assert choice == TRITON
 
 

@@ -108,7 +108,7 @@ if on_cpu:
     CPUWorker.init_device = stock
 else:
     from vllm_dllm.drafters.worker import DraftWorker
-    from vllm_dllm.step.worker import CanvasWorker
+    from vllm_dllm.step.runner.worker import CanvasWorker
     from vllm_dllm.scheduling import scheduler as _
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -16,7 +16,7 @@ def test_a_folder_lasts_as_long_as_the_first_process(tmp_path: Path) -> None:
         "import subprocess, sys\n"
         "from vllm_dllm.config import canvas_feeds\n"
         "canvas_feeds.make_folder(sys.argv[1])\n"
-        "folder = canvas_feeds.folder()\n"
+        "folder = canvas_feeds.socket_folder()\n"
         "if len(sys.argv) == 2:\n"
         "    subprocess.run([sys.executable, *sys.argv, 'child'], check=True)\n"
         "print(folder, oct(folder.stat().st_mode & 0o777), flush=True)\n"

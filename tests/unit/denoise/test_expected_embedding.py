@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests import tolerances
-from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding
-from vllm_dllm.denoise.top_tokens import TopTokens
+from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding, TopTokens
 from vllm_dllm.denoise.vocab_stream import BLOCK, read_blocks
 
 pytestmark = pytest.mark.numerics

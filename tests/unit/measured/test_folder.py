@@ -43,8 +43,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
 def test_all_that_times_depend_on_is_part_of_its_name(
     machine: dict[str, str], tmp_path: Path
 ) -> None:
-    plain = folder.folder(config())
-    assert plain == folder.folder(config())
+    plain = folder.folder_of(config())
+    assert plain == folder.folder_of(config())
     assert plain.parent == tmp_path / "vllm_dllm" / "kernels"
     assert plain.name.startswith("NVIDIA_H200-")
     others = {plain}
@@ -60,20 +60,20 @@ def test_all_that_times_depend_on_is_part_of_its_name(
     ):
         changed = copy.deepcopy(config())
         setattr(getattr(changed, part), name, value)
-        others.add(folder.folder(changed))
+        others.add(folder.folder_of(changed))
     for name in machine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(machine, name, "another")
-            others.add(folder.folder(config()))
+            others.add(folder.folder_of(config()))
     assert len(others) == 11
 
 
 def test_is_written_whole_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder"
-    assert folder.read(path) is None
-    folder.write(path, folder.RESULT, {"gpu": "x"})
-    assert folder.read(path) == {"gpu": "x"}
+    assert folder.read_result(path) is None
+    folder.write_json(path, folder.RESULT, {"gpu": "x"})
+    assert folder.read_result(path) == {"gpu": "x"}
     assert [each.name for each in path.iterdir()] == [folder.RESULT]
     for damaged in ("{", "[]"):
         (path / folder.RESULT).write_text(damaged)
-        assert folder.read(path) is None
+        assert folder.read_result(path) is None

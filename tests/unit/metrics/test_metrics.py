@@ -22,7 +22,13 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from tests.metrics import check_histogram, ours, since
 from tests.paths import ROOT
 from vllm_dllm import plugin
-from vllm_dllm.compat.metrics import CarryingStats, Steps, count_steps, denoised, take_steps
+from vllm_dllm.compat.metrics import (
+    CarryingStats,
+    Steps,
+    count_denoise_step,
+    count_steps,
+    take_steps,
+)
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.metrics.canvas_numbers import CanvasRow
 from vllm_dllm.metrics.prometheus import (
@@ -155,7 +161,7 @@ def test_steps_of_a_request_arrive() -> None:
     request: Any = NamedRequest("b")
     count_steps(request, most_tokens=4)
     for num_accepted in (0, 4):
-        denoised(request)
+        count_denoise_step(request)
         request.spec_decode_metrics.observe(4, num_accepted)
     request.spec_decode_metrics.observe(3, 3)
     output = EngineCoreOutput("b", [7], spec_decode_metrics=request.spec_decode_metrics)

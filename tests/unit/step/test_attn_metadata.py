@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_dllm.attention import WindowRules
-from vllm_dllm.step.attn_requests import AttnRequests, LatestMetadata
+from vllm_dllm.step.runner.attn_requests import AttnRequests, LatestMetadata
 
 
 class Runner:

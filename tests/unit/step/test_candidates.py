@@ -15,8 +15,8 @@ from vllm_dllm.grammar.rows import DEEP
 from vllm_dllm.grammar.state import words_of
 from vllm_dllm.models import vocabulary
 from vllm_dllm.step.asked.candidates import MOST_PROBABLE, canvas_rows
-from vllm_dllm.step.asked.logits import WholeLogits
-from vllm_dllm.step.asked.streamed_logits import StreamedLogits
+from vllm_dllm.step.logits.canvas_logits import WholeLogits
+from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 
 pytestmark = pytest.mark.numerics
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
-from vllm_dllm.step.image_rows import ImageRows
+from vllm_dllm.step.runner.image_rows import ImageRows
 
 BEGIN, NUM = 1, 4  # marks before an image's tokens; its tokens
 
@@ -32,9 +32,9 @@ def batch(slots: list[int], computed: list[int], scheduled: list[int]) -> Simple
 def rows() -> ImageRows:
     """Slot 2 has images at 3..7 and 9..13, slot 5 one at 1..5, the others none."""
     rows = ImageRows(max_num_reqs=8, max_num_tokens=64, device=torch.device("cpu"))
-    rows.add(2, [feature(2), feature(8)])
-    rows.add(5, [feature(0)])
-    rows.add(3, [])
+    rows.add_request(2, [feature(2), feature(8)])
+    rows.add_request(5, [feature(0)])
+    rows.add_request(3, [])
     return rows
 
 
@@ -74,6 +74,6 @@ def test_the_buffer_stays(rows: ImageRows) -> None:
 
 
 def test_a_slot_forgets_its_request(rows: ImageRows) -> None:
-    rows.add(2, [])
-    rows.drop(5)
+    rows.add_request(2, [])
+    rows.remove_request(5)
     assert rows.spans(batch([2, 5], [0, 0], [8, 8])) is None

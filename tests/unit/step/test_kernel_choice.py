@@ -9,8 +9,8 @@ import torch
 
 from vllm_dllm.config.tiles import VARIABLE
 from vllm_dllm.measured import folder
-from vllm_dllm.step import kernel_choice
-from vllm_dllm.step.kernel_choice import measure_kernels
+from vllm_dllm.step.runner import kernel_choice
+from vllm_dllm.step.runner.kernel_choice import measure_kernels
 
 KIND = {"head_size": 512, "has_window": False, "num_heads": 16}
 LAYERS = [{**KIND, "ms": [{"rows": 256, "context": 0, "triton": 2.0, "fa4": 1.0}]}]
@@ -86,7 +86,7 @@ FOUND = {"gpu": "a GPU", "layers": LAYERS, "tiles": TABLES, "ours": OURS}
 def test_the_second_start_measures_nothing(start: Start) -> None:
     start.run()
     assert start.timed == [("attention", 256, [1, 8]), ("tiles", [256, 2048])]
-    assert folder.read(start.path) == FOUND and start.forgot == 1
+    assert folder.read_result(start.path) == FOUND and start.forgot == 1
     assert (start.path / "E=4,N=2.json").exists(), "where vLLM looks for it"
     start.run()
     assert len(start.timed) == 2 and start.forgot == 1
@@ -103,7 +103,7 @@ def test_nobody_else_measures(start: Start, choice: str) -> None:
 def test_other_ranks_take_what_the_first_one_found(start: Start) -> None:
     start.ranks(Ranks(is_first_rank=False, sent=FOUND))
     start.run()
-    assert start.timed == [] and folder.read(start.path) == FOUND and start.forgot == 1
+    assert start.timed == [] and folder.read_result(start.path) == FOUND and start.forgot == 1
     assert start.used == [OURS]
 
 

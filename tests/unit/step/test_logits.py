@@ -17,17 +17,17 @@ from vllm_dllm.denoise.impossible import BAD_WORD_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules
 from vllm_dllm.models import vocabulary
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
-from vllm_dllm.step.asked import soft_embedding
-from vllm_dllm.step.asked.logits import WholeLogits, step_bytes
-from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
-from vllm_dllm.step.asked.streamed_logits import (
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits import soft_embedding
+from vllm_dllm.step.logits.canvas_logits import WholeLogits
+from vllm_dllm.step.logits.sampling_memory import SamplingMemory, step_bytes
+from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
+from vllm_dllm.step.logits.streamed_logits import (
     CACHED_TILE,
     TILE_TOKENS,
     StreamedLogits,
     tile_shape,
 )
-from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.watched.sampling_memory import SamplingMemory
 
 pytestmark = pytest.mark.numerics
 

@@ -153,8 +153,8 @@ def test_first_tokens_that_were_known_before(worker: GetWorker) -> None:
         made = params(logprobs=wants)
         options = carried(made)
         assert options is not None
-        kept.drop(slot)
-        kept.add(NewRequest(slot, made, options, C, C, num_steps=1))
+        kept.remove_request(slot)
+        kept.add_request(NewRequest(slot, made, options, C, C, num_steps=1))
     ends = torch.arange(0, 4 * C, C).numpy()
     batch: Any = type("", (), {"num_reqs": 3, "cu_num_logits_np": ends})
     batch.query_start_loc_np, batch.idx_mapping_np = ends, torch.arange(3).numpy()
@@ -171,6 +171,6 @@ def test_first_tokens_that_were_known_before(worker: GetWorker) -> None:
     assert not rows.any(), "nothing else has changed"
     kept.put_seeds(canvases, rows, torch.tensor([False, True, False]))
     assert not rows.any()
-    kept.drop(0)
+    kept.remove_request(0)
     kept.put_seeds(canvases, rows, torch.tensor([True, True, True]))
     assert not rows[0].any() and rows[2 * C].any()

@@ -34,9 +34,9 @@ def test_a_candidate_as_probable_as_the_threshold(
 ) -> None:
     """Revealed or not, as the model's loop has it; the next smaller number never is."""
     settings = settings_of(1, reveals_at_threshold=reveals_at_threshold)
-    settings.add(asking(0, acceptance="confidence", accept_probability=threshold))
-    settings.start()
-    rules = settings.of(batch_of(0)).rules(torch.tensor([0]), torch.tensor([3]), 3)
+    settings.add_request(asking(0, acceptance="confidence", accept_probability=threshold))
+    settings.apply_staged_writes()
+    rules = settings.for_batch(batch_of(0)).rules(torch.tensor([0]), torch.tensor([3]), 3)
     exact = np.float32(threshold)
     # The first is the one that each step reveals whatever it is.
     probability = torch.tensor([[2.0, exact, np.nextafter(exact, np.float32(0))]])
@@ -65,11 +65,11 @@ def test_what_no_request_asks_for_is_left_out(wanted: dict[str, Any], left_in: s
     """Of a batch; one request that asks is enough."""
     settings = settings_of(3)
     for slot in (0, 1):
-        settings.add(asking(slot, **CONFIDENCE))
-    settings.add(asking(2, **{**CONFIDENCE, **wanted}))
-    settings.start()
+        settings.add_request(asking(slot, **CONFIDENCE))
+    settings.add_request(asking(2, **{**CONFIDENCE, **wanted}))
+    settings.apply_staged_writes()
     for slots, expected in (((0, 1), set()), ((0, 2, 1), left_in)):
-        found = settings.of(batch_of(*slots))
+        found = settings.for_batch(batch_of(*slots))
         optional = ("in_order", "entropy_bound", "edit_threshold", "is_verified")
         there = {name for name in optional if getattr(found, name) is not None}
         there |= {"has_shares"} if found.has_shares else set()
@@ -81,13 +81,13 @@ def test_a_slot_has_the_settings_of_its_latest_request() -> None:
     """Which are read once for steps on end."""
     settings = settings_of(2)
     for slot in range(2):
-        settings.add(asking(slot, **CONFIDENCE))
-    settings.start()
-    first = settings.of(batch_of(0, 1))
-    assert settings.of(batch_of(0, 1)) is first
-    assert settings.of(batch_of(1, 0)) is not first
-    settings.drop(1)
-    settings.add(asking(1, acceptance="confidence", accept_probability=0.25))
-    settings.start()
-    assert settings.of(batch_of(0, 1)).threshold.tolist() == pytest.approx([0.9, 0.25])
+        settings.add_request(asking(slot, **CONFIDENCE))
+    settings.apply_staged_writes()
+    first = settings.for_batch(batch_of(0, 1))
+    assert settings.for_batch(batch_of(0, 1)) is first
+    assert settings.for_batch(batch_of(1, 0)) is not first
+    settings.remove_request(1)
+    settings.add_request(asking(1, acceptance="confidence", accept_probability=0.25))
+    settings.apply_staged_writes()
+    assert settings.for_batch(batch_of(0, 1)).threshold.tolist() == pytest.approx([0.9, 0.25])
     assert first.threshold.tolist() == pytest.approx([0.9, 0.9])

@@ -9,9 +9,9 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_dllm.attention import takes_window_rules
-from vllm_dllm.step import model_state
 from vllm_dllm.step.masked.masked_state import MaskedModelState
-from vllm_dllm.step.model_state import DiffusionModelState
+from vllm_dllm.step.runner import model_state
+from vllm_dllm.step.runner.model_state import DiffusionModelState
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 
 C, MAX_REQS = 4, 6

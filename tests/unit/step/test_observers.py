@@ -78,8 +78,8 @@ def test_a_client_sees_its_own_canvas(listener: Any) -> None:
     socket, name = listener
     watching = observing()
     topic = canvas_feeds.new_name()
-    watching.add(request(7, f"{name}/{topic}"))
-    watching.add(request(5, None))
+    watching.add_request(request(7, f"{name}/{topic}"))
+    watching.add_request(request(5, None))
     assert watching.look_at(batch(4, 5, 7)) and not watching.look_at(batch(4, 5))
     canvases = step(3, number=2, start=3 + C)
     watching.show(canvases, batch(4, 5, 7), ["a", "b", "c"])
@@ -97,7 +97,7 @@ def test_a_client_sees_its_own_canvas(listener: Any) -> None:
             "entropy": [2.5, 2.625, 2.75],
         },
     )
-    watching.drop(7)
+    watching.remove_request(7)
     assert not watching.look_at(batch(4, 5, 7))
     assert received(socket) == (topic.encode(), None), "the end"
 
@@ -110,11 +110,11 @@ def test_a_step_is_one_message_for_each_process(listener: Any) -> None:
     watching = observing()
     with zmq.Context() as context, context.socket(zmq.PULL) as second:
         second.set(zmq.RCVTIMEO, int(HANGS_S * 1000))
-        second.bind(f"ipc://{Path(canvas_feeds.folder() or '') / other}")
+        second.bind(f"ipc://{Path(canvas_feeds.socket_folder() or '') / other}")
         for slot, topic in enumerate(topics):
-            watching.add(request(slot, f"{other if slot == 3 else name}/{topic}"))
+            watching.add_request(request(slot, f"{other if slot == 3 else name}/{topic}"))
         watching.show(step(5), batch(*range(5)), list("abcde"))
-        watching.drop(0)
+        watching.remove_request(0)
         found = [(t.decode(), c["tokens"]) for t, c in unpack(socket.recv()) if c is not None]
         # The first one commits, and shows nothing.
         assert found == [
@@ -135,7 +135,7 @@ def test_blocks_are_counted(
 ) -> None:
     socket, name = listener
     watching = observing(blocks_are_aligned=aligned)
-    watching.add(request(0, f"{name}/{canvas_feeds.new_name()}", prompt_len))
+    watching.add_request(request(0, f"{name}/{canvas_feeds.new_name()}", prompt_len))
     for start in starts:
         watching.show(step(1, start=start), batch(0), ["a"])
     assert [received(socket)[1]["block"] for _ in starts] == [0, 1, 2]
@@ -149,14 +149,14 @@ def test_names_that_lead_nowhere(folder: Path, feed: str) -> None:
     (folder / ("1" * 32)).touch()
     watching = observing()
     for name in (feed, "1" * 32 + "/" + "0" * 32):
-        watching.add(request(0, name))
+        watching.add_request(request(0, name))
         assert not watching.look_at(batch(0))
 
 
 def test_of_several_workers_one_speaks(listener: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     watching = observing(trace, speaks=False)
-    watching.add(request(0, f"{listener[1]}/{canvas_feeds.new_name()}"))
+    watching.add_request(request(0, f"{listener[1]}/{canvas_feeds.new_name()}"))
     assert not watching.look_at(batch(0))
     watching.show(step(1), batch(0), ["a"])
     assert not trace.exists()
@@ -170,11 +170,11 @@ def test_a_reader_that_stands_still_holds_up_nobody(
     other = canvas_feeds.new_name()
     monkeypatch.setattr("vllm_dllm.step.watched.canvas_sender.SOCKET_MESSAGES", 1)
     watching = observing()
-    watching.add(request(0, f"{name}/{canvas_feeds.new_name()}"))
+    watching.add_request(request(0, f"{name}/{canvas_feeds.new_name()}"))
     with zmq.Context() as context, context.socket(zmq.PULL) as reading:
         reading.set(zmq.RCVTIMEO, int(HANGS_S * 1000))
-        reading.bind(f"ipc://{Path(canvas_feeds.folder() or '') / other}")
-        watching.add(request(1, f"{other}/{canvas_feeds.new_name()}"))
+        reading.bind(f"ipc://{Path(canvas_feeds.socket_folder() or '') / other}")
+        watching.add_request(request(1, f"{other}/{canvas_feeds.new_name()}"))
         for number in range(2000):
             watching.show(step(1, number), batch(0), ["a"])
         watching.show(step(1, 5000), batch(1), ["b"])
@@ -185,7 +185,7 @@ def test_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that does not ask starts nothing."""
     monkeypatch.setattr(observers, "CanvasSender", lambda: pytest.fail("a thread"))
     watching = observing()
-    watching.add(request(0, None))
+    watching.add_request(request(0, None))
     assert not watching.look_at(batch(0))
 
 
@@ -193,7 +193,7 @@ def test_trace_and_stream_show_the_same(listener: Any, tmp_path: Path) -> None:
     socket, name = listener
     trace = tmp_path / "trace.jsonl"
     watching = observing(trace)
-    watching.add(request(1, f"{name}/{canvas_feeds.new_name()}"))
+    watching.add_request(request(1, f"{name}/{canvas_feeds.new_name()}"))
     assert watching.look_at(batch(0))
     watching.show(step(3), batch(0, 1, 2), ["a", "b", "c"])
     lines = [json.loads(line) for line in trace.read_text().splitlines()]

@@ -34,10 +34,12 @@ class Step:
         self.req_states.all_token_ids.gpu[slot, PROMPT:end] = torch.tensor(emitted or [])
         self.slots.canvas[slot], self.slots.tokens[slot, 0] = NOISE, NO_TOKEN
         self.slots.stop_tokens[slot] = STOP
-        self.predictions.drop(slot)
+        self.predictions.remove_request(slot)
         options = RequestOptions(prediction=prediction)
-        self.predictions.add(NewRequest(slot, SamplingParams(), options, PROMPT, end, num_steps=48))
-        self.predictions.start()
+        self.predictions.add_request(
+            NewRequest(slot, SamplingParams(), options, PROMPT, end, num_steps=48)
+        )
+        self.predictions.apply_staged_writes()
 
     def first(self, slot: int) -> tuple[list[int], list[int]]:
         """The canvas and the guess that the first step finds."""
@@ -131,7 +133,7 @@ def test_who_has_none_pays_nothing(step: Step) -> None:
     assert step.behind({0: TEXT[:C]}) is None
     step.add(1, TEXT)
     assert step.behind({0: TEXT[:C]}) is None
-    step.predictions.drop(1)
+    step.predictions.remove_request(1)
     assert step.behind({1: TEXT[:C]}) is None
 
 

@@ -9,8 +9,8 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.denoise.logit_rules import LogitRules
 from vllm_dllm.requests.options import read_keys
-from vllm_dllm.step.asked import filters as module
-from vllm_dllm.step.asked.filters import LogitFilters
+from vllm_dllm.step.logits import filters as module
+from vllm_dllm.step.logits.filters import LogitFilters
 from vllm_dllm.step.registry import NewRequest
 
 V, PROMPT = 12, 3
@@ -76,8 +76,8 @@ def check(rules: LogitRules, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_request(filters: LogitFilters, kind: str) -> None:
-    filters.add(new_request(2, **KINDS[kind]))
-    filters.start()
+    filters.add_request(new_request(2, **KINDS[kind]))
+    filters.apply_staged_writes()
     assert list(filters._rules) == [2]
     check(filters._rules[2], KINDS[kind])
 
@@ -94,11 +94,11 @@ def test_requests_that_come_together(
 
     monkeypatch.setattr(module, "copy_to", counted)
     for slot, options in enumerate(KINDS.values()):
-        filters.add(new_request(slot, **options))
-    filters.add(new_request(len(KINDS)))
-    filters.drop(1)
-    filters.start()
-    filters.start()
+        filters.add_request(new_request(slot, **options))
+    filters.add_request(new_request(len(KINDS)))
+    filters.remove_request(1)
+    filters.apply_staged_writes()
+    filters.apply_staged_writes()
     assert calls == [len(KINDS) - 1]
     assert filters._rules.keys() == set(range(len(KINDS))) - {1}
     for slot, options in enumerate(KINDS.values()):
@@ -109,6 +109,6 @@ def test_requests_that_come_together(
 def test_tokens_that_the_model_has_not_are_left_out(filters: LogitFilters) -> None:
     """A tokenizer or a generation_config may name them: no row has such a token."""
     words = [[V], [V, 1], [1, V]]
-    filters.add(new_request(0, bad_words=words, min_tokens=1, stop_token_ids=[V, V + 5]))
-    filters.start()
+    filters.add_request(new_request(0, bad_words=words, min_tokens=1, stop_token_ids=[V, V + 5]))
+    filters.apply_staged_writes()
     assert not filters._rules

@@ -16,12 +16,12 @@ from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties
 from vllm_dllm.models import vocabulary
-from vllm_dllm.step.asked.logits import MaskedLogits, step_bytes, whole_rows
 from vllm_dllm.step.asked.logprob_tensors import LogprobRequest, token_logprobs
-from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
-from vllm_dllm.step.asked.streamed_logits import StreamedLogits
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.watched.sampling_memory import SamplingMemory
+from vllm_dllm.step.logits.canvas_logits import MaskedLogits
+from vllm_dllm.step.logits.sampling_memory import SamplingMemory, step_bytes, whole_rows
+from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
+from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 
 pytestmark = pytest.mark.numerics
 

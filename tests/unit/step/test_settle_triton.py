@@ -17,14 +17,14 @@ from vllm_dllm.denoise import draws_triton
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
 from vllm_dllm.requests.options import read_keys
+from vllm_dllm.step.asked.load_stages import LoadStages
 from vllm_dllm.step.asked.settings import SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.load import LoadStages
+from vllm_dllm.step.canvas_stages import Advanced
 from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.settling import Settling
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 from vllm_dllm.step.uniform import settle_triton
-from vllm_dllm.step.uniform.canvas_stages import Advanced
-from vllm_dllm.step.uniform.settling import Settling
 from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 pytestmark = pytest.mark.numerics
@@ -96,7 +96,7 @@ class Step(UniformStep):
         temperature = extra.pop("temperature", 1.0)
         params = SamplingParams(temperature=temperature)
         options = read_keys(extra, {}, None)
-        self.requests.settings.add(NewRequest(slot, params, options, 20, 20, STEPS))
+        self.requests.settings.add_request(NewRequest(slot, params, options, 20, 20, STEPS))
 
 
 def choice(generator: torch.Generator, shape: tuple[int, ...], share: float) -> torch.Tensor:
@@ -110,7 +110,7 @@ def step_of(seed: int, slots: list[int], widths: list[int], *flags: bool) -> Ste
     n, numbers = len(slots), step.slots.numbers
     for slot, kind in zip(slots, REQUESTS, strict=False):
         step.admit(slot, kind)
-    step.requests.settings.start()
+    step.requests.settings.apply_staged_writes()
 
     def below(most: int, *shape: int) -> torch.Tensor:
         return torch.randint(0, most, shape, generator=generator)

@@ -15,10 +15,10 @@ from tests.processes import HANGS_S
 from tests.unit.step.test_logits import LARGEST, LENGTHS, ROWS, Filters, H, Model, batch_of
 from vllm_dllm.denoise.vocab_stream import BLOCK
 from vllm_dllm.models import vocabulary
-from vllm_dllm.step.asked.logits import ReadRows
-from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
-from vllm_dllm.step.asked.streamed_logits import StreamedLogits
-from vllm_dllm.step.watched.sampling_memory import SamplingMemory
+from vllm_dllm.step.logits.canvas_logits import ReadRows
+from vllm_dllm.step.logits.sampling_memory import SamplingMemory
+from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
+from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 
 pytestmark = pytest.mark.numerics
 

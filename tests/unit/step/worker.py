@@ -18,8 +18,8 @@ from tests.paths import CHECKPOINTS
 from tests.unit.step.test_logits import Model
 from vllm_dllm.config.architectures import FAMILIES, Family, family_of
 from vllm_dllm.requests.options import read_keys, server_defaults
-from vllm_dllm.step.sampler import DiffusionSampler
-from vllm_dllm.step.uniform.canvas_step import CanvasStep
+from vllm_dllm.step.canvas_step import CanvasStep
+from vllm_dllm.step.runner.sampler import DiffusionSampler
 from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 V, C, H, R, CONTEXT = 512, 4, 8, 4, 64
@@ -181,7 +181,7 @@ class Worker:
 
     def leave(self, req_id: str) -> None:
         """For good, or until it gets a `place`."""
-        self.asked.drop(self.slot(req_id))
+        self.asked.remove_request(self.slot(req_id))
         self.req_states.remove_request(req_id)
 
     def step(self, says: Mapping[str, torch.Tensor], late: int = 0) -> Step:

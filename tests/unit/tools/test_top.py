@@ -15,7 +15,7 @@ from tests.processes import HANGS_S
 from vllm_dllm import cli
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import top
-from vllm_dllm.tools.scrape import Scrape, read
+from vllm_dllm.tools.scrape import Scrape, scrape_canvases
 from vllm_dllm.tools.top import frame
 
 OF_ENGINE = """\
@@ -47,7 +47,7 @@ Served = tuple[str, dict[str, Callable[[bytes], tuple[int, str]]]]
 def scrape(served: Served, text: str, at: float) -> Scrape:
     url, answers = served
     answers["/metrics"] = lambda _: (200, text)
-    return Scrape(at, read(url).samples)
+    return Scrape(at, scrape_canvases(url).samples)
 
 
 def lines(*scrapes: Scrape, problem: str | None = None) -> list[str]:
@@ -127,7 +127,7 @@ def test_other_servers(
 )
 def test_no_server(url: str, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
-        read(url)
+        scrape_canvases(url)
 
 
 def test_once(

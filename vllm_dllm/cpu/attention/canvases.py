@@ -39,6 +39,7 @@ class CanvasLayout:
         block_size: int,
         window_left: int,  # tokens of context a canvas sees
     ) -> "CanvasLayout":
+        """The layout of the `selected` requests of a batch."""
         starts = query_start_loc[selected]
         query_lens = query_start_loc[selected + 1] - starts
         query_len = int(query_lens.max())
@@ -87,6 +88,7 @@ class CanvasLayout:
 
     @classmethod
     def of_image(cls, image: Image, block_size: int, window_left: int) -> "CanvasLayout":
+        """The layout of one image's rows, which see each other and what a causal row sees."""
         num_rows = image.rows.stop - image.rows.start
         query_pos = torch.arange(image.end - num_rows, image.end)[:, None]
         first_key = min(image.first_key, max(image.end - num_rows - window_left, 0))

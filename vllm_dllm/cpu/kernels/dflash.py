@@ -54,6 +54,8 @@ def prepare_dflash_inputs(
     CP_INTERLEAVE: int,
     **block_sizes: int,
 ) -> None:
+    """vLLM's kernel of that name: the inputs of each request's draft block, and where its context
+    is stored."""
     assert CP_SIZE == 1, "context parallelism needs a GPU"
     num_reqs, slots = grid[0], idx_mapping[: grid[0]]
     cache = _Cache(block_table.numpy(), block_table_stride, block_size, PAD_SLOT_ID)

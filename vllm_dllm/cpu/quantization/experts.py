@@ -64,6 +64,7 @@ def nvfp4_experts(
     x_global_scale: torch.Tensor,  # [] fp32, divides
     hidden_global_scale: torch.Tensor,  # [] fp32, divides
 ) -> torch.Tensor:
+    """[T, H]: `mix` of experts in NVFP4, which are decoded one by one."""
     return mix(
         x,
         topk_weights,
@@ -91,6 +92,8 @@ def int8_experts(
     w2: torch.Tensor,  # [E] int64, handles of [H, I]
     num_inner: int,  # I
 ) -> torch.Tensor:
+    """[T, H]: `mix` of experts in int8, by oneDNN's products."""
+
     def projection(handles: torch.Tensor, num_out: int) -> Projection:
         def product(rows: Scaled, expert: int) -> torch.Tensor:
             out = x.new_empty(len(rows.values), num_out)

@@ -1,1 +1,1 @@
-"""What requests ask of logits, and of the canvases that are read from them."""
+"""What requests ask for: settings of steps, forms of answers, log-probabilities, predictions."""

@@ -9,7 +9,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.grammar.rows import DEEP, CanvasRows
 from vllm_dllm.grammar.state import legal_tokens
-from vllm_dllm.step.asked.logits import CanvasLogits
+from vllm_dllm.step.logits.canvas_logits import CanvasLogits
 
 MOST_PROBABLE = 32
 """Tokens of each row that go to the host. Where none of them is legal, the row is asked again."""

@@ -15,8 +15,8 @@ from vllm_dllm.grammar.run import Judge, Judged, RunRule, reveal_run
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.step.asked.answer import Answer
 from vllm_dllm.step.asked.grammars import CanvasGrammars
-from vllm_dllm.step.asked.logits import MaskedLogits
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits.canvas_logits import MaskedLogits
 
 _NONE = -1
 _ONE = RunRule(least=1, threshold=1.0, entropy_bound=NO_BOUND)

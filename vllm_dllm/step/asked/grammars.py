@@ -30,9 +30,9 @@ from vllm_dllm.requests.grammar import exclusions_of, grammars_of
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.asked.answer import Answer, KeptMarks
 from vllm_dllm.step.asked.candidates import canvas_rows
-from vllm_dllm.step.asked.logits import CanvasLogits
-from vllm_dllm.step.asked.row_masks import RowMasks
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits.canvas_logits import CanvasLogits
+from vllm_dllm.step.logits.row_masks import RowMasks
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.slots import CanvasSlots
 
@@ -86,7 +86,7 @@ class CanvasGrammars:
 
     # --- requests ---------------------------------------------------------------------------
 
-    def add(self, request: NewRequest) -> None:
+    def add_request(self, request: NewRequest) -> None:
         params = request.params
         if params.structured_outputs is None:
             return
@@ -115,7 +115,7 @@ class CanvasGrammars:
         exclusions = exclusions_of(params, options.constrained, grammars.vocabulary.size)
         return grammars.start(text, stops, exclusions, params.min_tokens, reasoning)
 
-    def start(self, within_s: float = COMPILED_WITHIN_S) -> None:
+    def apply_staged_writes(self, within_s: float = COMPILED_WITHIN_S) -> None:
         """Again after each step that `compiling` has kept a canvas out of."""
         if not self._added:
             return
@@ -133,7 +133,7 @@ class CanvasGrammars:
         forced = answer.state.forced_tokens()[: self._slots.canvas.shape[1]]
         self._slots.canvas[slot, : len(forced)] = self._to_device(forced)
 
-    def drop(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         self._added.pop(slot, None)
         if (answer := self._answers.pop(slot, None)) is not None:
             self._kept.keep(self._req_states.index_to_req_id[slot], answer)
@@ -156,7 +156,7 @@ class CanvasGrammars:
     def _give_up(self, slot: int, why: str) -> None:
         """The scheduler checks what is emitted and ends the request with an error if it must."""
         logger.error("A request goes on without its grammar: %s.", why)
-        self.drop(slot)
+        self.remove_request(slot)
 
     def cut(self, batch: CanvasBatch) -> list[int]:
         """Indices in the step's batch: requests whose answers are cut, as their canvases stand."""

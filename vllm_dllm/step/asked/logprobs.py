@@ -5,7 +5,6 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_dllm.step.asked.logits import CanvasLogits, MaskedLogits
 from vllm_dllm.step.asked.logprob_tensors import (
     LogprobRequest,
     Placed,
@@ -18,6 +17,7 @@ from vllm_dllm.step.asked.logprob_tensors import (
     token_logprobs,
 )
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits.canvas_logits import CanvasLogits, MaskedLogits
 from vllm_dllm.step.registry import NewRequest
 
 
@@ -39,7 +39,7 @@ class StepLogprobs:
         self._read_only: set[int] = set()
         self._constrained: set[int] = set()
 
-    def add(self, request: NewRequest) -> None:
+    def add_request(self, request: NewRequest) -> None:
         slot, params, options = request.slot, request.params, request.options
         count = params.logprobs
         token_ids = tuple(params.logprob_token_ids or ())
@@ -56,10 +56,10 @@ class StepLogprobs:
         if options.constrained:
             self._constrained.add(slot)
 
-    def start(self) -> None:
+    def apply_staged_writes(self) -> None:
         """Nothing waits."""
 
-    def drop(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         self._requests.pop(slot, None)
         self._latest.pop(slot, None)
         self._seeds.pop(slot, None)

@@ -69,12 +69,12 @@ class Predictions:
         self._added: dict[int, NewRequest] = {}
         self._predicted: set[int] = set()
 
-    def add(self, request: NewRequest) -> None:
+    def add_request(self, request: NewRequest) -> None:
         if request.options.predicted:
             self._added[request.slot] = request
             self._predicted.add(request.slot)
 
-    def start(self) -> None:
+    def apply_staged_writes(self) -> None:
         for slot, request in self._added.items():
             idx = slice(slot, slot + 1)
             self._store(idx, request.options.predicted)
@@ -85,7 +85,7 @@ class Predictions:
             self._slots.guess_before_first_step(idx, expected.guess)
         self._added.clear()
 
-    def drop(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         self._added.pop(slot, None)
         self._predicted.discard(slot)
 

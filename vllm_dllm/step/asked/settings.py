@@ -11,8 +11,8 @@ from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.step.asked.load_stages import LoadStages
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.load import LoadStages
 from vllm_dllm.step.registry import NewRequest
 
 _NEVER_LIKELY = 2.0  # a threshold that no probability reaches
@@ -88,18 +88,18 @@ class SlotSettings:
         )
         self._own: dict[int, Settings] = {}  # of slots with settings of their own
 
-    def add(self, request: NewRequest) -> None:
+    def add_request(self, request: NewRequest) -> None:
         temperature = request.params.temperature
         settings = self._settings(request.options, temperature, request.num_steps)
         self._added[request.slot] = settings
         if settings != self._default:
             self._own[request.slot] = settings
 
-    def start(self) -> None:
+    def apply_staged_writes(self) -> None:
         write_rows_(self.table, self._added)
         self._added.clear()
 
-    def drop(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         self._added.pop(slot, None)
         self._own.pop(slot, None)
 
@@ -141,7 +141,8 @@ class SlotSettings:
         own = (self._own.get(slot) for slot in batch.slots_np.tolist())
         return any(settings is not None and settings.reveals for settings in own)
 
-    def of(self, batch: CanvasBatch) -> StepSettings:
+    def for_batch(self, batch: CanvasBatch) -> StepSettings:
+        """The settings of a step's canvases, without those that none of its requests asks for."""
         own = [self._own[slot] for slot in batch.slots_np.tolist() if slot in self._own]
         if not own:
             return self._defaults_for_all

@@ -25,8 +25,8 @@ from vllm_dllm.denoise.levenshtein import (
 from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules
 from vllm_dllm.step.asked.grammar_runs import LegalDraws
 from vllm_dllm.step.asked.masked_settings import MaskedStepSettings
+from vllm_dllm.step.canvas_stages import Found
 from vllm_dllm.step.masked.masked_step import Decided, MaskedStep
-from vllm_dllm.step.uniform.canvas_stages import Found
 
 MOST_STEPS = 1000
 """Of a block."""
@@ -125,11 +125,13 @@ class LevenshteinStep(MaskedStep):
         draws: LegalDraws,
         step: Round,
         written: torch.Tensor,  # [n, C] int64
-        may: torch.Tensor,  # [n] bool
+        may_escape: torch.Tensor,  # [n] bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Canvases that an earlier step of the block has written, too, get another token in one of
-        the places that this step has written, until they are new. Returns all canvases, and their
-        fingerprints."""
+        """Gets blocks out of loops: while a canvas is what an earlier step of its block wrote, one
+        of the places that this step changes gets another token, at most `_TRIES` times.
+
+        Returns the canvases [n, C] int64 and their fingerprints [n] int64.
+        """
         batch, numbers, idx = found.batch, found.numbers, found.batch.slot_index
         mark = fingerprint(written, step.valid)
         steps = torch.arange(MOST_STEPS, device=self.device)
@@ -144,13 +146,14 @@ class LevenshteinStep(MaskedStep):
         for turn in range(_TRIES):
             changed = written != step.canvas
             count = changed.sum(dim=-1)
-            may = may & (count > 0) & ((past == mark[:, None]) & earlier).any(dim=-1)
+            is_known = ((past == mark[:, None]) & earlier).any(dim=-1)
+            may_escape = may_escape & (count > 0) & is_known
             nth = (draw[:, turn] * count).long() + 1
             place = (changed.cumsum(dim=-1) >= nth[:, None]).long().argmax(dim=-1)[:, None]
             rows = batch.first_rows + place[:, 0]
             another = draws.another(rows, written.gather(1, place), draw[:, _TRIES + turn])
             written = torch.where(
-                may[:, None], written.scatter(1, place, another[:, None]), written
+                may_escape[:, None], written.scatter(1, place, another[:, None]), written
             )
             mark = fingerprint(written, step.valid)
         return written, mark

@@ -21,14 +21,14 @@ from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
-from vllm_dllm.step.asked.logits import MaskedLogits
 from vllm_dllm.step.asked.logprob_tensors import Placed
 from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepSettings
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_stages import Denoised, Found, Verified
+from vllm_dllm.step.canvas_step import CanvasStep
+from vllm_dllm.step.logits.canvas_logits import MaskedLogits
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.slots import SlotNumbers
-from vllm_dllm.step.uniform.canvas_stages import Denoised, Found, Verified
-from vllm_dllm.step.uniform.canvas_step import CanvasStep
 
 
 class Decided(NamedTuple):
@@ -46,7 +46,7 @@ class MaskedStep(CanvasStep):
     self_conditions = False
 
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
-        self.config = config = MaskedConfig.read(vllm_config)
+        self.config = config = MaskedConfig.from_vllm_config(vllm_config)
         self.mask_id, self.family = config.mask_id, config.family
         self.block_length, self.blocks_in_flight = config.block_length, config.blocks_in_flight
         self.part_length = self.family.sub_block_length

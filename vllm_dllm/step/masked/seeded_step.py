@@ -14,12 +14,12 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
-from vllm_dllm.step.asked.logits import MaskedLogits
 from vllm_dllm.step.asked.masked_settings import MaskedStepSettings
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_stages import Advanced, Found
+from vllm_dllm.step.canvas_step import CanvasStep
+from vllm_dllm.step.logits.canvas_logits import MaskedLogits
 from vllm_dllm.step.masked.masked_step import MaskedStep
-from vllm_dllm.step.uniform.canvas_stages import Advanced, Found
-from vllm_dllm.step.uniform.canvas_step import CanvasStep
 
 
 class SeededStep(MaskedStep):
@@ -114,7 +114,7 @@ class SeededStep(MaskedStep):
     ) -> torch.Tensor:
         """[n] int64: the tokens that these rows foretell. Keeps their scores for who asks."""
         slots, idx, of_slots = self.slots, rows.slot_index, self.requests.settings
-        settings, grammars = of_slots.of(rows), self.requests.grammars
+        settings, grammars = of_slots.for_batch(rows), self.requests.grammars
         assert isinstance(settings, MaskedStepSettings) and isinstance(grammars, GrammarRuns)
         ruled = MaskedLogits(
             logits,

@@ -9,10 +9,10 @@ block, it is the last row of the block before, and the position is known from th
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_dllm.step.asked.logits import MaskedLogits
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_stages import Denoised, Found
+from vllm_dllm.step.logits.canvas_logits import MaskedLogits
 from vllm_dllm.step.masked.seeded_step import SeededStep
-from vllm_dllm.step.uniform.canvas_stages import Denoised, Found
 
 
 class ShiftedStep(SeededStep):

@@ -24,11 +24,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_dllm.denoise import noise
 from vllm_dllm.requests.ends import is_last_block
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
-from vllm_dllm.step.asked.logits import MaskedLogits
 from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepSettings
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_stages import Denoised, Drafts, Found, Verified
+from vllm_dllm.step.logits.canvas_logits import MaskedLogits
 from vllm_dllm.step.masked.seeded_step import CausalStep
-from vllm_dllm.step.uniform.canvas_stages import Denoised, Drafts, Found, Verified
 
 
 class VerifiedStep(CausalStep):

@@ -1,1 +1,1 @@
-"""How a canvas goes through a step, and the steps of canvases that begin as noise."""
+"""The steps of canvases that begin as noise."""

@@ -19,14 +19,14 @@ from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
 from vllm_dllm.denoise.temperature import temperature
 from vllm_dllm.step.asked.grammars import Legal
-from vllm_dllm.step.asked.logits import CanvasLogits, WholeLogits
+from vllm_dllm.step.asked.load_stages import LoadStages
 from vllm_dllm.step.asked.settings import SlotSettings, StepSettings, revealing
-from vllm_dllm.step.asked.streamed_logits import StreamedLogits
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.load import LoadStages
+from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
+from vllm_dllm.step.canvas_step import CanvasStep
+from vllm_dllm.step.logits.canvas_logits import CanvasLogits, WholeLogits
+from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 from vllm_dllm.step.requests import StepRequests
-from vllm_dllm.step.uniform.canvas_stages import Advanced, Denoised, Found
-from vllm_dllm.step.uniform.canvas_step import CanvasStep
 from vllm_dllm.step.watched.counted import numbers_on_host
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ class StepCanvases(NamedTuple):
         """Copies, which later steps do not change."""
         return StepCanvases(*(column.index_select(0, index) for column in self))
 
-    def to_host(self) -> tuple["StepCanvases", Callable[[], None]]:
+    def copied_to_host(self) -> tuple["StepCanvases", Callable[[], None]]:
         """Starts copying. Call what comes second before reading: it waits until all is there."""
         device = self.tokens.device
         if device.type == "cpu":
@@ -57,7 +57,7 @@ class CanvasRecord:
         return sum(self.entropy_nats) / len(self.entropy_nats)
 
 
-def read(canvases: StepCanvases, lengths: list[int]) -> list[CanvasRecord | None]:
+def read_records(canvases: StepCanvases, lengths: list[int]) -> list[CanvasRecord | None]:
     """Records of tensors that are on the host. `lengths`: canvas positions of each. None: the step
     did not denoise it."""
     columns = [column.int().tolist() for column in canvases[:3]]

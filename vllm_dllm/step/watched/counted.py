@@ -18,6 +18,7 @@ def canvas_numbers(
     is_verified: torch.Tensor | None = None,  # [n] bool, drafts whose tokens this step verifies
     cut: Sequence[int] = (),  # as in `CanvasNumbers`
 ) -> CanvasNumbers:
+    """The numbers of a step's canvases, on their way to the host."""
     accepted = outcome.accepted
     if batch.valid is not None:
         accepted, entropy_nats = accepted & batch.valid, entropy_nats * batch.valid

@@ -15,7 +15,7 @@ from vllm_dllm.config.canvas_feeds import find_socket
 from vllm_dllm.config.files import LineFile
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.watched.canvas_record import CanvasRecord, StepCanvases, read
+from vllm_dllm.step.watched.canvas_record import CanvasRecord, StepCanvases, read_records
 from vllm_dllm.step.watched.canvas_sender import CanvasSender, Sent, Watcher
 
 logger = init_logger(__name__)
@@ -39,7 +39,7 @@ class CanvasObservers:
         self._watchers: dict[int, Watcher] = {}
         self._sender: CanvasSender | None = None  # started by the first who watches
 
-    def add(self, request: NewRequest) -> None:
+    def add_request(self, request: NewRequest) -> None:
         feed = request.options.canvas_feed
         if feed is None or not self._speaks or (found := find_socket(feed)) is None:
             return
@@ -49,10 +49,10 @@ class CanvasObservers:
         self._watchers[request.slot] = Watcher(*found, first, width)
         self._sender = self._sender or CanvasSender()
 
-    def start(self) -> None:
+    def apply_staged_writes(self) -> None:
         """Nothing waits."""
 
-    def drop(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         watcher = self._watchers.pop(slot, None)
         if watcher is not None and self._sender is not None:
             self._sender.end(watcher)
@@ -67,9 +67,9 @@ class CanvasObservers:
         """`request_ids`: of the whole batch. Waits for the device only if there is a trace."""
         slots, lengths = batch.slots_np.tolist(), batch.lengths_np.tolist()
         if self.trace is not None:
-            host, wait = canvases.to_host()
+            host, wait = canvases.copied_to_host()
             wait()
-            for record, request in zip(read(host, lengths), batch.requests_np, strict=True):
+            for record, request in zip(read_records(host, lengths), batch.requests_np, strict=True):
                 if record is not None:
                     self.trace.write(request_ids[int(request)], record)
         watched = [i for i, slot in enumerate(slots) if slot in self._watchers]
@@ -78,7 +78,7 @@ class CanvasObservers:
         index = async_tensor_h2d(np.array(watched, dtype=np.int64), device=self._device)
         self._sender.put(
             Sent(
-                *canvases.rows(index).to_host(),
+                *canvases.rows(index).copied_to_host(),
                 [lengths[i] for i in watched],
                 [self._watchers[slots[i]] for i in watched],
             )

@@ -41,6 +41,8 @@ def make_blocks(
     block_size: int,  # W
     mask_token_id: int,
 ) -> Blocks:
+    """Builds the blocks of a batch: an anchor and masks behind it, the tokens that are wanted
+    there, and which tokens and slots each slot sees."""
     num_rows, num_tokens = tokens.shape
     device = tokens.device
     slot = torch.arange(block_size, device=device)

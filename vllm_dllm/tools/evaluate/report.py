@@ -57,6 +57,7 @@ class Row:
 def rows(
     checkpoint: Path, task: str, outcome: Outcome, done: Counters, weight_bytes: int
 ) -> list[Row]:
+    """Makes a row for each score of a task."""
     disk_bytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     return [
         Row(
@@ -120,6 +121,7 @@ def as_table(rows: Sequence[Row], asked: str) -> Table:
 
 
 def save(rows: Sequence[Row], asking: Asking, machine: dict[str, object], path: Path) -> None:
+    """Writes eval.json."""
     content = {
         "command": shlex.join(["vllm-dllm", *sys.argv[1:]]),
         "api": asking.api,

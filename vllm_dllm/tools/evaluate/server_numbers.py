@@ -29,7 +29,7 @@ class Counters:
         change = Change(before, read_metrics(port))
 
         def total(name: str) -> int:
-            return int(change.of(f"vllm:{name}_total"))
+            return int(change.difference(f"vllm:{name}_total"))
 
         positions = total("diffusion_num_canvas_positions")  # computed by those forwards
         committed = total("diffusion_num_committed_tokens")  # those after an answer's end, too

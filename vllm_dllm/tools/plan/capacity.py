@@ -105,6 +105,7 @@ def show(
 
 
 def lines(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> list[str]:
+    """Puts a plan into the lines that the command prints."""
     many = f"each of {ranks} {gpu}" if ranks > 1 else f"one {gpu}"
     rows = [
         ("used by vLLM", plan.memory, f"{USED:.0%}: --gpu-memory-utilization"),

@@ -137,6 +137,8 @@ def write_defaults(path: Path, chosen: Confirmed, own: Measured, prompts: str) -
 def as_json(
     tried: Sequence[Tried], confirmed: Sequence[Confirmed], chosen: Confirmed, asked: dict[str, Any]
 ) -> str:
+    """The whole result of a search, as tune.json has it."""
+
     def entry(keys: Tried, measured: Measured) -> dict[str, Any]:
         return {
             "trial": keys.number,

@@ -61,7 +61,7 @@ class Tried:
         return self.keys.get("diffusion_mode") or self.keys["diffusion_acceptance"]
 
     @classmethod
-    def of(cls, trial: FrozenTrial) -> "Tried":
+    def from_trial(cls, trial: FrozenTrial) -> "Tried":
         kept = trial.user_attrs
         return cls(
             trial.number, kept["keys"], Measured.from_json(kept["measured"]), kept.get(OWN, False)
@@ -93,13 +93,15 @@ def search(
         measured = measure(keys)
         trial.set_user_attr("keys", keys)
         trial.set_user_attr("measured", asdict(measured))
-        on_trial(Tried.of(study.tell(trial, [measured.accuracy, measured.tokens_per_forward])))
+        on_trial(
+            Tried.from_trial(study.tell(trial, [measured.accuracy, measured.tokens_per_forward]))
+        )
     return _finished(study)
 
 
 def _finished(study: optuna.Study) -> list[Tried]:
     states = (TrialState.COMPLETE,)
-    return [Tried.of(trial) for trial in study.get_trials(deepcopy=False, states=states)]
+    return [Tried.from_trial(trial) for trial in study.get_trials(deepcopy=False, states=states)]
 
 
 def pareto_front(tried: list[Tried]) -> list[Tried]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,32 +10,15 @@ import torch
 from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.masked import Candidates, draw_candidates
 from vllm_dllm.denoise.row_stats import RowStats, argmax, row_stats, sample_by_inversion
-from vllm_dllm.step.asked.filters import LogitFilters
-from vllm_dllm.step.asked.row_masks import RowMasks
-from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.watched.sampling_memory import SamplingMemory
-
-if TYPE_CHECKING:
-    pass
-
-# fp32: logit, scaled, log-probability, probability, cumulative; top_k and top_p sort in between
-BYTES_PER_WHOLE_LOGIT = 8 * 4
-
-
-def step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
-    """Most memory that a step of so many rows takes for logits and what is made of them."""
-    if model.streams_vocabulary:
-        return budget_bytes
-    # The LM head's output, its soft-capped copy, and one to which rules are applied.
-    per_logit = model.vocabulary_shard()[1].element_size() + 8
-    return budget_bytes + rows * model.config.vocab_size * per_logit
-
-
-def whole_rows(vocab_size: int, budget_bytes: int) -> int:
-    """Rows of which the logits, and what is made of them, fit the budget; at least one."""
-    return max(1, budget_bytes // (vocab_size * BYTES_PER_WHOLE_LOGIT))
-
+from vllm_dllm.step.logits.filters import LogitFilters
+from vllm_dllm.step.logits.row_masks import RowMasks
+from vllm_dllm.step.logits.sampling_memory import (
+    BYTES_PER_WHOLE_LOGIT,
+    SamplingMemory,
+    whole_rows,
+)
+from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 
 ReadRows = tuple[RowStats, torch.Tensor]
 """Statistics [rows] and expected embeddings [rows, H] of rows' scaled logits."""
@@ -104,7 +87,7 @@ class WholeLogits:
     def _take(self, num_rows: int) -> None:
         """Books memory for what is made of so many rows at a time."""
         held = 1 if self._processed is self._raw else 2
-        self.memory.take(
+        self.memory.record(
             held * self._raw.nbytes + num_rows * self._raw.shape[1] * BYTES_PER_WHOLE_LOGIT
         )
 

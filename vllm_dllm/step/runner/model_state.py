@@ -24,10 +24,10 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.attention import WindowRules, takes_window_rules
 from vllm_dllm.compat.gpu import kept_asleep
-from vllm_dllm.step.attn_requests import AttnRequests, LatestMetadata
-from vllm_dllm.step.image_rows import ImageRows
-from vllm_dllm.step.sampler import DiffusionSampler
-from vllm_dllm.step.uniform.canvas_step import CanvasStep
+from vllm_dllm.step.canvas_step import CanvasStep
+from vllm_dllm.step.runner.attn_requests import AttnRequests, LatestMetadata
+from vllm_dllm.step.runner.image_rows import ImageRows
+from vllm_dllm.step.runner.sampler import DiffusionSampler
 from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 
@@ -82,14 +82,14 @@ class DiffusionModelState(ModelState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """The sampler, which sees the sampling parameters, prepares the slot; here, its images."""
         if self._image_rows is not None:
-            self._image_rows.add(req_index, new_req_data.mm_features)
+            self._image_rows.add_request(req_index, new_req_data.mm_features)
 
     def remove_request(self, req_id: str) -> None:
         requests = self.step.requests
         if (slot := requests.req_states.req_id_to_index.get(req_id)) is not None:
-            requests.drop(slot)
+            requests.remove_request(slot)
             if self._image_rows is not None:
-                self._image_rows.drop(slot)
+                self._image_rows.remove_request(slot)
 
     def prepare_inputs_embeds(
         self,
@@ -156,6 +156,7 @@ class DiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
+        """The attention metadata of a step, by layer name."""
         # A capture (`for_capture`) builds what a step does: the same buffers, so replays read them.
         requests = self.attn_requests(input_batch, block_tables)
         num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens

@@ -19,7 +19,8 @@ class RuleTokens(NamedTuple):
     early_stops: list[int]  # may not come before `min_tokens` others
 
     @classmethod
-    def of(cls, request: NewRequest, vocab_size: int) -> "RuleTokens":
+    def from_request(cls, request: NewRequest, vocab_size: int) -> "RuleTokens":
+        """The tokens that a request's parameters name."""
         params = request.params
         allowed = params.allowed_token_ids
         if request.options.constrained:

@@ -20,14 +20,14 @@ class ImageRows:
         # Keeps its address: attention's metadata, which may be kept from step to step, refer to it.
         self._spans = torch.zeros(max_num_tokens, 2, dtype=torch.int32, device=device)
 
-    def add(self, slot: int, features: Sequence[MultiModalFeatureSpec]) -> None:
+    def add_request(self, slot: int, features: Sequence[MultiModalFeatureSpec]) -> None:
         """Notes the images of a new request, or of one that comes back after a preemption."""
         runs = [run for feature in features for run in feature.mm_position.extract_embeds_range()]
         images = np.array(runs, dtype=np.int64).reshape(-1, 2)  # with their last tokens
         self._images[slot] = images + np.array([0, 1])
         self._ends[slot] = self._images[slot][-1, 1] if runs else 0
 
-    def drop(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         self._images.pop(slot, None)
         self._ends[slot] = 0
 

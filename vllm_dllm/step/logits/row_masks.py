@@ -21,6 +21,7 @@ class RowMasks(NamedTuple):
         logits: torch.Tensor,  # [l, V] fp32, changed in place
         first: int,  # row of the canvas
     ) -> None:
+        """Leaves rows of the canvas from `first` on their legal tokens."""
         begin, end = np.searchsorted(self.rows, (first, first + len(logits)))
         if begin == end:
             return

@@ -5,9 +5,9 @@ import torch
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.ends import EVERY_BLOCK, is_last_block
 from vllm_dllm.step.asked.settings import StepSettings
+from vllm_dllm.step.canvas_stages import Denoised, Found, Settled, Verified
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.slots import CanvasSlots
-from vllm_dllm.step.uniform.canvas_stages import Denoised, Found, Settled, Verified
 
 
 class Settling:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from vllm.logger import init_logger
 
-from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding
-from vllm_dllm.denoise.top_tokens import TopTokens, most_probable
+from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding, TopTokens, most_probable
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 if TYPE_CHECKING:
@@ -73,6 +72,7 @@ class SoftEmbedding:
         temperature: torch.Tensor,  # [rows, 1] fp32
         guess: torch.Tensor | None,  # [rows] int64, the step before's best guess; < 0: none
     ) -> RunningEmbedding:
+        """Begins the expected embeddings of these rows, whose logits will come tile by tile."""
         if self.top_k is not None:
             return _OfTopTokens(self, self.top_k)
         floor = None

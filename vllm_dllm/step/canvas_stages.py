@@ -8,11 +8,11 @@ from vllm.v1.outputs import LogprobsTensors
 
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import StepOutcome
-from vllm_dllm.step.asked.logits import CanvasLogits
 from vllm_dllm.step.asked.logprob_tensors import Placed
 from vllm_dllm.step.asked.masked_settings import MaskedStepSettings
 from vllm_dllm.step.asked.settings import StepSettings
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits.canvas_logits import CanvasLogits
 from vllm_dllm.step.slots import SlotNumbers, SlotTokens
 
 

@@ -11,7 +11,7 @@ from vllm_dllm.attention.warm_up import compile_attention
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.runner import join_commits, keep_prompts_private, send_numbers
 from vllm_dllm.parents import end_with_parent
-from vllm_dllm.step.kernel_choice import measure_kernels
+from vllm_dllm.step.runner.kernel_choice import measure_kernels
 
 WARMED_UP = (
     SamplingParams(),

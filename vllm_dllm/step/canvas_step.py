@@ -18,15 +18,15 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.requests.options import fitted_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
-from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
+from vllm_dllm.step.logits.sampling_memory import SamplingMemory
+from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 from vllm_dllm.step.requests import StepRequests
+from vllm_dllm.step.settling import Settling
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
-from vllm_dllm.step.uniform.canvas_stages import Advanced, Denoised, Found
-from vllm_dllm.step.uniform.settling import Settling
 from vllm_dllm.step.watched.canvas_record import StepCanvases
 from vllm_dllm.step.watched.counted import canvas_numbers
-from vllm_dllm.step.watched.sampling_memory import SamplingMemory
 
 
 class CanvasStep(ABC):
@@ -132,7 +132,7 @@ class CanvasStep(ABC):
         canvas = self.settling.write(found, denoised, settled)
         if found.cut is not None and found.earlier is not None:
             self.slots.take_back(batch.slot_index, found.cut, found.earlier)
-            self.requests.grammars.start(within_s=0)
+            self.requests.grammars.apply_staged_writes(within_s=0)
         self.requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
         if self.requests.observers.look_at(batch):
             outcome = denoised.outcome
@@ -192,7 +192,7 @@ class CanvasStep(ABC):
             starts,
             block_ends,
             slots.stop_tokens[idx][:, :num_stops],
-            self.requests.settings.of(batch),
+            self.requests.settings.for_batch(batch),
             cut,
             None if cut is None else slots.progress(idx),
         )

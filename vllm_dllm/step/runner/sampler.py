@@ -13,8 +13,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_dllm.compat.runner import score_prompts_by
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
-from vllm_dllm.step.asked.logits import step_bytes, whole_rows
-from vllm_dllm.step.uniform.canvas_step import CanvasStep
+from vllm_dllm.step.canvas_step import CanvasStep
+from vllm_dllm.step.logits.sampling_memory import step_bytes, whole_rows
 
 
 class DiffusionSampler:
@@ -37,7 +37,7 @@ class DiffusionSampler:
         return self.step.requests.joins_commits
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        self.step.requests.add(req_idx, self._asked_for or sampling_params)
+        self.step.requests.add_request(req_idx, self._asked_for or sampling_params)
 
     @contextmanager
     def asked_for(self, params: SamplingParams) -> Iterator[None]:
@@ -62,7 +62,7 @@ class DiffusionSampler:
         )
 
     def apply_staged_writes(self) -> None:
-        self.step.requests.start()
+        self.step.requests.apply_staged_writes()
 
     def __call__(
         self,

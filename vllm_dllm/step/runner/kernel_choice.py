@@ -34,8 +34,8 @@ def measure_kernels(
     extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
     if extension.kernel_choice != "measured":
         return
-    path, ranks = folder.folder(vllm_config), get_tp_group()
-    known = found = folder.read(path)
+    path, ranks = folder.folder_of(vllm_config), get_tp_group()
+    known = found = folder.read_result(path)
     if ranks.is_first_rank and known is None:
         found = _measure(vllm_config, model, path, clock)
     found = ranks.broadcast_object(found)
@@ -53,8 +53,8 @@ def _keep(found: dict[str, Any], path: Path) -> bool:
     """Writes it where attention and vLLM look for it; False, with a warning: no file can be."""
     try:
         for file, table in found["tiles"].items():
-            folder.write(path, file, table)
-        folder.write(path, folder.RESULT, found)
+            folder.write_json(path, file, table)
+        folder.write_json(path, folder.RESULT, found)
     except OSError as error:
         logger.warning("Cannot keep what was measured in %s: %s. It is not used.", path, error)
         return False
@@ -65,8 +65,8 @@ def _keep(found: dict[str, Any], path: Path) -> bool:
 def _measure(
     vllm_config: VllmConfig, model: torch.nn.Module, path: Path, clock: Clock
 ) -> dict[str, Any]:
-    """Returns what `Times.of` takes, with the tables of experts' tiles, and the steps that our
-    experts compute."""
+    """Returns what `Times.from_json` takes, with the tables of experts' tiles, and the steps that
+    our experts compute."""
     assert vllm_config.diffusion_config is not None
     started = time.monotonic()
     stopwatch = Stopwatch.for_seconds(MOST_SECONDS, clock)

@@ -16,19 +16,16 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, VocabReader
-from vllm_dllm.step.asked.filters import LogitFilters
-from vllm_dllm.step.asked.logits import (
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits.canvas_logits import ReadRows, concat, read_rows, tiles
+from vllm_dllm.step.logits.filters import LogitFilters
+from vllm_dllm.step.logits.row_masks import RowMasks
+from vllm_dllm.step.logits.sampling_memory import (
     BYTES_PER_WHOLE_LOGIT,
-    ReadRows,
-    concat,
-    read_rows,
-    tiles,
+    SamplingMemory,
     whole_rows,
 )
-from vllm_dllm.step.asked.row_masks import RowMasks
-from vllm_dllm.step.asked.soft_embedding import SoftEmbedding
-from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.watched.sampling_memory import SamplingMemory
+from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 
 if TYPE_CHECKING:
     from vllm_dllm.denoise.vocab_stream_triton import FusedVocabReader
@@ -101,7 +98,7 @@ class StreamedLogits:
         vocab_size, of_canvas = self.model.config.vocab_size, self.batch.rows_of(i)
         tile_rows = whole_rows(vocab_size, self.memory.budget_bytes)
         most_rows = min(tile_rows, of_canvas.stop - of_canvas.start)
-        self.memory.take(most_rows * vocab_size * BYTES_PER_WHOLE_LOGIT)
+        self.memory.record(most_rows * vocab_size * BYTES_PER_WHOLE_LOGIT)
         for rows in tiles(of_canvas, tile_rows):
             yield self.model.compute_logits(self.hidden[rows])
 
@@ -117,6 +114,8 @@ class StreamedLogits:
             first += len(logits)
 
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
+        """Reads the rows that need no rules tile by tile, and the canvases of requests that have
+        some by themselves."""
         whole = sorted({*self.filters.needs_whole_rows(self.batch), *self._masks})
         if not whole:
             return self._stream(self.hidden, row_temperature, draw, self._guess_rows())
@@ -170,7 +169,7 @@ class StreamedLogits:
         )
         _, weight = self.model.vocabulary_shard()
         num_logits = min(len(draw), tile_rows) * min(tile_tokens, len(weight))
-        self.memory.take(num_logits * _streamed_bytes(fused_bytes, on_cpu))
+        self.memory.record(num_logits * _streamed_bytes(fused_bytes, on_cpu))
         return concat(
             [
                 self._stream_tile(

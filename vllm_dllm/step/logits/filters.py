@@ -11,8 +11,8 @@ from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.impossible import LEFT_OUT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
-from vllm_dllm.step.asked.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to
 from vllm_dllm.step.registry import NewRequest
 
 
@@ -36,20 +36,20 @@ class LogitFilters:
 
     # --- requests ---------------------------------------------------------------------------
 
-    def add(self, request: NewRequest) -> None:
+    def add_request(self, request: NewRequest) -> None:
         params = request.params
         if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
             self._truncated.add(request.slot)
-        tokens = RuleTokens.of(request, self.vocab_size)
+        tokens = RuleTokens.from_request(request, self.vocab_size)
         if tokens or params.bad_words_token_ids or use_penalty(params):
             self._added.append((request, tokens))
 
-    def drop(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         self._rules.pop(slot, None)
         self._truncated.discard(slot)
         self._added = [added for added in self._added if added[0].slot != slot]
 
-    def start(self) -> None:
+    def apply_staged_writes(self) -> None:
         if not self._added:
             return
         of_all = copy_to(self.device, [tokens for _, tokens in self._added])
@@ -166,7 +166,7 @@ class LogitFilters:
                 tokens[positions] = torch.where(is_emitted, block, tokens[positions])
 
     def _tokens_before(self, slot: int, start: torch.Tensor, count: int) -> torch.Tensor:
-        """The `count` tokens before `start`; NO_TOKEN in place of the prompt's."""
+        """The `count` tokens before `apply_staged_writes`; NO_TOKEN in place of the prompt's."""
         positions = start - count + torch.arange(count, device=self.device)
         tokens = self.req_states.all_token_ids.gpu[slot][positions.clamp(min=0)].long()
         is_own = positions >= int(self.req_states.prompt_len.np[slot])
