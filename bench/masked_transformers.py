@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, Qwen3ForCausalLM
 
 from bench import system
-from vllm_dllm.models.sdar_config import SDARConfig
+from vllm_dllm.models.masked_configs import SDARConfig
 
 
 class Loop:

@@ -69,7 +69,8 @@ def _register_models() -> None:
         ModelRegistry.register_model(drafter, f"vllm_dllm.drafters.model:{drafter}")
     register_configs()
     for architecture, family in FAMILIES.items():
-        ModelRegistry.register_model(architecture, f"{family.module}:{architecture}")
+        place = f"vllm_dllm.models.{family.module}:{architecture}"
+        ModelRegistry.register_model(architecture, place)
         set_serving_config(architecture, MaskedServingConfig)
     set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
 
@@ -81,7 +82,7 @@ def _check_requests() -> None:
     from vllm_dllm.requests.http import check_body, refuse_beam_search, wrong_type
     from vllm_dllm.requests.prediction import accepted_tokens
 
-    admission.set_admission((DIFFUSION_GEMMA, *FAMILIES), Served.of, admit, admit_target)
+    admission.set_admission((DIFFUSION_GEMMA, *FAMILIES), Served.from_config, admit, admit_target)
     http.check_bodies(check_body, wrong_type)
     http.admit_before_streams(accepted_tokens)
     http.set_beam_search_check(refuse_beam_search)

@@ -15,7 +15,7 @@ from tests.engine.conftest import HELD_OUT, Engine
 from tests.engine.masked import Reference, Rule
 from tests.paths import CHECKPOINTS
 from vllm_dllm.cpu.compat.ops import int8_sums_are_exact
-from vllm_dllm.models.sdar_config import SDARConfig
+from vllm_dllm.models.masked_configs import SDARConfig
 from vllm_dllm.tools.quantize.quantize import quantize
 
 pytestmark = pytest.mark.numerics

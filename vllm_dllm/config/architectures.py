@@ -13,9 +13,9 @@ class Family:
     """A kind of masked models: where its classes are, and what its published loop does."""
 
     module: str
-    """Of the model's class, which is named like the architecture."""
+    """In `models/`, with the model's class, which is named like the architecture."""
     config: str
-    """The class of its config.json, "module:Class"."""
+    """The class of its config.json, in `models/masked_configs.py`."""
     threshold: float
     """Candidates that are more probable are revealed."""
     is_causal: bool = False
@@ -51,20 +51,20 @@ class Family:
 _NO_WINDOWS = {"use_sliding_window": False}
 FAMILIES = {
     "SDARForCausalLM": Family(
-        "vllm_dllm.models.sdar",
-        "vllm_dllm.models.sdar_config:SDARConfig",
+        "masked_qwen",
+        "SDARConfig",
         threshold=0.85,
         fixed=_NO_WINDOWS,
     ),
     "SDARMoeForCausalLM": Family(
-        "vllm_dllm.models.sdar",
-        "vllm_dllm.models.sdar_config:SDARMoeConfig",
+        "masked_qwen",
+        "SDARMoeConfig",
         threshold=0.85,
         fixed=_NO_WINDOWS,
     ),
     "LLaDA2MoeModelLM": Family(
-        "vllm_dllm.models.llada2",
-        "vllm_dllm.models.llada2_config:LLaDA2MoeConfig",
+        "llada2",
+        "LLaDA2MoeConfig",
         threshold=0.95,
         fixed={
             "score_function": "sigmoid",
@@ -75,15 +75,15 @@ FAMILIES = {
         },
     ),
     "NemotronLabsDiffusionModel": Family(
-        "vllm_dllm.models.nemotron_labs",
-        "vllm_dllm.models.nemotron_labs_config:NemotronLabsDiffusionConfig",
+        "nemotron_labs",
+        "NemotronLabsDiffusionConfig",
         threshold=0.9,
         is_causal=True,
         fixed={"dlm_paradigm": "bidirectional"},
     ),
     "Fast_dLLM_QwenForCausalLM": Family(
-        "vllm_dllm.models.fast_dllm",
-        "vllm_dllm.models.fast_dllm_config:FastDLLMQwenConfig",
+        "masked_qwen",
+        "FastDLLMQwenConfig",
         threshold=1.0,
         is_shifted=True,
         sub_block_length=8,
@@ -116,5 +116,5 @@ def register_configs() -> None:
     from transformers import AutoConfig  # takes seconds
 
     for family in FAMILIES.values():
-        config_class = resolve_name(family.config)
+        config_class = resolve_name(f"vllm_dllm.models.masked_configs:{family.config}")
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)

@@ -26,15 +26,15 @@ class MaskedConfig:
     """The tokens that delete and insert, of a family that `moves_tokens`."""
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig) -> "MaskedConfig | None":
+    def if_masked(cls, vllm_config: VllmConfig) -> "MaskedConfig | None":
         """None: not a masked model."""
         model_config = vllm_config.model_config
         if model_config is None or model_config.architecture not in FAMILIES:
             return None
-        return cls.read(vllm_config)
+        return cls.from_vllm_config(vllm_config)
 
     @classmethod
-    def read(cls, vllm_config: VllmConfig) -> "MaskedConfig":
+    def from_vllm_config(cls, vllm_config: VllmConfig) -> "MaskedConfig":
         """Reads `mask_token_id` of config.json. The served canvas is `blocks_in_flight` blocks.
 
         Raises:

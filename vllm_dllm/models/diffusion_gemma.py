@@ -72,7 +72,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
     @staticmethod
     def get_model_state_cls() -> type:
         """vLLM's hook for per-request state; imported late because it needs the model runner."""
-        from vllm_dllm.step.model_state import DiffusionModelState
+        from vllm_dllm.step.runner.model_state import DiffusionModelState
 
         return DiffusionModelState
 

@@ -64,7 +64,7 @@ class ExpectedWeights:
     ) -> None:
         self._expected = {
             name: tensor
-            for name, tensor in _tensors(model, packed_modules)
+            for name, tensor in _expected_tensors(model, packed_modules)
             if name.rpartition(".")[0] not in absent
         }
         self._layers = {name.rpartition(".")[0] for name in self._expected}
@@ -116,7 +116,7 @@ def in_checkpoint(name: str) -> str:
     return re.sub(r"^model\.", "model.decoder.", name)
 
 
-def _tensors(
+def _expected_tensors(
     model: nn.Module, packed_modules: Mapping[str, list[str]]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():

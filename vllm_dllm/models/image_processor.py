@@ -165,15 +165,17 @@ class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
             return {}
         frames = self.info.frame_processor
         images = self._get_dummy_images(
-            **_largest(self.info.image_processor), num_images=mm_counts.get("image", 0)
+            **_largest_size(self.info.image_processor), num_images=mm_counts.get("image", 0)
         )
         videos = self._get_dummy_videos(
-            **_largest(frames), num_frames=frames.num_frames, num_videos=mm_counts.get("video", 0)
+            **_largest_size(frames),
+            num_frames=frames.num_frames,
+            num_videos=mm_counts.get("video", 0),
         )
         return {"image": images, "video": [(video, {}) for video in videos]}
 
 
-def _largest(processor: Gemma4ImageProcessorPil) -> dict[str, int]:
+def _largest_size(processor: Gemma4ImageProcessorPil) -> dict[str, int]:
     """A strip of square units, one per image token: no other shape fills the budget exactly."""
     unit = _unit(processor)
     return {"width": unit * processor.max_soft_tokens, "height": unit}
@@ -187,6 +189,11 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
     """Makes patches of a request's images and videos, and room for them in its prompt."""
 
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
+        """The inputs of the vision tower for a prompt's images and videos.
+
+        Raises:
+            VLLMValidationError: the request has options of its own, or an image has a wrong size.
+        """
         check_options(options)
         made: dict[str, Any] = {}
         counts = items.get_all_counts()  # 0 of a kind in what vLLM warms up with
@@ -222,6 +229,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
         return images | video_frames.fields(made["num_frames"])
 
     def prompt_updates(self, processed: MultiModalKwargsItems) -> Sequence[PromptUpdate]:
+        """What takes the place of the one token by which a prompt names an image or a video."""
         config, video_token_id = self.info.get_hf_config(), self.info.video_token_id
 
         def image_tokens(index: int) -> PromptUpdateDetails:

@@ -8,8 +8,6 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
 
 from vllm_dllm.compat.expert_choice import chosen_by
-from vllm_dllm.config.architectures import edit_token_ids
-from vllm_dllm.models.block_routing import BlockRouting
 from vllm_dllm.models.masked import MaskedModel
 
 
@@ -24,16 +22,56 @@ class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.routing = routing
 
-    def get_model_state_cls(self) -> type:
-        from vllm_dllm.step.masked.masked_state import LevenshteinModelState
-
-        if edit_token_ids(self.config) == (None, None):
-            return super().get_model_state_cls()
-        return LevenshteinModelState
-
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         if self.routing is not None:
             self.routing.start(positions)
         return super().forward(input_ids, positions, *args, **kwargs)
+
+
+class BlockRouting:
+    """LLaDA2.2's choice of experts: the rows of a block choose `expert_capacity` of them together,
+    and each row its own from these.
+
+    Legend: T = rows, E = experts.
+    """
+
+    def __init__(self, config: Any, max_num_tokens: int) -> None:
+        self.block_length: int = config.block_size
+        self.capacity: int = config.expert_capacity
+        self.scale: float = config.routed_scaling_factor
+        # [max_num_tokens] int64: the block of each row of a step. It keeps its address.
+        self.blocks = torch.zeros(max_num_tokens, dtype=torch.int64)
+
+    def start(self, positions: torch.Tensor) -> None:
+        """Numbers the blocks of a step's rows, by their `positions` [T] int64 in their requests."""
+        begins = positions % self.block_length == 0
+        begins[1:] |= positions[1:] != positions[:-1] + 1
+        begins[:1] = False
+        self.blocks[: len(positions)] = begins.cumsum(dim=0)
+
+    def choose(
+        self,
+        hidden_states: torch.Tensor,  # [T, H]
+        gating_output: torch.Tensor,  # [T, E]
+        topk: int,
+        renormalize: bool,
+        *,
+        bias: torch.Tensor,  # [E] fp32, takes part in the choice alone
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [T, topk] fp32 and experts [T, topk] int64. An expert is as good for a block as
+        for the row of it that likes it best."""
+        scores = gating_output.float().sigmoid()
+        biased = scores + bias
+        blocks = self.blocks[: scores.shape[0], None]
+        best = torch.full_like(biased, -torch.inf).scatter_reduce(
+            0, blocks.expand_as(biased), biased, "amax"
+        )
+        chosen = best.topk(self.capacity, dim=-1).indices
+        allowed = torch.zeros_like(biased, dtype=torch.bool).scatter(1, chosen, True)
+        experts = biased.masked_fill(~allowed[blocks[:, 0]], -torch.inf).topk(topk, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights * self.scale, experts

@@ -9,6 +9,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import use_window_rules
+from vllm_dllm.config.architectures import family_of
 from vllm_dllm.quantization.complete_weights import CompleteWeights
 from vllm_dllm.quantization.config import adapt_masked
 
@@ -37,9 +38,11 @@ class MaskedModel:
 
     def get_model_state_cls(self) -> type:
         """vLLM's hook for per-request state; imported late because it needs the model runner."""
-        from vllm_dllm.step.masked.masked_state import MaskedModelState
+        from vllm_dllm.step.masked.masked_state import state_class
 
-        return MaskedModelState
+        family = family_of(type(self).__name__, self.config)
+        assert family is not None, "a masked model is named like its architecture"
+        return state_class(family)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Raises ValueError if a tensor is missing."""

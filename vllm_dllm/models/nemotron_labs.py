@@ -19,11 +19,6 @@ class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
     names = _NAMES
     hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | _NAMES  # of quantised layers, too
 
-    def get_model_state_cls(self) -> type:
-        from vllm_dllm.step.masked.masked_state import CausalModelState
-
-        return CausalModelState
-
     def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         # Not Mistral's own, which expects the names and the rotations of its consolidated files.
         return AutoWeightsLoader(self).load_weights(weights)

@@ -7,7 +7,7 @@ import torch
 
 from tests import tolerances
 from tests.engine.llada2 import Gate
-from vllm_dllm.models.block_routing import BlockRouting
+from vllm_dllm.models.llada2 import BlockRouting
 
 BLOCK, EXPERTS, HIDDEN = 4, 16, 8
 CONFIG = SimpleNamespace(

@@ -1,6 +1,6 @@
 """How the canvases of a masked model's requests are revealed: each request's own settings."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,18 @@ class _Settings(NamedTuple):
     blocks_in_flight: float  # that are denoised together; _ALL of a canvas
 
 
+_FLAGS = {"is_greedy", "in_order", "is_verified"}
+_COUNTS = {"least", "edit_steps"}
+_UNSET = {
+    "in_order": 0,
+    "entropy_bound": NO_BOUND,
+    "edit_threshold": _NEVER,
+    "is_verified": 0,
+    "blocks_in_flight": _ALL,
+}
+"""A step whose requests all have these has no tensor of them."""
+
+
 class MaskedStepSettings(NamedTuple):
     """The settings of a step's n canvases, each [n]."""
 
@@ -53,6 +65,7 @@ class MaskedStepSettings(NamedTuple):
         num_steps: torch.Tensor,  # [n] int64
         canvas_length: int | torch.Tensor,  # [n] int64
     ) -> MaskedRules:
+        """What the coming step of each canvas reveals."""
         least = self.least
         if self.has_shares:
             share = even_share(steps_done, num_steps, canvas_length)
@@ -60,6 +73,7 @@ class MaskedStepSettings(NamedTuple):
         return MaskedRules(self.threshold, least, self.in_order, self.entropy_bound)
 
     def edits(self, steps_done: torch.Tensor) -> Edits | None:
+        """How revealed tokens may change. None: nowhere."""
         if self.edit_threshold is None:
             return None
         edits = self.edit_threshold < _NEVER
@@ -87,7 +101,7 @@ class MaskedSlotSettings:
         self._added: set[int] = set()
         self._latest: tuple[list[int], MaskedStepSettings] | None = None  # of which slots
 
-    def add(self, request: NewRequest) -> None:
+    def add_request(self, request: NewRequest) -> None:
         settings = _settings(request.options, request.params.temperature)
         is_one = request.num_steps == self.max_steps and not self._may_reveal_none
         if settings.least == _EVEN_SHARE and is_one:
@@ -99,12 +113,12 @@ class MaskedSlotSettings:
         self._are_verified[request.slot] = request.options.is_verified
         self._added.add(request.slot)
 
-    def start(self) -> None:
+    def apply_staged_writes(self) -> None:
         write_rows_(self._table, {slot: self._by_slot[slot] for slot in self._added})
         self._added.clear()
         self._latest = None
 
-    def drop(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         self._by_slot.pop(slot, None)
         self._are_verified[slot] = False
         self._added.discard(slot)
@@ -118,7 +132,7 @@ class MaskedSlotSettings:
         """[n] bool: whether their drafts are, see `verified_step`."""
         return self._are_verified[slots_np]
 
-    def of(self, batch: CanvasBatch) -> MaskedStepSettings:
+    def for_batch(self, batch: CanvasBatch) -> MaskedStepSettings:
         """Made once for steps on end of the same requests; what none of them asks for is left
         out."""
         slots = batch.slots_np.tolist()
@@ -134,34 +148,19 @@ class MaskedSlotSettings:
         """Reads the columns of the batch's slots on the device. Of those that no request uses,
         which the host's copies `asked` tell without waiting, there are none."""
         table = self._table[batch.slot_index].clone()  # the rows may be another request's later on
-        columns = dict(zip(_Settings._fields, table.unbind(dim=-1), strict=True))
-        return MaskedStepSettings(
-            temperature=columns["temperature"],
-            is_greedy=columns["is_greedy"] > 0,
-            threshold=columns["threshold"],
-            least=columns["least"].long(),
-            in_order=columns["in_order"] > 0 if any(one.in_order for one in asked) else None,
-            entropy_bound=(
-                columns["entropy_bound"]
-                if any(one.entropy_bound != NO_BOUND for one in asked)
-                else None
-            ),
-            edit_threshold=(
-                columns["edit_threshold"]
-                if any(one.edit_threshold < _NEVER for one in asked)
-                else None
-            ),
-            edit_steps=columns["edit_steps"].long(),
-            has_shares=any(one.least == _EVEN_SHARE for one in asked),
-            is_verified=(
-                columns["is_verified"] > 0 if any(one.is_verified for one in asked) else None
-            ),
-            blocks_in_flight=(
-                columns["blocks_in_flight"]
-                if any(one.blocks_in_flight != _ALL for one in asked)
-                else None
-            ),
-        )
+        columns: dict[str, Any] = {
+            name: _as_type(name, column)
+            for name, column in zip(_Settings._fields, table.unbind(dim=-1), strict=True)
+            if name not in _UNSET or any(getattr(one, name) != _UNSET[name] for one in asked)
+        }
+        has_shares = any(one.least == _EVEN_SHARE for one in asked)
+        return MaskedStepSettings(**dict.fromkeys(_UNSET) | columns, has_shares=has_shares)
+
+
+def _as_type(name: str, column: torch.Tensor) -> torch.Tensor:
+    if name in _FLAGS:
+        return column > 0
+    return column.long() if name in _COUNTS else column
 
 
 def _settings(options: RequestOptions, temperature: float) -> _Settings:

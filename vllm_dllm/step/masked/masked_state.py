@@ -12,12 +12,13 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from attention_kernels.masks import block_spans
 from vllm_dllm.compat.gpu import kept_asleep
-from vllm_dllm.step.attn_requests import AttnRequests
+from vllm_dllm.config.architectures import Family
 from vllm_dllm.step.masked.levenshtein_step import LevenshteinStep
 from vllm_dllm.step.masked.masked_step import MaskedStep
 from vllm_dllm.step.masked.shifted_step import ShiftedStep
 from vllm_dllm.step.masked.verified_step import VerifiedStep
-from vllm_dllm.step.model_state import DiffusionModelState
+from vllm_dllm.step.runner.attn_requests import AttnRequests
+from vllm_dllm.step.runner.model_state import DiffusionModelState
 
 
 class CausalModelState(DiffusionModelState):
@@ -56,6 +57,7 @@ class MaskedModelState(CausalModelState):
         return AttnRequests.whole(input_batch, block_tables)
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> int:
+        """The length of all rows' blocks, or 1 where `image_spans` has the blocks."""
         return self.step.block_length if self.by_blocks else 1
 
     @property
@@ -84,3 +86,12 @@ class ShiftedModelState(MaskedModelState):
     """A row's logits are those of the token after it."""
 
     step_cls = ShiftedStep
+
+
+def state_class(family: Family) -> type[CausalModelState]:
+    """The state of a family's models."""
+    if family.is_causal:
+        return CausalModelState
+    if family.is_shifted:
+        return ShiftedModelState
+    return LevenshteinModelState if family.moves_tokens else MaskedModelState

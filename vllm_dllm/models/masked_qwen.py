@@ -1,0 +1,20 @@
+"""Masked models with the layers of Qwen: SDAR, TraDo and Fast-dLLM v2. Classes are named as in the
+checkpoints' own modelling files."""
+
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+from vllm_dllm.models.masked import MaskedModel
+
+
+class SDARForCausalLM(MaskedModel, Qwen3ForCausalLM):
+    """SDAR and TraDo."""
+
+
+class SDARMoeForCausalLM(MaskedModel, Qwen3MoeForCausalLM):
+    """SDAR with experts."""
+
+
+class Fast_dLLM_QwenForCausalLM(MaskedModel, Qwen2ForCausalLM):
+    """Fast-dLLM v2, whose rows have the next token's logits."""
