@@ -86,16 +86,6 @@ def product(width: int) -> float:
     return dot_error() * width**0.5
 
 
-def context_kv(width: int, size: float, dtype: torch.dtype = torch.float32) -> Tolerance:
-    """Keys and values of a drafter's context: a norm, a projection, a norm and a rotation, each off
-    by its own sum. In 16 bits the states, their norm, the projection and the result are rounded,
-    and a fused kernel rounds elsewhere than the definition."""
-    share = 2 * norm(width) + 2 * product(width) + SHORT
-    if dtype != torch.float32:
-        share += 4 * unit_roundoff(dtype)
-    return within(share, size)
-
-
 def model(layers: int, width: int, logits: float) -> float:
     """Of logits or log-probabilities that are `logits` apart, when all errors of all layers point
     the same way. Random weights amplify errors less than that in one step."""

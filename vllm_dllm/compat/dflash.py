@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +13,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
-
-from vllm_dllm.compat.attention import cache_scales
 
 
 class FiniteStates(DFlashSpeculator):
@@ -146,44 +144,7 @@ class DFlashHooks(FiniteStates):
             self.draft_tokens[:num_reqs] = drafts
 
 
-class ContextCaches(NamedTuple):
-    """The paged caches of a drafter's layers."""
-
-    keys: list[torch.Tensor]  # of each layer [num_blocks, block_size, num_kv_heads, head_size]
-    values: list[torch.Tensor]  # like keys
-
-
-class DFlashModelHooks(DFlashQwen3Model):
-    """vLLM's model, with the storing of its context's keys and values open to subclasses."""
-
-    def store_context_kv(
-        self,
-        states: torch.Tensor,  # [num_tokens, hidden_size]
-        positions: torch.Tensor,  # [num_tokens] int64
-        slots: list[torch.Tensor],  # of each layer [num_tokens] int64
-    ) -> bool:
-        """Whether it stored them; if not, vLLM does."""
-        return False
-
-    def precompute_and_store_context_kv(
-        self,
-        context_states: torch.Tensor,
-        context_positions: torch.Tensor,
-        context_slot_mapping: torch.Tensor | list[torch.Tensor | None] | None = None,
-    ) -> None:
-        slots = context_slot_mapping
-        if isinstance(slots, torch.Tensor):
-            slots = [slots] * len(self.layers)
-        stored = (
-            slots is not None
-            and all(each is not None for each in slots)
-            and self.store_context_kv(context_states, context_positions, slots)
-        )
-        if not stored:
-            super().precompute_and_store_context_kv(
-                context_states, context_positions, context_slot_mapping
-            )
-
+class KeyNormOfEachLayer(DFlashQwen3Model):
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
         """[L, num_tokens, num_kv_heads, head_size]. vLLM's kernel for CPUs norms every layer's keys
         with the weight of the first, where those for GPUs take a weight for each."""
@@ -193,46 +154,3 @@ class DFlashModelHooks(DFlashQwen3Model):
         for out, keys, weight in zip(normed, all_k, self._k_norm_weights, strict=True):
             _custom_ops.rms_norm(out, keys, weight, self._rms_norm_eps)
         return normed
-
-    def context_weights(self) -> dict[str, Any] | None:
-        """What the fused projection of the context multiplies with; None if it is quantised."""
-        if not hasattr(self, "_num_attn_layers"):  # no weights were loaded: they are made up
-            self._build_fused_kv_buffers()
-        if self._fused_kv_weight is None:
-            return None
-        factor = getattr(self.layers[0].self_attn, "v_scale", None)
-        return dict(
-            hidden_norm=self._hidden_norm_weight,
-            projection=self._fused_kv_weight,
-            k_norm=self._k_norm_weights,
-            cos_sin=self._rope_cos_sin_cache,
-            is_neox=self._rope_is_neox,
-            eps=self._rms_norm_eps,
-            bias=self._fused_kv_bias,
-            value_factor=1.0 if factor is None else factor,
-        )
-
-    def cache_addresses(self) -> tuple[int, ...]:
-        """Says where the layers' caches are. vLLM makes them anew after it has profiled the memory
-        that CUDA graphs take, and when a server wakes up."""
-        return tuple(layer.self_attn.attn.kv_cache.data_ptr() for layer in self.layers)
-
-    def context_caches(self) -> ContextCaches | None:
-        """The caches, if keys and values of a token lie side by side, as for FlashAttention."""
-        layers = [layer.self_attn.attn for layer in self.layers]
-        keys, values = [], []
-        for layer in layers:
-            cache = layer.kv_cache  # [num_blocks, num_kv_heads, block_size, 2 * head_size]
-            if cache.dim() != 4 or cache.shape[-1] != 2 * layer.head_size:
-                return None
-            if cache.dtype == torch.uint8:
-                cache = cache.view(torch.float8_e4m3fn)
-            key, value = cache.transpose(1, 2).split(layer.head_size, dim=-1)
-            keys.append(key)
-            values.append(value)
-        return ContextCaches(keys, values)
-
-    def layer_scales(self) -> torch.Tensor:
-        """[num_layers, 2] fp32: what stored keys and values are multiplied with when read."""
-        layers = [layer.self_attn.attn for layer in self.layers]
-        return torch.stack([torch.cat(cache_scales(layer)) for layer in layers])

@@ -26,8 +26,8 @@ from vllm_dllm.config.drafter import context_limit
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictedWidths, load_predictor
 from vllm_dllm.drafters.context import PendingContext
+from vllm_dllm.drafters.layout import DrafterLayout, DrafterMismatch, check_drafter
 from vllm_dllm.drafters.passes import reveal, reveal_counts
-from vllm_dllm.drafters.presets import DrafterLayout, DrafterMismatch, check_drafter
 
 logger = init_logger(__name__)
 
@@ -199,6 +199,8 @@ class WidthDFlashSpeculator(DFlashHooks):
     def generate_draft(
         self, num_reqs: int, forward: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
+        """Drafts in several passes, each of which reveals the surest positions, if the settings ask
+        for that."""
         if len(self._reveal_counts) == 1:
             return None
         width = self.num_speculative_steps

@@ -5,7 +5,7 @@ from vllm.config import VllmConfig
 
 from vllm_dllm.compat.dflash import DFlash2Hooks
 from vllm_dllm.drafters.dflash import written_config
-from vllm_dllm.drafters.presets import check_drafter
+from vllm_dllm.drafters.layout import check_drafter
 
 KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 

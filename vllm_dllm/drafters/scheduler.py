@@ -110,7 +110,7 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
             if request_id in self.requests:
                 self._policy.predicted(request_id, width)
         if (ended := self._clock.arrived()) is not None:
-            self._policy.step_ended(*ended)
+            self._policy.step_timed(*ended)
 
     def request_freed(self, request: Request) -> None:
         self._asked.pop(request.request_id, None)

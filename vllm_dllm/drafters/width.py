@@ -24,7 +24,7 @@ class WidthPolicy:
         """A step of `num_requests` is on its way, after which `request_ids` could be drafted for.
         Widths asked for from now on are for that draft."""
 
-    def step_ended(self, step: Step, seconds: float) -> None:
+    def step_timed(self, step: Step, seconds: float) -> None:
         """How long a step took."""
 
     def verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
@@ -146,7 +146,7 @@ class ByAcceptance(WidthPolicy):
                 best_rate, num_best = rate, num_drafted
         return {request_id for _, request_id in courses[:num_best]}
 
-    def step_ended(self, step: Step, seconds: float) -> None:
+    def step_timed(self, step: Step, seconds: float) -> None:
         self._costs.add(step, seconds)
 
     def _course(self, request_id: str) -> _Course:

@@ -26,7 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from vllm import ModelRegistry, envs
 
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
-from vllm_dllm.drafters.presets import read_layout
+from vllm_dllm.drafters.layout import read_layout
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs

@@ -14,8 +14,8 @@ from tests.engine.drafters import DRAFTER, TARGET, make_dflash2
 from tests.engines import one_rank
 from vllm_dllm import plugin
 from vllm_dllm.drafters.dflash2 import KEYS
+from vllm_dllm.drafters.layout import DrafterMismatch, check_drafter
 from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
-from vllm_dllm.drafters.presets import DrafterMismatch, check_drafter
 
 Build = Callable[[type[CompleteDrafter], Path], CompleteDrafter]
 

@@ -33,7 +33,7 @@ def run(
         drafted = [name for name, width in widths[-1].items() if width]
         rows = sum(widths[-1].values())
         took = base + each * len(accepted) + row * rows + 0.006 * len(drafted)
-        policy.step_ended(Step(len(accepted) + rows, 0, len(drafted)), took)
+        policy.step_timed(Step(len(accepted) + rows, 0, len(drafted)), took)
         for name in drafted:
             policy.verified(name, widths[-1][name], min(accepted[name], widths[-1][name]))
     return widths

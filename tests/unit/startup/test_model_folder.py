@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from vllm_dllm.drafters.presets import DrafterMismatch
+from vllm_dllm.drafters.layout import DrafterMismatch
 from vllm_dllm.startup.model_folder import check_model, check_models
 
 

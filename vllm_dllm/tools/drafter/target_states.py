@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from vllm_dllm.drafters.presets import DrafterMismatch, check_drafter
+from vllm_dllm.drafters.layout import DrafterMismatch, check_drafter
 from vllm_dllm.errors import InputError
 
 

@@ -1,0 +1,113 @@
+"""Drafters and targets that belong together, and the errors of those that do not."""
+
+from typing import Any
+
+import pytest
+
+from vllm_dllm.drafters.layout import DrafterLayout, DrafterMismatch, check_drafter, read_layout
+
+# z-lab/Qwen3-8B-DFlash-b16, for Qwen/Qwen3-8B; configs/qwen3-8b-dflash.json of
+# sgl-project/SpecForge.
+QWEN3_8B = DrafterLayout(
+    num_layers=5,
+    block_size=16,
+    mask_token_id=151669,
+    target_layer_ids=(1, 9, 17, 25, 33),
+    hidden_size=4096,
+    vocab_size=151936,
+    num_target_layers=36,
+)
+TARGET = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151936}
+
+
+def z_lab() -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": 16,
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+        "hidden_size": 4096,
+        "num_hidden_layers": 5,
+        "num_target_layers": 36,
+        "vocab_size": 151936,
+    }
+
+
+def speculators() -> dict[str, Any]:
+    """The keys of RedHatAI/Qwen3-8B-speculator.dflash."""
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+        "block_size": 16,
+        "draft_vocab_size": 32000,
+        "mask_token_id": 151669,
+        "num_target_layers": 36,
+        "transformer_layer_config": {
+            "hidden_size": 4096,
+            "num_hidden_layers": 5,
+            "vocab_size": 151936,
+        },
+    }
+
+
+LAYOUTS = {"z-lab": z_lab, "speculators": speculators}
+LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@LAYOUT
+def test_both_layouts_say_the_same(layout: str) -> None:
+    assert check_drafter(LAYOUTS[layout](), TARGET, "D", "T") == QWEN3_8B
+
+
+def test_options_may_be_inside_dflash_config() -> None:
+    """Newer drafters of z-lab's keep the block size there."""
+    config = z_lab()
+    config["dflash_config"]["block_size"] = config.pop("block_size")
+    assert read_layout(config, "D").block_size == 16
+
+
+def test_multimodal_target() -> None:
+    check_drafter(z_lab(), {"text_config": TARGET}, "D", "T")
+
+
+WRONG_TARGETS = {
+    "hidden size": ({"hidden_size": 2560}, "hidden size: 4096 in the drafter, 2560 in the target"),
+    "vocabulary": (
+        {"vocab_size": 248320},
+        "vocabulary: 151936 in the drafter, 248320 in the target",
+    ),
+    "layers": (
+        {"num_hidden_layers": 28},
+        r"layer ids \[33\] of the drafter, layers 0 to 27 in the target",
+    ),
+    "mask": ({"vocab_size": 151669}, "mask token 151669, 151669 tokens in the target"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TARGETS)
+@LAYOUT
+def test_another_target(layout: str, case: str) -> None:
+    changes, message = WRONG_TARGETS[case]
+    with pytest.raises(DrafterMismatch, match=f"drafter D does not fit the target T: .*{message}"):
+        check_drafter(LAYOUTS[layout](), TARGET | changes, "D", "T")
+
+
+@pytest.mark.parametrize("size", [151936 - 128, 151936])
+def test_a_targets_vocabulary_may_be_padded_further(size: int) -> None:
+    check_drafter(z_lab() | {"vocab_size": size}, TARGET, "D", "T")
+
+
+def test_what_a_config_may_leave_out() -> None:
+    config = z_lab()
+    del config["block_size"], config["dflash_config"]["target_layer_ids"]
+    layout = check_drafter(config, TARGET, "D", "T")
+    assert (layout.block_size, layout.target_layer_ids) == (None, None)
+
+
+@pytest.mark.parametrize("missing", ["dflash_config", "vocab_size"])
+def test_not_a_drafter(missing: str) -> None:
+    config = z_lab()
+    del config[missing]
+    expected = "mask_token_id" if missing == "dflash_config" else missing
+    with pytest.raises(DrafterMismatch, match=f"D is not a DFlash drafter: expected {expected} in"):
+        read_layout(config, "D")
