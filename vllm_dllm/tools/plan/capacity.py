@@ -131,8 +131,7 @@ def lines(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> list[str
     ]
     if plan.is_26b and (published := GPUS[gpu].published):
         found += [
-            f"Published for stock vLLM, FP8, one request: {published:,} tokens per second. "
-            f"vllm-dllm has not been measured on a GPU."
+            f"Published for stock vLLM, FP8, one request: {published:,} tokens per second."
         ]
     return found
 
