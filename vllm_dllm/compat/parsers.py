@@ -38,8 +38,8 @@ def parser_of(
 
 
 @lru_cache(maxsize=8)
-def _tokens_of(tokenizer: Any) -> tuple[frozenset[int], int]:
-    """The tokens that were added to its vocabulary, as special ones are, and one of text."""
+def _added_tokens_and_one_of_text(tokenizer: Any) -> tuple[frozenset[int], int]:
+    """The tokens that were added to the vocabulary, as special ones are, and one that is text."""
     added = frozenset(tokenizer.get_added_vocab().values())
     return added, next(token for token in tokenizer.get_vocab().values() if token not in added)
 
@@ -52,7 +52,7 @@ def ends_of(parser: ReasoningParser) -> Ends | None:
         opening = frozenset(end for end in ends if parser.find_reasoning_end([end]).implicit)
         begins = parser.vocab.get(parser.reasoning_start_str or "")
         return ends, opening, frozenset() if begins is None else frozenset({begins}), True
-    added, text = _tokens_of(parser.model_tokenizer)
+    added, text = _added_tokens_and_one_of_text(parser.model_tokenizer)
     if parser.is_reasoning_end_streaming([text], [text]):
         return None
     # All that does, since vLLM's own check of a block asks the parser, too.

@@ -166,6 +166,7 @@ class _WholePrefixes:
         self._manager, self._prefill_end = manager, prefill_end
 
     def __getattr__(self, name: str) -> Any:
+        """All else is the request's own."""
         return getattr(self._manager, name)
 
     def get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:

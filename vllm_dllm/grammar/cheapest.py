@@ -62,6 +62,8 @@ class _Search:
         self._num_states = 0
 
     def run(self, known: list[int]) -> tuple[list[int], float] | None:
+        """The cheapest path behind the tokens `known`, with its cost in nats. None: none was found
+        within `MOST_STATES` states."""
         state = self._start.copy()
         for token in known:
             state.consume(token)
@@ -128,6 +130,7 @@ class _Search:
         self._wait(choices.costs[0], row + 1, choices)
 
     def _take_first(self, choices: _Choices) -> None:
+        """Goes on with the cheapest token of some choices; the others wait."""
         fork, cost, token = choices.fork, choices.costs.pop(0), choices.tokens.pop(0)
         if choices.costs:
             self._wait(choices.costs[0], len(fork.tokens) + 1, choices)

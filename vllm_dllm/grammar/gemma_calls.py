@@ -90,6 +90,7 @@ class _Arguments:
         return self._referred[reference]
 
     def _body(self, schema: Any, path: str) -> str:
+        """The body of a rule for the values that a schema allows."""
         if schema is True or schema == {}:
             return self._anything()
         if path.count("/") > _DEEPEST:
@@ -106,6 +107,7 @@ class _Arguments:
         return self._referred[_ANYTHING]
 
     def _of_form(self, form: Form) -> str:
+        """The body of a rule for the values of one form."""
         if form.kind in ("integer", "number", "boolean", "null"):
             limits = {k: v for k, v in form.schema.items() if KIND_OF_KEY.get(k) == "number"}
             limits = limits if form.kind in ("integer", "number") else {}

@@ -44,6 +44,7 @@ def _fewest(
 
 
 def _spelt(text: bytes, spelling: Mapping[bytes, int], longest: int) -> list[int]:
+    """The fewest tokens of `spelling` whose bytes are `text`; the longest has `longest`."""
     spelt: dict[int, list[int]] = {0: []}  # by the end in the text
     for end in range(1, len(text) + 1):
         begins = [

@@ -90,6 +90,7 @@ class Schemas:
         return [(one, f"{path}/{key}/{i}") for i, one in enumerate(alternatives)]
 
     def at(self, reference: str, path: str) -> Any:
+        """The schema that a reference leads to. Raises SchemaError if it leads nowhere."""
         found = self.root
         if not reference.startswith("#"):
             raise SchemaError(f"{path}/$ref must begin with '#', got {reference!r}")
@@ -153,6 +154,7 @@ class Schemas:
                     )
 
     def _are_disjoint(self, a: dict[str, Any], b: dict[str, Any]) -> bool:
+        """Whether it is certain that no value fits both schemas."""
         if _differ(_values(a), _values(b)):
             return True
         kinds = [{_wide(kind) for kind in _kinds(schema)} for schema in (a, b)]
@@ -167,6 +169,7 @@ class Schemas:
         )
 
     def _by_kind(self, schema: dict[str, Any], path: str) -> Iterator[Form]:
+        """A schema without unions as forms: its values, or a form for each type."""
         if (values := _values(schema)) is not None:
             fitting = [value for value in values if _is_of(value, _types(schema))]
             if others := schema.keys() - {"enum", "const", "type"}:
@@ -179,6 +182,7 @@ class Schemas:
 
 
 def _check_keys(schema: dict[str, Any], path: str) -> None:
+    """Raises SchemaError for a key whose value has another type, or that calls cannot keep."""
     for key, value in schema.items():
         name, types = _EXPECTED.get(key, ("", (object,)))
         if not isinstance(value, types) or (isinstance(value, bool) and int in types):
@@ -254,6 +258,7 @@ def _common(a: list[str], b: list[str]) -> list[str]:
 
 
 def _is_of(value: Any, types: list[str] | None) -> bool:
+    """Whether a value is of one of these types of JSON schema; None: any."""
     if types is None:
         return True
     if value is None or isinstance(value, bool):

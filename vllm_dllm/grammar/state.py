@@ -54,7 +54,6 @@ class GrammarState:
         self.known_tails: dict[tuple[tuple[int, ...], int, bool], list[int] | None] = {}
 
     def copy(self) -> "GrammarState":
-        """A state that goes its own way from here; searches' results are not copied."""
         matcher = self._matcher.deep_copy()
         other = GrammarState(
             matcher,
@@ -86,6 +85,7 @@ class GrammarState:
         return self._matcher.get_error() if self._matcher.is_error() else ""
 
     def allows(self, token: int) -> bool:
+        """Whether `token` may come next."""
         if token in self.stops:
             return self._may_stop_at(token)
         if self._up_to_excluded([token]) != [token]:

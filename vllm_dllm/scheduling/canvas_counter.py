@@ -67,6 +67,7 @@ class CanvasCounter:
                 self._committed.add(request_id)
 
     def _denoised(self, row: CanvasRow, request: Request | None, began: float) -> None:
+        """Counts a denoise step of one canvas, and the block if the step finished it."""
         counts = self._counts
         counts.denoise_steps += 1
         counts.accepted_positions += row.accepted

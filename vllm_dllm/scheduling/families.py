@@ -93,6 +93,7 @@ class MaskedCanvases(CanvasFamily):
         self.is_seeded = masked.family.is_seeded
 
     def check(self, block_size: int) -> None:
+        """Pages must hold whole blocks, and finished blocks are prefilled by our worker."""
         self.masked.check_cache(block_size, "--block-size")
         if (unit := self.vllm_config.cache_config.prefix_match_unit) is not None:
             self.masked.check_cache(unit, "--prefix-match-unit")

@@ -59,6 +59,7 @@ class CanvasScheduling(CountedScheduling):
         self._prompt_scores = HeldPromptScores()
 
     def add_request(self, request: Request) -> None:
+        """Adds to the options of a request what this scheduler will do with it."""
         params = request.sampling_params
         if (options := carried(params)) is not None:
             fitted = options.fitted(params.max_tokens, self.num_spec_tokens)
@@ -77,6 +78,7 @@ class CanvasScheduling(CountedScheduling):
             count_steps(request, self.num_spec_tokens)
 
     def sitting_out(self) -> list[Request]:
+        """Running requests that leave the next step to others (`FairShare`)."""
         return self.fair_share.sitting_out(self.running, self.waiting)
 
     def held_back(self) -> list[Request]:

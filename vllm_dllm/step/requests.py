@@ -170,6 +170,7 @@ class FirstCanvases:
             self._added[request.slot] = (canvas, request.options.pinned)
 
     def apply_staged_writes(self) -> None:
+        """Puts the canvases of new requests in the place of noise."""
         for slot, (canvas, positions) in self._added.items():
             tokens = self._to_device(canvas)
             self._slots.canvas[slot, : len(canvas)] = tokens

@@ -142,9 +142,11 @@ class CanvasSlots:
         return self.host_numbers[slots_np, _COLUMN[name]]
 
     def read_numbers(self, idx: Index) -> SlotNumbers:
+        """The numbers of the slots `idx` [n]."""
         return SlotNumbers(*self.numbers[idx].unbind(dim=-1))
 
     def read_tokens(self, idx: Index) -> SlotTokens:
+        """The tokens of the slots `idx` [n]."""
         return SlotTokens(*self.tokens[idx].unbind(dim=1))
 
     def last_guess(self, idx: Index) -> torch.Tensor:
@@ -199,6 +201,7 @@ class CanvasSlots:
         taken_back: torch.Tensor,  # [n] bool, slots that return to their earlier progress
         earlier: dict[str, torch.Tensor],
     ) -> None:
+        """Returns slots to what `progress` copied of them."""
         for name, before in earlier.items():
             now = getattr(self, name)
             mask = taken_back.view(-1, *[1] * (now.dim() - 1))

@@ -158,7 +158,7 @@ def test_kernel_choice_says_whose_times_count(
     gpu = vllm_dllm.attention.gpu
     platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(9, 0))
     monkeypatch.setattr(gpu, "current_platform", platform)
-    monkeypatch.setattr(folder, "folder", lambda _: tmp_path)
+    monkeypatch.setattr(folder, "folder_of", lambda _: tmp_path)
 
     def known(choice: str) -> str | None:
         section = {"vllm_dllm": {"kernel_choice": choice}}

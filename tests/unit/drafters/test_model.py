@@ -35,6 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyNormOfEachLay
     with one_rank(path), set_current_vllm_config(config):
         model = KeyNormOfEachLayer(vllm_config=config, start_layer_id=4, prefix="model")
         model.load_weights(load_file(drafter / "model.safetensors").items())
+        model._build_fused_kv_buffers()  # as vLLM does when a whole drafter is loaded
         yield model
 
 

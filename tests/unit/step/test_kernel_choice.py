@@ -52,7 +52,7 @@ class Start:
             ("forget_tiles", self.forget),
         ):
             monkeypatch.setattr(kernel_choice, name, value)
-        monkeypatch.setattr(folder, "folder", lambda _: path)
+        monkeypatch.setattr(folder, "folder_of", lambda _: path)
         monkeypatch.setattr(kernel_choice.attention, "measure", self.attention)
         monkeypatch.setattr(kernel_choice.tiles, "measure", self.tiles)
         monkeypatch.setattr(kernel_choice.few_rows, "use", lambda _, ours: self.used.append(ours))
@@ -126,6 +126,6 @@ def test_a_disk_that_takes_nothing_ends_no_start(
     def full(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(folder, "write", full)
+    monkeypatch.setattr(folder, "write_json", full)
     start.run()
     assert start.timed and start.forgot == 0 and start.used == []

@@ -76,7 +76,7 @@ class Step(UniformStep):
             report=lambda *of_canvases: None,
             look_at=lambda batch: False,
             count_emitted=lambda *of_blocks: None,
-            start=lambda within_s: None,
+            apply_staged_writes=lambda within_s: None,
         )
         names = "grammars", "first_canvases", "predictions", "logprobs", "observers", "filters"
         self.requests: Any = SimpleNamespace(

@@ -75,6 +75,7 @@ class Answer:
         return rejected
 
     def _consume(self, tokens: list[int]) -> int | None:
+        """Goes on by emitted tokens, to the end of the form. Returns the first illegal one."""
         for token in tokens:
             if self.state.has_ended:
                 break
@@ -92,6 +93,7 @@ class KeptMarks:
         self._marks: OrderedDict[str, tuple[Mark, Mark]] = OrderedDict()
 
     def keep(self, req_id: str, answer: Answer) -> None:
+        """Keeps how far a preempted request has come."""
         marks, grammar = answer.kept, answer.grammar
         if marks is None and grammar.done() and grammar.exception() is None:
             marks = answer.marks()

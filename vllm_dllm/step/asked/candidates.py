@@ -60,6 +60,7 @@ def _best_legal(
     row: int,
     words: np.ndarray,  # [W] uint32
 ) -> tuple[int, float]:
+    """The most probable token of `words` in a row, and its log-probability among all tokens."""
     scaled = logits.row(i, row) / temperature[row]
     is_legal = legal_tokens(words, len(scaled))
     among = scaled.masked_fill(async_tensor_h2d(~is_legal, device=scaled.device), float("-inf"))

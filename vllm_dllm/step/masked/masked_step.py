@@ -189,6 +189,7 @@ class MaskedStep(CanvasStep):
         rules: MaskedRules,
         held: Held | None,
     ) -> Decided:
+        """What becomes of the canvases with these candidates."""
         batch, numbers, settings = found.batch, found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         slots, idx = self.slots, batch.slot_index
@@ -219,6 +220,7 @@ class MaskedStep(CanvasStep):
         return Decided(canvas, tokens, revealed, finished, edit_steps_done, is_committed)
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+        """Draws candidates, and reveals some of them."""
         batch, numbers, settings = found.batch, found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         slots, idx = self.slots, batch.slot_index

@@ -69,6 +69,8 @@ class SeededStep(MaskedStep):
         return last
 
     def start_canvases(self, source: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
+        """Takes off the rows that foretell first tokens, and starts the canvases of prefills that
+        have ended."""
         ended, last = self._ended, self._last
         counts = [0 if rows is None else rows.num_canvases for rows in (ended, last)]
         canvases, of_ended, of_last = source.split([len(source) - sum(counts), *counts])

@@ -41,6 +41,7 @@ class VerifiedStep(CausalStep):
         return ~self._are_drafts(batch)
 
     def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
+        """Adds which canvases are drafts."""
         found = super()._read(batch, input_batch)
         are_np, settings = self._are_drafts(batch), found.settings
         if not are_np.any():
@@ -50,6 +51,8 @@ class VerifiedStep(CausalStep):
         return found._replace(drafts=Drafts(are_np, are, are & (found.numbers.is_committing == 1)))
 
     def _noise(self, found: Found) -> torch.Tensor:
+        """Both steps of a draft draw a position by one number: the second one's rows stand for the
+        position after theirs."""
         if found.drafts is None:
             return super()._noise(found)
         are, numbers = found.drafts.are, found.numbers
@@ -68,6 +71,7 @@ class VerifiedStep(CausalStep):
         return {i: drafts.are_verified[i].long() for i in ruled if drafts.are_np[i]}
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+        """Drafts report log-probabilities before the temperature."""
         denoised, logprobs = super()._denoise(found, source), self.requests.logprobs
         if found.drafts is None or logprobs.reports_processed or not logprobs.concern(found.batch):
             return denoised
@@ -77,6 +81,8 @@ class VerifiedStep(CausalStep):
         return denoised._replace(row_temperature=row_temperature)
 
     def _verified(self, found: Found, draws: LegalDraws, tokens: torch.Tensor) -> Verified | None:
+        """Draws the token behind each row of the drafts that are verified, and accepts those up to
+        the first that differs."""
         drafts, grammars = found.drafts, self.requests.grammars
         if drafts is None:
             return None

@@ -35,6 +35,7 @@ class AttnRequests:
     def build(
         cls, batch: InputBatch, block_tables: Sequence[torch.Tensor], device: torch.device
     ) -> "AttnRequests":
+        """The requests of a batch, in two parts where a canvas comes with known tokens."""
         num_canvas = batch.num_draft_tokens_per_req
         if num_canvas is not None and (batch.is_prefilling_np & (num_canvas > 0)).any():
             return cls._in_parts(batch, num_canvas, block_tables, device)
@@ -62,6 +63,7 @@ class AttnRequests:
         block_tables: Sequence[torch.Tensor],
         device: torch.device,
     ) -> "AttnRequests":
+        """Each request as its known rows and its canvas, where it has both."""
         num_prompt = np.where(batch.is_prefilling_np, batch.num_scheduled_tokens - num_canvas, 0)
         # [num_reqs, 2]: the rows of a prompt, then those of a canvas.
         lengths = np.stack((num_prompt, num_canvas), axis=1)

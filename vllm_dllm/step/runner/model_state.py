@@ -72,6 +72,7 @@ class DiffusionModelState(ModelState):
         return ("generate",)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """Makes the step and its sampler; vLLM's `sampler` gives its per-request states."""
         with kept_asleep(self.model_config):
             step = self.step_cls(self.vllm_config, self.model, sampler, self.device)
         self.step = step
@@ -106,6 +107,7 @@ class DiffusionModelState(ModelState):
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """Embeds a step's tokens, and self-conditions the rows that are denoised."""
         assert isinstance(self.step, UniformStep), "masked models have a state of their own"
         num_tokens = input_batch.num_tokens
         input_ids, images = input_batch.input_ids[:num_tokens], self._images
@@ -206,6 +208,7 @@ class _AttnExtras(ModelSpecificAttnMetadata):
         self.window_rules = window_rules
 
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
+        """What `takes_window_rules` builders get; others know no such argument."""
         if takes_window_rules(attn_metadata_builder):
             return {"window_rules": self.window_rules}
         return {}

@@ -54,6 +54,7 @@ class DiffusionSampler:
         return step_bytes(self.step.model, self._max_rows, self.step.memory.budget_bytes)
 
     def take_numbers(self) -> CanvasNumbers | None:
+        """The numbers of the last step, once. None: nobody counts, or it had no canvas."""
         numbers = self.step.take_numbers()
         if numbers is None:
             return None

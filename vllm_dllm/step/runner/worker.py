@@ -33,6 +33,7 @@ class CanvasWorker(Worker):
         keep_prompts_private(self.model_runner)
 
     def compile_or_warm_up_model(self) -> Any:
+        """Measures and compiles kernels before vLLM captures graphs."""
         # Before graphs are captured: what they read must not be allocated anew, and they keep the
         # kernels of their capture.
         measure_kernels(self.vllm_config, self.model_runner.model)

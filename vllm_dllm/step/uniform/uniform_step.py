@@ -138,6 +138,7 @@ class UniformStep(CanvasStep):
         return Advanced(settled.best_guess, settled.emitted, settled.rejected, logprobs)
 
     def _fused_draws(self, batch: CanvasBatch, block_ends: torch.Tensor) -> "StepDraws":
+        """Temperature and noise of each canvas, by one kernel."""
         from vllm_dllm.denoise.draws_triton import temperature_and_noise  # needs Triton
 
         numbers = self.slots.columns
@@ -153,6 +154,7 @@ class UniformStep(CanvasStep):
         )
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+        """Reads the logits, keeps to grammars, and decides which positions are accepted."""
         batch, numbers, tokens, settings = found.batch, found.numbers, found.tokens, found.settings
         assert isinstance(settings, StepSettings)
         slots, idx = self.slots, batch.slot_index
@@ -223,6 +225,7 @@ class UniformStep(CanvasStep):
         last_guess: torch.Tensor,  # [n, C] int64
         kept: torch.Tensor | None = None,  # [n, C] int64, tokens revealed for good; < 0: none yet
     ) -> CanvasLogits:
+        """The canvases' logits, whole or streamed by tiles, as the model has them."""
         kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
         filters = self.requests.filters
         return kind(
@@ -236,6 +239,7 @@ class UniformStep(CanvasStep):
         row_temperature: torch.Tensor,  # [rows, 1] fp32
         reveal: Reveal | None,
     ) -> Legal | None:
+        """What grammars allow of the canvases. None: no request has one."""
         grammars = self.requests.grammars
         if not grammars.concern(found.batch):
             return None

@@ -58,6 +58,7 @@ class CanvasSender:
         self._has_steps.set()
 
     def _run(self) -> None:
+        """Sends what steps leave, in their order, for as long as the process lives."""
         while True:
             self._has_steps.wait()
             self._has_steps.clear()

@@ -40,6 +40,7 @@ class CanvasObservers:
         self._sender: CanvasSender | None = None  # started by the first who watches
 
     def add_request(self, request: NewRequest) -> None:
+        """Notes where the canvases of a request go, if its client watches."""
         feed = request.options.canvas_feed
         if feed is None or not self._speaks or (found := find_socket(feed)) is None:
             return
@@ -102,6 +103,7 @@ class CanvasTrace:
         self._has_warned = False
 
     def write(self, request_id: str, record: CanvasRecord) -> None:
+        """Appends the line of one denoise step."""
         line = {
             "request_id": request_id,
             "step": record.step,

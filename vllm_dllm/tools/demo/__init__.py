@@ -199,6 +199,7 @@ class View:
         )
 
     def _show_image(self, image: Image.Image) -> None:
+        """Draws a question's picture, in colours where the terminal has some."""
         if self._live and self._console.color_system is not None:
             self._console.print(drawing.half_blocks(image), no_wrap=True, overflow="crop")
         else:

@@ -130,9 +130,7 @@ def lines(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> list[str
         f"raise --max-num-batched-tokens and --max-num-seqs."
     ]
     if plan.is_26b and (published := GPUS[gpu].published):
-        found += [
-            f"Published for stock vLLM, FP8, one request: {published:,} tokens per second."
-        ]
+        found += [f"Published for stock vLLM, FP8, one request: {published:,} tokens per second."]
     return found
 
 
