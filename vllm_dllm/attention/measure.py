@@ -15,7 +15,7 @@ CONTEXTS = (0, 1024, 8192, 65536)  # tokens before each canvas
 
 
 @torch.inference_mode()
-def measure(
+def measure_attention(
     layers: Iterable[Any],  # of the model, with their caches; those that do not attend are ignored
     dtype: torch.dtype,
     canvas_length: int,

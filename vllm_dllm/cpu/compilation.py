@@ -32,7 +32,7 @@ def has_compiler() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.exists()
 
 
-def choose(vllm_config: VllmConfig) -> None:
+def choose_compilation(vllm_config: VllmConfig) -> None:
     """Decides what the command line left open. `--enforce-eager` and `--compilation-config` take
     precedence."""
     assert vllm_config.model_config is not None

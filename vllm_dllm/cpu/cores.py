@@ -26,7 +26,7 @@ FEW_CORES = 8
 """Up to so many, none is reserved."""
 
 
-def choose(by_worker: list[list[int]]) -> list[list[int]]:
+def choose_cores(by_worker: list[list[int]]) -> list[list[int]]:
     """The cores that each worker computes on, of those on its memory node."""
     wanted = _threads_wanted()
     share = cpu_cores.available_cpu_count() // len(by_worker)  # less than there are under a quota

@@ -25,7 +25,7 @@ logger = init_logger(__name__)
 def install() -> None:
     """Has what this process starts fork, where it can. Repeatable."""
     if multiprocessing.parent_process() is not None:  # else it has no workers
-        cpu_cores.choose_cores(cores.choose, CPU_WORKER)
+        cpu_cores.choose_cores(cores.choose_cores, CPU_WORKER)
     if fork_server.is_forked():
         if cpu_cores.available_cpu_count() <= cores.FEW_CORES:
             engine_processes.start_workers(fork_server.ForkContext)

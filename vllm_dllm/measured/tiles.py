@@ -24,7 +24,7 @@ Table = dict[str, dict[str, int]]
 IN_USE, OURS = "those in use", "ours"
 
 
-def measure(
+def measure_experts(
     modules: Iterable[Any],  # of the model, on its device; those without experts are ignored
     rows: Sequence[int],  # of steps
     stopwatch: Stopwatch,

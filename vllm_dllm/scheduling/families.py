@@ -138,7 +138,7 @@ class AlignedBlocks(MaskedCanvases):
         return True
 
 
-def family_of(vllm_config: VllmConfig, canvas_length: int) -> CanvasFamily:
+def canvas_family(vllm_config: VllmConfig, canvas_length: int) -> CanvasFamily:
     """Returns the served model's. `canvas_length`: see `CanvasFamily`."""
     masked = MaskedConfig.if_masked(vllm_config)
     if masked is None:

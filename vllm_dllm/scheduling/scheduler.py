@@ -30,7 +30,7 @@ from vllm_dllm.requests.ends import was_foreseen
 from vllm_dllm.requests.options import carried, is_read_only
 from vllm_dllm.scheduling.canvas_counter import CountedScheduling
 from vllm_dllm.scheduling.fair_share import FairShare
-from vllm_dllm.scheduling.families import family_of
+from vllm_dllm.scheduling.families import canvas_family
 from vllm_dllm.scheduling.prompts import HeldPromptScores, append_blocks, before_image
 from vllm_dllm.scheduling.spared_forwards import joins_commits, spares_last_commit
 
@@ -46,7 +46,7 @@ class CanvasScheduling(CountedScheduling):
         self.check_blocks_by(BlockCheck)
         self.spares_last_commit = spares_last_commit(self.vllm_config)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
-        self.family = family_of(self.vllm_config, self.num_spec_tokens)
+        self.family = canvas_family(self.vllm_config, self.num_spec_tokens)
         self.family.check(self.block_size)
         self.fair_share = FairShare.from_config(self.vllm_config, config.limits)
         self.joins_commits = joins_commits(self.vllm_config)

@@ -256,7 +256,7 @@ def choose_forward(vllm_config: VllmConfig) -> None:
     """How a CPU runs the model."""
     from vllm_dllm.cpu import compilation
 
-    compilation.choose(vllm_config)
+    compilation.choose_compilation(vllm_config)
 
 
 def obstacle_to_images(vllm_config: VllmConfig, num_tokens: int) -> str | None:

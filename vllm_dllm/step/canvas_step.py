@@ -148,7 +148,7 @@ class CanvasStep(ABC):
                 finished=settled.finished,
             )
             self.requests.observers.show(shown, batch, input_batch.req_ids)
-        cut = self.requests.grammars.cut(batch)
+        cut = self.requests.grammars.cut_answers(batch)
         says_more = denoised.is_committed is not None or drafts is not None or cut
         if self.requests.are_counted or says_more:
             self._numbers = canvas_numbers(

@@ -52,7 +52,9 @@ def measure(layers: list[Any], stand_in: StandIn, longest: int = 80) -> list[dic
         rows = len(run())
         return rows if stand_in.calls else 20.0
 
-    return measuring.measure(layers, torch.float32, CANVAS, (1, 3), longest, Stopwatch(clock))
+    return measuring.measure_attention(
+        layers, torch.float32, CANVAS, (1, 3), longest, Stopwatch(clock)
+    )
 
 
 def test_times_of_each_kind_by_rows_and_context(stand_in: StandIn) -> None:

@@ -33,7 +33,7 @@ def test_a_small_machine_gives_all(
     monkeypatch: pytest.MonkeyPatch, num_cores: int, usable: int, used: int
 ) -> None:
     monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: usable)
-    assert cores.choose([list(range(num_cores))]) == [list(range(used))]
+    assert cores.choose_cores([list(range(num_cores))]) == [list(range(used))]
 
 
 @pytest.mark.parametrize(("wish", "used"), [("1", 1), ("12", 12), (" 3,1", 3), ("", 8), ("x", 8)])
@@ -41,7 +41,7 @@ def test_omp_num_threads_is_obeyed(monkeypatch: pytest.MonkeyPatch, wish: str, u
     monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", wish)
     count = 12 if wish == "12" else 8
-    assert len(cores.choose([list(range(count))])[0]) == used
+    assert len(cores.choose_cores([list(range(count))])[0]) == used
 
 
 def test_workers_share_a_quota(
@@ -49,7 +49,7 @@ def test_workers_share_a_quota(
 ) -> None:
     monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: 4)
     with caplog.at_level(logging.INFO, "vllm_dllm"):
-        assert cores.choose([[0, 1, 2, 3], [4, 5, 6, 7]]) == [[0, 1], [4, 5]]
+        assert cores.choose_cores([[0, 1, 2, 3], [4, 5, 6, 7]]) == [[0, 1], [4, 5]]
     (record,) = caplog.records
     assert "computes on core 0, 1; 4, 5;" in record.getMessage()
 
@@ -76,7 +76,7 @@ def given(
     )
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=kv_transfer)
     with patched("v1.executor.multiproc_executor:OMPProcessManager"):
-        cpu_cores.choose_cores(cores.choose, CPU_WORKER)
+        cpu_cores.choose_cores(cores.choose_cores, CPU_WORKER)
         manager = multiproc_executor.OMPProcessManager(config)
     return manager.cpu_lists, manager.reserved_cpu_list
 

@@ -53,8 +53,8 @@ class Start:
         ):
             monkeypatch.setattr(kernel_choice, name, value)
         monkeypatch.setattr(folder, "folder_of", lambda _: path)
-        monkeypatch.setattr(kernel_choice.attention, "measure", self.attention)
-        monkeypatch.setattr(kernel_choice.tiles, "measure", self.tiles)
+        monkeypatch.setattr(kernel_choice.attention, "measure_attention", self.attention)
+        monkeypatch.setattr(kernel_choice.tiles, "measure_experts", self.tiles)
         monkeypatch.setattr(kernel_choice.few_rows, "use", lambda _, ours: self.used.append(ours))
 
     def ranks(self, ranks: Ranks) -> None:

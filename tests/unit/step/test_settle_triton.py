@@ -68,7 +68,7 @@ class Step(UniformStep):
         settings = SlotSettings(CONFIG, LoadStages(STAGES, DEVICE), R, C, DEVICE)
         nothing = SimpleNamespace(
             compiling=lambda batch: None,
-            cut=lambda batch: (),
+            cut_answers=lambda batch: (),
             concern=lambda batch: False,
             among=lambda batch: None,
             has_pins=lambda batch: False,

@@ -34,7 +34,7 @@ def cut_into_blocks(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     nth = np.arange(len(requests)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
     block_ends = np.minimum((first_blocks[requests] + nth + 1) * size[requests], ends[requests])
     row_ends = bounds[requests] + block_ends - firsts[requests]
-    return cut(
+    return as_parts(
         common,
         requests,
         query_start_loc=np.concatenate(([0], row_ends)),
@@ -43,7 +43,7 @@ def cut_into_blocks(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     )
 
 
-def cut(
+def as_parts(
     common: CommonAttentionMetadata,
     requests: np.ndarray,  # [n] int, of which request of `common` each of the n new ones is a part
     *,
@@ -100,7 +100,7 @@ def cut_out_images(
         for i in np.flatnonzero(is_image)
     ]
     symmetric = np.where(is_image, 1, rules.symmetric.numpy()[requests])
-    common = cut(
+    common = as_parts(
         common,
         requests,
         query_start_loc=np.append(firsts, num_rows),

@@ -158,7 +158,7 @@ class CanvasGrammars:
         logger.error("A request goes on without its grammar: %s.", why)
         self.remove_request(slot)
 
-    def cut(self, batch: CanvasBatch) -> list[int]:
+    def cut_answers(self, batch: CanvasBatch) -> list[int]:
         """Indices in the step's batch: requests whose answers are cut, as their canvases stand."""
         requests = zip(batch.slots_np.tolist(), batch.requests_np.tolist(), strict=True)
         cut = {slot for slot, answer in self._answers.items() if answer.is_cut}

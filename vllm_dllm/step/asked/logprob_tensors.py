@@ -53,7 +53,7 @@ def token_logprobs(
     return LogprobsTensors(logprob_token_ids=columns, logprobs=scores, selected_token_ranks=ranks)
 
 
-def choose(
+def select_scores(
     condition: torch.Tensor,  # [] or [rows] bool
     one: LogprobsTensors,
     other: LogprobsTensors,
@@ -93,7 +93,7 @@ def first_rows_of(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
     )
 
 
-def joined(tiles: Sequence[LogprobsTensors]) -> LogprobsTensors:
+def join_tiles(tiles: Sequence[LogprobsTensors]) -> LogprobsTensors:
     """The scores of consecutive rows."""
     if len(tiles) == 1:
         return tiles[0]
@@ -104,7 +104,7 @@ def joined(tiles: Sequence[LogprobsTensors]) -> LogprobsTensors:
     )
 
 
-def concat(parts: Sequence[LogprobsTensors], first_rows: list[int]) -> LogprobsTensors:
+def join_requests(parts: Sequence[LogprobsTensors], first_rows: list[int]) -> LogprobsTensors:
     """Joins requests' scores; `first_rows[i]` is where batch request i begins.
 
     Narrower parts are padded with token 0 at -inf, which vLLM's output processor never reports.

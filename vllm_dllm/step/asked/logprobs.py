@@ -8,12 +8,12 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm_dllm.step.asked.logprob_tensors import (
     LogprobRequest,
     Placed,
-    choose,
-    concat,
     first_rows_of,
-    joined,
+    join_requests,
+    join_tiles,
     padded,
     revealed_by,
+    select_scores,
     token_logprobs,
 )
 from vllm_dllm.step.batch import CanvasBatch
@@ -89,7 +89,7 @@ class StepLogprobs:
             scores = self._scores(logits, i, slot, row_temperature[i : i + 1], tokens[i : i + 1])
             latest = padded(revealed_by(0, scores), batch.canvas_length)
             if is_new is not None and (before := self._latest.get(slot)) is not None:
-                latest = choose(is_new[i], latest, before)
+                latest = select_scores(is_new[i], latest, before)
             self._latest[slot] = latest
 
     def _scores(
@@ -110,7 +110,7 @@ class StepLogprobs:
                 token_logprobs(rows, scale, tokens[first:last], wanted, self.reports_logits)
             )
             first = last
-        return joined(tiles)
+        return join_tiles(tiles)
 
     def keep_seeds(
         self,
@@ -196,23 +196,23 @@ class StepLogprobs:
                 wanted, seed = self._requests[slot], self._seeds[slot][None]
                 behind, scale = best_guess[i, length : length + 1], row_temperature[end - 1 : end]
                 scores = token_logprobs(seed, scale, behind, wanted, self.reports_logits)
-                current = joined([current, scores])
+                current = join_tiles([current, scores])
             before = self._latest.get(slot)
             if slot in self._when_placed:
                 assert placed is not None, "ask_when_placed says so"
                 current = revealed_by(placed.steps[i], current)
                 if before is not None:
                     positions = placed.positions[i, :length]
-                    current = choose(positions, current, first_rows_of(before, length))
+                    current = select_scores(positions, current, first_rows_of(before, length))
             reported = current
             if not (read_only or follows):
                 latest = padded(current, batch.canvas_length)
                 if before is not None:
-                    reported = choose(at_once[i], current, first_rows_of(before, length))
+                    reported = select_scores(at_once[i], current, first_rows_of(before, length))
                     # The host does not know whether the step was taken back.
-                    latest = latest if cut is None else choose(cut[i], before, latest)
+                    latest = latest if cut is None else select_scores(cut[i], before, latest)
                 self._latest[slot] = latest
             first_rows[request] = num_rows
             num_rows += len(reported.logprobs)
             parts.append(reported)
-        return concat(parts, first_rows) if parts else None
+        return join_requests(parts, first_rows) if parts else None

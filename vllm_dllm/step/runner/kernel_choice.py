@@ -81,7 +81,7 @@ def _measure(
     is_masked = vllm_config.model_config.architecture in FAMILIES
     if not is_masked and vllm_config.attention_config.flash_attn_version is None:
         with set_current_vllm_config(vllm_config):
-            layers = attention.measure(
+            layers = attention.measure_attention(
                 _layers(vllm_config),
                 vllm_config.model_config.dtype,
                 length,
@@ -91,7 +91,7 @@ def _measure(
             )
     if os.environ.get(VARIABLE) == str(path):  # else vLLM looks where the user says
         rows = [n * length for n in steps]
-        tables, ours, gains = tiles.measure(model.modules(), rows, stopwatch)
+        tables, ours, gains = tiles.measure_experts(model.modules(), rows, stopwatch)
     logger.info(
         "Kernels were timed in %.1f s%s: attention of %d kinds of layers, %s.",
         time.monotonic() - started,

@@ -27,7 +27,7 @@ from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.progress import progress_bars
 from vllm_dllm.tools.server_process import check_checkpoint
 from vllm_dllm.tools.tune import report
-from vllm_dllm.tools.tune.report import Confirmed, choose, plot
+from vllm_dllm.tools.tune.report import Confirmed, choose_settings, plot
 from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
 from vllm_dllm.tools.tune.space import Space, Value
 
@@ -206,7 +206,7 @@ def _write(
     confirmed: Sequence[Confirmed],
     console: Console,
 ) -> None:
-    chosen = choose(confirmed, settings.max_loss / 100)
+    chosen = choose_settings(confirmed, settings.max_loss / 100)
     own = next(c for c in confirmed if c.tried.is_own)
     here = machine()
     prompts = f"{len(own.measured.scores)} prompts of {settings.task}"

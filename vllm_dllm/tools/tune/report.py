@@ -70,7 +70,7 @@ class Confirmed:
         )
 
 
-def choose(confirmed: Sequence[Confirmed], max_loss: float) -> Confirmed:
+def choose_settings(confirmed: Sequence[Confirmed], max_loss: float) -> Confirmed:
     """Takes the fastest whose accuracy is at most `max_loss` below that of the checkpoint's own
     settings, which are among them."""
     good = [c for c in confirmed if c.tried.is_own or c.difference.value >= -max_loss]
