@@ -29,6 +29,7 @@ def register() -> None:
 
 
 def _register() -> None:
+    """Installs everything in this process; the model itself comes last."""
     from vllm import envs
     from vllm.platforms import current_platform
 

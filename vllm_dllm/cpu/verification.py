@@ -43,7 +43,10 @@ def verify(
     draft_logits: torch.Tensor | None = None,  # [N, V] fp32, after temperature, that each row's
     # draft was drawn from; None: drafts are best guesses
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [R, W] int64, of which the first [R] int32 count; at least one per request."""
+    """Keeps each request's drafts up to the first that is refused, and adds the target's token.
+
+    Returns tokens [R, W] int64, and how many of each request's count, [R] int32, at least one.
+    """
     starts, ends = cu_num_logits[:-1].long(), cu_num_logits[1:].long()
     columns = torch.arange(num_columns, device=logits.device)
     rows = (starts[:, None] + columns).clamp(max=len(logits) - 1)

@@ -120,7 +120,8 @@ def _read_call(text: str, begin: int) -> tuple[Call, int]:
 
 
 def _parts(text: str, at: int) -> Iterator[tuple[int, str, str]]:
-    """Where each part of the arguments ends, its kind and what it is."""
+    """Where each part of the arguments ends, its kind and what it is. Raises _CutError at the end
+    of a text that does not end the call, and _MalformedError where no part begins."""
     while at < len(text):
         found = _PART.match(text, at)
         if found is None:

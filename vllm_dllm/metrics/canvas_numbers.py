@@ -32,7 +32,7 @@ class CanvasNumbers(NamedTuple):
     sampling_peak_bytes: int = 0  # most that this and all earlier steps took
     sampling_bound_bytes: int = 0
 
-    def flagged(self, name: str) -> Iterator[int]:
+    def requests_flagged(self, name: str) -> Iterator[int]:
         """Indices in the step's batch. "committed": requests whose block the step has finished, and
         committed, too; "verified": those whose draft it has verified."""
         if name in self.names:

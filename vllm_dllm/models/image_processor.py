@@ -161,6 +161,7 @@ class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
         mm_counts: Mapping[str, int],
         mm_options: MultiModalDummyOptions,
     ) -> MultiModalDataDict:
+        """The largest images and videos of a prompt, for vLLM to see what they take."""
         if self.info.image_processor is None:
             return {}
         frames = self.info.frame_processor

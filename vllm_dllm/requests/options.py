@@ -268,6 +268,7 @@ def _check_key(key: str, value: Any, family: Family | None) -> None:
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:
+    """What to say of a key that is none of `known`."""
     names = [one.removeprefix(PREFIX) for one in known]
     return unknown(plain(key).removeprefix(PREFIX), names, PREFIX, shown=key)
 

@@ -212,7 +212,11 @@ class CanvasScheduling(CountedScheduling):
         verified, committed, cut = (
             ((), (), ())
             if numbers is None
-            else (numbers.flagged("verified"), numbers.flagged("committed"), numbers.cut)
+            else (
+                numbers.requests_flagged("verified"),
+                numbers.requests_flagged("committed"),
+                numbers.cut,
+            )
         )
         self._verified = frozenset(req_ids[i] for i in verified)
         self._committed = self._verified.union(req_ids[i] for i in committed)

@@ -212,8 +212,9 @@ class CanvasStep(ABC):
         """
         slots = batch.slots_np
         most_ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]
-        if (most_ends <= self.slots.host("fitted_end", slots)).all() and (
-            batch.cells is None or (batch.lengths_np == self.slots.host("width", slots)).all()
+        if (most_ends <= self.slots.host_values("fitted_end", slots)).all() and (
+            batch.cells is None
+            or (batch.lengths_np == self.slots.host_values("width", slots)).all()
         ):
             return None
         room = self.max_model_len - starts

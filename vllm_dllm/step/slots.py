@@ -137,7 +137,7 @@ class CanvasSlots:
     def has_added(self) -> bool:
         return bool(self._added)
 
-    def host(self, name: str, slots_np: np.ndarray) -> np.ndarray:
+    def host_values(self, name: str, slots_np: np.ndarray) -> np.ndarray:
         """[n] int64: a field of `SlotNumbers` that steps do not change, of the slots [n]."""
         return self.host_numbers[slots_np, _COLUMN[name]]
 

@@ -73,7 +73,7 @@ def test_asked_for_meanwhile(worker: GetWorker) -> None:
 
     def num_steps(name: str) -> int:
         one.admit(name)
-        return int(one.slots.host("num_steps", one.slot(name)))
+        return int(one.slots.host_values("num_steps", one.slot(name)))
 
     with pytest.raises(KeyError), one.sampler.asked_for(wanted):
         assert num_steps("a") == 7

@@ -31,7 +31,7 @@ class LegalDraws(NamedTuple):
     is_greedy: torch.Tensor  # [rows] bool
     judges_unscaled: bool
 
-    def of_all(self) -> Candidates:
+    def draw_all(self) -> Candidates:
         """[rows]: of every row, without grammars."""
         return self.logits.draw(
             self.row_temperature,

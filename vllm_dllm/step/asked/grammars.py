@@ -97,7 +97,7 @@ class CanvasGrammars:
         self._answers[request.slot] = Answer(
             self._compiler.submit(self._compile, params, stops, request.options),
             position=request.prompt_len,
-            end=int(self._slots.host("end", np.array([request.slot]))[0]),
+            end=int(self._slots.host_values("end", np.array([request.slot]))[0]),
             wanted_stop=params.eos_token_id,
             goes_on=params.ignore_eos,
             kept=self._kept.take(req_id),

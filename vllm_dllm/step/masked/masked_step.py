@@ -225,7 +225,7 @@ class MaskedStep(CanvasStep):
         assert isinstance(settings, MaskedStepSettings)
         slots, idx = self.slots, batch.slot_index
         draws = self._draws(found, source)
-        by_row = draws.of_all()
+        by_row = draws.draw_all()
         candidates = Candidates(*(batch.unflatten(column) for column in by_row))
         rules = self._rules(found)
         held = self._held(found, rules, draws)

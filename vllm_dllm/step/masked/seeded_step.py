@@ -41,7 +41,7 @@ class SeededStep(MaskedStep):
         self._ended = self._last_rows(input_batch, has_ended)
         self._last = None
         if self.batch is not None and not self.requests.joins_commits:
-            has_canvas, are_seeded = np.zeros_like(has_ended), self._are_seeded(self.batch)
+            has_canvas, are_seeded = np.zeros_like(has_ended), self._foretell_next(self.batch)
             has_canvas[self.batch.requests_np] = are_seeded
             self._last = self._last_rows(input_batch, has_canvas)
             places = None if are_seeded.all() else np.flatnonzero(are_seeded)
@@ -49,7 +49,7 @@ class SeededStep(MaskedStep):
                 None if places is None else async_tensor_h2d(places, device=self.device)
             )
 
-    def _are_seeded(self, batch: CanvasBatch) -> np.ndarray:
+    def _foretell_next(self, batch: CanvasBatch) -> np.ndarray:
         """[n] bool: canvases whose commit foretells the next one's first token."""
         return np.ones(batch.num_canvases, dtype=bool)
 
@@ -77,7 +77,7 @@ class SeededStep(MaskedStep):
         self._ended, self._foretelling = None, of_last
         if ended is not None:
             starts = input_batch.seq_lens[ended.request_index]
-            self.slots.canvas[ended.slot_index, 0] = self._seeds(ended, of_ended, starts, None)
+            self.slots.canvas[ended.slot_index, 0] = self._draw_seeds(ended, of_ended, starts, None)
             self.slots.revealed[ended.slot_index, 0] = True
         return canvases
 
@@ -103,11 +103,11 @@ class SeededStep(MaskedStep):
         self.requests.filters.show_emitted(
             found.batch, found.starts, advanced.best_guess, advanced.emitted
         )
-        seeds = self._seeds(last, logits, ends, is_new)
+        seeds = self._draw_seeds(last, logits, ends, is_new)
         slots.canvas[idx, 0] = torch.where(is_new, seeds, slots.canvas[idx, 0])
         slots.revealed[idx, 0] = slots.revealed[idx, 0] | is_new
 
-    def _seeds(
+    def _draw_seeds(
         self,
         rows: CanvasBatch,
         logits: torch.Tensor,  # [n, V] fp32
@@ -132,12 +132,12 @@ class SeededStep(MaskedStep):
         is_greedy = settings.is_greedy | self.family.is_shifted
         temperature = settings.temperature[:, None]
         draws = LegalDraws(ruled, temperature, draw[:, 0], is_greedy, judges_unscaled=False)
-        tokens = grammars.first_tokens(rows, starts, is_new, draws, draws.of_all().tokens)
+        tokens = grammars.first_tokens(rows, starts, is_new, draws, draws.draw_all().tokens)
         self.requests.logprobs.keep_first(rows, ruled, temperature, tokens, is_new)
-        self._seeded(rows, ruled, is_new)
+        self._keep_seed_logits(rows, ruled, is_new)
         return tokens
 
-    def _seeded(
+    def _keep_seed_logits(
         self,
         rows: CanvasBatch,
         logits: MaskedLogits,  # of n rows

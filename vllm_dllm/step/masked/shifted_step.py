@@ -30,7 +30,10 @@ class ShiftedStep(SeededStep):
         back.index_copy_(0, batch.first_rows, is_inside.to(back.dtype))
         input_batch.logits_indices = input_batch.logits_indices - back
 
-    def _seeded(self, rows: CanvasBatch, logits: MaskedLogits, is_new: torch.Tensor | None) -> None:
+    def _keep_seed_logits(
+        self, rows: CanvasBatch, logits: MaskedLogits, is_new: torch.Tensor | None
+    ) -> None:
+        """A block's first step has no row for its first token, whose scores are these."""
         kept = logits.of_rows(in_process=False)
         self.requests.logprobs.keep_seeds(rows.slots_np.tolist(), kept, is_new)
 

@@ -37,7 +37,7 @@ class VerifiedStep(CausalStep):
         assert isinstance(self.requests.settings, MaskedSlotSettings)
         return self.requests.settings.are_verified(batch.slots_np)
 
-    def _are_seeded(self, batch: CanvasBatch) -> np.ndarray:
+    def _foretell_next(self, batch: CanvasBatch) -> np.ndarray:
         return ~self._are_drafts(batch)
 
     def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
@@ -111,7 +111,9 @@ class VerifiedStep(CausalStep):
             next_token[:, 0],
         )
 
-    def _seeded(self, rows: CanvasBatch, logits: MaskedLogits, is_new: torch.Tensor | None) -> None:
+    def _keep_seed_logits(
+        self, rows: CanvasBatch, logits: MaskedLogits, is_new: torch.Tensor | None
+    ) -> None:
         """Other requests' rows say how probable their own tokens are."""
         logprobs, are_drafts = self.requests.logprobs, self._are_drafts(rows)
         kept = logits.of_rows(in_process=logprobs.reports_processed)
