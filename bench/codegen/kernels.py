@@ -61,7 +61,7 @@ SAMPLER = {
     **dict.fromkeys(("renoise", "next_canvas", "slots", "numbers", "tokens", "canvas"), "i64"),
     **dict.fromkeys(("entropy", "settings", "counted"), "fp32"),
     **dict.fromkeys(("stage_confidence", "stage_stability", "t_min", "t_span"), "fp32"),
-    **dict.fromkeys(("ends", "block_ends", "sampled", "emitted", "rejected"), "i32"),
+    **dict.fromkeys(("ends", "block_ends", "told"), "i32"),
     "stop_tokens": "i64",
     "uniform": "fp64",
     "flags": "i1",

@@ -201,6 +201,11 @@ SEAMS = [
         f"{_RUNNER}._remove_request",
         "self.prompt_logprobs_worker.remove_request(req_id)",
     ),
+    Seam(
+        "a model may capture more, once the forward of steps is captured",
+        f"{_RUNNER}.capture_model",
+        "self.model_state.capture_inner_cudagraphs(",
+    ),
     # --- memory while a server sleeps, and before it serves ---------------------------------------
     Seam(
         "memory that every sleep keeps, and what is allocated with the weights, which one does not",

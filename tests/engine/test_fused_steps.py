@@ -19,7 +19,9 @@ from tests.engine.conftest import Engine
 from tests.engine.one_step import FEW_STEPS, random_ids
 from tests.engine.test_scheduling import Answer, answer_of
 from tests.engines import asynchronous_scheduling
+from tests.recorded_graphs import Recorded, RecordedGraph, capturing
 from vllm_dllm.denoise import draws_triton
+from vllm_dllm.step import model_state
 from vllm_dllm.step.uniform import settle_triton
 from vllm_dllm.step.uniform.uniform_step import UniformStep
 
@@ -42,6 +44,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+KERNELS = (
+    (draws_triton, "_temperature_and_noise_kernel"),
+    (settle_triton, "_settle_kernel"),
+    (settle_triton, "_store_soft_kernel"),
+)
+
+
 class Steps(NamedTuple):
     step: UniformStep
     taken: Counter[str]  # by the name of the method that took them
@@ -50,6 +59,8 @@ class Steps(NamedTuple):
 @pytest.fixture(scope="module")
 def served(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> Iterator[Engine]:
     interpret_kernels(draws_triton, settle_triton)
+    for module, name in KERNELS:
+        setattr(module, name, Recorded(getattr(module, name)))
     with asynchronous_scheduling():
         yield engine(
             tiny(64),
@@ -82,9 +93,9 @@ def in_operations(step: UniformStep) -> Any:
     """Self-conditioning as PyTorch adds up its norms: to the bit the kernels' do not."""
     condition = step.condition
 
-    def conditioned(plain: torch.Tensor, out: torch.Tensor) -> None:
+    def conditioned(plain: torch.Tensor, batch: Any, out: torch.Tensor) -> None:
         step.fuses = False
-        condition(plain, out)
+        condition(plain, batch, out)
         step.fuses = True
 
     return conditioned
@@ -118,3 +129,44 @@ def test_every_step_is_fused(
     monkeypatch.setattr(steps.step, "condition", in_operations(steps.step))
     assert answers_of(served, params) == expected
     assert set(steps.taken) == {"_advance_plain"}
+
+
+CAPTURED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7, "max_tokens": 3 * CANVAS},
+    {"temperature": 0.0, "max_tokens": CANVAS + 6},
+    {"stop_token_ids": list(range(0, 512, 9)), "ignore_eos": False, "max_tokens": 3 * CANVAS},
+    {"extra_args": {**FEW_STEPS, "diffusion_window_rule": "symmetric"}, "max_tokens": 2 * CANVAS},
+)
+
+
+def test_graphs_are_the_step(served: Engine, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole answers of steps whose launches around the forward are replayed: requests come, leave
+    and lie in other slots than those of the capture."""
+    runner = served.llm.llm_engine.model_executor.driver_worker.model_runner
+    state, step = runner.model_state, steps.step
+    monkeypatch.setattr(step, "fuses", True)
+    monkeypatch.setattr(step, "condition", in_operations(step))
+    monkeypatch.setitem(vars(step.model), "streams_vocabulary", True)
+    params = [
+        SamplingParams(seed=i, **{"ignore_eos": True, "extra_args": FEW_STEPS, **kind})
+        for i, kind in enumerate(CAPTURED)
+    ]
+    expected = answers_of(served, params)
+    graphs = state.vllm_config.compilation_config
+    monkeypatch.setattr(graphs, "max_cudagraph_capture_size", 3 * CANVAS)
+    monkeypatch.setattr(model_state, "capturing", capturing)
+    with torch.inference_mode():
+        state.capture_inner_cudagraphs(runner.input_buffers, None, None, None)
+    replays: Counter[int] = Counter()
+    try:
+        for params_of_some in (params, params[:1]):  # alone, an answer is the same
+            steps.taken.clear()
+            assert answers_of(served, params_of_some) == expected[: len(params_of_some)]
+            for number, captured in step.graphs._captured.items():
+                replays[number] += captured.after.num_replays
+                assert captured.before.num_replays == captured.after.num_replays
+            assert set(steps.taken) == {"_advance_plain"}
+    finally:
+        state.drop_graphs()
+    assert set(+replays) == {1, 2, 3}
+    assert RecordedGraph.recording is None and step.graphs is None

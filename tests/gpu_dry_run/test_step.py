@@ -90,6 +90,19 @@ class Server(NamedTuple):
             self.state.remove_request(kind)
             self.req_states.remove_request(kind)
 
+    def capture(self, most: int) -> None:
+        """As vLLM does when it has captured the forward of steps of `most` canvases."""
+        config = self.state.vllm_config
+        config.compilation_config = SimpleNamespace(
+            max_cudagraph_capture_size=most * self.state.step.canvas_length, cudagraph_mode=None
+        )
+        buffers: Any = SimpleNamespace(
+            input_ids=torch.empty(4096, dtype=torch.int32, device=CUDA),
+            seq_lens=torch.empty(self.state.max_num_reqs, dtype=torch.int32, device=CUDA),
+        )
+        nothing: Any = None
+        self.state.capture_inner_cudagraphs(buffers, nothing, nothing, nothing)
+
     def step(self) -> None:
         batch = self.batch()
         self.state.prepare_inputs(batch, self.req_states)
@@ -161,6 +174,7 @@ def start(
     state.vllm_config, state.model, state.device = config(vocab_size, dtype, settings), model, CUDA
     state.model_config = state.vllm_config.model_config
     state.max_num_tokens, state.max_num_reqs = 4096, max_num_reqs
+    state.dtype = dtype
     state._latest_metadata = None
     state._causal = torch.zeros(2 * max_num_reqs, dtype=torch.int32, device=CUDA)
     state._symmetric = torch.zeros_like(state._causal)
@@ -202,7 +216,14 @@ def config(vocab_size: int, dtype: torch.dtype, settings: dict[str, Any]) -> Any
     return SimpleNamespace(
         additional_config={"vllm_dllm": settings},
         kv_transfer_config=None,
-        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            rank=0,
+            tensor_parallel_size=1,
+            worker_cls="",
+            use_ubatching=False,
+            prefill_context_parallel_size=1,
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
         diffusion_config=SimpleNamespace(canvas_length=C, max_denoising_steps=None),
         model_config=SimpleNamespace(
             architecture="DiffusionGemmaForBlockDiffusion",

@@ -111,6 +111,28 @@ class CanvasBatch:
             tokens=None if tokens is None else to_device(tokens),
         )
 
+    @classmethod
+    def whole(cls, slots: torch.Tensor, canvas_length: int) -> "CanvasBatch":
+        """A step of nothing but whole canvases, in slots [n] int64 that only the device knows."""
+        n = len(slots)
+        requests = torch.arange(n, device=slots.device)
+        first_rows = requests * canvas_length
+        return cls(
+            canvas_length=canvas_length,
+            requests_np=np.arange(n),
+            slots_np=np.zeros(0, dtype=np.int64),
+            lengths_np=np.full(n, canvas_length),
+            requests=requests,
+            slots=slots,
+            lengths=torch.full_like(slots, canvas_length),
+            first_rows=first_rows,
+            first_tokens=first_rows,
+            request_index=slice(0, n),
+            slot_index=slots,
+            cells=None,
+            tokens=None,
+        )
+
     @property
     def num_canvases(self) -> int:
         return len(self.requests_np)

@@ -65,8 +65,9 @@ def test_condition(batch: str) -> None:
     plain = torch.randn(sum(prompts) + sum(canvases), H).to(DEVICE)
     expected, ours = torch.full_like(plain, torch.nan), torch.full_like(plain, torch.nan)
     with torch.inference_mode():
-        step_of(batch, False).condition(plain, out=expected)
-        step_of(batch, True).condition(plain, out=ours)
+        for fuses, out in ((False, expected), (True, ours)):
+            step = step_of(batch, fuses)
+            step.condition(plain, step.batch, out=out)
     assert (expected == plain).all(dim=1).sum() == sum(prompts) + canvases[2], "a commit's, too"
     assert ours[(expected == plain).all(dim=1)].equal(plain[(expected == plain).all(dim=1)])
     share = tolerances.norm(H) + 2 * tolerances.product(INTERMEDIATE)

@@ -6,7 +6,7 @@ step, so a step can be prepared while the previous one still runs.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,18 +17,24 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
-from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata, ModelState
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.attention import WindowRules, takes_window_rules
-from vllm_dllm.compat.gpu import kept_asleep
+from vllm_dllm.compat.gpu import capturing, kept_asleep
+from vllm_dllm.scheduling.spared_forwards import joins_commits
+from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.runner.attn_requests import AttnRequests, LatestMetadata
 from vllm_dllm.step.runner.image_rows import ImageRows
 from vllm_dllm.step.runner.sampler import DiffusionSampler
 from vllm_dllm.step.uniform.uniform_step import UniformStep
+
+if TYPE_CHECKING:
+    from vllm_dllm.step.uniform.step_graphs import StepGraphs
 
 
 class DiffusionModelState(ModelState):
@@ -40,6 +46,7 @@ class DiffusionModelState(ModelState):
     num_new_sampled_tokens_per_step: int = 0  # a step samples a whole canvas or nothing
     step_cls: type[CanvasStep] = UniformStep
     step: CanvasStep  # made with the sampler, whose request states it needs
+    _graphs: "StepGraphs | None" = None  # none where vLLM captures no steps
     _image_rows: ImageRows | None = None  # none where the server takes no images
     # Of the step's images: [tokens, H] each, and their rows [T] bool on the host.
     _images: tuple[list[torch.Tensor], torch.Tensor] | None = None
@@ -109,15 +116,68 @@ class DiffusionModelState(ModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Embeds a step's tokens, and self-conditions the rows that are denoised."""
         assert isinstance(self.step, UniformStep), "masked models have a state of their own"
-        num_tokens = input_batch.num_tokens
-        input_ids, images = input_batch.input_ids[:num_tokens], self._images
-        if images is None:
-            plain = self.model.embed_input_ids(input_ids)
-        else:
-            plain = self.model.embed_input_ids(input_ids, images[0], is_multimodal=images[1])
         self.step.begin(input_batch)
-        self.step.condition(plain, out=self._inputs_embeds[:num_tokens])
+        if self._graphs is None or not self._graphs.hold(self.step.batch):
+            num_tokens = input_batch.num_tokens
+            input_ids, images = input_batch.input_ids[:num_tokens], self._images
+            if images is None:
+                plain = self.model.embed_input_ids(input_ids)
+            else:
+                plain = self.model.embed_input_ids(input_ids, images[0], is_multimodal=images[1])
+            self.step.condition(plain, self.step.batch, out=self._inputs_embeds[:num_tokens])
         return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
+
+    def capture_inner_cudagraphs(
+        self,
+        input_buffers: InputBuffers,
+        block_tables: BlockTables,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        """Captures what steps launch around the forward, once vLLM has captured that."""
+        self.drop_graphs()
+        step, config = self.step, self.vllm_config
+        if not isinstance(step, UniformStep) or not step.fuses:
+            return
+        from vllm_dllm.step.uniform.step_graphs import StepGraphs, can_be_captured  # needs Triton
+
+        if not can_be_captured(step, config):
+            return
+        largest = config.compilation_config.max_cudagraph_capture_size or 0
+        with kept_asleep(self.model_config):
+            graphs = StepGraphs(
+                min(self.max_num_reqs, largest // step.canvas_length),
+                step.canvas_length,
+                self._inputs_embeds.shape[1],
+                self.dtype,
+                self.device,
+                joins_commits=joins_commits(config),
+            )
+            with capturing(config, self.device) as capture:
+                graphs.capture(
+                    capture,
+                    partial(self._embed_whole, input_buffers.input_ids),
+                    partial(step.settle_whole, input_buffers.seq_lens, graphs.joins_commits),
+                )
+        self._graphs = step.graphs = graphs
+
+    def _embed_whole(self, input_ids: torch.Tensor, batch: CanvasBatch) -> None:
+        """What is captured: all that a step of whole canvases needs before its forward.
+
+        `input_ids` [>= n * C] int, the runner's."""
+        assert isinstance(self.step, UniformStep)
+        n = batch.num_canvases
+        num_tokens = n * batch.canvas_length
+        self._causal[:n] = self.step.slots.is_committing(batch.slots)
+        self._symmetric[:n] = self.step.slots.symmetric_window(batch.slots)
+        plain = self.model.embed_input_ids(input_ids[:num_tokens])
+        self.step.condition(plain, batch, out=self._inputs_embeds[:num_tokens])
+
+    def drop_graphs(self) -> None:
+        """Gives up what `capture_inner_cudagraphs` has captured: it comes again."""
+        self._graphs = None
+        if isinstance(self.step, UniformStep):
+            self.step.graphs = None
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         return {"inputs_embeds": self._inputs_embeds[:num_tokens]}
@@ -133,6 +193,17 @@ class DiffusionModelState(ModelState):
         if input_batch.has_prefill:
             causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
         return causal
+
+    def _write_flags(self, requests: AttnRequests, input_batch: InputBatch) -> None:
+        if self._graphs is not None:
+            self.step.begin(input_batch)
+            batch = self.step.batch
+            if batch is not None and self._graphs.hold(batch):
+                self._graphs.before(batch)  # `prepare_inputs` comes later, with nothing left to do
+                return
+        num_reqs = len(requests.is_prompt)
+        self._causal[:num_reqs] = self.causal(requests, input_batch)
+        self._symmetric[:num_reqs] = self.step.slots.symmetric_window(requests.slots)
 
     @property
     def by_blocks(self) -> bool:
@@ -164,8 +235,7 @@ class DiffusionModelState(ModelState):
         num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens
         query_start_loc, query_start_loc_np = requests.query_start_loc, requests.query_start_loc_np
         seq_lens = requests.seq_lens
-        self._causal[:num_reqs] = self.causal(requests, input_batch)
-        self._symmetric[:num_reqs] = self.step.slots.symmetric_window(requests.slots)
+        self._write_flags(requests, input_batch)
         if cudagraph_mode == CUDAGraphMode.FULL:
             assert num_reqs == input_batch.num_reqs, "the scheduler joins nothing under full graphs"
             num_reqs, num_tokens = (
@@ -175,7 +245,8 @@ class DiffusionModelState(ModelState):
             query_start_loc = input_batch.query_start_loc[: num_reqs + 1]
             query_start_loc_np = input_batch.query_start_loc_np[: num_reqs + 1]
             seq_lens = input_batch.seq_lens
-            self._causal[input_batch.num_reqs : num_reqs] = 0
+            if num_reqs > input_batch.num_reqs:
+                self._causal[input_batch.num_reqs : num_reqs] = 0
         causal, symmetric = self._causal[:num_reqs], self._symmetric[:num_reqs]
         spans = self.image_spans(input_batch, cudagraph_mode)
         spans = spans if spans is None else spans[:num_tokens]

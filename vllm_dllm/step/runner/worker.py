@@ -32,6 +32,11 @@ class CanvasWorker(Worker):
         super().load_model(**kwargs)
         keep_prompts_private(self.model_runner)
 
+    def determine_available_memory(self) -> int:
+        available: int = super().determine_available_memory()
+        self.model_runner.model_state.drop_graphs()  # vLLM has captured to see how much they take
+        return available
+
     def compile_or_warm_up_model(self) -> Any:
         """Measures and compiles kernels before vLLM captures graphs."""
         # Before graphs are captured: what they read must not be allocated anew, and they keep the

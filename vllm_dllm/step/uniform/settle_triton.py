@@ -37,11 +37,26 @@ class Emits(NamedTuple):
 class PlainSettled(NamedTuple):
     """What became of n canvases, beside what is in their slots."""
 
-    best_guess: torch.Tensor  # [n, C] int32
-    emitted: torch.Tensor  # [n] int32, tokens of it that are the answer's from now on
-    rejected: torch.Tensor  # [n] int32, tokens that later steps compute again
+    told: torch.Tensor  # [n * C + 2 * n] int32: `best_guess`, `emitted`, `rejected`
     flags: torch.Tensor  # [3, n] bool: `ended`, `at_once`, `cut`
     counted: torch.Tensor  # [NAMES, n] fp32
+
+    @property
+    def best_guess(self) -> torch.Tensor:
+        """[n, C] int32."""
+        n = self.flags.shape[1]
+        return self.told[: -2 * n].view(n, -1)
+
+    @property
+    def emitted(self) -> torch.Tensor:
+        """[n] int32: tokens of it that are the answer's from now on."""
+        n = self.flags.shape[1]
+        return self.told[-2 * n : -n]
+
+    @property
+    def rejected(self) -> torch.Tensor:
+        """[n] int32: tokens that later steps compute again."""
+        return self.told[-self.flags.shape[1] :]
 
     @property
     def ended(self) -> torch.Tensor:
@@ -76,9 +91,7 @@ def settle(
     n, C = batch.num_canvases, batch.canvas_length
     device = slots.canvas.device
     settled = PlainSettled(
-        best_guess=torch.empty(n, C, dtype=torch.int32, device=device),
-        emitted=torch.empty(n, dtype=torch.int32, device=device),
-        rejected=torch.empty(n, dtype=torch.int32, device=device),
+        told=torch.empty(n * C + 2 * n, dtype=torch.int32, device=device),
         flags=torch.empty(3, n, dtype=torch.bool, device=device),
         counted=torch.empty(len(NAMES), n, dtype=torch.float32, device=device),
     )
@@ -222,9 +235,7 @@ def _settle_kernel(
     settings,  # [R, _SETTINGS] fp32
     stage_confidence,  # [stages + 1] fp32
     stage_stability,
-    sampled,  # [n, C] int32
-    emitted,  # [n] int32
-    rejected,
+    told,  # [n * C + 2 * n] int32: best guesses, emitted, rejected
     flags,  # [3, n] bool
     counted,  # [len(NAMES), n] fp32
     num_canvases,
@@ -302,11 +313,12 @@ def _settle_kernel(
     tl.store(numbers + _IS_COMMITTING, (finished & (at_once == 0)).to(tl.int64), mask=is_taken)
     tl.store(numbers + _TIMES_REPEATED, repeated, mask=is_taken)
 
-    tl.store(sampled + drawn, tl.where(commits, earlier, guess).to(tl.int32), mask=is_place)
+    tl.store(told + drawn, tl.where(commits, earlier, guess).to(tl.int32), mask=is_place)
     tokens_emitted = tl.where(ends & is_taken, length, 0).to(tl.int32)
-    tl.store(emitted + i, tokens_emitted)
+    emitted = told + num_canvases * canvas_length + i
+    tl.store(emitted, tokens_emitted)
     kept = tokens_emitted if KEEPS_EMITTED else 0
-    tl.store(rejected + i, length.to(tl.int32) - kept)
+    tl.store(emitted + num_canvases, length.to(tl.int32) - kept)
     tl.store(flags + i, ends & is_taken)
     tl.store(flags + num_canvases + i, at_once)
     tl.store(flags + 2 * num_canvases + i, is_cut)

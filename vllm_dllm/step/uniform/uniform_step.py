@@ -31,10 +31,13 @@ from vllm_dllm.step.watched.counted import numbers_on_host
 
 if TYPE_CHECKING:
     from vllm_dllm.denoise.draws_triton import StepDraws
+    from vllm_dllm.step.uniform.settle_triton import PlainSettled
+    from vllm_dllm.step.uniform.step_graphs import StepGraphs
 
 
 class UniformStep(CanvasStep):
     self_conditions = True
+    graphs: "StepGraphs | None" = None  # none where vLLM captures no steps
 
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
         config, num_slots = read_denoise_config(vllm_config), len(self.slots.canvas)
@@ -55,6 +58,7 @@ class UniformStep(CanvasStep):
     def condition(
         self,
         plain: torch.Tensor,  # [T, H] embeddings of the step's tokens
+        batch: CanvasBatch | None,
         out: torch.Tensor,  # [T, H]
     ) -> None:
         """Self-conditions the rows that are being denoised.
@@ -62,7 +66,6 @@ class UniformStep(CanvasStep):
         Once, over the canvas rows of all requests. A commit's rows go through too and keep their
         plain embeddings: the output norm would change them even for a zero signal.
         """
-        batch = self.batch
         if batch is None:
             out.copy_(plain)
             return
@@ -97,15 +100,72 @@ class UniformStep(CanvasStep):
         self, batch: CanvasBatch, source: torch.Tensor, input_batch: InputBatch
     ) -> Advanced:
         """The same as `_advance`, in few launches."""
-        from vllm_dllm.step.uniform.settle_triton import NAMES, Emits, settle, store_soft_embeds
+        from vllm_dllm.step.uniform.settle_triton import NAMES
 
-        slots, requests = self.slots, self.requests
-        assert isinstance(requests.settings, SlotSettings)
-        block_ends = input_batch.seq_lens[batch.request_index]
+        requests, logprobs = self.requests, None
+        if self._has_graph(batch):
+            assert self.graphs is not None
+            settled = self.graphs.after(batch, source)
+        else:
+            block_ends = input_batch.seq_lens[batch.request_index]
+            # Settling writes it, and a report reads it afterwards.
+            last_guess = self.slots.last_guess(batch.slot_index)
+            if reports := requests.logprobs.concern(batch):
+                last_guess = last_guess.clone()
+            settled, logits, row_temperature, best_guess = self._settle_plain(
+                batch, source, block_ends, last_guess, requests.joins_commits
+            )
+            if reports:
+                logprobs = requests.logprobs.report(
+                    logits,
+                    row_temperature,
+                    batch.unflatten(best_guess),
+                    batch,
+                    input_batch.num_reqs,
+                    settled.at_once,
+                    settled.cut,
+                )
+            requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
+        if requests.are_counted:
+            self._numbers = numbers_on_host(batch, NAMES, settled.counted)
+        return Advanced(settled.best_guess, settled.emitted, settled.rejected, logprobs)
+
+    def _has_graph(self, batch: CanvasBatch) -> bool:
+        """Whether a step of plain canvases has one, and nobody wants to see its logits or change
+        them."""
+        requests, graphs = self.requests, self.graphs
+        if graphs is None or not graphs.hold(batch):
+            return False
+        changes = requests.filters.needs_whole_rows(batch) or requests.logprobs.concern(batch)
+        return graphs.joins_commits == requests.joins_commits and not changes
+
+    def settle_whole(
+        self,
+        seq_lens: torch.Tensor,  # [>= n] int32, the runner's
+        joins_commits: bool,
+        batch: CanvasBatch,
+        hidden: torch.Tensor,  # [n * C, H]
+    ) -> "PlainSettled":
+        """What is captured: a plain step of whole canvases, after its forward."""
+        block_ends = seq_lens[: batch.num_canvases]
+        last_guess = self.slots.last_guess(batch.slot_index)
+        return self._settle_plain(batch, hidden, block_ends, last_guess, joins_commits)[0]
+
+    def _settle_plain(
+        self,
+        batch: CanvasBatch,
+        source: torch.Tensor,  # see `advance`
+        block_ends: torch.Tensor,  # [n] int32
+        last_guess: torch.Tensor,  # [n, C] int64
+        joins_commits: bool,
+    ) -> tuple["PlainSettled", CanvasLogits, torch.Tensor, torch.Tensor]:
+        """Returns also the logits, their temperature [rows, 1] fp32 and best guesses [rows] int64,
+        for those who report them."""
+        from vllm_dllm.step.uniform.settle_triton import Emits, settle, store_soft_embeds
+
+        settings = self.requests.settings
+        assert isinstance(settings, SlotSettings)
         drawn = self._fused_draws(batch, block_ends)
-        last_guess = slots.last_guess(batch.slot_index)
-        if reports := requests.logprobs.concern(batch):
-            last_guess = last_guess.clone()  # settling writes it, and a report reads it afterwards
         logits = self._logits(source, batch, drawn.starts, last_guess)
         row_temperature = batch.flatten(drawn.temperature)[:, None]
         stats, soft_rows = logits.read(row_temperature, batch.flatten(drawn.noise.candidate))
@@ -115,27 +175,13 @@ class UniformStep(CanvasStep):
             batch,
             block_ends,
             self.max_model_len,
-            slots,
-            requests.settings,
-            Emits(self.settling.spares_last_commit, requests.joins_commits),
-            keeps_emitted=not requests.joins_commits,
+            self.slots,
+            settings,
+            Emits(self.settling.spares_last_commit, joins_commits),
+            keeps_emitted=not joins_commits,
         )
-        logprobs = None
-        if reports:
-            logprobs = requests.logprobs.report(
-                logits,
-                row_temperature,
-                batch.unflatten(stats.best_guess),
-                batch,
-                input_batch.num_reqs,
-                settled.at_once,
-                settled.cut,
-            )
-        store_soft_embeds(soft_rows, settled, batch, slots)
-        requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
-        if requests.are_counted:
-            self._numbers = numbers_on_host(batch, NAMES, settled.counted)
-        return Advanced(settled.best_guess, settled.emitted, settled.rejected, logprobs)
+        store_soft_embeds(soft_rows, settled, batch, self.slots)
+        return settled, logits, row_temperature, stats.best_guess
 
     def _fused_draws(self, batch: CanvasBatch, block_ends: torch.Tensor) -> "StepDraws":
         """Temperature and noise of each canvas, by one kernel."""

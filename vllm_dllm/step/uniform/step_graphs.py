@@ -1,0 +1,93 @@
+"""What a step of nothing but whole canvases launches around the forward, as two CUDA graphs: causal
+flags, embeddings and self-conditioning before it, all that `UniformStep` does after it.
+
+They exist where vLLM captures forwards, for every number of canvases up to its largest graph's.
+A graph reads what steps leave where it always lies, the runner's buffers and the slots, so a replay
+computes what the step would.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_dllm.compat.gpu import Capture
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.uniform.settle_triton import PlainSettled
+from vllm_dllm.step.uniform.uniform_step import UniformStep
+
+
+def can_be_captured(step: UniformStep, vllm_config: VllmConfig) -> bool:
+    """Whether plain steps wait for nothing, and their forwards compute the runner's own rows."""
+    parallel, soft = vllm_config.parallel_config, step.soft_embedding
+    is_exact = not soft.tolerance and soft.top_k is None
+    is_whole = not parallel.use_ubatching and parallel.prefill_context_parallel_size == 1
+    return is_exact and is_whole and bool(step.model.streams_vocabulary)
+
+
+class _Captured(NamedTuple):
+    batch: CanvasBatch
+    before: torch.cuda.CUDAGraph
+    after: torch.cuda.CUDAGraph
+    settled: PlainSettled
+
+
+class StepGraphs:
+    def __init__(
+        self,
+        most: int,  # canvases of a step
+        canvas_length: int,  # C
+        hidden_size: int,  # H
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        joins_commits: bool,  # as `StepRequests.joins_commits` while they are replayed
+    ) -> None:
+        self.joins_commits = joins_commits
+        self._canvas_length = canvas_length
+        self._slots = torch.zeros(most, dtype=torch.int64, device=device)  # of the step's canvases
+        self._hidden = torch.zeros(most * canvas_length, hidden_size, dtype=dtype, device=device)
+        self._captured: dict[int, _Captured] = {}  # by number of canvases
+        self._latest: CanvasBatch | None = None  # whose slots are in `_slots`
+
+    def capture(
+        self,
+        capture: Capture,
+        before: Callable[[CanvasBatch], None],
+        after: Callable[[CanvasBatch, torch.Tensor], PlainSettled],  # of hidden states [n * C, H]
+    ) -> None:
+        """The largest comes first: the others find their memory in its."""
+        for n in range(len(self._slots), 0, -1):
+            batch = CanvasBatch.whole(self._slots[:n], self._canvas_length)
+            hidden = self._hidden[: n * self._canvas_length]
+            graph_before, _ = capture(partial(before, batch))
+            graph_after, settled = capture(partial(after, batch, hidden))
+            self._captured[n] = _Captured(batch, graph_before, graph_after, settled)
+
+    def hold(self, batch: CanvasBatch | None) -> bool:
+        """Whether a step of these canvases has graphs."""
+        if batch is None or batch.cells is not None or batch.tokens is not None:
+            return False
+        return batch.num_canvases in self._captured
+
+    def before(self, batch: CanvasBatch) -> None:
+        self._find(batch).before.replay()
+
+    def after(
+        self,
+        batch: CanvasBatch,
+        hidden: torch.Tensor,  # [n * C, H]
+    ) -> PlainSettled:
+        captured = self._find(batch)
+        self._hidden[: len(hidden)].copy_(hidden)
+        captured.after.replay()
+        # The next replay may come before these are on the host.
+        return captured.settled._replace(told=captured.settled.told.clone())
+
+    def _find(self, batch: CanvasBatch) -> _Captured:
+        if batch is not self._latest:
+            self._slots[: batch.num_canvases].copy_(batch.slots)
+            self._latest = batch
+        return self._captured[batch.num_canvases]
