@@ -20,7 +20,7 @@ from tests.engine.one_step import FEW_STEPS, random_ids
 from tests.engine.test_scheduling import Answer, answer_of
 from tests.engines import asynchronous_scheduling
 from tests.recorded_graphs import Recorded, RecordedGraph, capturing
-from vllm_dllm.denoise import draws_triton
+from vllm_dllm.denoise import draws_triton, vocab_stream
 from vllm_dllm.step import model_state
 from vllm_dllm.step.uniform import settle_triton
 from vllm_dllm.step.uniform.uniform_step import UniformStep
@@ -147,13 +147,15 @@ def test_graphs_are_the_step(served: Engine, steps: Steps, monkeypatch: pytest.M
     monkeypatch.setattr(step, "fuses", True)
     monkeypatch.setattr(step, "condition", in_operations(step))
     monkeypatch.setitem(vars(step.model), "streams_vocabulary", True)
+    # On CPUs it is NumPy's, of which a recording knows nothing.
+    monkeypatch.setattr(vocab_stream, "argmax", lambda blocks: blocks.argmax(dim=-1))
     params = [
         SamplingParams(seed=i, **{"ignore_eos": True, "extra_args": FEW_STEPS, **kind})
         for i, kind in enumerate(CAPTURED)
     ]
     expected = answers_of(served, params)
     graphs = state.vllm_config.compilation_config
-    monkeypatch.setattr(graphs, "max_cudagraph_capture_size", 3 * CANVAS)
+    monkeypatch.setattr(graphs, "max_cudagraph_capture_size", 4 * CANVAS)
     monkeypatch.setattr(model_state, "capturing", capturing)
     with torch.inference_mode():
         state.capture_inner_cudagraphs(runner.input_buffers, None, None, None)
@@ -168,5 +170,5 @@ def test_graphs_are_the_step(served: Engine, steps: Steps, monkeypatch: pytest.M
             assert set(steps.taken) == {"_advance_plain"}
     finally:
         state.drop_graphs()
-    assert set(+replays) == {1, 2, 3}
+    assert {1, 4} <= set(+replays)
     assert RecordedGraph.recording is None and step.graphs is None

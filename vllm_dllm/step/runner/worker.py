@@ -1,7 +1,9 @@
 """The worker of diffusion models on GPUs."""
 
+import time
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.warmup import warmup_kernels
@@ -12,6 +14,8 @@ from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.runner import join_commits, keep_prompts_private, send_numbers
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.step.runner.kernel_choice import measure_kernels
+
+logger = init_logger(__name__)
 
 WARMED_UP = (
     SamplingParams(),
@@ -43,6 +47,7 @@ class CanvasWorker(Worker):
         # kernels of their capture.
         measure_kernels(self.vllm_config, self.model_runner.model)
         if self.vllm_config.kernel_config.enable_jit_warmup:
+            begin = time.monotonic()
             compile_attention(
                 self.vllm_config.compilation_config.static_forward_context.values(),
                 self.model_config.dtype,
@@ -53,6 +58,8 @@ class CanvasWorker(Worker):
             for params in WARMED_UP:
                 with self.model_runner.sampler.asked_for(params):
                     warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
+            seconds = time.monotonic() - begin
+            logger.info("Kernels were compiled and warmed up in %.0f s.", seconds)
         done = super().compile_or_warm_up_model()
         leave_signals_to_engine()
         return done
