@@ -8,6 +8,9 @@ from tests.cuda_build import host_time
 from tests.cuda_build.machine import H100, Host
 
 NUMBERS = (1, 8, 32)  # of requests
+MOST = 21
+"""Launches a step outside of graphs: 15 of the runner's, 5 around its graph, and now and then a copy
+of where canvases lie."""
 STOCK = Host((9, 0), settings=(("VLLM_PLUGINS", ""),))
 
 
@@ -21,4 +24,4 @@ def test_fewer_launches_than_stock(
     )
     host_times += host_time.table(ours, stock)
     for number in NUMBERS:
-        assert ours[number]["launches"] < 0.7 * stock[number]["launches"]
+        assert ours[number]["launches"] <= MOST < 0.7 * stock[number]["launches"]
