@@ -9,8 +9,8 @@ from tests.cuda_build.machine import H100, Host
 
 NUMBERS = (1, 8, 32)  # of requests
 MOST = 21
-"""Launches a step outside of graphs: 15 of the runner's, 5 around its graph, and now and then a copy
-of where canvases lie."""
+"""Launches a step outside of graphs: 15 of the runner's, 5 of ours, and now and then a copy of where
+canvases lie."""
 STOCK = Host((9, 0), settings=(("VLLM_PLUGINS", ""),))
 
 
