@@ -9,7 +9,7 @@ from tests.cuda_build.machine import H100, Host
 
 NUMBERS = (1, 8, 32)  # of requests
 MOST = 21
-"""Launches a step outside of graphs: 15 of the runner's, 5 of ours, and now and then a copy of where
+"""Launches a step outside of graphs: 15 of the runner's, 5 of ours, and at times a copy of where
 canvases lie."""
 STOCK = Host((9, 0), settings=(("VLLM_PLUGINS", ""),))
 

@@ -21,7 +21,7 @@ from tests.engine.test_scheduling import Answer, answer_of
 from tests.engines import asynchronous_scheduling
 from tests.recorded_graphs import Recorded, RecordedGraph, capturing
 from vllm_dllm.denoise import draws_triton, vocab_stream
-from vllm_dllm.step import model_state
+from vllm_dllm.step.runner import model_state
 from vllm_dllm.step.uniform import settle_triton
 from vllm_dllm.step.uniform.uniform_step import UniformStep
 

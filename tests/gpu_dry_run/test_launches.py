@@ -11,7 +11,7 @@ import torch
 
 from tests.gpu_dry_run import test_step
 from tests.gpu_dry_run.fake_cuda import FakeCuda, fake_cuda
-from vllm_dllm.step import model_state
+from vllm_dllm.step.runner import model_state
 
 CANVAS, VOCABULARY = 256, 262_144
 KINDS = ("plain", "seeded", "greedy", "symmetric")

@@ -108,12 +108,9 @@ class UniformStep(CanvasStep):
             settled = self.graphs.after(batch, source)
         else:
             block_ends = input_batch.seq_lens[batch.request_index]
-            # Settling writes it, and a report reads it afterwards.
-            last_guess = self.slots.last_guess(batch.slot_index)
-            if reports := requests.logprobs.concern(batch):
-                last_guess = last_guess.clone()
+            reports = requests.logprobs.concern(batch)
             settled, logits, row_temperature, best_guess = self._settle_plain(
-                batch, source, block_ends, last_guess, requests.joins_commits
+                batch, source, block_ends, requests.joins_commits, reports
             )
             if reports:
                 logprobs = requests.logprobs.report(
@@ -148,16 +145,15 @@ class UniformStep(CanvasStep):
     ) -> "PlainSettled":
         """What is captured: a plain step of whole canvases, after its forward."""
         block_ends = seq_lens[: batch.num_canvases]
-        last_guess = self.slots.last_guess(batch.slot_index)
-        return self._settle_plain(batch, hidden, block_ends, last_guess, joins_commits)[0]
+        return self._settle_plain(batch, hidden, block_ends, joins_commits)[0]
 
     def _settle_plain(
         self,
         batch: CanvasBatch,
         source: torch.Tensor,  # see `advance`
         block_ends: torch.Tensor,  # [n] int32
-        last_guess: torch.Tensor,  # [n, C] int64
         joins_commits: bool,
+        reports: bool = False,
     ) -> tuple["PlainSettled", CanvasLogits, torch.Tensor, torch.Tensor]:
         """Returns also the logits, their temperature [rows, 1] fp32 and best guesses [rows] int64,
         for those who report them."""
@@ -166,6 +162,9 @@ class UniformStep(CanvasStep):
         settings = self.requests.settings
         assert isinstance(settings, SlotSettings)
         drawn = self._fused_draws(batch, block_ends)
+        last_guess = self.slots.last_guess(batch.slot_index)
+        if reports:
+            last_guess = last_guess.clone()  # settling writes it, and a report reads it afterwards
         logits = self._logits(source, batch, drawn.starts, last_guess)
         row_temperature = batch.flatten(drawn.temperature)[:, None]
         stats, soft_rows = logits.read(row_temperature, batch.flatten(drawn.noise.candidate))
