@@ -128,8 +128,7 @@ class UniformStep(CanvasStep):
         return Advanced(settled.best_guess, settled.emitted, settled.rejected, logprobs)
 
     def _has_graph(self, batch: CanvasBatch) -> bool:
-        """Whether a step of plain canvases has one, and nobody wants to see its logits or change
-        them."""
+        """Whether a plain step has one, and nobody wants to see its logits or change them."""
         requests, graphs = self.requests, self.graphs
         if graphs is None or not graphs.hold(batch):
             return False
@@ -155,8 +154,7 @@ class UniformStep(CanvasStep):
         joins_commits: bool,
         reports: bool = False,
     ) -> tuple["PlainSettled", CanvasLogits, torch.Tensor, torch.Tensor]:
-        """Returns also the logits, their temperature [rows, 1] fp32 and best guesses [rows] int64,
-        for those who report them."""
+        """Returns also the logits, their temperature [rows, 1] fp32 and best guesses [rows] int64."""
         from vllm_dllm.step.uniform.settle_triton import Emits, settle, store_soft_embeds
 
         settings = self.requests.settings
