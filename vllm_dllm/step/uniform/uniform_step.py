@@ -154,7 +154,7 @@ class UniformStep(CanvasStep):
         joins_commits: bool,
         reports: bool = False,
     ) -> tuple["PlainSettled", CanvasLogits, torch.Tensor, torch.Tensor]:
-        """Returns also the logits, their temperature [rows, 1] fp32 and best guesses [rows] int64."""
+        """Returns also logits, temperatures [rows, 1] fp32 and best guesses [rows] int64."""
         from vllm_dllm.step.uniform.settle_triton import Emits, settle, store_soft_embeds
 
         settings = self.requests.settings
