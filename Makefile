@@ -14,7 +14,7 @@ QUIET := $(if $(V),,-qq)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-all test-extended test-thorough test-faults gpu-dry-run gpu-dry-run-cuda test-ray test-numerics test-vllm lint docs wheel bench codegen lock clean
+.PHONY: help setup serve demo test test-all test-whole test-thorough test-faults gpu-dry-run gpu-dry-run-cuda test-ray test-numerics test-vllm lint docs wheel bench codegen lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -65,10 +65,11 @@ test: setup ## try every feature once (ten minutes)
 	$(BIN)/pytest -m "not extended" $(BESIDE)
 
 test-all: SHORT := 1
-test-all: test test-extended gpu-dry-run test-numerics ## and what takes longer (three quarters of an hour)
+test-all: test-whole gpu-dry-run test-numerics ## and what takes longer (half an hour)
 
-test-extended: setup
-	$(BIN)/pytest -m extended $(BESIDE)
+# At once, not what `make test` tries and then the rest: tests of one file share engines.
+test-whole: setup
+	$(BIN)/pytest $(BESIDE)
 
 # More cases, more requests and other servers of what `make test-all` tries once. Half an hour.
 test-thorough: setup ## what is due before a release: more seeds, larger batches

@@ -2,9 +2,11 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 # OpenMP reads them when torch is imported. Engines and transformers share the cores, and threads
 # that spin for long between parallel regions take them from the others.
@@ -30,6 +32,7 @@ import pytest
 import torch
 
 from tests.features import TRIED
+from tests.paths import ROOT
 
 # Set by scripts/numerics.py. vLLM's kernels are those of the processor that torch says this is.
 if level := os.environ.get("TESTED_CPU_LEVEL"):
@@ -67,7 +70,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     if worker:  # what takes long first: the last file of all keeps one core, and leaves the others
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        items.sort(key=order)
+
+
+def order(item: pytest.Item) -> int:
+    """Servers are first: those that share one take longest."""
+    if item.path.parent.name == "server":
+        return 0
+    return 1 if item.get_closest_marker("slow") else 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files side by side (`--dist loadfile`), but those one after the other whose tests share the
+    session's server, which starts once."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    asks_for_it = re.compile(r"^def test_\w+\([^)]*\bserver: ", re.MULTILINE)
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            folder = file.rpartition("/")[0]
+            is_one = folder == "tests/server" and asks_for_it.search((ROOT / file).read_text())
+            return folder if is_one else file
+
+    return ByServer(config, log)
 
 
 @pytest.fixture(autouse=True)
