@@ -144,7 +144,7 @@ def serve_kinds(
     )
     found = {}
     for kind, params in kinds.items():
-        for log in (device.waits, device.forbidden):
+        for log in (device.waits, device.forbidden, device.compiled):
             log.clear()
         requests = {"plain": {"prompt": 12}, kind: {"prompt": 30, **params}}
         found[kind] = answer(engine, requests)

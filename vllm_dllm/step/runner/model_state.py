@@ -153,12 +153,12 @@ class DiffusionModelState(ModelState):
                 self.device,
                 joins_commits=joins_commits(config),
             )
-            with capturing(config, self.device) as capture:
-                graphs.capture(
-                    capture,
-                    partial(self._embed_whole, input_buffers.input_ids),
-                    partial(step.settle_whole, input_buffers.seq_lens, graphs.joins_commits),
-                )
+        with capturing(config, self.device) as capture:  # into a pool of its own
+            graphs.capture(
+                capture,
+                partial(self._embed_whole, input_buffers.input_ids),
+                partial(step.settle_whole, input_buffers.seq_lens, graphs.joins_commits),
+            )
         self._graphs = step.graphs = graphs
 
     def _embed_whole(self, input_ids: torch.Tensor, batch: CanvasBatch) -> None:

@@ -28,7 +28,6 @@ def can_be_captured(step: UniformStep, vllm_config: VllmConfig) -> bool:
 
 
 class _Captured(NamedTuple):
-    batch: CanvasBatch
     before: torch.cuda.CUDAGraph
     after: torch.cuda.CUDAGraph
     settled: PlainSettled
@@ -46,9 +45,12 @@ class StepGraphs:
         joins_commits: bool,  # as `StepRequests.joins_commits` while they are replayed
     ) -> None:
         self.joins_commits = joins_commits
-        self._canvas_length = canvas_length
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)  # of the step's canvases
         self._hidden = torch.zeros(most * canvas_length, hidden_size, dtype=dtype, device=device)
+        # The largest comes first: the others find their memory in its.
+        self._batches = [
+            CanvasBatch.whole(self._slots[:n], canvas_length) for n in range(most, 0, -1)
+        ]
         self._captured: dict[int, _Captured] = {}  # by number of canvases
         self._latest: CanvasBatch | None = None  # whose slots are in `_slots`
 
@@ -58,13 +60,11 @@ class StepGraphs:
         before: Callable[[CanvasBatch], None],
         after: Callable[[CanvasBatch, torch.Tensor], PlainSettled],  # of hidden states [n * C, H]
     ) -> None:
-        """The largest comes first: the others find their memory in its."""
-        for n in range(len(self._slots), 0, -1):
-            batch = CanvasBatch.whole(self._slots[:n], self._canvas_length)
-            hidden = self._hidden[: n * self._canvas_length]
+        for batch in self._batches:
+            hidden = self._hidden[: batch.num_canvases * batch.canvas_length]
             graph_before, _ = capture(partial(before, batch))
             graph_after, settled = capture(partial(after, batch, hidden))
-            self._captured[n] = _Captured(batch, graph_before, graph_after, settled)
+            self._captured[batch.num_canvases] = _Captured(graph_before, graph_after, settled)
 
     def hold(self, batch: CanvasBatch | None) -> bool:
         """Whether a step of these canvases has graphs."""
