@@ -2,13 +2,10 @@
 Fast-dLLM v2. What all families have in common is in `test_masked.py`."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from vllm import RequestOutput, SamplingParams
-from vllm.engine.arg_utils import EngineArgs
-from vllm.exceptions import VLLMValidationError
 
 from tests.engine.conftest import Engine
 from tests.engine.masked import Rule
@@ -25,7 +22,6 @@ from tests.engine.masked_requests import (
     prompts_of,
 )
 from tests.engine.one_step import random_ids
-from vllm_dllm import plugin
 from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS
 
 pytestmark = pytest.mark.numerics
@@ -129,63 +125,3 @@ def test_fast_dllms_log_probabilities(engine: GetEngine, made: GetMade, block_le
             rows.append(logits)
         assert list(output.outputs[0].token_ids) == known[len(prompt) :]
         assert_scores(torch.cat(rows).log_softmax(-1), output.outputs[0].logprobs)
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "error"),
-    [
-        ("Fast-dLLM", {"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
-        (
-            "Nemotron",
-            {"extra_args": {"diffusion_t_min": 0.4, "diffusion_t_max": 0.8}},
-            "diffusion_t_min",
-        ),
-    ],
-)
-def test_refused_requests(
-    engine: GetEngine, made: GetMade, family: str, options: dict[str, Any], error: str
-) -> None:
-    model = engine(made(family, 32).checkpoint, max_model_len=110, block_size=32)
-    with pytest.raises(VLLMValidationError, match=error):
-        outputs_of(model, [[1]], SamplingParams(**options))
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "error"),
-    [
-        (
-            "Fast-dLLM",
-            {"hf_overrides": {"mask_token_id": -1}},
-            "mask_token_id in .*config.json must be",
-        ),
-        (
-            "Fast-dLLM",
-            {"block_size": 48},
-            r"the model's block of 32 tokens \(bd_size in config.json\), got 48",
-        ),
-        (
-            "Nemotron",
-            {"hf_overrides": {"dlm_paradigm": "block_diff"}},
-            "dlm_paradigm in .*config.json must be 'bidirectional', got 'block_diff'",
-        ),
-        (
-            "Nemotron",
-            {"max_num_batched_tokens": 16, "max_num_seqs": 4},
-            "must be at least the canvas length",
-        ),
-    ],
-)
-def test_refused_servers(made: GetMade, family: str, options: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        config_of(made, family, **options)
-
-
-def test_cached_pages_of_any_size(made: GetMade) -> None:
-    """Nemotron's known tokens are causal, so a part of a block may be cached."""
-    assert config_of(made, "Nemotron", block_size=48).cache_config.block_size == 48
-
-
-def config_of(made: GetMade, family: str, **options: Any) -> Any:
-    plugin.register()
-    options = {"dtype": "float32", "max_model_len": 512, **options}
-    return EngineArgs(str(made(family, 32).checkpoint), **options).create_engine_config()

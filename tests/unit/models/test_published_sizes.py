@@ -1,11 +1,11 @@
-"""SDAR and LLaDA2 at published sizes: every name and shape of the weight map, plain and FP8.
+"""Masked models at published sizes: every name and shape of the weight map, plain and FP8.
 
 TraDo has the sizes of SDAR, and LLaDA2.1 and 2.2 those of 2.0.
 """
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,10 +14,11 @@ from tests.engine import quantized
 from tests.engine.masked import CONFIGS, build, published_weights
 from tests.unit.models.building import FP8, build_any, to_fp8
 from vllm_dllm import plugin
+from vllm_dllm.tools.plan.capacity import read_shape
 
-ROUTER = r".*\.mlp\.gate$"
-QWEN3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}
+SDAR = {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}
 LLADA2 = {
+    "head_dim": 128,
     "num_key_value_heads": 4,
     "vocab_size": 157184,
     "num_experts": 256,
@@ -25,11 +26,52 @@ LLADA2 = {
     "n_group": 8,
     "topk_group": 4,
 }
+YARN = CONFIGS["NemotronLabsDiffusionModel"]["rope_parameters"] | {
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+}
+NEMOTRON = {
+    "vocab_size": 131072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 262144,
+    "rope_parameters": YARN,
+    "block_size": 32,
+    "mask_token_id": 100,
+    "bos_token_id": 1,
+    "eos_token_id": 11,
+}
+FAST_DLLM = {
+    "num_hidden_layers": 28,
+    "max_position_embeddings": 32768,
+    "bd_size": 32,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+
+class Family(NamedTuple):
+    architecture: str
+    block_length: int  # this and the mask are often left out of config.json
+    mask_id: int
+    unquantised: tuple[str, ...] = ()  # patterns of modules, beside the LM head
+
+
+ROUTER = r".*\.mlp\.gate$"
+FAMILIES = {
+    "SDAR": Family("SDARForCausalLM", 4, 151669),
+    "MoE": Family("SDARMoeForCausalLM", 4, 151669, (ROUTER,)),
+    "LLaDA2": Family("LLaDA2MoeModelLM", 32, 156895, (ROUTER,)),
+    "Nemotron": Family("NemotronLabsDiffusionModel", 32, 100, ("diffusion_head",)),
+    "Fast-dLLM": Family("Fast_dLLM_QwenForCausalLM", 32, 151665),
+}
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "SDAR-1.7B": (
-        "SDARForCausalLM",
+        "SDAR",
         {
-            **QWEN3,
+            **SDAR,
             "hidden_size": 2048,
             "intermediate_size": 6144,
             "num_hidden_layers": 28,
@@ -37,17 +79,17 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "SDAR-4B": (
-        "SDARForCausalLM",
-        {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
+        "SDAR",
+        {**SDAR, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
     ),
     "SDAR-8B": (
-        "SDARForCausalLM",
-        {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+        "SDAR",
+        {**SDAR, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
     ),
     "SDAR-30B-A3B": (
-        "SDARMoeForCausalLM",
+        "MoE",
         {
-            **QWEN3,
+            **SDAR,
             "hidden_size": 2048,
             "intermediate_size": 6144,
             "num_hidden_layers": 48,
@@ -58,7 +100,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "LLaDA2.0-mini": (
-        "LLaDA2MoeModelLM",
+        "LLaDA2",
         {
             **LLADA2,
             "hidden_size": 2048,
@@ -69,7 +111,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "LLaDA2.0-flash": (
-        "LLaDA2MoeModelLM",
+        "LLaDA2",
         {
             **LLADA2,
             "hidden_size": 4096,
@@ -79,7 +121,83 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 1024,
         },
     ),
+    "Nemotron-3B": (
+        "Nemotron",
+        {**NEMOTRON, "hidden_size": 3072, "num_hidden_layers": 26, "intermediate_size": 9216},
+    ),
+    "Nemotron-8B": (
+        "Nemotron",
+        {**NEMOTRON, "hidden_size": 4096, "num_hidden_layers": 34, "intermediate_size": 14336},
+    ),
+    "Nemotron-14B": (
+        "Nemotron",
+        {
+            **NEMOTRON,
+            "hidden_size": 5120,
+            "num_hidden_layers": 40,
+            "intermediate_size": 16384,
+            "rope_parameters": YARN | {"rope_theta": 1e9},
+        },
+    ),
+    "Nemotron-3B-Base": (
+        "Nemotron",
+        {
+            **NEMOTRON,
+            "hidden_size": 3072,
+            "num_hidden_layers": 26,
+            "intermediate_size": 9216,
+            "max_position_embeddings": 4096,
+            "rope_parameters": YARN | {"factor": 0.25},
+            "eos_token_id": 2,
+        },
+    ),
+    "Fast-dLLM-1.5B": (
+        "Fast-dLLM",
+        {
+            **FAST_DLLM,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Fast-dLLM-7B": (
+        "Fast-dLLM",
+        {
+            **FAST_DLLM,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
+
+
+def published(size: str) -> dict[str, Any]:
+    """The config.json of that size."""
+    family, sizes = SIZES[size]
+    architecture = FAMILIES[family].architecture
+    return {
+        **CONFIGS[architecture],
+        "architectures": [architecture],
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        **sizes,
+    }
+
+
+def checkpoint_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """All names of the published files, on the meta device."""
+    (architecture,) = config["architectures"]
+    with torch.device("meta"):
+        plain = published_weights(build(architecture, config), architecture)
+    left_out = "lm_head.weight" if config["tie_word_embeddings"] else None
+    return {name: weight.bfloat16() for name, weight in plain.items() if name != left_out}
 
 
 @pytest.mark.slow
@@ -87,26 +205,16 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("size", SIZES)
 def test_every_name_and_shape(tmp_path: Path, size: str, is_fp8: bool) -> None:
     plugin.register()
-    architecture, sizes = SIZES[size]
-    config = CONFIGS[architecture] | {
-        "architectures": [architecture],
-        "head_dim": 128,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        **sizes,
-    }
+    family, config = FAMILIES[SIZES[size][0]], published(size)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with torch.device("meta"):
-        plain = published_weights(build(architecture, config), architecture)
-    weights = {name: weight.bfloat16() for name, weight in plain.items()}
+    weights = checkpoint_tensors(config)
     if is_fp8:
-        weights = to_fp8(weights, ROUTER)
-        quantized.describe(tmp_path, "FP8_DYNAMIC", ["lm_head", f"re:{ROUTER}"])
+        weights = to_fp8(weights, *family.unquantised)
+        ignored = [f"re:{pattern}" for pattern in family.unquantised]
+        quantized.describe(tmp_path, "FP8_DYNAMIC", ["lm_head", *ignored])
     model, served = build_any(tmp_path, "meta", "bfloat16")
-    # What config.json leaves out.
-    is_llada = architecture == "LLaDA2MoeModelLM"
-    assert served.diffusion_config.canvas_length == (32 if is_llada else 4)
-    assert served.model_config.hf_config.mask_token_id == (156895 if is_llada else 151669)
+    assert served.diffusion_config.canvas_length == family.block_length
+    assert served.model_config.hf_config.mask_token_id == family.mask_id
     loaded = model.load_weights(iter(weights.items()))
     # Scales of an FP8 cache are not in these files.
     parameters = {n: p for n, p in model.named_parameters() if ".attn." not in n}
@@ -116,3 +224,10 @@ def test_every_name_and_shape(tmp_path: Path, size: str, is_fp8: bool) -> None:
     in_fp8 = [p.numel() for p in parameters.values() if p.dtype == FP8]
     assert sum(in_fp8) == sum(w.numel() for w in weights.values() if w.dtype == FP8)
     assert bool(in_fp8) == is_fp8
+
+
+def test_memory_of_fast_dllm_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published("Fast-dLLM-7B")))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    shape = read_shape(tmp_path)
+    assert (shape.canvas_length, len(shape.layers), shape.layers[0].head_size) == (32, 28, 128)

@@ -136,12 +136,14 @@ def test_unreadable_file_is_reported_with_its_place(
         model.load_weights(truncated())
 
 
-def test_missing_weight_is_named(tiny: tuple[ServedModel, dict[str, torch.Tensor]]) -> None:
+@pytest.mark.parametrize("gone", ["mlp.down_proj.weight", "layer_scalar"])
+def test_missing_weight_is_named(
+    tiny: tuple[ServedModel, dict[str, torch.Tensor]], gone: str
+) -> None:
     model, state_dict = tiny
     part = {
-        name: weight
-        for name, weight in state_dict.items()
-        if not name.endswith("layers.1.mlp.down_proj.weight")
+        name: weight for name, weight in state_dict.items() if not name.endswith(f"layers.1.{gone}")
     }
-    with pytest.raises(ValueError, match=r"model\.decoder\.layers\.1\.mlp\.down_proj\.weight"):
+    assert len(part) < len(state_dict)
+    with pytest.raises(ValueError, match=rf"model\.decoder\.layers\.1\.{re.escape(gone)}"):
         model.load_weights(iter(part.items()))
