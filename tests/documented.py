@@ -83,7 +83,6 @@ CLIENTS = (
 )
 """Sent to a server; the answer to each is right."""
 
-_DEMO = "tests/server/test_demo.py::test_demo_piped"
 _WHEEL = "tests/server/test_wheel.py::test_demo_serves_the_checkpoint_of_the_wheel"
 _TUNE = "tests/server/test_tune.py::test_found_settings_are_served"
 _CANVASES = "tests/server/test_canvases.py::test_the_documented_request"
@@ -94,11 +93,11 @@ ELSEWHERE = {
         _CANVASES
     ),
     ".venv/bin/vllm-dllm top --url http://127.0.0.1:8000": "tests/server/test_metrics.py::test_top",
-    ".venv/bin/vllm-dllm demo": _DEMO,
-    '.venv/bin/vllm-dllm demo --ask "Sort: q d x"': _DEMO,
-    ".venv/bin/vllm-dllm demo checkpoints/sdar-tiny": _DEMO,
-    ".venv/bin/vllm-dllm demo checkpoints/diffusiongemma-tiny-vision": _DEMO,
-    ".venv/bin/vllm-dllm demo --save-picture canvas.svg": _DEMO,
+    ".venv/bin/vllm-dllm demo": _WHEEL,
+    '.venv/bin/vllm-dllm demo --ask "Sort: q d x"': _WHEEL,
+    ".venv/bin/vllm-dllm demo checkpoints/sdar-tiny": _WHEEL,
+    ".venv/bin/vllm-dllm demo checkpoints/diffusiongemma-tiny-vision": _WHEEL,
+    ".venv/bin/vllm-dllm demo --save-picture canvas.svg": _WHEEL,
     f".venv/bin/vllm-dllm eval {TINY} {TINY}-FP8-dynamic {TINY}-NVFP4": (
         "tests/server/test_eval.py::test_quantised_checkpoints"
     ),

@@ -1,4 +1,5 @@
-"""A bad request is answered with 400, says what is wrong, and the server lives on."""
+"""A bad request is answered with 400, says what is wrong, and the server lives on. All that is bad
+is in `tests/unit/requests`."""
 
 import base64
 import json
@@ -21,34 +22,6 @@ PIXEL = base64.b64encode(
         "0000000049454e44ae426082"
     )
 ).decode()
-
-XARGS: dict[str, tuple[dict[str, Any], str]] = {
-    "canvas seed out of vocabulary": (
-        {"diffusion_seed_canvas": [10**6] * CANVAS},
-        "diffusion_seed_canvas must have token ids from 0 to 511, got [1000000, ",
-    ),
-    "canvas narrower than served": (
-        {"diffusion_canvas_length": 7},
-        "diffusion_canvas_length must be at least 8 on this server, got 7",
-    ),
-    "canvas wider than served": (
-        {"diffusion_canvas_length": CANVAS + 1},
-        f"must be at most {CANVAS}, the served canvas, got {CANVAS + 1}",
-    ),
-    "half a stability": (
-        {"diffusion_stability_threshold": 0.5},
-        "diffusion_stability_threshold must be an integer >= 0 and <= 1048576, got 0.5",
-    ),
-    "a number for a text": (
-        {"diffusion_prediction": 123},
-        "diffusion_prediction must be a text or a list of token ids, got 123",
-    ),
-    "a boolean among tokens": ({"diffusion_prediction": [True, "a"]}, "diffusion_prediction must"),
-    "misspelt": ({"diffusion_max_stepz": 1}, "is not known. Did you mean diffusion_max_steps?"),
-    "without its prefix": ({"max_steps": 1}, "Did you mean diffusion_max_steps?"),
-    "in capitals": ({"Diffusion_max_steps": 1}, "Did you mean diffusion_max_steps?"),
-    "unknown": ({"foo": 1}, "foo is not known. Known are: diffusion_accept_probability, "),
-}
 
 PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"temperature": -0.5}, "temperature must be non-negative, got -0.5"),
@@ -87,17 +60,9 @@ TOOL = {
 }
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "beam search": ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
-    "beam search, streamed": (
-        {"extra_body": {"use_beam_search": True}, "stream": True},
-        "use_beam_search",
-    ),
     "a call that must come": (
         {"tools": [TOOL], "tool_choice": "required"},
         "tool_choice must be 'auto' or 'none' on this server, got 'required'",
-    ),
-    "a call of one function": (
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look_up"}}},
-        "tool_choice must be 'auto' or 'none' on this server, got .*look_up",
     ),
     "a call that nobody looks for": ({"tools": [TOOL]}, "--enable-auto-tool-choice"),
 }
@@ -113,18 +78,10 @@ def ask(server: Server, **options: Any) -> str:
     return answer.choices[0].message.content
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def server_lives_on(server: Server):
     yield
     assert ask(server)
-
-
-@pytest.mark.parametrize("name", XARGS)
-def test_option(server: Server, name: str) -> None:
-    xargs, message = XARGS[name]
-    with pytest.raises(BadRequestError) as refusal:
-        ask(server, extra_body={"vllm_xargs": xargs})
-    assert message in str(refusal.value)
 
 
 # --- the same on every route, streamed or not ---------------------------------------------------
@@ -270,11 +227,10 @@ def test_image(server: Server) -> None:
         )
 
 
-@pytest.mark.parametrize("value", ["NaN", "5", '"json"', "[1]", "true"])
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_a_body_of_another_type(server: Server, path: str, value: str) -> None:
+def test_a_body_of_another_type(server: Server, path: str) -> None:
     """As JSON has none, Python's clients write NaN."""
-    status, error = post(server, path, f'"structured_outputs": {value}')
+    status, error = post(server, path, '"structured_outputs": NaN')
     assert status == 400, error
     assert error["param"] == "structured_outputs" and "structured_outputs" in error["message"]
 

@@ -11,7 +11,6 @@ import pytest
 from openai import BadRequestError
 
 from checkpoints.recipes.tiny import make_tiny_checkpoint
-from tests.server.calls import MESSAGES
 from tests.server.conftest import UNCOMPILED, Server, serving
 from tests.unit.grammar.special_tokens import add_tokens
 
@@ -48,6 +47,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": parameters}}
     for name, parameters in SCHEMAS.items()
 ]
+MESSAGES = [{"role": "user", "content": "Sort: q d x a"}]
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 
 

@@ -6,17 +6,34 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 from openai import BadRequestError
 from transformers import AutoTokenizer
 
 from tests.paths import CHECKPOINTS
-from tests.server import calls
-from tests.server.calls import SCHEMAS, TOOLS, check, named
 from tests.server.conftest import Server, serving
+from tests.server.test_documented import require_a_decision
 
 SDAR = CHECKPOINTS / "sdar-tiny"
-REMIND = named("remind")
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    function = {"name": name, "parameters": parameters, "strict": True}
+    return {"type": "function", "function": function}
+
+
+TOOLS = [
+    tool("weather", city={"enum": ["Lima", "Rome"]}, days={"type": "integer"}),
+    tool("remind", when={"type": "string"}, loud={"type": "boolean"}),
+]
+SCHEMAS = {found["function"]["name"]: found["function"]["parameters"] for found in TOOLS}
 CALL = {"name": "weather", "arguments": {"city": "Rome", "days": 3}}
 
 
@@ -28,7 +45,21 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def ask(server: Server, tool_choice: Any, **options: Any) -> Any:
-    return calls.ask(server, tool_choice, model=str(SDAR), **options)
+    return server.client.chat.completions.create(
+        model=str(SDAR),
+        messages=[{"role": "user", "content": "Sort: q d x a"}],
+        tool_choice=tool_choice,
+        **{"tools": TOOLS, "max_tokens": 120, **options},
+    )
+
+
+def check(name: str, arguments: str) -> None:
+    jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+def named(name: str) -> dict[str, Any]:
+    """A `tool_choice`."""
+    return {"type": "function", "function": {"name": name}}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -47,9 +78,19 @@ def test_a_named_one_must_come(calling: Server, name: str) -> None:
     check(name, call.function.arguments)
 
 
-@pytest.mark.parametrize("tool_choice", ["required", REMIND], ids=["required", "named"])
+@pytest.mark.parametrize("tool_choice", ["required", named("remind")], ids=["required", "named"])
 def test_streamed_is_the_same(calling: Server, tool_choice: Any) -> None:
-    calls.require_streamed_is_whole(calling, tool_choice, model=str(SDAR), seed=2)
+    whole = ask(calling, tool_choice, seed=2).choices[0].message.tool_calls
+    found: dict[int, list[str]] = {}
+    for chunk in ask(calling, tool_choice, seed=2, stream=True):
+        for part in (chunk.choices[0].delta.tool_calls or ()) if chunk.choices else ():
+            call = found.setdefault(part.index, ["", ""])
+            call[0] += part.function.name or ""
+            call[1] += part.function.arguments or ""
+    # vLLM writes the arguments anew where it has all of them.
+    assert [(name, json.loads(arguments)) for name, arguments in found.values()] == [
+        (call.function.name, json.loads(call.function.arguments)) for call in whole
+    ]
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "none"])
@@ -133,3 +174,7 @@ def test_a_mask_in_a_text_is_data(calling: Server) -> None:
     assert by_text.usage is not None and by_text.usage.prompt_tokens == len(ids)
     assert by_text.choices[0].text == by_ids.choices[0].text
     assert by_text.choices[0].text.startswith(text)
+
+
+def test_decision_program(calling: Server) -> None:
+    require_a_decision(calling)

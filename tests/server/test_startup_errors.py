@@ -1,4 +1,7 @@
-"""A server that cannot serve ends its start and says what was expected, what came, what to do."""
+"""A server that cannot serve ends its start and says what was expected, what came, what to do.
+
+One mistake of each kind; the checks' own tests have the others.
+"""
 
 import json
 import pickle
@@ -42,25 +45,6 @@ def missing_weight(checkpoint: Path) -> None:
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
-def missing_layer_scalar(checkpoint: Path) -> None:
-    weights = load_file(checkpoint / "model.safetensors")
-    kept = {k: w for k, w in weights.items() if not k.endswith("layers.1.layer_scalar")}
-    assert len(kept) < len(weights)
-    save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
-
-
-def misshapen_weight(checkpoint: Path) -> None:
-    weights = load_file(checkpoint / "model.safetensors")
-    name = "model.decoder.layers.1.mlp.down_proj.weight"
-    weights[name] = weights[name][:, :8].contiguous()
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-
-
-def truncated_file(checkpoint: Path) -> None:
-    path = checkpoint / "model.safetensors"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 def int_zero_points(checkpoint: Path) -> None:
     """Another scheme of compressed-tensors': 4-bit integers, asymmetric."""
     scheme = preset_name_to_scheme("W4A16_ASYM", ["Linear"])
@@ -70,27 +54,15 @@ def int_zero_points(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text(json.dumps(config))
 
 
-def endless_steps(checkpoint: Path) -> None:
-    edit_generation_config(checkpoint, lambda c: c.update(max_denoising_steps=10**30))
-
-
-def endless_patience(checkpoint: Path) -> None:
-    edit_generation_config(checkpoint, lambda c: c.update(stability_threshold=10**25))
-
-
 def unknown_stop_token(checkpoint: Path) -> None:
     edit_generation_config(checkpoint, lambda c: c.update(eos_token_id=[1, 10**6]))
 
 
-def with_number(value: float) -> Callable[[Path], None]:
-    """One number among all weights."""
-
-    def change(checkpoint: Path) -> None:
-        weights = load_file(checkpoint / "model.safetensors")
-        weights["model.decoder.layers.1.mlp.down_proj.weight"][3, 5] = value
-        save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-
-    return change
+def nan_among_weights(checkpoint: Path) -> None:
+    """One number."""
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.decoder.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
 class Payload:
@@ -121,18 +93,6 @@ def endless_template(checkpoint: Path) -> None:
     (checkpoint / "chat_template.jinja").write_text(loops)
 
 
-def missing_shard(checkpoint: Path) -> None:
-    """Of two, one is there."""
-    weights = load_file(checkpoint / "model.safetensors")
-    (checkpoint / "model.safetensors").unlink()
-    files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    weight_map = {name: files[i % 2] for i, name in enumerate(sorted(weights))}
-    held = {name: weight for name, weight in weights.items() if weight_map[name] == files[0]}
-    save_file(held, checkpoint / files[0], metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": weight_map}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 CASES = {
     "entropy-bound-0": (
         no_entropy_bound,
@@ -141,31 +101,21 @@ CASES = {
     ),
     "generation-config-key": (no_t_min, [], "generation_config has no 't_min'"),
     "missing-weight": (missing_weight, [], "layers.1.mlp.down_proj.weight"),
-    "missing-layer-scalar": (missing_layer_scalar, [], "model.decoder.layers.1.layer_scalar"),
-    "misshapen-weight": (misshapen_weight, [], "at model.decoder.layers.1.mlp.down_proj.weight"),
-    "truncated-file": (
-        truncated_file,
-        [],
-        "; model.decoder.layers.2.experts.down_proj would end at byte ",
-    ),
-    "endless-steps": (endless_steps, [], "max_denoising_steps must be an integer >= 1 and <= 104"),
     "endless-steps-by-option": (
         lambda _: None,
         ["--diffusion-config", '{"canvas_length": 32, "max_denoising_steps": 1000000000000000000}'],
         "max_denoising_steps must be an integer >= 1 and <= 1048576, got 1000000000000000000",
     ),
-    "endless-patience": (endless_patience, [], "stability_threshold must be an integer >= 0 and <"),
     "unknown-stop-token": (
         unknown_stop_token,
         [],
         "eos_token_id in generation_config.json must be a token id, or several, from 0 to ",
     ),
     "weight-of-nan": (
-        with_number(float("nan")),
+        nan_among_weights,
         [],
         "at model.decoder.layers.1.mlp.down_proj.weight of shape [",
     ),
-    "weight-of-infinity": (with_number(float("-inf")), [], "that are not, the first -inf"),
     "pickled": (
         pickled,
         [],
@@ -178,7 +128,6 @@ CASES = {
     ),
     "huge-header": (huge_header, [], "model.safetensors is not a whole safetensors file"),
     "endless-template": (endless_template, [], "chat_template.jinja must end, got one that was no"),
-    "missing-shard": (missing_shard, [], "model-00002-of-00002.safetensors is missing: "),
     "int-zero-points": (
         int_zero_points,
         [],
@@ -199,25 +148,10 @@ CASES = {
         ["--additional-config", '{"vllm_dllm": {"window": "symmetric"}}'],
         "window is not known. Did you mean window_rule?",
     ),
-    "extension-config-beside-its-section": (
-        lambda _: None,
-        ["--additional-config", '{"window_rule": "symmetric"}'],
-        'window_rule in --additional-config belongs under vllm_dllm: \'{"vllm_dllm": {"window_rule',
-    ),
-    "extension-config-value": (
-        lambda _: None,
-        ["--additional-config", '{"vllm_dllm": {"commit_last_block": "yes"}}'],
-        "commit_last_block must be true or false, got 'yes'",
-    ),
     "trace-in-no-folder": (
         lambda _: None,
         ["--additional-config", '{"vllm_dllm": {"trace_path": "/nowhere/trace.jsonl"}}'],
         "trace_path must be a file that can be written, got '/nowhere/trace.jsonl': No such file",
-    ),
-    "trace-is-a-number": (
-        lambda _: None,
-        ["--additional-config", '{"vllm_dllm": {"trace_path": 7}}'],
-        "trace_path must be a path, a string, got 7.",
     ),
     "pipeline-parallel": (
         lambda _: None,

@@ -83,9 +83,16 @@ def test_command_without_its_script(programs: Path, tmp_path: Path) -> None:
 
 
 def test_demo_serves_the_checkpoint_of_the_wheel(programs: Path, tmp_path: Path) -> None:
-    """And its server's log ends as it should: nothing is said that misleads."""
-    output = run(programs / "vllm-dllm", "demo", "--ask", "Sort: q d x a", cwd=tmp_path)
+    """Each step is shown, in order, and drawn. And its server's log ends as it should: nothing is
+    said that misleads."""
+    asked = ("--ask", "Sort: q d x a", "--save-picture", "canvas.svg")
+    output = run(programs / "vllm-dllm", "demo", *asked, cwd=tmp_path)
+    assert "Sort: q d x a" in output
     assert output.count("a d q x") >= 2  # the step that finishes the canvas, and the answer
+    shown = [int(n) for n in re.findall(r"^canvas 1  step +(\d+)  ", output, re.MULTILINE)]
+    assert shown == list(range(1, len(shown) + 1))
+    assert f"\n{len(shown)} steps on 1 canvas, " in output
+    assert "<svg" in (tmp_path / "canvas.svg").read_text()
     assert SERVING_NOTE in output
     (path,) = re.findall(r"^Log: (\S+)", output, re.MULTILINE)
     log = Path(path).read_text()
