@@ -55,13 +55,15 @@ def _parser() -> argparse.ArgumentParser:
             drafter = commands.add_parser("drafter", help=text, description=text)
             of_drafter = drafter.add_subparsers(title="commands", required=True, metavar="COMMAND")
             for its_name, its_command in OF_DRAFTER.items():
-                _add(of_drafter, f"drafter {its_name}", its_command)
-        _add(commands, name, command)
+                _add_parser(of_drafter, f"drafter {its_name}", its_command)
+        _add_parser(commands, name, command)
     return parser
 
 
-def _add(commands: Any, name: str, command: Command) -> None:
-    """`commands`: what `add_subparsers` gives, whose class argparse keeps private."""
+def _add_parser(commands: Any, name: str, command: Command) -> None:
+    """Adds a command's parser to `commands`, which `add_subparsers` gives: argparse keeps its class
+    private. `name` may have a group before it (`drafter fit`); its last word is what a user types
+    behind the group's."""
     parser = commands.add_parser(
         name.split()[-1], help=command.text, description=f"{command.text} {command.more}".strip()
     )

@@ -102,7 +102,7 @@ class Times:
         for rows in sorted({cell.rows for cell in cells}):
             of_rows = [cell for cell in cells if cell.rows == rows]
             least = min(cell.context for cell in of_rows)
-            version = _fastest([c for c in of_rows if c.context <= max(least, longest)])
+            version = _least_worst([c for c in of_rows if c.context <= max(least, longest)])
             if not steps:
                 steps.append((0, version))
             elif steps[-1][1] != version:
@@ -110,8 +110,9 @@ class Times:
         return Choice(tuple(steps)) if steps else None
 
 
-def _fastest(cells: list[Cell]) -> Version:
-    """The version whose worst ratio to the best of a cell is the least."""
+def _least_worst(cells: list[Cell]) -> Version:
+    """The version that loses least in the cell where it loses most, relative to the fastest there.
+    Versions within `EQUAL` count as equal, and the first of `VERSIONS` wins."""
     worst = {v: max(cell.ms[v] / min(cell.ms.values()) for cell in cells) for v in VERSIONS}
     least = min(worst.values())
     return next(version for version in VERSIONS if worst[version] <= least * EQUAL)

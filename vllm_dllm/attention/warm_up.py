@@ -18,7 +18,8 @@ def compile_attention(
     longest: int,  # tokens of a request
     has_images: bool,  # whether requests may have some: masks of images are another kernel
 ) -> None:
-    """Runs a layer of each kind in steps that together compile all it may run."""
+    """Runs a layer of each kind in steps that together compile every kernel it may run. Caches and
+    the choice of versions must be there: another choice needs another run."""
     kinds = {
         layer.impl.kind: layer
         for layer in layers

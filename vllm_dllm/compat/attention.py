@@ -45,9 +45,10 @@ def cache_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return layer._k_scale.view(1), layer._v_scale.view(1)
 
 
-def use_cpu_kernels(metadata_builder: Any, isa: str, layer_names: list[str]) -> None:
-    """The layers of `metadata_builder`, a CPU one, store and read their keys with the kernels for
-    `isa`: "vec" runs on every x86 processor, "amx" is what vLLM takes for bf16 where it can."""
+def set_kernel_isa(metadata_builder: Any, isa: str, layer_names: list[str]) -> None:
+    """Has a CPU's metadata builder and its layers use the kernels for `isa`: "vec" runs on every
+    x86 processor, "amx" is what vLLM takes for bf16 where it can. The two lay out the cache
+    differently, so this comes before anything is cached."""
     metadata_builder.isa = isa
     metadata_builder._set_isa_to_layers(layer_names)
 

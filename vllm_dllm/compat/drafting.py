@@ -1,7 +1,7 @@
 """Private names around drafting: the schedulers, and how they and the runner talk of widths."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from vllm.config import SpeculativeConfig, VllmConfig
@@ -81,20 +81,23 @@ _OTHER_DFLASH = {  # with speculators of their own
 }
 
 
-def drafts_blocks(speculative: SpeculativeConfig | None) -> bool:
-    """Whether a DFlash drafter is asked for."""
-    return (
-        speculative is not None
-        and speculative.method == "dflash"
-        and not _OTHER_DFLASH & set(speculative.draft_model_config.architectures)
+def has_dflash_method(speculative: SpeculativeConfig | None) -> TypeGuard[SpeculativeConfig]:
+    """Whether vLLM's method for drafters of whole blocks is configured, whatever the drafter is."""
+    return speculative is not None and speculative.method == "dflash"
+
+
+def is_dflash(speculative: SpeculativeConfig | None) -> bool:
+    """Whether the drafter is a plain DFlash one, which our speculator serves: no DFlash2 and none
+    of the other architectures that vLLM drafts with speculators of their own."""
+    return has_dflash_method(speculative) and not _OTHER_DFLASH & set(
+        speculative.draft_model_config.architectures
     )
 
 
 def is_dflash2(speculative: SpeculativeConfig | None) -> bool:
-    """Whether a DFlash2 drafter is asked for."""
+    """Whether the drafter is a DFlash2 one."""
     return (
-        speculative is not None
-        and speculative.method == "dflash"
+        has_dflash_method(speculative)
         and "DFlash2DraftModel" in speculative.draft_model_config.architectures
     )
 
@@ -105,7 +108,7 @@ def draft_with(dflash: str, dflash2: str) -> None:
 
     def make(stock: Any) -> Any:
         def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
-            if drafts_blocks(vllm_config.speculative_config):
+            if is_dflash(vllm_config.speculative_config):
                 return resolve_obj_by_qualname(dflash)(vllm_config, device, req_states)
             if is_dflash2(vllm_config.speculative_config):
                 return resolve_obj_by_qualname(dflash2)(vllm_config, device)

@@ -117,8 +117,8 @@ def leave_signals_to_engine() -> None:
 
 def _is_ours(config: VllmConfig) -> bool:
     speculative = config.speculative_config
-    drafts_blocks = speculative is not None and speculative.method == "dflash"
-    return config.model_config.is_diffusion or drafts_blocks
+    has_dflash_method = speculative is not None and speculative.method == "dflash"
+    return config.model_config.is_diffusion or has_dflash_method
 
 
 def _in_event_loop() -> bool:

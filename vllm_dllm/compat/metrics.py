@@ -9,7 +9,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_dllm.compat.drafting import drafts_blocks
+from vllm_dllm.compat.drafting import is_dflash
 from vllm_dllm.compat.patching import put, replace
 
 
@@ -69,7 +69,7 @@ def carry(
                 )
                 labels = (labelnames, per_engine_labelvalues)
                 self.of_canvases = make_canvas_metrics(*labels) if is_diffusion else None
-                drafts = drafts_blocks(speculative_config)
+                drafts = is_dflash(speculative_config)
                 self.of_drafts = make_draft_metrics(*labels) if drafts else None
 
             def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:

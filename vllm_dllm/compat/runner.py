@@ -73,15 +73,17 @@ def keep_prompts_private(runner: Any) -> None:
     """
     if runner.prompt_logprobs_worker is not None:
         tokens = runner.req_states.all_token_ids
-        runner.prompt_logprobs_worker = PromptScores(runner.prompt_logprobs_worker, tokens)
+        runner.prompt_logprobs_worker = PromptOnlyLogprobs(runner.prompt_logprobs_worker, tokens)
 
 
-class PromptScores:
+class PromptOnlyLogprobs:
     """vLLM's `PromptLogprobsWorker`, whose scores end with the prompt. It hears of every request
     that comes and leaves."""
 
     def __init__(self, stock: Any, all_token_ids: Any) -> None:
-        """`all_token_ids`: vLLM's buffer of the tokens of requests by slot."""
+        """`stock`: vLLM's `PromptLogprobsWorker`. `all_token_ids`: vLLM's buffer of requests'
+        tokens, whose `.gpu` is [max_num_reqs, max_model_len] int32; a slot is zeroed when its
+        request leaves."""
         self._stock, self._all_token_ids = stock, all_token_ids
         self._slots: dict[str, int] = {}
 

@@ -31,9 +31,10 @@ _GIB = 1 << 30
 
 
 @contextmanager
-def checked_later(config: CacheConfig) -> Iterator[None]:
-    """Inside, vLLM does not ask for a share of the machine's memory that the user has not asked
-    for either: neither a size of the cache nor another share than vLLM's own."""
+def without_memory_check(config: CacheConfig) -> Iterator[None]:
+    """Sets `kv_cache_memory_bytes` to 0 while the body runs, so that vLLM's worker starts even
+    where its default share of the memory is not free. Does nothing where the user has set a
+    size or a share. `available_bytes` checks later."""
     is_open = config.kv_cache_memory_bytes is None and not _has_share(config)
     if is_open:
         config.kv_cache_memory_bytes = 0

@@ -14,7 +14,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from vllm_dllm.cpu.compat.expert_kernels import FusedMoEConfig, StockExperts, prefer_on_cpus
+from vllm_dllm.cpu.compat.expert_kernels import FusedMoEConfig, StockExperts, offer_first
 from vllm_dllm.cpu.compilation import cpu_vendor
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -127,15 +127,15 @@ class Bf16Experts(StockExperts):
 
     def apply(
         self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
+        output: torch.Tensor,  # [T, H], written
+        hidden_states: torch.Tensor,  # [T, H]
+        w1: torch.Tensor,  # [E, 2 I, H]
+        w2: torch.Tensor,  # [E, H, I]
+        topk_weights: torch.Tensor,  # [T, k]
+        topk_ids: torch.Tensor,  # [T, k]
         activation: MoEActivation,
         global_num_experts: int,
-        expert_map: torch.Tensor | None,
+        expert_map: torch.Tensor | None,  # this rank's numbers of all experts; -1: another rank's
         a1q_scale: torch.Tensor | None,
         a2_scale: torch.Tensor | None,
         workspace13: torch.Tensor,
@@ -143,7 +143,7 @@ class Bf16Experts(StockExperts):
         expert_tokens_meta: object,
         apply_router_weight_on_input: bool,
     ) -> None:
-        if apply_router_weight_on_input:  # of one expert a token; done
+        if apply_router_weight_on_input:  # vLLM has multiplied the states by them
             topk_weights = torch.ones_like(topk_weights)
         own_ids = topk_ids if expert_map is None else expert_map[topk_ids]
         output.copy_(
@@ -172,4 +172,4 @@ def is_faster(moe_config: FusedMoEConfig) -> bool:
 
 def prefer_bf16() -> None:
     """Models that this process builds are offered this kernel first. Repeatable."""
-    prefer_on_cpus(Bf16Experts)
+    offer_first(Bf16Experts)

@@ -33,7 +33,7 @@ class TritonFreeCPUWorker(CPUWorker):
         end_with_parent()
         forks.compute_on_chosen_cores()
         allow_v2_worker_without_triton()
-        with cache_size.checked_later(vllm_config.cache_config):
+        with cache_size.without_memory_check(vllm_config.cache_config):
             super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:

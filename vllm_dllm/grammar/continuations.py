@@ -52,6 +52,6 @@ def _is_free_text(
     characters = state.vocabulary.characters
     possible = len(characters)
     if state.exclusions is not None:
-        allowed = legal_tokens(state.exclusions.allowed_words, state.vocabulary.size)
+        allowed = legal_tokens(state.exclusions.allowed_mask, state.vocabulary.size)
         possible = int(allowed[characters].sum())
     return 2 * int(is_legal[characters].sum()) > possible

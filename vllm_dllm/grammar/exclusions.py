@@ -31,17 +31,18 @@ class Exclusions:
 
     def remove_from(
         self,
-        words: np.ndarray,  # [W] uint32, a mask, changed in place
+        mask: np.ndarray,  # [W] uint32, a bit for each token, changed in place
         before: Sequence[int],
     ) -> None:
         """Leaves the tokens that may follow the tokens `before`."""
-        words &= self.allowed_words
+        mask &= self.allowed_mask
         for token in self._completing(before):
-            words[token >> 5] &= ~np.uint32(1 << (token & 31))
+            mask[token >> 5] &= ~np.uint32(1 << (token & 31))
 
     @cached_property
-    def allowed_words(self) -> np.ndarray:
-        """[W] uint32: the tokens that may stand somewhere."""
+    def allowed_mask(self) -> np.ndarray:
+        """[W] uint32, a bit for each token: set where it is allowed and is no excluded word by
+        itself. Words of several tokens depend on what is before them, see `remove_from`."""
         padded = np.zeros(-(-self.vocab_size // 32) * 32, dtype=bool)
         padded[: self.vocab_size] = self.allowed is None
         for token in self.allowed or ():

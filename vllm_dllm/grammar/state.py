@@ -106,10 +106,9 @@ class GrammarState:
         return self.consume_text([token]) == 1
 
     def _may_stop_at(self, stop: int) -> bool:
-        if self.reasoning is not None:
-            return False
-        is_legal = self._matcher.is_accepting() or self._matcher.validate_tokens([stop]) == 1
-        return is_legal and not self._must_go_on()
+        """Whether `stop` may come next: the form is complete, or has this token in it."""
+        fits = self._is_accepting() or self._matcher.validate_tokens([stop]) == 1
+        return self.reasoning is None and fits and not self._must_go_on()
 
     def consume_text(self, tokens: Sequence[int]) -> int:
         """How many of the tokens, none of which is a stop token, were legal and consumed."""

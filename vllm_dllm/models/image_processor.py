@@ -47,7 +47,12 @@ class ImageProcessingInfo(BaseProcessingInfo):
 
     @cached_property
     def image_processor(self) -> Gemma4ImageProcessorPil | None:
-        """None where the checkpoint cannot see."""
+        """None of a model without vision, or where no processor can be loaded.
+
+        Raises:
+            ValueError: --mm-processor-kwargs has another option than `max_soft_tokens`, or the
+                processor does not fit the vision tower.
+        """
         if self.get_hf_config().vision_config is None:
             return None
         model_config = self.ctx.model_config

@@ -45,6 +45,7 @@ def encode(
     positions: torch.Tensor,  # [n, P, 2] int64, x and y of each patch; -1 behind the last
     num_tokens: Sequence[int],  # [n] soft tokens of each image
 ) -> list[torch.Tensor]:
-    """[num_tokens[i], H] of each image."""
+    """Returns the embeddings of each image, [num_tokens[i], H]. The tower drops the padding and
+    returns the tokens of all images on end, so `num_tokens` must be those of the patches."""
     states = tower(pixel_values=patches, pixel_position_ids=positions).last_hidden_state
     return list(projection(states).split(list(num_tokens)))

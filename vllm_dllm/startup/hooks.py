@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
 from vllm_dllm.compat import log_lines, startup
-from vllm_dllm.compat.drafting import drafts_blocks, is_dflash2
+from vllm_dllm.compat.drafting import is_dflash, is_dflash2
 from vllm_dllm.config.extension import SECTION
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line
@@ -47,7 +47,7 @@ def _complete(config: VllmConfig) -> None:
     """Targets of a DFlash drafter get our scheduler, and on GPUs our worker, where the user left
     both open; those of a DFlash2 drafter the worker. (The configurations of diffusion models name
     theirs: `serving_config`.)"""
-    is_ours = drafts_blocks(config.speculative_config)
+    is_ours = is_dflash(config.speculative_config)
     if not is_ours:
         _check_no_drafter_settings(config)
     if is_ours and config.scheduler_config.scheduler_cls is None:

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_dllm.attention import WindowRules
-from vllm_dllm.compat.attention import use_cpu_kernels
+from vllm_dllm.compat.attention import set_kernel_isa
 from vllm_dllm.cpu.attention.canvases import (
     CanvasKeys,
     CanvasLayout,
@@ -53,7 +53,7 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
         if self.window_size > 0:
             if self.isa == "amx":  # its cache is laid out for tiles
-                use_cpu_kernels(self, "vec", layer_names)
+                set_kernel_isa(self, "vec", layer_names)
             check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
 
     def build(

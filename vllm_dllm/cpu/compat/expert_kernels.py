@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 
 from vllm_dllm.compat.patching import replace
 
-__all__ = ["FusedMoEConfig", "StockExperts", "own_experts", "prefer_on_cpus"]
+__all__ = ["FusedMoEConfig", "StockExperts", "offer_first", "own_experts"]
 
 _APPLY = inspect.signature(StockExperts.apply)
 
@@ -41,9 +41,9 @@ def own_experts(stock: Any) -> Any:
     return OwnExperts
 
 
-def prefer_on_cpus(kernel: type[StockExperts]) -> None:
-    """`kernel` is asked first whether it supports a layer, then what `own_experts` makes of vLLM's.
-    Repeatable."""
+def offer_first(kernel: type[StockExperts]) -> None:
+    """vLLM tries `kernel` first for unquantised experts on CPUs, and then its own kernels, each
+    with the change of `own_experts`. Repeatable."""
 
     def make(stock: Any) -> Any:
         def classes(backend: UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:

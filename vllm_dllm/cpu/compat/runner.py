@@ -59,8 +59,8 @@ def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> Non
         def use_v2_model_runner(self: VllmConfig) -> bool:
             is_diffusion = self.model_config is not None and self.model_config.is_diffusion
             speculative = self.speculative_config
-            drafts_blocks = speculative is not None and speculative.method == "dflash"
-            if (is_diffusion or drafts_blocks) and envs.VLLM_USE_V2_MODEL_RUNNER is None:
+            has_dflash_method = speculative is not None and speculative.method == "dflash"
+            if (is_diffusion or has_dflash_method) and envs.VLLM_USE_V2_MODEL_RUNNER is None:
                 return True
             return bool(stock.__get__(self))
 

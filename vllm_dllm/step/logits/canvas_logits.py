@@ -79,12 +79,14 @@ class WholeLogits:
     def row(self, i: int, position: int) -> torch.Tensor:
         return self._processed[self.batch.rows_of(i)][position]
 
-    def _tiles(self) -> Iterator[slice]:
+    def _book_tiles(self) -> Iterator[slice]:
+        """Books memory for one tile of rows, and returns the slices of tiles that cover all
+        rows."""
         num_rows = len(self._raw)
-        self._take(min(num_rows, self.tile_rows))
+        self._book_memory(min(num_rows, self.tile_rows))
         return tiles(slice(0, num_rows), self.tile_rows)
 
-    def _take(self, num_rows: int) -> None:
+    def _book_memory(self, num_rows: int) -> None:
         """Books memory for what is made of so many rows at a time."""
         held = 1 if self._processed is self._raw else 2
         self.memory.record(
@@ -93,7 +95,7 @@ class WholeLogits:
 
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
         parts = []
-        for rows in self._tiles():
+        for rows in self._book_tiles():
             scaled = self._processed[rows] / row_temperature[rows]
             scaled = self.filters.truncate(scaled, self.batch, rows)
             parts.append(read_rows(self.soft, scaled, draw[rows]))
@@ -107,7 +109,7 @@ class WholeLogits:
 
     def _of_canvas(self, logits: torch.Tensor, i: int) -> torch.Tensor:
         rows = logits[self.batch.rows_of(i)]
-        self._take(len(rows))
+        self._book_memory(len(rows))
         return rows
 
 
@@ -127,14 +129,15 @@ class MaskedLogits(WholeLogits):
         judges_unscaled: bool = False,  # neither temperature nor truncation changes how probable a
         # candidate is
     ) -> Candidates:
+        """Returns a candidate for each row."""
         parts = []
-        for rows in self._tiles():
-            scaled, draw, judged = self._processed[rows], None, None
+        for rows in self._book_tiles():
+            scaled, own, judged = self._processed[rows], None, None
             if uniform is not None:
                 judged = scaled if judges_unscaled else None
                 scaled = self.filters.truncate(scaled / row_temperature[rows], self.batch, rows)
-                draw = uniform[rows]
-            parts.append(draw_candidates(scaled, draw, is_greedy[rows], judged))
+                own = uniform[rows]
+            parts.append(draw_candidates(scaled, own, is_greedy[rows], judged))
         if len(parts) == 1:
             return parts[0]
         return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))

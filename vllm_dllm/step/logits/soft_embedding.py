@@ -39,10 +39,19 @@ class RunningEmbedding(Protocol):
 
 
 class SoftEmbedding:
-    def __init__(self, model: Any, tolerance: float = 0.0, top_k: int | None = None) -> None:
+    """Makes the expected embeddings of rows of logits: of all tokens, of those that matter more
+    than a tolerance, or of the most probable ones."""
+
+    def __init__(
+        self,
+        model: Any,  # the served one, which has the embeddings and says what part this rank has
+        tolerance: float = 0.0,  # probability that may be left out of a row
+        top_k: int | None = None,  # tokens that are not left out; None: all
+    ) -> None:
         self.model, self.tolerance, self.top_k = model, tolerance, top_k
-        logs = top_k is not None and model.vocabulary_shard()[0] == 0  # one rank is enough
-        self.dropped = DroppedMass(top_k) if top_k is not None and logs else None
+        self.dropped: DroppedMass | None = None
+        if top_k is not None and model.vocabulary_shard()[0] == 0:  # one rank's log is enough
+            self.dropped = DroppedMass(top_k)
 
     def of_rows(
         self,

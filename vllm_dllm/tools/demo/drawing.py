@@ -68,8 +68,9 @@ def _is_unreadable(char: str) -> bool:
     return char == "\N{REPLACEMENT CHARACTER}" or unicodedata.category(char)[0] in "MC"
 
 
-def flow(drawn: Sequence[tuple[str, str]], width: int) -> list[Text]:
-    """Puts the cells into lines of at most `width`, broken between cells only."""
+def wrap_cells(drawn: Sequence[tuple[str, str]], width: int) -> list[Text]:
+    """Wraps (text, style) pairs into lines of at most `width` terminal columns. No pair is split:
+    one that is wider has a line of its own."""
     lines, used = [Text(no_wrap=True)], 0
     for text, style in drawn:
         size = cell_len(text)
@@ -96,7 +97,7 @@ def frame(step: Step, before: Sequence[str], width: int) -> Group:
     status.append(entropy_bar(step.entropy_nats), "cyan")
     status.append("  finished" if step.finished else "", FINISHED)
     inside = max(width - 4, 1)  # the panel's border and padding
-    canvas = Panel(Group(*flow(cells(step), inside)), width=width)
+    canvas = Panel(Group(*wrap_cells(cells(step), inside)), width=width)
     return Group(*(Text(block, FINISHED) for block in before), status, canvas)
 
 

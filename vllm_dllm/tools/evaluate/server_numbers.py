@@ -51,7 +51,8 @@ def read_weight_bytes(port: int) -> int:
 
 
 def warm_up(port: int, model: str) -> None:
-    """Asks for a first answer, which takes longer than later ones."""
+    """Asks for 16 tokens and drops them, so that what is measured next has none of a first
+    request's costs. Raises InputError if the server does not answer."""
     _ask(port, "/v1/completions", {"model": model, "prompt": "Hello", "max_tokens": 16})
 
 

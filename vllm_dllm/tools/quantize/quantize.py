@@ -190,13 +190,14 @@ def _report_idle_experts(ranges: Ranges) -> None:
         )
 
 
-def compress(
+def quantize_linear(
     weight: torch.Tensor,  # [out, in]
     scheme: QuantizationScheme,
     weight_amax: float,
     input_amax: float | None,
 ) -> dict[str, torch.Tensor]:
-    """Makes a linear's tensors of the quantised checkpoint, by compressed-tensors.
+    """Quantises a linear with compressed-tensors and returns its tensors by their names in the
+    checkpoint, such as `weight_packed` and `weight_scale`.
 
     Scales are computed in fp32 whatever the weight's type; w4a16 rounds them to bf16 before it
     rounds weights. `weight_amax` is the largest magnitude of the linears that share a global scale,
@@ -255,7 +256,7 @@ def _write_shard(
         for name in source.shards[file_name]:
             weight = file.get_tensor(name)
             for linear in plan.quantized.get(name, ()):
-                parts = compress(
+                parts = quantize_linear(
                     _matrix(weight, linear),
                     scheme,
                     scales.weight_amax[linear.weight_group],

@@ -21,9 +21,12 @@ def test_cells() -> None:
 
 
 def test_flow_breaks_between_cells() -> None:
-    lines = drawing.flow([("cat", ""), (" ", ""), ("house", ""), ("·", ""), ("xy", "")], 6)
+    lines = drawing.wrap_cells([("cat", ""), (" ", ""), ("house", ""), ("·", ""), ("xy", "")], 6)
     assert [line.plain for line in lines] == ["cat ", "house·", "xy"]
-    assert [line.plain for line in drawing.flow([("longer", ""), ("b", "")], 3)] == ["longer", "b"]
+    assert [line.plain for line in drawing.wrap_cells([("longer", ""), ("b", "")], 3)] == [
+        "longer",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize(
