@@ -31,9 +31,9 @@ def config(worker_cls: str = CPU_WORKER, numa_bind: bool = False) -> Any:
 
 def test_engines_of_our_workers_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "obstacle", lambda: None)
-    assert forks._context(config()) is fork_server.ForkContext
-    assert forks._context(config("vllm.v1.worker.cpu_worker.CPUWorker")) is None
-    assert forks._context(config(numa_bind=True)) is None
+    assert forks._fork_context(config()) is fork_server.ForkContext
+    assert forks._fork_context(config("vllm.v1.worker.cpu_worker.CPUWorker")) is None
+    assert forks._fork_context(config(numa_bind=True)) is None
 
 
 def test_what_stands_in_the_way_is_said(
@@ -41,7 +41,7 @@ def test_what_stands_in_the_way_is_said(
 ) -> None:
     monkeypatch.setattr(fork_server, "obstacle", lambda: "OMP_NUM_THREADS changed")
     with caplog.at_level(logging.INFO, "vllm_dllm"):
-        assert forks._context(config()) is None
+        assert forks._fork_context(config()) is None
     assert "because OMP_NUM_THREADS changed" in caplog.text
 
 
