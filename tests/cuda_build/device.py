@@ -163,7 +163,8 @@ class GpuDevice(FakeCuda):
             watcher.makes(tensor)
         if self.tag is not None:
             kept = StorageWeakRef(tensor.untyped_storage())  # so that no address is used again
-            what = f"{self.tag}, {list(tensor.shape)} {tensor.dtype} made at {fake_cuda._place()}"
+            place = fake_cuda._place(of_anybody=True)
+            what = f"{self.tag}, {list(tensor.shape)} {tensor.dtype} made at {place}"
             self.tagged[storage_of(tensor)] = (kept, what)
 
     def _compute(self, func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:

@@ -204,9 +204,9 @@ def _is_composite(func: Any) -> bool:
     )
 
 
-def _place() -> str:
-    """The innermost line of ours, or of whoever called."""
+def _place(*, of_anybody: bool = False) -> str:
+    """The innermost line of ours, or of whoever called; or that of anybody but PyTorch."""
     frames = [f for f in traceback.extract_stack() if f.filename not in STAND_INS]
-    ours = [frame for frame in frames if frame.filename.startswith(OURS)]
+    ours = [f for f in frames if f.filename.startswith(OURS) and not of_anybody]
     frame = (ours or [f for f in frames if "/torch/" not in f.filename])[-1]
     return f"{frame.filename.removeprefix(str(ROOT) + '/')}:{frame.lineno}"
