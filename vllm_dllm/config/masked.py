@@ -106,7 +106,8 @@ class MaskedConfig:
             )
         logger.warning(
             "%d blocks of %d tokens are denoised together (blocks_in_flight). A model that was not "
-            "trained for it may answer worse: compare with `vllm-dllm eval`.",
+            "trained for it may answer worse: a small one lost nothing in blocks of 4 and 8 points "
+            "of its right answers in blocks of 32. Compare with `vllm-dllm eval`.",
             self.blocks_in_flight,
             self.block_length,
         )
