@@ -170,7 +170,7 @@ def _check_canvas(options: RequestOptions, served: Served, params: SamplingParam
     if (options.blocks_in_flight or 1) > served.blocks_in_flight:
         raise ValueError(
             f"diffusion_blocks_in_flight must be at most {served.blocks_in_flight}, the server's "
-            f"blocks_in_flight, got {options.blocks_in_flight}."
+            f"blocks_in_flight, got {options.blocks_in_flight}. Lower it or leave it out."
         )
     if options.constrained and not params.logprob_token_ids:
         raise ValueError(

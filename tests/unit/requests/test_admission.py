@@ -344,3 +344,12 @@ def test_a_target_has_no_options() -> None:
         request = SimpleNamespace(sampling_params=SamplingParams(**wrong))
         with pytest.raises(VLLMValidationError):
             admit_target(params, lambda params, request=request: request)
+
+
+def test_a_request_gets_no_more_blocks_in_flight_than_the_server_has() -> None:
+    key = "diffusion_blocks_in_flight"
+    assert options({key: 4}, served(family=SDAR, blocks_in_flight=4)).blocks_in_flight == 4
+    for most in (1, 4):
+        error = refusal({key: most + 1}, served(family=SDAR, blocks_in_flight=most))
+        assert str(error).startswith(f"{key} must be at most {most}, ") and error.parameter == key
+    assert str(refusal({key: 1})).startswith(f"{key} is for masked models, got 1.")
