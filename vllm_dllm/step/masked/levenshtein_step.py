@@ -1,12 +1,11 @@
-"""One step of LLaDA2.2's canvases: candidates may delete the token in their place, or put a mask
-before it.
+"""One step of LLaDA2.2's canvases: a candidate may delete the token at its position, or insert a
+mask before it.
 
-A block is finished by a step that found nothing hidden and changed nothing, or by the last of
-`edit_steps` on end that found none of the masks that the block began with. That one reveals all,
-and neither deletes nor inserts. So no finished block holds one of these tokens, and what comes
-after it need not know of them. We differ from the published loop in two things: after `MOST_STEPS`,
-a block ends like that, too, where the loop may leave masks; and tokens of the prompt are data,
-whatever they are.
+A block is finished by a step that found nothing hidden and changed nothing, or after `edit_steps`
+consecutive steps that found none of the masks the block began with. The last of these reveals all
+positions, and neither deletes nor inserts, so a finished block holds no delete or insert token. We
+differ from the published loop in two things: a block also ends that way after `MOST_STEPS`, where
+the loop may leave masks; and tokens of the prompt are data, whatever they are.
 """
 
 from typing import Any
@@ -29,30 +28,34 @@ from vllm_dllm.step.canvas_stages import Found
 from vllm_dllm.step.masked.masked_step import Decided, MaskedStep
 
 MOST_STEPS = 1000
-"""Of a block."""
-_TRIES = 5
+"""Denoise steps of a block; the last one reveals all that is hidden."""
+_TRIES = 5  # tokens that a step replaces to get a block out of a loop
 
 
 class LevenshteinStep(MaskedStep):
+    """Edits blocks: reveals, replaces, deletes and inserts tokens (`denoise.levenshtein`)."""
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         assert self.config.edit_tokens is not None, "of a family that moves tokens"
         self.tokens = EditTokens(self.mask_id, *self.config.edit_tokens)
         self._moving = torch.tensor(self.config.edit_tokens, device=self.device)
         # By slot. A block's first step reads neither.
-        self._original = torch.zeros_like(self.slots.canvas, dtype=torch.bool)  # see `Round`
+        self._original = torch.zeros_like(
+            self.slots.canvas, dtype=torch.bool
+        )  # [R, C], see `Round`
         # [R, MOST_STEPS] int64: fingerprints of what the block's steps have written
         self._written = self.slots.canvas.new_zeros(len(self.slots.canvas), MOST_STEPS)
 
     def _rules(self, found: Found) -> MaskedRules:
-        """An even share is one of the masks that there were at first."""
+        """Returns the step's rules, with even shares of each canvas' own length."""
         numbers, settings = found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         return settings.rules(numbers.steps_done, numbers.num_steps, found.batch.lengths)
 
     def _draws(self, found: Found, source: torch.Tensor) -> LegalDraws:
-        """Tokens that may replace revealed ones are the most probable ones, and how probable a
-        token is, temperature and truncation do not change."""
+        """Returns the draws with two changes: revealed positions draw their most probable token,
+        and probabilities are those before temperature and truncation."""
         draws, batch = super()._draws(found, source), found.batch
         if draws.uniform is None:
             return draws
@@ -60,6 +63,8 @@ class LevenshteinStep(MaskedStep):
         return draws._replace(is_greedy=draws.is_greedy | revealed, judges_unscaled=True)
 
     def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
+        """Returns what grammars reveal: at least one token a step. Canvases that have a grammar
+        neither delete nor insert."""
         draws.logits.exclude_tokens(self.requests.grammars.ruled(found.batch), self._moving)
         return super()._held(found, rules._replace(least=rules.least.clamp(min=1)), draws)
 
@@ -71,6 +76,7 @@ class LevenshteinStep(MaskedStep):
         rules: MaskedRules,
         held: Held | None,
     ) -> Decided:
+        """Writes candidates into the canvases, deletes and inserts, and says which are finished."""
         batch, numbers, settings = found.batch, found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         idx = batch.slot_index
@@ -127,8 +133,8 @@ class LevenshteinStep(MaskedStep):
         written: torch.Tensor,  # [n, C] int64
         may_escape: torch.Tensor,  # [n] bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gets blocks out of loops: while a canvas is what an earlier step of its block wrote, one
-        of the places that this step changes gets another token, at most `_TRIES` times.
+        """Gets blocks out of loops. While a canvas equals what an earlier step of its block wrote,
+        one of the positions that this step changes gets another token, at most `_TRIES` times.
 
         Returns the canvases [n, C] int64 and their fingerprints [n] int64.
         """
@@ -159,8 +165,8 @@ class LevenshteinStep(MaskedStep):
         return written, mark
 
     def _keep(self, found: Found, original: torch.Tensor, mark: torch.Tensor) -> None:
-        """Keeps what the block's next step reads. A step that is taken back keeps nothing: the one
-        that takes its turn fills its place among the marks again."""
+        """Stores original masks and fingerprints for the block's next steps. A step that is taken
+        back stores no masks, and the step that repeats it overwrites its fingerprint."""
         idx = found.batch.slot_index
         if found.cut is not None:
             original = torch.where(found.cut[:, None], self._original[idx], original)

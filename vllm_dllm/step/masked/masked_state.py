@@ -1,4 +1,4 @@
-"""What vLLM's model runner asks of a masked model."""
+"""vLLM's `ModelState` for masked models: one class for each way that their rows see each other."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,8 @@ from vllm_dllm.step.runner.model_state import DiffusionModelState
 
 
 class CausalModelState(DiffusionModelState):
-    """Known rows are causal, and a canvas' rows see each other and all known ones."""
+    """The state of models whose known rows are causal; a canvas' rows see each other and all known
+    rows."""
 
     step_cls: type[MaskedStep] = VerifiedStep
 
@@ -35,8 +36,8 @@ class CausalModelState(DiffusionModelState):
 
 
 class MaskedModelState(CausalModelState):
-    """All rows follow one rule of visibility: a row sees all blocks up to its own, whether it is a
-    prompt's or a canvas'."""
+    """The state of models in which every row, a prompt's or a canvas', sees all blocks up to its
+    own."""
 
     step_cls: type[MaskedStep] = MaskedStep
     step: MaskedStep
@@ -47,7 +48,7 @@ class MaskedModelState(CausalModelState):
         super().__init__(vllm_config, model, encoder_cache, device)
         self._block_spans: torch.Tensor | None = None
         if vllm_config.attention_config.flash_attn_version == 4:
-            with kept_asleep(self.model_config):  # an address that stays
+            with kept_asleep(self.model_config):  # CUDA graphs read this address
                 size = (self.max_num_tokens, 2)
                 self._block_spans = torch.zeros(size, dtype=torch.int32, device=device)
 
@@ -57,7 +58,7 @@ class MaskedModelState(CausalModelState):
         return AttnRequests.whole(input_batch, block_tables)
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> int:
-        """The length of all rows' blocks, or 1 where `image_spans` has the blocks."""
+        """Returns the tokens of a block, for all requests; 1 where `image_spans` has the blocks."""
         return self.step.block_length if self.by_blocks else 1
 
     @property
@@ -67,7 +68,8 @@ class MaskedModelState(CausalModelState):
     def image_spans(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
     ) -> torch.Tensor | None:
-        """FlashAttention-4 knows causal requests with images: these are the blocks."""
+        """Returns [num_tokens, 2] int32: the block of each row, for FlashAttention-4, which knows
+        images but no blocks. None for Triton."""
         spans, num_tokens = self._block_spans, input_batch.num_tokens
         if spans is None:
             return None
@@ -77,19 +79,19 @@ class MaskedModelState(CausalModelState):
 
 
 class LevenshteinModelState(MaskedModelState):
-    """Candidates may delete and insert."""
+    """The state of models whose candidates may delete and insert tokens."""
 
     step_cls = LevenshteinStep
 
 
 class ShiftedModelState(MaskedModelState):
-    """A row's logits are those of the token after it."""
+    """The state of models whose rows have the next token's logits."""
 
     step_cls = ShiftedStep
 
 
 def state_class(family: Family) -> type[CausalModelState]:
-    """The state of a family's models."""
+    """Returns the class of a family's model state."""
     if family.is_causal:
         return CausalModelState
     if family.is_shifted:

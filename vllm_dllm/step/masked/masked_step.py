@@ -1,8 +1,8 @@
 """One step of a masked model's canvases: hidden positions are revealed, until none is left.
 
-A canvas is a block of the model's, or several that are denoised together, or what the prompt
-leaves of these: blocks are counted from a request's first token, and known tokens at the end of the
-prompt may share the canvas' first block. They see it, so every step computes them anew, until the
+A canvas is one block of the model's, or several that are denoised together. Blocks are counted from
+a request's first token, so the prompt's last tokens may share the first canvas' block, and the
+canvas is what they leave of it. They see the canvas, so every step computes them anew, until the
 canvas is finished and its blocks are prefilled whole.
 """
 
@@ -32,7 +32,7 @@ from vllm_dllm.step.slots import SlotNumbers
 
 
 class Decided(NamedTuple):
-    """What a step makes of its n canvases."""
+    """What a step decides about its n canvases."""
 
     canvas: torch.Tensor  # [n, C] int64, the next step's input
     tokens: torch.Tensor  # [n, C] int64, revealed ones, and best guesses elsewhere
@@ -43,6 +43,9 @@ class Decided(NamedTuple):
 
 
 class MaskedStep(CanvasStep):
+    """Reveals hidden positions. Subclasses differ in which rows predict a position, which tokens
+    are known before the first step, and what revealed tokens may become."""
+
     self_conditions = False
 
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
@@ -81,8 +84,8 @@ class MaskedStep(CanvasStep):
         starts: torch.Tensor,
         input_batch: InputBatch,
     ) -> torch.Tensor | None:
-        """[n] bool: canvases of which the scheduler ran only a part. A canvas ends where its last
-        block or the context does."""
+        """Returns [n] bool: canvases of which the scheduler ran only a part; None: surely none. A
+        canvas ends where its last block or the context ends."""
         if not self.requests.joins_commits:  # the host may not know where canvases begin
             if (batch.lengths_np == self.canvas_length).all():
                 return None
@@ -93,15 +96,15 @@ class MaskedStep(CanvasStep):
         return async_tensor_h2d(is_cut, device=self.device) if is_cut.any() else None
 
     def _parts(self, found: Found) -> torch.Tensor | None:
-        """[n, C] int64: the part of its canvas that each position belongs to, which are revealed
-        one after the other."""
+        """Returns [n, C] int64: the part of its canvas that each position belongs to. Parts are
+        revealed one after another. None: a canvas is one part."""
         if self.part_length is None:
             return None
         return self._positions(found) % self.canvas_length // self.part_length
 
     def _that_count(self, found: Found) -> torch.Tensor | None:
-        """[n, C] bool: positions that a canvas cannot be finished without. None: all. Of blocks in
-        flight, those behind the answer's end do not count."""
+        """Returns [n, C] bool: positions that must be revealed before a canvas is finished; None:
+        all. With several blocks in flight, positions behind the answer's end do not count."""
         batch, end = found.batch, found.numbers.end[:, None]
         if self.blocks_in_flight == 1:
             return batch.valid
@@ -113,11 +116,13 @@ class MaskedStep(CanvasStep):
         return counts if batch.valid is None else counts & batch.valid
 
     def _ahead(self, rules: MaskedRules, settings: MaskedStepSettings) -> Ahead | None:
+        """Returns what is revealed behind the first unfinished block; None: nothing is."""
         if self.blocks_in_flight == 1:
             return None
         return Ahead(ahead_of(rules.threshold), settings.blocks_in_flight)
 
     def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
+        """Returns what grammars reveal in this step. None: no canvas has a grammar."""
         grammars = self.requests.grammars
         assert isinstance(grammars, GrammarRuns)
         skipped = found.numbers.is_committing == 1
@@ -128,6 +133,8 @@ class MaskedStep(CanvasStep):
         return grammars.runs(found.batch, found.starts, skipped, rules, draws, self.part_length)
 
     def _draws(self, found: Found, source: torch.Tensor) -> LegalDraws:
+        """Returns the step's logits `source` [rows, V], with the temperatures and the noise by
+        which candidates are drawn from them."""
         batch, settings = found.batch, found.settings
         of_slots = self.requests.settings
         assert isinstance(settings, MaskedStepSettings) and isinstance(of_slots, MaskedSlotSettings)
@@ -155,12 +162,13 @@ class MaskedStep(CanvasStep):
         )
 
     def _noise(self, found: Found) -> torch.Tensor:
-        """[n, C] float64 in [0, 1), by which candidates are drawn."""
+        """Returns uniform numbers [n, C] float64 in [0, 1), by which candidates are drawn."""
         numbers, positions = found.numbers, self._positions(found)
         return noise.uniform(numbers.noise_key, positions, numbers.steps_done, noise.CANDIDATE)
 
     def _leads(self, found: Found) -> dict[int, torch.Tensor]:
-        """Returns how far ahead rows speak (`CanvasRules`), by the canvas' place."""
+        """Returns, by index of the canvas, how many positions ahead its rows predict: [] int64, see
+        `CanvasRules`. Canvases that are not in it predict their own positions."""
         return {}
 
     def _verified(
@@ -169,14 +177,15 @@ class MaskedStep(CanvasStep):
         draws: LegalDraws,
         tokens: torch.Tensor,  # [n, C] int64, candidates
     ) -> Verified | None:
-        """What becomes of canvases that are drafts. None: none is."""
+        """Returns what becomes of canvases that are drafts. None: no canvas is one."""
         return None
 
     def _positions(self, found: Found) -> torch.Tensor:
-        """[n, C] int64, in the requests."""
+        """Returns [n, C] int64: the absolute position of each row."""
         return found.starts[:, None] + torch.arange(self.canvas_length, device=self.device)
 
     def _rules(self, found: Found) -> MaskedRules:
+        """Returns how this step chooses the positions that it reveals."""
         numbers, settings = found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         return settings.rules(numbers.steps_done, numbers.num_steps, self.canvas_length)
@@ -189,7 +198,7 @@ class MaskedStep(CanvasStep):
         rules: MaskedRules,
         held: Held | None,
     ) -> Decided:
-        """What becomes of the canvases with these candidates."""
+        """Decides what canvases hold after this step, and which are finished."""
         batch, numbers, settings = found.batch, found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         slots, idx = self.slots, batch.slot_index
@@ -214,13 +223,13 @@ class MaskedStep(CanvasStep):
             is_over = finished | (numbers.is_committing == 1)
             edit_steps_done = edited.steps_done.masked_fill(is_over, 0)
             # The rows of a step that changed nothing saw what a prefill's see. But a seeded block's
-            # prefill also foretells the next one's first token.
+            # prefill also predicts the next one's first token.
             if not self.family.is_seeded:
                 is_committed = edited.unchanged
         return Decided(canvas, tokens, revealed, finished, edit_steps_done, is_committed)
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
-        """Draws candidates, and reveals some of them."""
+        """Draws a candidate for each position, and reveals some of them. Writes no slot."""
         batch, numbers, settings = found.batch, found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         slots, idx = self.slots, batch.slot_index

@@ -1,9 +1,8 @@
-"""Canvases whose first token is known before their first step: what is before them foretells it.
+"""Steps of canvases whose first token, the seed, is sampled before their first step.
 
-The logits of a prompt's last row, and those of a finished block's when it is prefilled, are the
-next token's. So a block's first step cannot share the forward of the
-block before it: a block takes a forward more than steps, but for the last one, which is not
-prefilled.
+The logits of a prompt's last row, and of a finished block's last row when it is prefilled, are the
+next token's. So a block's first step cannot share the forward that prefills the block before it:
+each block but the last takes one forward more than it has steps.
 """
 
 import numpy as np
@@ -23,15 +22,17 @@ from vllm_dllm.step.masked.masked_step import MaskedStep
 
 
 class SeededStep(MaskedStep):
+    """Samples the first token of each canvas from the row before it."""
+
     _ended: CanvasBatch | None = None  # the last rows of prefills that end in this step
-    # With asynchronous scheduling: of canvases, any of which may be a commit of its own.
+    # The last rows of k canvases, any of which this step may commit, with asynchronous scheduling.
     _last: CanvasBatch | None = None
-    _last_canvases: torch.Tensor | None = None  # [canvases] int64, which these are; None: all
-    _foretelling: torch.Tensor | None = None  # [canvases, V] fp32, their logits
+    _last_canvases: torch.Tensor | None = None  # [k] int64, indices of these canvases; None: all
+    _foretelling: torch.Tensor | None = None  # [k, V] fp32, the logits of these rows
 
     def begin(self, input_batch: InputBatch) -> None:
-        """Has the runner make logits of the rows that foretell a canvas' first token, too; they
-        come behind those of the canvases."""
+        """Adds the rows that predict a canvas' first token to those of which the runner computes
+        logits, behind the canvases' own."""
         super().begin(input_batch)
         ends = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]  # exact in a
         # prefill
@@ -50,7 +51,7 @@ class SeededStep(MaskedStep):
             )
 
     def _foretell_next(self, batch: CanvasBatch) -> np.ndarray:
-        """[n] bool: canvases whose commit foretells the next one's first token."""
+        """Returns [n] bool: canvases whose commit predicts the next canvas' first token."""
         return np.ones(batch.num_canvases, dtype=bool)
 
     def _last_rows(
@@ -58,7 +59,8 @@ class SeededStep(MaskedStep):
         input_batch: InputBatch,
         chosen: np.ndarray,  # [num_reqs] bool
     ) -> CanvasBatch | None:
-        """One of each of these requests."""
+        """Has the runner compute logits of the last row of each chosen request. Returns these rows;
+        None: no request is chosen."""
         if not chosen.any():
             return None
         last = CanvasBatch.of_last_rows(
@@ -69,8 +71,8 @@ class SeededStep(MaskedStep):
         return last
 
     def start_canvases(self, source: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
-        """Takes off the rows that foretell first tokens, and starts the canvases of prefills that
-        have ended."""
+        """Splits the rows that predict first tokens from `source`, and writes the first tokens of
+        canvases whose prompt is prefilled now. Returns the canvases' rows."""
         ended, last = self._ended, self._last
         counts = [0 if rows is None else rows.num_canvases for rows in (ended, last)]
         canvases, of_ended, of_last = source.split([len(source) - sum(counts), *counts])
@@ -89,7 +91,8 @@ class SeededStep(MaskedStep):
         return advanced
 
     def _seed_behind(self, found: Found, advanced: Advanced, last: CanvasBatch) -> None:
-        """A block's own commit is a prefill of it, too."""
+        """Writes the first token of each canvas that follows a block committed by this step, which
+        is a prefill of the block, too."""
         logits = self._foretelling
         assert logits is not None, "start_canvases comes first"
         is_new, ends, idx, slots = (
@@ -114,7 +117,8 @@ class SeededStep(MaskedStep):
         starts: torch.Tensor,  # [n] int64, where their canvases begin
         is_new: torch.Tensor | None,  # [n] bool, canvases that do begin; None: all
     ) -> torch.Tensor:
-        """[n] int64: the tokens that these rows foretell. Keeps their scores for who asks."""
+        """Samples [n] int64: the tokens that these rows predict. Keeps their scores for requests
+        that ask for log-probabilities."""
         slots, idx, of_slots = self.slots, rows.slot_index, self.requests.settings
         settings, grammars = of_slots.for_batch(rows), self.requests.grammars
         assert isinstance(settings, MaskedStepSettings) and isinstance(grammars, GrammarRuns)
@@ -143,12 +147,12 @@ class SeededStep(MaskedStep):
         logits: MaskedLogits,  # of n rows
         is_new: torch.Tensor | None,  # [n] bool; None: all are
     ) -> None:
-        """What `logits` foretell is the first token of these requests' canvases, where that
-        `is_new`."""
+        """Keeps the logits of canvases' first tokens, where `is_new`, if a later step cannot
+        compute them. Here every canvas has a row of its own for its first token."""
 
 
 class CausalStep(SeededStep):
-    """Known tokens see no canvas, and a canvas is as wide as a block."""
+    """Steps of models whose known tokens see no canvas, and whose canvases are whole blocks."""
 
     num_recomputed = CanvasStep.num_recomputed
     _cut_canvases = CanvasStep._cut_canvases

@@ -1,9 +1,9 @@
-"""Canvases of models whose rows have the logits of the token after them.
+"""Steps of models whose rows have the logits of the next token.
 
-A canvas' position is judged by the row before it. That of its first position is a known token of
-the same block, which each step computes anew beside the canvas; where the canvas begins with its
-block, it is the last row of the block before, and the position is known from that block's prefill
-(`seeded_step`).
+The candidate of a position comes from the row before it. Before a canvas' first position, that is a
+known token of the same block, which each step computes anew beside the canvas. Where the canvas
+begins its block, it is the last row of the block before, and the first token was sampled when that
+block was prefilled (`seeded_step`).
 """
 
 import torch
@@ -16,8 +16,10 @@ from vllm_dllm.step.masked.seeded_step import SeededStep
 
 
 class ShiftedStep(SeededStep):
+    """Reads the candidates of canvases from the rows one position before theirs."""
+
     def begin(self, input_batch: InputBatch) -> None:
-        """Has the runner make the logits of the rows before a canvas' positions."""
+        """Has the runner compute the logits of the row before each position of a canvas."""
         super().begin(input_batch)
         batch = self.batch
         if batch is None:
@@ -33,11 +35,13 @@ class ShiftedStep(SeededStep):
     def _keep_seed_logits(
         self, rows: CanvasBatch, logits: MaskedLogits, is_new: torch.Tensor | None
     ) -> None:
-        """A block's first step has no row for its first token, whose scores are these."""
+        """Keeps the logits of first tokens, for log-probabilities: a canvas that begins its block
+        has no row for them."""
         kept = logits.of_rows(in_process=False)
         self.requests.logprobs.keep_seeds(rows.slots_np.tolist(), kept, is_new)
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+        """Denoises, with the kept logits in the first rows of canvases that begin their block."""
         begins_block = found.starts % self.canvas_length == 0
         self.requests.logprobs.put_seeds(found.batch, source, begins_block)
         return super()._denoise(found, source)

@@ -1,17 +1,17 @@
-"""Drafts: the same weights, run causally, verify what a step of diffusion drafted.
+"""Drafts: the same weights, run causally, verify what a diffusion step drafted.
 
-A canvas that is a draft begins with a token that is known, and has two steps. The first, a step of
-diffusion, reveals all others. The second reads the canvas again, causal, as a commit of its own
-does, so a row has the next token's probabilities. A token is drawn from each row, and the canvas
-stands as far as it holds what was drawn. Behind that the next one begins, with the token drawn
-there. So each token of an answer is drawn from the autoregressive model's distribution behind the
-tokens before it, whatever was drafted (`linear_spec_generate` of Nemotron-Labs-Diffusion's
-modeling_nemotron_labs_diffusion.py). The keys and values of what stands are a prefill's, and stay.
+A canvas that is a draft begins with a known token, and has two steps. The first, a diffusion step,
+reveals all other tokens. The second reads the canvas again, causally, like a commit, so each row
+has the next token's probabilities. A token is drawn from each row, and the draft is accepted up to
+the first token that differs from what was drawn. The next canvas begins behind it, with the token
+drawn there. So each token of an answer is drawn from the autoregressive model's distribution,
+whatever was drafted (`linear_spec_generate` of Nemotron-Labs-Diffusion's
+modeling_nemotron_labs_diffusion.py). The keys and values of accepted tokens are a prefill's.
 
 Noise is a function of the seed and the position (`denoise.noise`). Both steps draw a position by
-the same number, so that they agree often, and a seed's answer does not depend on what was drafted.
-Rejection sampling would have to keep the probabilities of the draft: a row of the vocabulary for
-each of its tokens.
+the same number, so they often agree, and a seed's answer does not depend on what was drafted.
+Rejection sampling would have to keep the draft's probabilities: a row of the vocabulary for each of
+its tokens.
 
 A canvas of one row has nothing to draft, and is verified in every step: that is decoding token by
 token.
@@ -32,8 +32,10 @@ from vllm_dllm.step.masked.seeded_step import CausalStep
 
 
 class VerifiedStep(CausalStep):
+    """Verifies drafts, beside canvases that are denoised like `CausalStep`'s."""
+
     def _are_drafts(self, batch: CanvasBatch) -> np.ndarray:
-        """[n] bool."""
+        """Returns [n] bool: which canvases are drafts."""
         assert isinstance(self.requests.settings, MaskedSlotSettings)
         return self.requests.settings.are_verified(batch.slots_np)
 
@@ -41,7 +43,7 @@ class VerifiedStep(CausalStep):
         return ~self._are_drafts(batch)
 
     def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
-        """Adds which canvases are drafts."""
+        """Reads the slots, and which canvases are drafts."""
         found = super()._read(batch, input_batch)
         are_np, settings = self._are_drafts(batch), found.settings
         if not are_np.any():
@@ -51,8 +53,8 @@ class VerifiedStep(CausalStep):
         return found._replace(drafts=Drafts(are_np, are, are & (found.numbers.is_committing == 1)))
 
     def _noise(self, found: Found) -> torch.Tensor:
-        """Both steps of a draft draw a position by one number: the second one's rows stand for the
-        position after theirs."""
+        """Returns the noise, the same for a position in both steps of a draft: rows that are
+        verified predict the position after theirs."""
         if found.drafts is None:
             return super()._noise(found)
         are, numbers = found.drafts.are, found.numbers
@@ -64,6 +66,8 @@ class VerifiedStep(CausalStep):
         )
 
     def _leads(self, found: Found) -> dict[int, torch.Tensor]:
+        """Returns 1 for drafts that are verified by this step and 0 for those that are made by it,
+        if their requests have rules."""
         drafts = found.drafts
         if drafts is None:
             return {}
@@ -71,18 +75,18 @@ class VerifiedStep(CausalStep):
         return {i: drafts.are_verified[i].long() for i in ruled if drafts.are_np[i]}
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
-        """Drafts report log-probabilities before the temperature."""
+        """Denoises. Log-probabilities of drafts are those before the temperature, as an
+        autoregressive model's are."""
         denoised, logprobs = super()._denoise(found, source), self.requests.logprobs
         if found.drafts is None or logprobs.reports_processed or not logprobs.concern(found.batch):
             return denoised
-        # An autoregressive model's are those before the temperature.
         are = found.batch.by_row(found.drafts.are)[:, None]
         row_temperature = denoised.row_temperature.masked_fill(are, 1.0)
         return denoised._replace(row_temperature=row_temperature)
 
     def _verified(self, found: Found, draws: LegalDraws, tokens: torch.Tensor) -> Verified | None:
-        """Draws the token behind each row of the drafts that are verified, and accepts those up to
-        the first that differs."""
+        """Draws the token behind each row of the drafts that are verified, and accepts drafted
+        tokens up to the first that differs from what was drawn."""
         drafts, grammars = found.drafts, self.requests.grammars
         if drafts is None:
             return None
@@ -114,7 +118,8 @@ class VerifiedStep(CausalStep):
     def _keep_seed_logits(
         self, rows: CanvasBatch, logits: MaskedLogits, is_new: torch.Tensor | None
     ) -> None:
-        """Other requests' rows say how probable their own tokens are."""
+        """Keeps the logits of drafts' first tokens, for log-probabilities: the rows of a verified
+        draft predict the tokens behind them."""
         logprobs, are_drafts = self.requests.logprobs, self._are_drafts(rows)
         kept = logits.of_rows(in_process=logprobs.reports_processed)
         for i in np.flatnonzero(are_drafts).tolist():
