@@ -11,12 +11,12 @@ def patched(*targets: str) -> Iterator[None]:
     """At first, vLLM's own are there."""
     before = {}
     for target in targets:
-        owner, name = patching.place(target)
+        owner, name = patching.resolve_target(target)
         before[target] = vars(owner).get(name, getattr(owner, name, None))
-        setattr(owner, name, patching.stock_of(target))
+        setattr(owner, name, patching.get_stock(target))
     try:
         yield
     finally:
         for target, value in before.items():
-            owner, name = patching.place(target)
+            owner, name = patching.resolve_target(target)
             setattr(owner, name, value)

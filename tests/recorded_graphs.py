@@ -70,7 +70,7 @@ class Recorded:
 
 @contextmanager
 def capturing(*_: Any) -> Iterator[Callable[[Callable[[], Any]], tuple[RecordedGraph, Any]]]:
-    """`compat.gpu.capturing`."""
+    """`compat.gpu.capture_graphs`."""
 
     def capture(run: Callable[[], Any]) -> tuple[RecordedGraph, Any]:
         graph = RecordedGraph.recording = RecordedGraph()

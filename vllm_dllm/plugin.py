@@ -20,8 +20,8 @@ def register() -> None:
     # Until ours is registered. Where this fails, vLLM logs it, goes on, and would serve its own.
     ModelRegistry.register_model(DIFFUSION_GEMMA, f"{version.__name__}:{DIFFUSION_GEMMA}")
     if not version.is_known():
-        (logger.warning if version.is_served() else logger.error)(version.complaint())
-    if version.is_served():
+        (logger.warning if version.can_serve() else logger.error)(version.describe_unknown_vllm())
+    if version.can_serve():
         _register()
 
 
@@ -34,7 +34,7 @@ def _register() -> None:
     from vllm.platforms import current_platform
 
     from vllm_dllm import attention
-    from vllm_dllm.compat import ending, logprobs, metrics
+    from vllm_dllm.compat import ending, logprobs, metrics, prompt_logprobs
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.config import canvas_feeds
     from vllm_dllm.metrics.prometheus import CanvasMetrics, DraftMetrics
@@ -42,10 +42,10 @@ def _register() -> None:
 
     _register_models()
     _check_requests()
-    logprobs.find_token_texts_once()
-    logprobs.show_steps()
+    prompt_logprobs.cache_token_texts()
+    logprobs.return_revealed_steps()
     ending.stop_gracefully()
-    metrics.carry(CanvasMetrics, DraftMetrics)
+    metrics.set_metrics(CanvasMetrics, DraftMetrics)
     register_custom_attention_backend(attention.GPU_BACKEND)
     if current_platform.is_cpu():
         from vllm_dllm.cpu.install import install
@@ -91,7 +91,7 @@ def _check_requests() -> None:
         ("gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"),
         ("gemma4", "vllm_dllm.requests.gemma_reasoning_parser", "GemmaReasoningParser"),
     )
-    usage.show_counts()
+    usage.patch_usage()
 
 
 def _log_like_vllm() -> None:

@@ -1,7 +1,7 @@
 """Seams in how processes start and end, and where a CPU worker computes."""
 
 from scripts.seams.seam import Seam
-from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_CALL, FAILED_START, WRONG_ON_CPUS
+from vllm_dllm.compat.log_lines import ENGINE_FAILED, FAILED_CALL, FAILED_START, WRONG_CPU_WARNINGS
 
 SEAMS = [
     # --- processes start, and end -----------------------------------------------------------------
@@ -39,9 +39,9 @@ SEAMS = [
     Seam(
         "Triton has no backend for CPUs",
         "triton_utils.importing",
-        WRONG_ON_CPUS["vllm.triton_utils.importing"],
+        WRONG_CPU_WARNINGS["vllm.triton_utils.importing"],
     ),
-    Seam("and is taken for absent", "platforms.cpu", WRONG_ON_CPUS["vllm.platforms.cpu"]),
+    Seam("and is taken for absent", "platforms.cpu", WRONG_CPU_WARNINGS["vllm.platforms.cpu"]),
     Seam(
         "a server freezes its objects",
         "entrypoints.launchers.utils.server_utils",
@@ -208,7 +208,7 @@ from vllm.transformers_utils.config import (""",
     Seam(
         "what is said of a worker's threads",
         "utils.torch_utils:set_torch_threads_for_runtime",
-        f'"{WRONG_ON_CPUS["vllm.utils.torch_utils"]}',
+        f'"{WRONG_CPU_WARNINGS["vllm.utils.torch_utils"]}',
     ),
     # --- how a server ends ----------------------------------------------------------------------
     Seam(

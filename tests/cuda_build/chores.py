@@ -173,7 +173,7 @@ def try_tiles(
         moe_backend=backend,
     )
     layers = list(experts.layers(engine.runner.model.modules()))
-    found: dict[str, Any] = {"files": sorted({experts.tiles_file(layer) for layer in layers})}
+    found: dict[str, Any] = {"files": sorted({experts.tiles_file_name(layer) for layer in layers})}
     with device:
         layer = layers[0]
         states = torch.zeros(rows, layer.hidden_size, device="cuda", dtype=layer.params_dtype)
@@ -187,7 +187,7 @@ def try_tiles(
             few_rows.run(layer, size, states)
             experts.run_with_tiles(layer, None, states)
         problems = [*device.waits, *device.forbidden]
-        if experts.has_tiles(layer):
+        if experts.has_tunable_tiles(layer):
             assert experts.tiles_in_use(layer, rows)["BLOCK_SIZE_M"] > 0
             shapes += [experts.run_with_tiles(layer, tiles, states).shape for tiles in shipped()]
     return found | {

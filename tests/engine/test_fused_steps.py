@@ -156,7 +156,7 @@ def test_graphs_are_the_step(served: Engine, steps: Steps, monkeypatch: pytest.M
     expected = answers_of(served, params)
     graphs = state.vllm_config.compilation_config
     monkeypatch.setattr(graphs, "max_cudagraph_capture_size", 4 * CANVAS)
-    monkeypatch.setattr(model_state, "capturing", capturing)
+    monkeypatch.setattr(model_state, "capture_graphs", capturing)
     with torch.inference_mode():
         state.capture_inner_cudagraphs(runner.input_buffers, None, None, None)
     replays: Counter[int] = Counter()

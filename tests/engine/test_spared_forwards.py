@@ -9,7 +9,7 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import Engine, cached_tokens
 from tests.engine.one_step import FEW_STEPS, random_ids
-from vllm_dllm.compat.metrics import take_steps
+from vllm_dllm.compat.metrics import pop_step_counts
 
 CANVAS = 32
 COUNTED = {"worker_extension_cls": "bench.step_split.StepSplit", "enable_prefix_caching": False}
@@ -119,7 +119,7 @@ def test_the_last_canvas_is_as_wide_as_what_may_still_come(
         prompt = {"prompt_token_ids": random_ids(40, 512, seed=1)}
         output = served.llm.generate(prompt, params, use_tqdm=False)[0]
         assert len(output.outputs[0].token_ids) == max_tokens
-        traced, counted = served.steps(output.request_id), take_steps(output.outputs[0])
+        traced, counted = served.steps(output.request_id), pop_step_counts(output.outputs[0])
         assert counted is not None and counted.denoise_steps == len(traced)
         # Both schedule ahead here: some blocks are committed by forwards of their own.
         num_commits = counted.forwards - len(traced)

@@ -58,7 +58,7 @@ def capturing(*_: Any) -> Iterator[Callable[..., Any]]:
 def test_a_captured_step_is_two_replays(
     server: test_step.Server, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, canvases: int
 ) -> None:
-    monkeypatch.setattr(model_state, "capturing", capturing)
+    monkeypatch.setattr(model_state, "capture_graphs", capturing)
     server.capture(most=4)
     assert cuda.waits == []
     server.admit(*KINDS[:canvases])
@@ -78,7 +78,7 @@ def test_other_steps_are_taken_as_ever(
     server: test_step.Server, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Their canvases are whole, so what comes before the forward is a replay."""
-    monkeypatch.setattr(model_state, "capturing", capturing)
+    monkeypatch.setattr(model_state, "capture_graphs", capturing)
     server.capture(most=4)
     server.admit("plain", kind)
     cuda.launches.clear()

@@ -115,10 +115,10 @@ def test_known_versions_are_served_without_a_word(
     assert served_model().module_name == "vllm_dllm.models.diffusion_gemma"
 
 
-@pytest.mark.parametrize(("version", "is_served"), [("0.34.0", True), ("0.31.2", False)])
+@pytest.mark.parametrize(("version", "can_serve"), [("0.34.0", True), ("0.31.2", False)])
 def test_a_newer_vllm_is_tried_at_the_users_own_risk(
     version: str,
-    is_served: bool,
+    can_serve: bool,
     registered: None,
     complaints: dict[str, list[str]],
     monkeypatch: pytest.MonkeyPatch,
@@ -126,9 +126,9 @@ def test_a_newer_vllm_is_tried_at_the_users_own_risk(
     monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setenv("VLLM_DLLM_UNKNOWN_VLLM", "1")
     plugin.register()
-    assert (len(complaints["warning"]), len(complaints["error"])) == (is_served, not is_served)
+    assert (len(complaints["warning"]), len(complaints["error"])) == (can_serve, not can_serve)
     ours = "vllm_dllm.models.diffusion_gemma"
-    assert (served_model().module_name == ours) is is_served
+    assert (served_model().module_name == ours) is can_serve
 
 
 def test_what_does_not_load_is_not_replaced_by_vllms_own(

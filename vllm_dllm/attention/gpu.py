@@ -28,7 +28,7 @@ from attention_kernels import support, triton_fwd
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.attention.choice import Choice, Layer, Times, Version
 from vllm_dllm.attention.flash_attention import FlashAttention
-from vllm_dllm.compat.attention import cache_scales
+from vllm_dllm.compat.attention import kv_cache_scales
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.measured import folder
 
@@ -133,7 +133,7 @@ class GpuCanvasImpl(TritonAttentionImpl):
         key_scale = value_scale = None
         if self.kv_cache_dtype.startswith("fp8"):
             key_cache, value_cache = (t.view(self.fp8_dtype) for t in (key_cache, value_cache))
-            key_scale, value_scale = cache_scales(layer)
+            key_scale, value_scale = kv_cache_scales(layer)
         tensors = (query[:num_tokens], key_cache, value_cache)
         options: dict[str, Any] = dict(
             scale=self.scale, window_left=self.sliding_window[0], softcap=self.logits_soft_cap

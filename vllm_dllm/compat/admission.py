@@ -1,4 +1,4 @@
-"""Where vLLM admits a request."""
+"""How vLLM's input processor admits a request: with our checks in place of its refusals."""
 
 import copy
 from collections.abc import Callable, Collection, Mapping
@@ -9,26 +9,25 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_dllm.compat.patching import is_server, replace
+from vllm_dllm.compat.patching import is_server, patch
 
 KEYS_OF_VLLM = frozenset(
     {"ec_transfer_params", "kv_cache_report_mode", "kv_transfer_params", "session_id"}
 )
-"""What vLLM itself reads in `SamplingParams.extra_args`."""
+"""Keys of `SamplingParams.extra_args` that vLLM itself reads."""
+
+_STORED_PARAMETERS = {"data_parallel_rank", "kv_hints", "priority", "session_id", "trace_headers"}
+"""Parameters of `process_inputs` that vLLM only stores in the request it returns."""
 
 
-_TOLD_LATER = {"data_parallel_rank", "kv_hints", "priority", "session_id", "trace_headers"}
-"""Parameters of `process_inputs` that its request only takes along."""
-
-
-class Admitted(dict[str, Any]):
-    """A rendered prompt of a request that has been admitted before its stream begins."""
+class AdmittedPrompt(dict[str, Any]):
+    """A rendered prompt whose request was admitted before its response began."""
 
     request: EngineCoreRequest
 
 
-class _NoDiffusion:
-    """A ModelConfig as it would be of another model."""
+class _NonDiffusionConfig:
+    """A ModelConfig that says it is not of a diffusion model."""
 
     is_diffusion = False
 
@@ -41,14 +40,15 @@ class _NoDiffusion:
 
 def set_admission(
     architectures: Collection[str],
-    served: Callable[..., Any],
+    describe_server: Callable[..., Any],
     admit: Callable[..., Any],
     admit_target: Callable[..., Any],
 ) -> None:
-    """Requests come in through `admit(params, served(config, tokenizer, to_many=...), resolve)` if
-    the model is a diffusion model of one of `architectures`, and through
-    `admit_target(params, resolve)` if it has a drafter. Of diffusion models vLLM refuses most
-    sampling parameters and structured outputs; `resolve` does without that. Repeatable."""
+    """Has requests of diffusion models of `architectures` admitted by `admit(params, facts,
+    resolve)`, where `facts` is `describe_server(vllm_config, tokenizer, to_many=...)`, and those of
+    models with a drafter by `admit_target(params, resolve)`. `resolve(params)` is vLLM's own
+    `process_inputs`, without its refusal of most sampling parameters and of structured outputs for
+    diffusion models. Repeatable."""
     to_many = is_server()
 
     def make(stock: Any) -> Any:
@@ -60,9 +60,9 @@ def set_admission(
             *args: Any,
             **kwargs: Any,
         ) -> EngineCoreRequest:
-            if isinstance(prompt, Admitted):
+            if isinstance(prompt, AdmittedPrompt):
                 prompt.request.request_id = request_id
-                for name in _TOLD_LATER & kwargs.keys():
+                for name in _STORED_PARAMETERS & kwargs.keys():
                     setattr(prompt.request, name, kwargs[name])
                 return prompt.request
 
@@ -75,43 +75,46 @@ def set_admission(
                 return resolve(params)
             if not is_ours:
                 return admit_target(params, resolve)
-            if not hasattr(self, "admits"):
-                self.admits = served(self.vllm_config, self.tokenizer, to_many=to_many)
-                self.resolves = copy.copy(self)
-                self.resolves.model_config = _NoDiffusion(model)
-                self.resolves.structured_outputs_config = None
-            processor = self.resolves
-            return admit(params, self.admits, resolve)
+            if not hasattr(self, "facts"):
+                self.facts = describe_server(self.vllm_config, self.tokenizer, to_many=to_many)
+                self.permissive = copy.copy(self)
+                self.permissive.model_config = _NonDiffusionConfig(model)
+                self.permissive.structured_outputs_config = None
+            processor = self.permissive
+            return admit(params, self.facts, resolve)
 
         return process_inputs
 
-    replace("v1.engine.input_processor:InputProcessor.process_inputs", make)
+    patch("v1.engine.input_processor:InputProcessor.process_inputs", make)
 
 
-def admitted(
+def admit_prompt(
     engine: Any, prompt: Any, params: Any, request_id: str, options: Mapping[str, Any]
 ) -> Any:
-    """`prompt`, once the request of an AsyncLLM is admitted, or as it is, if that must wait.
-    `options` are those of `AsyncLLM.generate`.
+    """Returns `prompt` as an AdmittedPrompt, with the request that vLLM makes of it; or unchanged,
+    if it is text, whose tokens are not known yet. `options`: keyword arguments of
+    `AsyncLLM.generate`.
 
     Raises:
-        VLLMValidationError: it is not.
+        VLLMValidationError: the request is refused.
     """
-    if isinstance(prompt, Admitted) or not (isinstance(prompt, dict) and "type" in prompt):
-        return prompt  # a text's tokens are not known yet
-    found = Admitted(prompt)
-    processor = engine.input_processor
-    told = {name: options[name] for name in options.keys() & (_TOLD_LATER | {"lora_request"})}
-    found.request = processor.process_inputs(request_id, prompt, params, ("generate",), **told)
-    return found
+    if isinstance(prompt, AdmittedPrompt) or not (isinstance(prompt, dict) and "type" in prompt):
+        return prompt
+    admitted = AdmittedPrompt(prompt)
+    names = options.keys() & (_STORED_PARAMETERS | {"lora_request"})
+    admitted.request = engine.input_processor.process_inputs(
+        request_id, prompt, params, ("generate",), **{name: options[name] for name in names}
+    )
+    return admitted
 
 
-# The room that vLLM's sampler has for a request's lists; more raises in the worker. Of
-# `vllm/v1/worker/gpu/sample/logit_bias.py`, whose import takes the worker's modules along.
+# How many token ids vLLM's sampler can hold of a request; more would raise in the worker. Copied
+# from `vllm/v1/worker/gpu/sample/logit_bias.py`, which imports the worker's modules.
 MAX_ALLOWED_TOKENS = 1024
 MAX_STOP_TOKENS = 128
 
 
-def most_bad_word_tokens() -> int:
-    """The most that all bad words may have together; an environment variable sets it."""
+def max_bad_word_tokens() -> int:
+    """Returns how many tokens all bad words of a request may have together: an environment variable
+    of vLLM's."""
     return envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS

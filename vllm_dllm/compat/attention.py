@@ -1,4 +1,4 @@
-"""Which attention backend vLLM takes, and its copy of FlashAttention-4."""
+"""Which attention backend vLLM uses, the kernels of its CPU backend, and its FlashAttention-4."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +12,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 @contextmanager
 def override_cpu_attention_backend(class_path: str) -> Iterator[None]:
-    """Makes attention layers built inside use `class_path` where vLLM picks its CPU backend.
+    """Makes attention layers built in this context use `class_path` where vLLM picks its CPU
+    backend.
 
-    vLLM remembers the backend it picked for a configuration, so the memory is cleared on both ends.
+    vLLM caches the backend it picked for a configuration, so the cache is cleared on entry and
+    exit.
     """
     backend = AttentionBackendEnum.CPU_ATTN
     register_backend(backend, class_path)
@@ -27,39 +29,42 @@ def override_cpu_attention_backend(class_path: str) -> Iterator[None]:
 
 
 def register_custom_attention_backend(class_path: str) -> None:
-    """`--attention-backend CUSTOM` means `class_path`, unless another extension was here first: the
-    only name vLLM leaves to extensions that all of its processes know. Repeatable."""
+    """Registers `class_path` as `--attention-backend CUSTOM`, unless another extension has taken
+    that name: the only one that vLLM leaves to extensions in all of its processes. Repeatable."""
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, class_path)
 
 
 def custom_attention_backend(class_path: str) -> AttentionBackendEnum | None:
-    """CUSTOM, if it means `class_path`."""
+    """Returns CUSTOM if `class_path` is registered by that name, else None."""
     custom = AttentionBackendEnum.CUSTOM
     return custom if custom.is_overridden() and custom.get_path() == class_path else None
 
 
-def cache_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an attention layer's cached keys and values are multiplied with when read: [1] fp32
-    each."""
+def kv_cache_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the factors, [1] fp32 each, by which a layer multiplies cached keys and values when
+    it reads them."""
     return layer._k_scale.view(1), layer._v_scale.view(1)
 
 
 def set_kernel_isa(metadata_builder: Any, isa: str, layer_names: list[str]) -> None:
     """Has a CPU's metadata builder and its layers use the kernels for `isa`: "vec" runs on every
-    x86 processor, "amx" is what vLLM takes for bf16 where it can. The two lay out the cache
-    differently, so this comes before anything is cached."""
+    x86 processor, "amx" is vLLM's choice for bf16 where it can. Call it before anything is cached:
+    the two lay out the cache differently."""
     metadata_builder.isa = isa
     metadata_builder._set_isa_to_layers(layer_names)
 
 
 def flash_attention_4() -> Callable[..., Any]:
-    """vLLM's function of this name, which on Hopper also takes a causal flag per request and head
-    sizes up to 512. Raises ImportError that says why it is not there.
+    """Returns vLLM's `flash_attn_varlen_func` for FlashAttention-4, which on Hopper also takes a
+    causal flag per request and head sizes up to 512.
 
-    A kernel compiled for a fixed flag is taken for one with a flag per request: FlashAttention-4's
-    compile key does not tell them apart. So a process must ask for one of them alone, for a head
-    size, a ratio of heads and a window.
+    FlashAttention-4's compile key does not tell a kernel with a fixed causal flag from one with a
+    flag per request. So a process must use only one of the two for a head size, a ratio of heads
+    and a window.
+
+    Raises:
+        ImportError: it is not there; the message says why.
     """
     from vllm.vllm_flash_attn import (
         fa_version_unsupported_reason,

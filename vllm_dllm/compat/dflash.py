@@ -1,4 +1,5 @@
-"""Private names of vLLM's DFlash speculator and model. Loaded in workers alone: they load much."""
+"""vLLM's DFlash speculators and drafter model, with some steps open to subclasses. Only workers
+import this: it loads much."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,15 +16,17 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 
 
-class FiniteStates(DFlashSpeculator):
-    """Drafts nothing of value where the drafter's states are no numbers. Drawn from, they would end
-    a worker on CPUs, and elsewhere be tokens that there are not."""
+class FiniteStatesSpeculator(DFlashSpeculator):
+    """Replaces non-finite hidden states of the drafter by 0. Drafts drawn from them would end a
+    worker on CPUs, and be token ids outside the vocabulary on GPUs."""
 
     def _run_model(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return super()._run_model(*args, **kwargs).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-class DFlash2Hooks(FiniteStates, DFlash2Speculator):
+class DFlash2Hooks(FiniteStatesSpeculator, DFlash2Speculator):
+    """vLLM's DFlash2 speculator, with finite hidden states and scores of candidates."""
+
     def _score_candidates(
         self,
         candidate_ids: torch.Tensor,
@@ -34,22 +37,22 @@ class DFlash2Hooks(FiniteStates, DFlash2Speculator):
         return scores.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-class DFlashHooks(FiniteStates):
-    """vLLM's speculator, with some of its steps open to subclasses."""
+class DFlashHooks(FiniteStatesSpeculator):
+    """vLLM's DFlash speculator, with some of its steps open to subclasses."""
 
     def blocks_prepared(self) -> None:
-        """The inputs of the step's draft blocks are in the buffers. May change them on the device;
-        becomes part of the captured graph."""
+        """Called when the inputs of the step's draft blocks are in the buffers. May change them on
+        the device; becomes part of the captured graph."""
 
-    def context_of(
+    def gather_context(
         self,
         input_batch: InputBatch,
         last_hidden_states: torch.Tensor,  # [num_tokens, hidden_size] of the target
         aux_hidden_states: list[torch.Tensor] | None,
         tokens: torch.Tensor | None = None,  # [n] int64 of the batch; None: all
     ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """What the target has just computed: states [n, hidden_size] of the layers that the drafter
-        reads, positions [n] and slots [num_groups, n]."""
+        """Returns what the target has just computed: hidden states [n, hidden_size] of each layer
+        that the drafter reads, positions [n], and slots [num_groups, n] in the KV cache."""
         chosen = slice(input_batch.num_tokens) if tokens is None else tokens
         # The target's own slots of this step: drafting has not yet put a block's in their place.
         by_group = [
@@ -64,8 +67,8 @@ class DFlashHooks(FiniteStates):
         positions: torch.Tensor,  # [n] int64
         slots: torch.Tensor,  # [num_groups, n] int64
     ) -> None:
-        """Stores keys and values of tokens without preparing a draft. Those of refused drafts are
-        overwritten when their positions are computed again."""
+        """Stores the drafter's keys and values of tokens, without preparing a draft. Those of
+        refused drafts are overwritten when their positions are computed again."""
         of_layers = self._layer_group_idx or [0] * len(self.model.model.layers)
         self.model.precompute_and_store_context_kv(
             self.model.combine_hidden_states(states), positions, [slots[i] for i in of_layers]
@@ -73,8 +76,8 @@ class DFlashHooks(FiniteStates):
 
     @property
     def cache_is_windowed(self) -> bool:
-        """Whether cache blocks of a request are given to others while it goes on, as where some of
-        the drafter's layers have a sliding window."""
+        """Whether vLLM may give a running request's cache blocks to others, as it does where some
+        of the drafter's layers have a sliding window."""
         groups = self.kv_cache_config.kv_cache_groups
         return any(
             getattr(groups[gid].kv_cache_spec, "sliding_window", None) is not None
@@ -86,9 +89,9 @@ class DFlashHooks(FiniteStates):
         if start == 0:  # else a part too long for the graph, which is replayed next
             self.blocks_prepared()
 
-    def propose_for(
+    def propose_for_requests(
         self,
-        rows: np.ndarray,  # [n] of the batch
+        rows: np.ndarray,  # [n] int, requests of the batch
         input_batch: InputBatch,
         attn_metadata: dict[str, Any],
         slot_mappings: dict[str, torch.Tensor],
@@ -99,8 +102,8 @@ class DFlashHooks(FiniteStates):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Drafts [n, num_speculative_tokens] of some requests of a batch whose context is stored:
-        as if each had just computed its last valid token and nothing else."""
+        """Returns drafts [n, num_speculative_tokens] for some requests of a batch whose context is
+        stored: as if each had just computed its last valid token and nothing else."""
         num_reqs = len(rows)
         chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
         last = input_batch.query_start_loc[chosen + 1].long() - 1 - num_rejected[chosen]
@@ -132,8 +135,9 @@ class DFlashHooks(FiniteStates):
     def generate_draft(
         self, num_reqs: int, forward: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
-        """Drafts [num_reqs, num_speculative_tokens] of the prepared blocks, whose hidden states
-        [num_tokens, hidden_size] `forward` makes. None: as vLLM does."""
+        """Returns drafts [num_reqs, num_speculative_tokens] for the prepared blocks, or None to
+        have vLLM draw them. `forward` computes the blocks' hidden states [num_tokens,
+        hidden_size]."""
         return None
 
     def _generate_draft(self, num_reqs: int, *args: Any, **kwargs: Any) -> None:
@@ -145,9 +149,12 @@ class DFlashHooks(FiniteStates):
 
 
 class KeyNormOfEachLayer(DFlashQwen3Model):
+    """vLLM's DFlash model, with the right norm of context keys on CPUs."""
+
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
-        """[L, num_tokens, num_kv_heads, head_size]. vLLM's kernel for CPUs norms every layer's keys
-        with the weight of the first, where those for GPUs take a weight for each."""
+        """Returns the normed keys [L, num_tokens, num_kv_heads, head_size]. vLLM's CPU kernel norms
+        every layer's keys with the first layer's weight; its GPU kernels take a weight for each
+        layer."""
         if all_k.device.type != "cpu":
             return super()._normalize_context_k(all_k)
         normed = torch.empty_like(all_k)

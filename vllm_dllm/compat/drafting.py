@@ -1,4 +1,8 @@
-"""Private names around drafting: the schedulers, and how they and the runner talk of widths."""
+"""Drafting: scheduler hooks, which speculator is used, and how scheduler and worker exchange draft
+widths.
+
+A draft width is the number of tokens to draft for a request after a step.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
@@ -12,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_dllm.compat.patching import replace
+from vllm_dllm.compat.patching import patch
 from vllm_dllm.compat.scheduler import SchedulerHooks
 
 
@@ -20,14 +24,15 @@ class DraftSchedulerHooks(SchedulerHooks):
     """The hooks of a scheduler whose requests verify different numbers of drafts."""
 
     def verified_width(self, request: Request) -> int:
-        """How many tokens of the draft that `request` has just got are verified; all by default."""
+        """Returns how many tokens of `request`'s new draft are verified; all by default."""
         return len(request.spec_token_ids)
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """The target accepted `num_accepted` of `num_drafts` > 0 drafts of a request."""
+        """Called when the target has accepted `num_accepted` of `num_drafts` > 0 drafts of a
+        request."""
 
     def request_freed(self, request: Request) -> None:
-        """`request` is over."""
+        """Called when `request` has ended, before vLLM frees it."""
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         super().update_draft_token_ids(draft_token_ids)
@@ -72,7 +77,7 @@ class DraftSchedulerHooks(SchedulerHooks):
 StockScheduler, StockAsyncScheduler = Scheduler, AsyncScheduler
 
 
-_OTHER_DFLASH = {  # with speculators of their own
+_OTHER_DFLASH_ARCHITECTURES = {  # with speculators of their own
     "LiLiCorrDraftModel",
     "DFlash2DraftModel",
     "DFlash2BeamDraftModel",
@@ -82,14 +87,14 @@ _OTHER_DFLASH = {  # with speculators of their own
 
 
 def has_dflash_method(speculative: SpeculativeConfig | None) -> TypeGuard[SpeculativeConfig]:
-    """Whether vLLM's method for drafters of whole blocks is configured, whatever the drafter is."""
+    """Whether vLLM's method "dflash" is configured, whatever the drafter is."""
     return speculative is not None and speculative.method == "dflash"
 
 
 def is_dflash(speculative: SpeculativeConfig | None) -> bool:
-    """Whether the drafter is a plain DFlash one, which our speculator serves: no DFlash2 and none
-    of the other architectures that vLLM drafts with speculators of their own."""
-    return has_dflash_method(speculative) and not _OTHER_DFLASH & set(
+    """Whether the drafter is a plain DFlash one, which our speculator serves: vLLM has speculators
+    of its own for DFlash2 and other architectures of this method."""
+    return has_dflash_method(speculative) and not _OTHER_DFLASH_ARCHITECTURES & set(
         speculative.draft_model_config.architectures
     )
 
@@ -102,9 +107,9 @@ def is_dflash2(speculative: SpeculativeConfig | None) -> bool:
     )
 
 
-def draft_with(dflash: str, dflash2: str) -> None:
-    """Model runners of this process, which is a worker, draft with the speculator classes at these
-    paths where a DFlash or DFlash2 drafter is served. Repeatable."""
+def set_speculator_classes(dflash: str, dflash2: str) -> None:
+    """Has model runners of this process, a worker, draft with the speculator classes at these paths
+    where a DFlash or DFlash2 drafter is served. Repeatable."""
 
     def make(stock: Any) -> Any:
         def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
@@ -116,38 +121,39 @@ def draft_with(dflash: str, dflash2: str) -> None:
 
         return init_speculator
 
-    replace("v1.worker.gpu.model_runner:init_speculator", make)
+    patch("v1.worker.gpu.model_runner:init_speculator", make)
 
 
 def set_draft_widths(output: SchedulerOutput, widths: dict[str, int]) -> None:
-    """Sends, with a step, how many tokens to draft after it for each of its requests."""
+    """Attaches the draft width of each of its requests to a step."""
     output.draft_widths = widths
-    # vLLM's own number: the most that any of them needs.
-    output.num_spec_tokens_to_schedule = max(widths.values(), default=0)
-    output.skip_drafts = False  # what 0.33 finds by itself; those widths are 0
+    output.num_spec_tokens_to_schedule = max(widths.values(), default=0)  # vLLM has one number
+    output.skip_drafts = False  # vLLM 0.33 would skip drafting; a request's width says that here
 
 
-def expect_drafts(scheduler: Scheduler, output: SchedulerOutput) -> None:
-    """Gives the requests of a step as many drafts as were asked for with it, before the worker has
-    told which: the placeholders it answers with itself where no grammar has to see the tokens."""
+def set_placeholder_drafts(scheduler: Scheduler, output: SchedulerOutput) -> None:
+    """Gives the requests of a step placeholders for the drafts that were asked for with it, before
+    the worker answers. The worker itself answers with such placeholders where no grammar has to see
+    the tokens."""
     widths: dict[str, int] = output.draft_widths
     placeholders = [[-1] * width for width in widths.values()]
     scheduler.update_draft_token_ids(DraftTokenIds(list(widths), placeholders))
 
 
 def predicted_widths(output: ModelRunnerOutput) -> Mapping[str, int]:
-    """Widths that a speculator of this step's requests has predicted."""
+    """Returns the draft widths, by request id, that the speculator predicted with a step; empty if
+    none."""
     return getattr(output, "predicted_widths", {})
 
 
-def tell_widths(runner: Any, scheduler_output: SchedulerOutput) -> None:
-    """The runner's speculator hears how many tokens to draft after a step that is about to run."""
+def send_widths_to_speculator(runner: Any, scheduler_output: SchedulerOutput) -> None:
+    """Passes the draft widths of a step that is about to run to the runner's speculator."""
     if (widths := getattr(scheduler_output, "draft_widths", None)) is not None:
         runner.speculator.step_begins(scheduler_output, widths)
 
 
 def send_predicted_widths(runner: Any, output: Any) -> Any:
-    """`output` of a worker's step, and with it the widths that its speculator predicts."""
+    """Returns `output` of a worker's step with the widths that its speculator predicts attached."""
     take_widths = getattr(runner.speculator, "take_predicted_widths", None)
     if take_widths is not None and isinstance(output, AsyncModelRunnerOutput):
         output.model_runner_output.predicted_widths = take_widths()

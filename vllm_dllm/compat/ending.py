@@ -1,4 +1,4 @@
-"""How a server of vLLM ends when it is asked to.
+"""How a server of vLLM stops: requests in flight can finish, then get an error.
 
 vLLM kills its engine, cancels the task that would have told the waiting requests, and then waits
 for their connections to close (`docs/upstream/shutdown-hangs-clients.md`). Here the requests in
@@ -22,16 +22,16 @@ from vllm.logger import init_logger
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.system_utils import kill_process_tree
 
-from vllm_dllm.compat.patching import is_server, replace
+from vllm_dllm.compat.patching import is_server, patch
 
 logger = init_logger(__name__)
 
 ENGINE_S = 4
-"""For the engine's processes to end by themselves."""
+"""Seconds that the engine's processes have to end by themselves."""
 CONNECTIONS_S = 3
-"""For the last bytes of the answers to leave, to clients that may not read them."""
+"""Seconds to send the last bytes of the answers, to clients that may not read them."""
 ALL_S = 9
-"""After the requests in flight have had their time."""
+"""Seconds until the process is killed, counted from the end of the time for requests in flight."""
 _STOPPING = "_vllm_dllm_stopping"
 
 
@@ -46,17 +46,17 @@ class ServerStopping(GracefulHTTPError, RetryableRequestError):
 
 
 def stop_gracefully() -> None:
-    """Changes how servers of diffusion models and DFlash drafters end. Repeatable, and nothing in a
-    process that is no server."""
+    """Changes how servers of diffusion models and DFlash drafters stop. Repeatable; does nothing in
+    a process that is no server."""
     if is_server():
-        replace("v1.engine.async_llm:AsyncLLM.shutdown", _shutdown)
-        replace("v1.engine.async_llm:AsyncLLM.check_admission", _check_admission)
-        replace("entrypoints.launchers.launcher:NoSignalServer.shutdown", _close)
+        patch("v1.engine.async_llm:AsyncLLM.shutdown", _patch_shutdown)
+        patch("v1.engine.async_llm:AsyncLLM.check_admission", _patch_check_admission)
+        patch("entrypoints.launchers.launcher:NoSignalServer.shutdown", _patch_close)
 
 
-def _shutdown(stock: Any) -> Any:
+def _patch_shutdown(stock: Any) -> Any:
     def shutdown(self: Any, timeout: float | None = None) -> None:
-        # None: the engine is garbage, or never started.
+        # None: the engine is garbage-collected, or never started.
         if timeout is not None and _is_ours(self.vllm_config):
             if not _in_event_loop() and not getattr(self, _STOPPING, False):
                 setattr(self, _STOPPING, True)
@@ -69,7 +69,7 @@ def _shutdown(stock: Any) -> Any:
     return shutdown
 
 
-def _check_admission(stock: Any) -> Any:
+def _patch_check_admission(stock: Any) -> Any:
     def check_admission(self: Any, n: int = 1, request_id: str | None = None) -> None:
         if getattr(self, _STOPPING, False):
             raise ServerStopping
@@ -78,7 +78,7 @@ def _check_admission(stock: Any) -> Any:
     return check_admission
 
 
-def _close(stock: Any) -> Any:
+def _patch_close(stock: Any) -> Any:
     async def close(self: Any, sockets: Any = None) -> None:
         engine = getattr(self.config.app.state, "engine_client", None)
         if engine is not None and _is_ours(engine.vllm_config):
@@ -88,9 +88,9 @@ def _close(stock: Any) -> Any:
     return close
 
 
-def end_start_in_time() -> None:
-    """A server that is told to end while it starts is gone `ALL_S` later, whatever it waits for.
-    For its first process, before it starts others."""
+def limit_interrupted_start() -> None:
+    """Has a server that is told to stop while it starts killed after `ALL_S`, whatever it waits
+    for. Call it in the server's first process, before others are started."""
     stock: Any = signal.getsignal(signal.SIGTERM)
     # vLLM's, until it listens.
     is_starting = callable(stock) and getattr(stock, "__name__", "") == "_interrupt_init"
@@ -107,8 +107,8 @@ def end_start_in_time() -> None:
 
 
 def leave_signals_to_engine() -> None:
-    """Ctrl-C and service managers signal all processes of a server. A worker that has started goes
-    on until its engine ends it, so that the requests in flight can finish."""
+    """Makes a worker process ignore SIGINT and SIGTERM, so that requests in flight can finish:
+    Ctrl-C and service managers signal all processes of a server. The engine ends its workers."""
     is_worker_process = multiprocessing.current_process().name.startswith("VllmWorker")
     if is_worker_process and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -116,13 +116,15 @@ def leave_signals_to_engine() -> None:
 
 
 def _is_ours(config: VllmConfig) -> bool:
+    """Whether this extension serves the model or drafts for it."""
     speculative = config.speculative_config
     has_dflash_method = speculative is not None and speculative.method == "dflash"
     return config.model_config.is_diffusion or has_dflash_method
 
 
 def _in_event_loop() -> bool:
-    """Whether this is the thread of the server, whose requests cannot go on meanwhile."""
+    """Whether this thread runs the server's event loop, so that waiting here would stop its
+    requests."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -131,8 +133,8 @@ def _in_event_loop() -> bool:
 
 
 def _stop_requests(engine: Any, limit_s: float) -> None:
-    """Waits for the requests in flight, refuses others, and ends with an error what is left of
-    them after `limit_s`."""
+    """Waits up to `limit_s` for the requests in flight, while new ones are refused, then ends the
+    others with an error."""
     if engine.engine_core.resources.engine_manager is None:
         # One of several API servers: its parent kills it when the time is over.
         limit_s = max(limit_s - CONNECTIONS_S - 1, 0)
@@ -155,6 +157,7 @@ def _stop_requests(engine: Any, limit_s: float) -> None:
 
 
 async def _end_requests(engine: Any) -> None:
+    """Ends all unfinished requests with ServerStopping."""
     if left := list(engine.output_processor.request_states):
         logger.warning("Stopping. %d requests did not finish in time and get an error.", len(left))
         engine.output_processor.propagate_error(ServerStopping())
@@ -162,7 +165,7 @@ async def _end_requests(engine: Any) -> None:
 
 
 def _kill_after(limit_s: float) -> None:
-    """This process and those that it started, should it still be there."""
+    """Kills this process and its children after `limit_s`, if it is still running."""
 
     def kill() -> None:
         time.sleep(limit_s)

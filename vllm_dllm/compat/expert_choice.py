@@ -1,4 +1,4 @@
-"""How the rows of vLLM's BailingMoeV2 choose their experts."""
+"""How vLLM's BailingMoeV2 routes tokens to experts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from vllm_dllm.compat.patching import replaced
+from vllm_dllm.compat.patching import temporarily_patch
 
 
 @contextmanager
-def chosen_by(choose: Callable[..., Any]) -> Iterator[None]:
-    """Layers that are made meanwhile choose by vLLM's `custom_routing_function`: this one, which
-    gets the layer's `bias`, too."""
+def use_routing_function(choose: Callable[..., Any]) -> Iterator[None]:
+    """Makes layers built in this context route by `choose(..., bias=...)`, vLLM's
+    `custom_routing_function` with the layer's bias added."""
 
     def make(stock: Any) -> Any:
         def made(*, e_score_correction_bias: torch.Tensor, **options: Any) -> Any:
@@ -27,5 +27,5 @@ def chosen_by(choose: Callable[..., Any]) -> Iterator[None]:
 
         return made
 
-    with replaced("model_executor.models.bailing_moe:FusedMoEFactory", make):
+    with temporarily_patch("model_executor.models.bailing_moe:FusedMoEFactory", make):
         yield

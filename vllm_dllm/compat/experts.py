@@ -1,4 +1,5 @@
-"""vLLM's kernels of experts: which layers they run, with which tiles, and others in their place."""
+"""vLLM's MoE kernels: which layers run them, with which tile sizes, and how to run another kernel
+first."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,17 +20,17 @@ from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 Tiles = Mapping[str, int]
-"""Of one number of rows, as vLLM's files have them."""
+"""Tile sizes for one number of rows, by vLLM's names in its tuning files."""
 
 
 AS_LOADED = (TritonExperts, CutlassExpertsFp8, TritonOrCutlassExperts)
-"""vLLM's kernels that leave weights as they were loaded: [E, 2 * N, K] and [E, K, N]."""
+"""Kernels of vLLM's that leave weights as they were loaded: [E, 2 * N, K] and [E, K, N]."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer's experts are asked for: T tokens with top_k of E experts each, K hidden
-    channels and N between. Tensors are vLLM's own."""
+    """Arguments of a layer's experts: T tokens with top_k of E experts each, K hidden channels, N
+    intermediate channels. Tensors are vLLM's own."""
 
     states: torch.Tensor  # [T, K] the model's type, or e4m3
     state_scale: torch.Tensor | None  # [T, 1] fp32
@@ -43,13 +44,15 @@ class Call:
     inner: torch.Tensor  # [T * top_k, N] to work in; may share memory with `output`
     rows: torch.Tensor  # [T * top_k, K] to work in
 
-    def assigned(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows by expert in blocks of `size`, experts of the blocks, and how many rows."""
+    def align_blocks(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns rows sorted by expert in blocks of `size`, the expert of each block, and the
+        number of rows with padding: what vLLM's `moe_align_block_size` returns."""
         return moe_align_block_size(self.ids, size, len(self.down))
 
 
 def layers(modules: Iterable[Any]) -> Iterator[RoutedExperts]:
-    """Experts that run a kernel of `AS_LOADED` and talk to no other rank, one layer each."""
+    """Yields the MoE layers whose kernel is in `AS_LOADED` and that exchange no tokens with other
+    ranks."""
     for module in modules:
         if not isinstance(module, RoutedExperts):
             continue
@@ -59,14 +62,15 @@ def layers(modules: Iterable[Any]) -> Iterator[RoutedExperts]:
             yield module
 
 
-def has_tiles(layer: RoutedExperts) -> bool:
-    """Whether the layer's tiles can be chosen after the weights are loaded."""
+def has_tunable_tiles(layer: RoutedExperts) -> bool:
+    """Whether the layer's tile sizes can be chosen after the weights are loaded."""
     return type(layer.quant_method.moe_kernel.fused_experts) is TritonExperts
 
 
-def is_plain(layer: RoutedExperts) -> bool:
-    """Whether the layer is two products and an activation, not quantised or in FP8 by channels and
-    tokens, of experts that are all on this rank."""
+def is_two_products(layer: RoutedExperts) -> bool:
+    """Whether the layer is two matrix products and an activation, without biases or clamps, with
+    all experts on this rank: unquantised, or in FP8 with a scale for each output channel and
+    token."""
     kernel = layer.quant_method.moe_kernel.fused_experts
     config = kernel.quant_config
     by_channel = config.use_fp8_w8a8 and config.per_act_token_quant and config.per_out_ch_quant
@@ -82,9 +86,9 @@ def is_plain(layer: RoutedExperts) -> bool:
     )
 
 
-def compute_by(layer: RoutedExperts, run: Callable[[Call], bool] | None) -> None:
-    """Asks `run` first, from now on: where it returns False, vLLM's kernel computes. None: vLLM's
-    alone."""
+def set_expert_kernel(layer: RoutedExperts, run: Callable[[Call], bool] | None) -> None:
+    """Has `run` compute the layer from now on; where it returns False, vLLM's kernel computes.
+    None: vLLM's kernel alone."""
     kernel = layer.quant_method.moe_kernel.fused_experts
     vars(kernel).pop("apply", None)
     if run is None:
@@ -92,12 +96,12 @@ def compute_by(layer: RoutedExperts, run: Callable[[Call], bool] | None) -> None
     apply = kernel.apply
 
     def asked(**call: Any) -> Any:
-        return None if run(_call(kernel, call)) else apply(**call)
+        return None if run(_make_call(kernel, call)) else apply(**call)
 
     kernel.apply = asked
 
 
-def _call(kernel: Any, call: Mapping[str, Any]) -> Call:
+def _make_call(kernel: Any, call: Mapping[str, Any]) -> Call:
     config, (_, hidden, width) = kernel.quant_config, call["w2"].shape
     num_rows = call["topk_ids"].numel()
 
@@ -119,15 +123,15 @@ def _call(kernel: Any, call: Mapping[str, Any]) -> Call:
     )
 
 
-def tiles_file(layer: RoutedExperts) -> str:
-    """The name of the file in which vLLM looks for the layer's tiles."""
+def tiles_file_name(layer: RoutedExperts) -> str:
+    """Returns the name of the file in which vLLM looks for the layer's tile sizes."""
     experts, _, width = layer.w2_weight.shape
     kernel = layer.quant_method.moe_kernel.fused_experts
     return get_config_file_name(experts, width, _type_name(layer), kernel.block_shape)
 
 
 def tiles_in_use(layer: RoutedExperts, rows: int) -> dict[str, int]:
-    """What vLLM takes for a step of so many rows, as things are."""
+    """Returns the tile sizes that vLLM uses now for a step of `rows` rows."""
     shapes = layer.w13_weight.size(), layer.w2_weight.size()
     top_k, kernel = layer.moe_config.experts_per_token, layer.quant_method.moe_kernel.fused_experts
     return dict(
@@ -136,7 +140,8 @@ def tiles_in_use(layer: RoutedExperts, rows: int) -> dict[str, int]:
 
 
 def run_with_tiles(layer: RoutedExperts, tiles: Tiles | None, rows: torch.Tensor) -> torch.Tensor:
-    """`rows` [T, K] through their experts, evenly; `tiles` None: those in use."""
+    """Returns the output [T, K] of the layer for `rows` [T, K], with tokens spread evenly over
+    experts. `tiles` None: those in use."""
     config = layer.moe_config
     shape = len(rows), config.experts_per_token
     turns = torch.arange(shape[0] * shape[1], dtype=torch.int32, device=rows.device)
@@ -146,11 +151,12 @@ def run_with_tiles(layer: RoutedExperts, tiles: Tiles | None, rows: torch.Tensor
         return layer.quant_method.apply(layer, rows, weights, ids, None, None)
 
 
-def forget_tiles() -> None:
-    """Has vLLM look for its files of tiles again."""
+def clear_tiles_cache() -> None:
+    """Has vLLM read its files of tile sizes again."""
     get_moe_configs.cache_clear()
 
 
 def _type_name(layer: RoutedExperts) -> str | None:
+    """Returns vLLM's name of the weights' type in names of tuning files; None: unquantised."""
     kernel = layer.quant_method.moe_kernel.fused_experts
     return kernel.quant_config.config_name(layer.params_dtype)

@@ -1,5 +1,5 @@
-"""What a GPU's driver says of itself, what its memory keeps while a server sleeps, and CUDA graphs
-beside vLLM's own."""
+"""NVIDIA's driver version, memory that keeps its contents while a server sleeps, and CUDA graphs in
+vLLM's pool."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,8 +13,8 @@ from vllm.utils.import_utils import import_pynvml
 
 T = TypeVar("T")
 Capture = Callable[[Callable[[], Any]], tuple[torch.cuda.CUDAGraph, Any]]
-"""Returns what a function launches as a graph, and what it returned: tensors that each replay
-writes anew."""
+"""Captures what a function launches. Returns the graph and what the function returned: tensors that
+each replay overwrites."""
 
 
 def driver_version() -> str:
@@ -31,19 +31,19 @@ def driver_version() -> str:
         nvml.nvmlShutdown()
 
 
-def kept_asleep(model_config: ModelConfig) -> AbstractContextManager[None]:
-    """Tensors allocated in this context have the same values after a sleep, whatever its level. At
-    level 2 vLLM gives up what was allocated while the model was loaded, and loads the weights anew;
-    what is not a weight belongs to the pool that every level keeps."""
+def keep_during_sleep(model_config: ModelConfig) -> AbstractContextManager[None]:
+    """Makes tensors allocated in this context keep their values during a sleep of any level. At
+    level 2 vLLM discards what was allocated while the model was loaded, and loads the weights
+    again. The pool used here is kept by every level."""
     if not model_config.enable_cumem_allocator:  # nor can the server sleep
         return nullcontext()
     return get_mem_allocator_instance().use_memory_pool(tag="runtime")
 
 
 @contextmanager
-def capturing(vllm_config: VllmConfig, device: torch.device) -> Iterator[Capture]:
-    """Captures as vLLM captures forwards, into the same pool: what one graph uses only while it
-    runs, others use, too. A function runs once before it is captured, so that what it needs is
+def capture_graphs(vllm_config: VllmConfig, device: torch.device) -> Iterator[Capture]:
+    """Yields a function that captures graphs into the same memory pool as vLLM's, which graphs that
+    do not run at once share. It runs a function once before it captures it, so that kernels are
     compiled."""
 
     from vllm.compilation.cudagraph_pool import capture_pool  # no CPU loads it

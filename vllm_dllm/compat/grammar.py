@@ -1,5 +1,5 @@
-"""vLLM's structured outputs: their text as llguidance takes it, their admission, and the check that
-the scheduler makes of every block."""
+"""vLLM's structured outputs: grammars in llguidance's form, their admission, and the scheduler's
+check of each block."""
 
 from typing import Any
 
@@ -13,23 +13,23 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import serialize_guidance_grammar
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from vllm_dllm.compat.parsers import Ends, open_reasoning
+from vllm_dllm.compat.parsers import ReasoningEnds, open_reasoning
 
 BACKEND = "guidance"
 """vLLM's name of llguidance."""
 
 
-def kind_and_spec(wanted: StructuredOutputsParams) -> tuple[str, str]:
-    """What a request asks for: the name of its field (`json`, `regex`, ...) and its text."""
+def grammar_kind_and_spec(wanted: StructuredOutputsParams) -> tuple[str, str]:
+    """Returns which field a request has set (`json`, `regex`, ...) and its text."""
     kind, spec = get_structured_output_key(wanted)
     return kind.name.lower(), spec
 
 
-def grammar_text(wanted: StructuredOutputsParams, config: StructuredOutputsConfig) -> str:
-    """What llguidance is told, as vLLM's own backend tells it.
+def serialize_grammar(wanted: StructuredOutputsParams, config: StructuredOutputsConfig) -> str:
+    """Returns the grammar for llguidance, as vLLM's own backend writes it.
 
     Raises:
-        ValueError, KeyError, TypeError: it is malformed.
+        ValueError, KeyError, TypeError: the request's grammar is malformed.
     """
     kind, spec = get_structured_output_key(wanted)
     return serialize_guidance_grammar(
@@ -37,30 +37,30 @@ def grammar_text(wanted: StructuredOutputsParams, config: StructuredOutputsConfi
     )
 
 
-def tokenizer_of(model_config: ModelConfig) -> Any:
-    """This process' tokenizer; a first call reads it."""
+def get_tokenizer(model_config: ModelConfig) -> Any:
+    """Returns this process' tokenizer, which the first call loads."""
     return cached_tokenizer_from_config(model_config)
 
 
-def llguidance_tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """Raises ValueError unless it is one of the fast tokenizers."""
+def make_llguidance_tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
+    """Returns llguidance's form of a tokenizer. Raises ValueError unless it is a fast tokenizer."""
     return from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
 
 
 def check_nesting(wanted: StructuredOutputsParams) -> None:
-    """Raises VLLMValidationError for a schema that is nested more deeply than vLLM takes."""
+    """Raises VLLMValidationError for a schema that is nested more deeply than vLLM allows."""
     check_json_nesting(wanted.json)
     check_json_nesting(wanted.structural_tag, structural_tag=True)
 
 
 def use_guidance(wanted: StructuredOutputsParams) -> None:
-    """Tells vLLM's scheduler which library compiles the grammar of its own."""
+    """Has vLLM's scheduler compile the request's grammar with llguidance."""
     wanted._backend, wanted._backend_was_auto = BACKEND, True
 
 
 class BlockCheck:
-    """vLLM's `StructuredOutputManager` as the scheduler of canvases asks it: whether the blocks
-    that are emitted are legal, by a grammar of its own."""
+    """Wraps vLLM's `StructuredOutputManager` for schedulers of canvases: emitted blocks are
+    checked, drafts are not."""
 
     def __init__(self, manager: StructuredOutputManager) -> None:
         self._manager = manager
@@ -68,22 +68,24 @@ class BlockCheck:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
 
-    def open_reasoning(self, request: Request) -> Ends | None:
+    def open_reasoning(self, request: Request) -> ReasoningEnds | None:
+        """See `parsers.open_reasoning`."""
         return open_reasoning(self._manager, request)
 
     def validate_tokens(self, request: Request, tokens: list[int]) -> list[int]:
-        """A canvas that is being denoised need not be legal."""
+        """Returns all draft `tokens`: a canvas that is being denoised need not be legal."""
         return tokens
 
     def accept_tokens(self, request: Request, tokens: list[int]) -> bool:
-        """vLLM's check takes a stop token for text unless it is the tokenizer's own, and what
-        follows it, which `ignore_eos` allows, for a continuation."""
+        """Returns whether an emitted block is legal. It is checked up to its first stop token:
+        vLLM's check takes a stop token other than the tokenizer's own for text, and what follows it
+        under `ignore_eos` for a continuation."""
         if not request.use_structured_output or not tokens:
             return True
         grammar = request.structured_output_request.grammar
         if grammar.is_terminated():
             return True
-        self._see_whether_it_thinks(request, tokens)
+        self._end_absent_reasoning(request, tokens)
         stops = {*request.sampling_params.all_stop_token_ids, grammar.ll_tokenizer.eos_token}
         end = next((i for i, token in enumerate(tokens) if token in stops), None)
         if not self._manager.accept_tokens(request, tokens[:end]):
@@ -94,10 +96,11 @@ class BlockCheck:
         grammar.terminated = matcher.is_accepting() or matcher.validate_tokens([tokens[end]]) == 1
         return grammar.terminated
 
-    def _see_whether_it_thinks(self, request: Request, tokens: list[int]) -> None:
-        """vLLM waits for the end of reasoning that an answer may do without."""
+    def _end_absent_reasoning(self, request: Request, tokens: list[int]) -> None:
+        """Marks reasoning as ended if an answer's first block does not begin with it. vLLM would
+        wait for the end of reasoning."""
         if len(request.output_token_ids) > len(tokens):
             return
         ends = self.open_reasoning(request)
-        if ends is not None and not ends[3] and tokens[0] not in ends[2]:
+        if ends is not None and not ends.begins_open and tokens[0] not in ends.start_tokens:
             request.structured_output_request.reasoning_ended = True

@@ -1,4 +1,4 @@
-"""Requests as they come over HTTP: what is checked before an answer begins."""
+"""HTTP requests: checks and admission before a response begins."""
 
 import logging
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_dllm.compat.admission import admitted
-from vllm_dllm.compat.patching import is_server, replace
-from vllm_dllm.compat.usage import TokenCounter, count_http_request, counted
+from vllm_dllm.compat.admission import admit_prompt
+from vllm_dllm.compat.patching import is_server, patch
+from vllm_dllm.compat.usage import TokenCounter, count_http_request, count_results
 
 MESSAGES = "/v1/messages"
 ROUTES = frozenset(
@@ -20,32 +20,34 @@ ROUTES = frozenset(
         *(MESSAGES, "/v1/responses"),
     }
 )
-"""They answer, and have a body of JSON."""
+"""Routes that generate answers and take a JSON body."""
 
 
 class _MessageError(Exception):
-    """A client's mistake on a route whose errors have another form than OpenAI's."""
+    """A client's mistake on `/v1/messages`, whose errors have another form than OpenAI's."""
 
 
 def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]) -> None:
-    """A request is admitted when its answer is asked for, not when the answer's first part is: a
-    mistake then has its HTTP status. What is answered is counted for `usage`, its tokens by
-    `count_tokens(params, tokenizer)`, if that makes a counter. Repeatable, and nothing in a
+    """Admits a request when its answer is asked for, not when the first part of it is read: a
+    mistake then has its HTTP status. Also counts answers for `usage`; `count_tokens(params,
+    tokenizer)` makes the counter of a request's tokens, or None. Repeatable; does nothing in a
     process that is no server."""
     if not is_server():
         return
 
-    def generate_of(stock: Any) -> Any:
+    def patch_generate(stock: Any) -> Any:
         def generate(
             self: Any, prompt: Any, sampling_params: Any, request_id: str, **options: Any
         ) -> Any:
-            prompt = admitted(self, prompt, sampling_params, request_id, options)
+            prompt = admit_prompt(self, prompt, sampling_params, request_id, options)
             results = stock(self, prompt, sampling_params, request_id, **options)
-            return counted(results, lambda: count_tokens(sampling_params, self.renderer.tokenizer))
+            return count_results(
+                results, lambda: count_tokens(sampling_params, self.renderer.tokenizer)
+            )
 
         return generate
 
-    def respond_of(stock: Any) -> Any:
+    def patch_respond(stock: Any) -> Any:
         def respond(
             self: Any,
             request_id: str,
@@ -55,32 +57,32 @@ def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]
             **options: Any,
         ) -> Any:
             engine = self.engine_client
-            prompt = admitted(engine, engine_input, sampling_params, request_id, options)
+            prompt = admit_prompt(engine, engine_input, sampling_params, request_id, options)
             return stock(self, request_id, prompt, sampling_params, *args, **options)
 
         return respond
 
-    replace("v1.engine.async_llm:AsyncLLM.generate", generate_of)
-    replace(
+    patch("v1.engine.async_llm:AsyncLLM.generate", patch_generate)
+    patch(
         "entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools",
-        respond_of,
+        patch_respond,
     )
-    logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_the_servers)
+    logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_server_error)
 
 
-def _is_the_servers(record: logging.LogRecord) -> bool:
-    """vLLM logs a mistake of a client of `/v1/messages` like one of the server's, with a
-    traceback. The access log has its line."""
+def _is_server_error(record: logging.LogRecord) -> bool:
+    """Whether a log record is not of a client's mistake, which vLLM logs with a traceback on
+    `/v1/messages`. The access log has a line for it."""
     return not (record.exc_info and isinstance(record.exc_info[1], VLLMClientError))
 
 
 def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exception]) -> None:
-    """`check(body, parses_tool_calls=..., forces_tool_calls=...)` sees the JSON of each request for
-    an answer of a diffusion model before vLLM makes something of it, and may change it.
+    """Has `check(body, parses_tool_calls=..., forces_tool_calls=...)` see the JSON body of each
+    request to a diffusion model before vLLM parses it. It may change the body.
 
-    vLLM's own checks of a body come before those of its types, and take some for granted: a number
-    where they look for an object ends in HTTP 500. `complain(parameter, value)` makes the error
-    that is answered instead. Repeatable, and nothing in a process that is no server.
+    vLLM's own checks of a body come before those of its types: a number where they expect an object
+    ends in HTTP 500. The error of `complain(parameter, value)` is answered instead. Repeatable;
+    does nothing in a process that is no server.
     """
     if not is_server():
         return
@@ -102,7 +104,7 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
                 check(
                     body,
                     parses_tool_calls=bool(parser and renderer.enable_auto_tools),
-                    forces_tool_calls=bool(parser and _knows_the_form_of_calls(parser)),
+                    forces_tool_calls=bool(parser and _constrains_tool_calls(parser)),
                 )
             except VLLMClientError as error:
                 raise (_MessageError(error) if route.path == MESSAGES else error) from error
@@ -113,7 +115,7 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
         return translate_error_response(create_error_response(*error.args))
 
     async def answer(request: Request, error: Exception) -> Any:
-        if (found := await _wrong_member(request)) is not None:
+        if (found := await _find_wrong_member(request)) is not None:
             error = complain(*found)
         return await request.app.exception_handlers[Exception](request, error)
 
@@ -128,46 +130,46 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
 
         return init_exception_handler
 
-    replace("entrypoints.launchers.app:init_exception_handler", make)
+    patch("entrypoints.launchers.app:init_exception_handler", make)
 
 
-async def _wrong_member(request: Any) -> tuple[str, Any] | None:
-    """The member of the request's body, and its value, without which the checks of the route's
-    parameter have nothing to say, or at least do not fail; the whole, if there is none. None: they
-    do not fail."""
+async def _find_wrong_member(request: Any) -> tuple[str, Any] | None:
+    """Returns the name and value of the member that makes the validation of the request's body
+    crash: without it, the rest is valid, or at least is refused in order. Returns ("the body",
+    body) if no single member does, and None if validation does not crash."""
     kinds = get_type_hints(request.scope["route"].endpoint).values()
     model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     body = await request.json()
-    if _outcome(model, body) is not _FAILS:
+    if _validate(model, body) is not _CRASHES:
         return None
     members = body if isinstance(body, dict) else {}
     without = {
-        name: _outcome(model, {other: members[other] for other in members if other != name})
+        name: _validate(model, {other: members[other] for other in members if other != name})
         for name in members
     }
-    for outcome in (_IS_RIGHT, _COMPLAINS):
+    for outcome in (_IS_VALID, _IS_REFUSED):
         if outcome in without.values():
             name = next(name for name in without if without[name] is outcome)
             return name, members[name]
     return "the body", body
 
 
-_IS_RIGHT, _COMPLAINS, _FAILS = "is right", "complains", "fails"
+_IS_VALID, _IS_REFUSED, _CRASHES = "is valid", "is refused", "crashes"
 
 
-def _outcome(model: type[BaseModel], body: Any) -> str:
-    """Says what the checks of `body` found."""
+def _validate(model: type[BaseModel], body: Any) -> str:
+    """Returns the outcome of validating `body`: one of the three constants above."""
     try:
         model.model_validate(body)
     except (ValidationError, VLLMClientError):
-        return _COMPLAINS
+        return _IS_REFUSED
     except (AttributeError, LookupError):
-        return _FAILS
-    return _IS_RIGHT
+        return _CRASHES
+    return _IS_VALID
 
 
-def _knows_the_form_of_calls(parser: type) -> bool:
-    """Whether structured outputs are asked for where a call must come, by vLLM or by ours."""
+def _constrains_tool_calls(parser: type) -> bool:
+    """Whether vLLM or we constrain an answer by a grammar where `tool_choice` demands a call."""
     return bool(
         getattr(parser, "holds_calls_to_schemas", False)
         or getattr(parser, "supports_required_and_named", False)
@@ -176,7 +178,7 @@ def _knows_the_form_of_calls(parser: type) -> bool:
 
 
 def set_beam_search_check(check: Callable[[], None]) -> None:
-    """`check` is called when a diffusion model is to be searched by beams, offline too.
+    """Has `check()` called when a diffusion model is asked for beam search, also offline.
     Repeatable."""
 
     def make(stock: Any) -> Any:
@@ -189,4 +191,4 @@ def set_beam_search_check(check: Callable[[], None]) -> None:
 
         return resolve_watermarking
 
-    replace("v1.engine.input_processor:InputProcessor.resolve_watermarking", make)
+    patch("v1.engine.input_processor:InputProcessor.resolve_watermarking", make)

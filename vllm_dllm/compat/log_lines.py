@@ -1,4 +1,4 @@
-"""Lines of vLLM's log that we wait for, or leave out.
+"""Lines of vLLM's log that we recognise, and warnings that we drop because they are wrong.
 
 Imports nothing of vLLM, whose modules log while they are being imported.
 """
@@ -13,10 +13,10 @@ FAILED_START = {
     WORKER: "WorkerProc failed to start.",
     ENGINE: "EngineCore failed to start.",
 }
-"""Logger -> the message with which its process, a child, logs the exception that ends it."""
+"""Logger -> the message with which a child process logs the exception that ends its start."""
 
 FAILED_CALL = "WorkerProc hit an exception."
-"""What a worker logs when it cannot do what the engine asks of it, at a start or later."""
+"""What a worker logs when a call from the engine fails, at a start or later."""
 START_CALLS = frozenset(
     {
         *("get_kv_cache_spec", "get_supported_kv_cache_layouts", "set_kv_cache_layout"),
@@ -24,58 +24,59 @@ START_CALLS = frozenset(
         *("compile_or_warm_up_model", "get_kv_connector_handshake_metadata"),
     }
 )
-"""What an engine asks of a worker before it serves. A start in which one fails has failed."""
+"""Calls that an engine makes to its workers before it serves. If one fails, the start has
+failed."""
 
 
 def failed_at_start(error: BaseException) -> bool:
-    """Whether the exception that a worker logs comes from such a call."""
+    """Whether the exception that a worker logs was raised in one of `START_CALLS`."""
     return any(frame.name in START_CALLS for frame in traceback.extract_tb(error.__traceback__))
 
 
 ENGINE_FAILED = "Engine core initialization failed."
-"""How the parent's own exception begins. It knows no more than that the child ended."""
+"""How the parent's own exception begins. It only says that the child ended."""
 
 WORKER_FAILED = re.compile(
     r"Worker failed with error '(.*)', please check the stack trace .*", re.S
 )
-"""What the engine makes of the message of a worker's exception, which is the group."""
+"""How the engine repeats a worker's exception; the group is the exception's message."""
 
-WRONG_OF_OURS = {
+WRONG_WARNINGS = {
     "vllm.config.scheduler": "Using custom scheduler class %s.",
     "vllm.plugins": "Found endpoint plugin(s) %s but VLLM_PLUGINS is not set.",
 }
-"""Logger -> how a warning begins that is wrong of what it names, where that is ours: our schedulers
-keep asynchronous scheduling, and a server without the page for canvases lacks nothing."""
+"""Logger -> how a warning begins that is wrong of our classes: our schedulers keep asynchronous
+scheduling, and a server without the page for canvases lacks nothing."""
 
-WRONG_ON_CPUS = {
+WRONG_CPU_WARNINGS = {
     "vllm.triton_utils.importing": "Triton is installed, but doesn't include CPU backend.",
     "vllm.platforms.cpu": "Triton is not installed.",
     "vllm.utils.torch_utils": "OMP_NUM_THREADS=%s is set; leaving Torch threads at",
 }
-"""Logger -> how its line begins. Triton is installed, and nothing here needs its CPU backend. The
-threads of a CPU's worker are what computes, and not what is in the way."""
+"""Logger -> how a warning begins that is wrong on CPUs: Triton is installed, its kernels are
+replaced (`vllm_dllm.cpu`), and a CPU worker's threads are meant to compute."""
 
 
-def leave_out_what_is_wrong() -> None:
-    """Leaves out what is wrong of ours. Repeatable."""
-    for name in WRONG_OF_OURS:
-        logging.getLogger(name).addFilter(_is_of_others)
+def drop_wrong_warnings() -> None:
+    """Drops `WRONG_WARNINGS` that name only our classes. Repeatable."""
+    for name in WRONG_WARNINGS:
+        logging.getLogger(name).addFilter(_is_right_of_its_classes)
 
 
-def leave_out_what_is_wrong_on_cpus() -> None:
-    """Leaves out what is wrong on a CPU: vLLM warns in each of its processes that Triton has no
-    backend for it, then that Triton is not installed. It is, and the kernels that vLLM writes in it
-    are replaced (`vllm_dllm.cpu`). Call it before vLLM looks for Triton. Repeatable."""
-    for name in WRONG_ON_CPUS:
-        logging.getLogger(name).addFilter(_is_wanted)
+def drop_wrong_cpu_warnings() -> None:
+    """Drops `WRONG_CPU_WARNINGS`. Call it before vLLM looks for Triton. Repeatable."""
+    for name in WRONG_CPU_WARNINGS:
+        logging.getLogger(name).addFilter(_is_right_on_cpus)
 
 
-def _is_wanted(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(WRONG_ON_CPUS[record.name])
+def _is_right_on_cpus(record: logging.LogRecord) -> bool:
+    """Whether a record is not one of `WRONG_CPU_WARNINGS`."""
+    return not str(record.msg).startswith(WRONG_CPU_WARNINGS[record.name])
 
 
-def _is_of_others(record: logging.LogRecord) -> bool:
-    if not str(record.msg).startswith(WRONG_OF_OURS[record.name]):
+def _is_right_of_its_classes(record: logging.LogRecord) -> bool:
+    """Whether a record is not one of `WRONG_WARNINGS`, or names a class that is not ours."""
+    if not str(record.msg).startswith(WRONG_WARNINGS[record.name]):
         return True
     assert isinstance(record.args, tuple)
     (named,) = record.args

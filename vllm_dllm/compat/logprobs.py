@@ -1,7 +1,7 @@
-"""What is told with log-probabilities: the step that revealed a token, and the texts of tokens.
+"""The denoise step that revealed a token, returned with its log-probability.
 
 vLLM carries a token's log-probabilities and its rank from the worker to the API server. The rank
-has 64 bits and a vocabulary needs 32, so the step travels in the others.
+has 64 bits and a vocabulary needs 32, so the step is packed into the upper 32 bits.
 """
 
 from collections.abc import Sequence
@@ -11,30 +11,31 @@ from typing import Any
 import torch
 from vllm.logprobs import Logprob
 
-from vllm_dllm.compat.patching import is_server, replace
+from vllm_dllm.compat.patching import is_server, patch
 
 _BITS = 32
 
 
 @dataclass
 class RevealedLogprob(Logprob):
-    """What vLLM says of a token, and when it was revealed."""
+    """A token's log-probability, with the step that revealed it."""
 
     step: int = 0
-    """The denoise step of the token's block, counted from 1. 0: it was known before the first."""
+    """The denoise step of the token's block, counted from 1. 0: the token was known before the
+    first."""
 
 
-def with_step(
+def pack_step_into_ranks(
     ranks: torch.Tensor,  # [rows] int64
     step: torch.Tensor | int,  # [] int64
 ) -> torch.Tensor:
-    """[rows] int64: the ranks of tokens that were revealed by this step."""
+    """Returns `ranks` with `step` in their upper 32 bits, [rows] int64."""
     return ranks + ((step + 1) << _BITS)
 
 
-def show_steps() -> None:
-    """Log-probabilities whose ranks have a step are `RevealedLogprob`s, and a server's chats and
-    completions show the step. Repeatable."""
+def return_revealed_steps() -> None:
+    """Makes log-probabilities with a packed step `RevealedLogprob`s, and shows the step in a
+    server's chats and completions. Repeatable."""
 
     def sampled(stock: Any) -> Any:
         def update(self: Any, lists: Any) -> None:
@@ -70,15 +71,15 @@ def show_steps() -> None:
 
         return create
 
-    replace("v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", sampled)
+    patch("v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", sampled)
     if not is_server():
         return
     serving = "entrypoints.openai"
-    replace(
+    patch(
         f"{serving}.chat_completion.serving:OpenAIServingChat._create_chat_logprobs",
         chat,
     )
-    replace(
+    patch(
         f"{serving}.completion.serving:OpenAIServingCompletion._create_completion_logprobs",
         completion,
     )
@@ -87,7 +88,8 @@ def show_steps() -> None:
 def _steps(
     tokens: Sequence[int], scores: Sequence[dict[int, Logprob] | None]
 ) -> list[int | None] | None:
-    """The step of each token, None for one of the prompt. None: nobody has asked for them."""
+    """Returns the step of each token, None for a token of the prompt; or None, if no token has a
+    step."""
     entries = [
         None if found is None else found.get(token)
         for token, found in zip(tokens, scores, strict=False)
@@ -95,25 +97,3 @@ def _steps(
     if not any(isinstance(entry, RevealedLogprob) for entry in entries):
         return None
     return [entry.step if isinstance(entry, RevealedLogprob) else None for entry in entries]
-
-
-def find_token_texts_once() -> None:
-    """Finds the text of each token beside log-probabilities once. vLLM decodes every token of every
-    log-probability by itself: 20 prompts of 1,000 tokens with 20 alternatives are 420,000 calls of
-    the tokenizer, in the process that serves everybody. Repeatable, and nothing in a process that
-    is no server."""
-    if not is_server():
-        return
-
-    def make(stock: Any) -> Any:
-        known: dict[int, tuple[Any, dict[int, str]]] = {}  # by tokenizer, which stays
-
-        def convert_ids_list_to_tokens(tokenizer: Any, token_ids: list[int]) -> list[str]:
-            _, texts = known.setdefault(id(tokenizer), (tokenizer, {}))
-            if new := [token for token in dict.fromkeys(token_ids) if token not in texts]:
-                texts.update(zip(new, stock(tokenizer, new), strict=True))
-            return [texts[token] for token in token_ids]
-
-        return convert_ids_list_to_tokens
-
-    replace("v1.engine.logprobs:convert_ids_list_to_tokens", make)

@@ -1,4 +1,4 @@
-"""The steps of vLLM's processor of images and other media."""
+"""vLLM's processor of images and other media, with its steps open to a subclass."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,20 +19,20 @@ Info = TypeVar("Info", bound=BaseProcessingInfo)
 
 
 class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
-    """vLLM's processor, with its steps open to a subclass. Media are told apart by what they show:
-    vLLM would go by a name that the client gives, and take one client's image for another's."""
+    """vLLM's processor, with its steps open to a subclass. Media are cached by their content: vLLM
+    would cache them by an id that the client chooses, and so mix up images of different clients."""
 
     @abstractmethod
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
-        """Tensors of `items`, by the names of `fields`; `options` are the request's."""
+        """Returns the tensors of `items`, named as in `fields`. `options`: the request's."""
 
     @abstractmethod
     def fields(self, made: BatchFeature) -> Mapping[str, MultiModalFieldConfig]:
-        """How each of these tensors is cut up by item; `made` are some of them."""
+        """Returns how each tensor of `made` is split into items."""
 
     @abstractmethod
     def prompt_updates(self, processed: MultiModalKwargsItems) -> Sequence[PromptUpdate]:
-        """What becomes of the prompt; `processed` are the tensors of each item."""
+        """Returns how the prompt changes; `processed` holds the tensors of each item."""
 
     def _apply_hf_processor_main(
         self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, object]
@@ -53,7 +53,7 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
         return self.prompt_updates(out_mm_kwargs)
 
     def _matched_updates_from_result(self, mm_prompt_updates: Any, match_result: Any) -> Any:
-        """Raises ValueError, which becomes HTTP 400, where vLLM has an assertion of its own."""
+        """Raises ValueError, which becomes HTTP 400, where vLLM would fail with an assertion."""
         for modality, found in match_result.items():
             if None in found:
                 raise ValueError(
@@ -64,4 +64,5 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
         return super()._matched_updates_from_result(mm_prompt_updates, match_result)
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> Mapping[str, list[str]]:
+        """Returns hashes of the media's content, without the client's ids."""
         return super()._get_mm_hashes(replace(inputs, mm_uuid_items=None))

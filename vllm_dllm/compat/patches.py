@@ -1,6 +1,6 @@
 """The names of vLLM that this project replaces while a process runs. There are no others.
 
-`patching.replace` installs by this table. `docs/upstream/README.md` shows it, and proposes to vLLM
+`patching.patch` installs by this table. `docs/upstream/README.md` shows it, and proposes to vLLM
 what would end each row; `scripts/upstream_table.py` writes it there. `seams` compares parameters.
 """
 
@@ -9,17 +9,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Patch:
+    """One replaced name of vLLM's."""
+
     target: str
     """"module:name" or "module:Class.name" below `vllm`. With `[]`: an entry of that dictionary."""
     why: str
     """What needs it."""
     upstream: str
-    """What in vLLM would end it; Markdown, relative to docs/upstream/."""
+    """What change of vLLM would make it unnecessary; Markdown, relative to docs/upstream/."""
     takes: str | None = None
-    """The parameters that are expected of it, where it is a function."""
+    """The parameters that a replaced function is expected to have, by name; "" for none."""
     since: str = "0"
+    """The first version of vLLM that has the name."""
     until: str | None = None
-    """The first version that does not have it."""
+    """The first version of vLLM that no longer has it."""
 
 
 _HOOK = "[a model-owned check](#diffusion-models-own-their-request-checks)"
@@ -282,4 +285,4 @@ ROOMS = {
     "On CPUs": CPU,
 }
 MOST = 45
-"""Names. One more has to take the place of another."""
+"""Names that may be replaced. One more has to take the place of another."""

@@ -1,4 +1,5 @@
-"""The one way in which this project replaces a name of vLLM's: `replace`, by the table `patches`.
+"""Replaces names of vLLM's with ours: the only way in which this project does, by the table
+`patches`.
 
 `tests/unit/compat/test_patches.py` compares vLLM before and after, so a name that is replaced in
 another way does not stay unnoticed.
@@ -13,46 +14,45 @@ from typing import Any
 from vllm_dllm.compat.patches import PATCHES
 
 _TARGETS = {patch.target for patch in PATCHES}
-_made: dict[str, list[tuple[Any, Any]]] = {}  # by target: vLLM's own, and what was made of it
+_made: dict[str, list[tuple[Any, Any]]] = {}  # by target: pairs of vLLM's own and our replacement
 
 
 def is_server() -> bool:
-    """Whether this process serves HTTP. A process that does not need not import what does."""
+    """Whether this process serves HTTP. Others need not import what only a server needs."""
     return "vllm.entrypoints.launchers.launcher" in sys.modules
 
 
-def replace(target: str, make: Callable[[Any], Any]) -> None:
-    """Puts `make(stock)` in the place of `target`, which is `stock` in vLLM.
-
-    Repeatable: another call makes it anew of vLLM's own.
+def patch(target: str, make: Callable[[Any], Any]) -> None:
+    """Replaces `target` of vLLM's, `stock`, by `make(stock)`. A second call replaces the first
+    one's.
 
     Args:
-        target: "module:name" or "module:Class.name" below `vllm`, as the table has it.
-        make: Returns a function, or what else stands there; its argument is a property or a
+        target: "module:name" or "module:Class.name" below `vllm`, as in the table.
+        make: Returns a function, or whatever else `target` is. Its argument is a property or a
             staticmethod where vLLM has one.
     """
     assert target in _TARGETS, f"{target} must be in compat/patches.py"
-    owner, name = place(target)
-    stock = stock_of(target)
+    owner, name = resolve_target(target)
+    stock = get_stock(target)
     ours = make(stock)
     _made.setdefault(target, []).append((stock, ours))
     setattr(owner, name, ours)
 
 
-def stock_of(target: str) -> Any:
-    """What vLLM has at `target`, also once it is replaced."""
-    owner, name = place(target)
+def get_stock(target: str) -> Any:
+    """Returns vLLM's own `target`, also after it was replaced."""
+    owner, name = resolve_target(target)
     found = vars(owner).get(name, getattr(owner, name, None))
     return next((stock for stock, ours in _made.get(target, ()) if ours is found), found)
 
 
-def put(target: str, key: Any, value: Any) -> None:
-    """Puts `value` in vLLM's dictionary `target`. Repeatable."""
+def set_entry(target: str, key: Any, value: Any) -> None:
+    """Sets an entry of vLLM's dictionary `target`. Repeatable."""
     _dictionary(target)[key] = value
 
 
-def put_first(target: str, key: Any, value: Any) -> None:
-    """Puts `value` at the beginning of the list that vLLM's dictionary `target` has for `key`.
+def insert_first(target: str, key: Any, value: Any) -> None:
+    """Inserts `value` at the beginning of the list at `key` of vLLM's dictionary `target`.
     Repeatable."""
     values = _dictionary(target)[key]
     if value not in values:
@@ -60,25 +60,27 @@ def put_first(target: str, key: Any, value: Any) -> None:
 
 
 @contextmanager
-def replaced(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Does as `replace`, and puts vLLM's own back at the end."""
-    stock = stock_of(target)
-    replace(target, make)
+def temporarily_patch(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces `target` as `patch` does, until the context ends."""
+    stock = get_stock(target)
+    patch(target, make)
     try:
         yield
     finally:
-        owner, name = place(target)
+        owner, name = resolve_target(target)
         setattr(owner, name, stock)
 
 
 def _dictionary(target: str) -> Any:
+    """Returns vLLM's dictionary `target`, which must be in the table."""
     assert f"{target}[]" in _TARGETS, f"{target}[] must be in compat/patches.py"
-    owner, name = place(target)
+    owner, name = resolve_target(target)
     return getattr(owner, name)
 
 
-def place(target: str) -> tuple[Any, str]:
-    """The module, class or object that a target is an attribute of, and the attribute's name."""
+def resolve_target(target: str) -> tuple[Any, str]:
+    """Returns the module, class or object that has `target` as an attribute, and the attribute's
+    name."""
     module, _, names = target.partition(":")
     owner: Any = import_module(f"vllm.{module}")
     *classes, name = names.split(".")

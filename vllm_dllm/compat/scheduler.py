@@ -12,40 +12,40 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_dllm.compat import version
-from vllm_dllm.compat.patching import replace
+from vllm_dllm.compat.patching import patch
 
 
 class SchedulerHooks(Scheduler):
-    """vLLM's scheduler, with some of its steps open to subclasses."""
+    """Hooks that subclasses override. vLLM's scheduler calls them during a step."""
 
     _worker_masks = True  # the worker gets the masks of grammars
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         ask_for_draft_tokens_only_if_needed()
-        self.kv_cache_manager = _WholePrefixes(
+        self.kv_cache_manager = _PrefixesAtPrefillEnds(
             self.kv_cache_manager,  # type: ignore[has-type]
             self.prefill_end,
         )
 
-    def check_blocks_by(self, make_check: Callable[[Any], Any]) -> None:
-        """What is emitted is checked by `make_check` of vLLM's `StructuredOutputManager`, and no
-        masks are made for the worker."""
+    def set_block_check(self, make_check: Callable[[Any], Any]) -> None:
+        """Has emitted blocks checked by `make_check(manager)`, in place of vLLM's
+        `StructuredOutputManager`. The worker gets no bitmasks."""
         before = self.structured_output_manager  # type: ignore[has-type]
         self.structured_output_manager = make_check(before)
         self._worker_masks = False
 
     @property
     def knows_draft_tokens(self) -> bool:
-        """Whether the engine may save itself the question what the step just run has drafted."""
+        """Whether the engine need not ask the worker which tokens it has drafted."""
         return False
 
     def sitting_out(self) -> Sequence[Request]:
-        """Running requests that have no part in the step that is about to be scheduled."""
+        """Returns running requests that the next step leaves out."""
         return ()
 
     def held_back(self) -> Sequence[Request]:
-        """Waiting requests that may not run from the step on that is about to be scheduled."""
+        """Returns waiting requests that must not start in the next step."""
         return ()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -58,36 +58,36 @@ class SchedulerHooks(Scheduler):
         for request in held:
             self.waiting.add_request(request)
         if not self._worker_masks:
-            # vLLM would wait for the tokens of the step before, and make masks of the drafts. Here
-            # and not earlier: its asynchronous scheduler asks for that last of all.
+            # Else vLLM waits for the last step's tokens and makes masks of the drafts. Set after
+            # vLLM's `schedule`: its asynchronous scheduler sets them last.
             output.has_structured_output_requests = False
             output.pending_structured_output_tokens = False
         return output
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """May change what a step schedules, before it is counted."""
+        """Called with a planned step, before it is counted. May change it."""
 
     def output_counted(self, output: SchedulerOutput) -> None:
-        """The step `output` is on its way, and the requests' counters have moved on."""
+        """Called when the requests' counters include the step `output`, before it is sent."""
 
     def block_emitted(self, request: Request, block_length: int) -> None:
-        """`request` has just got a block of `block_length` tokens, and goes on."""
+        """Called when `request` has got a block of `block_length` tokens and goes on."""
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
-        """`request` has just ended with a block of `block_length` tokens, the first `num_kept` of
-        which are its own. Its cache blocks are still there, unless it was preempted meanwhile
-        and has no computed tokens."""
+        """Called when `request` has ended with a block of `block_length` tokens, of which it keeps
+        the first `num_kept`. It still has its cache blocks, unless it was preempted and has no
+        computed tokens."""
 
     def is_cut(self, request: Request) -> bool:
-        """Whether the token that `request` has just stopped at only closes it, for lack of others:
-        then the client does not see it."""
+        """Whether the stop token that `request` ended with was only added because its tokens ran
+        out. It is then removed, and the request ends by length."""
         return False
 
     def output_arrived(self, output: ModelRunnerOutput) -> None:
-        """The worker's answer, before anything is made of it."""
+        """Called with the worker's output, before requests are updated by it."""
 
     def output_processed(self, output: SchedulerOutput) -> None:
-        """The requests have what the step `output` gave them."""
+        """Called when the requests are updated by the output of the step `output`."""
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -98,11 +98,12 @@ class SchedulerHooks(Scheduler):
         return found
 
     def prefill_end(self, request: Request, end: int) -> int:
-        """Returns the position where a part of `request`'s prompt ends that may go to `end`."""
+        """Returns where a chunk of `request`'s prompt must end that may go up to position `end`."""
         return end
 
     def take_new_blocks_to_zero(self) -> list[int]:
-        """Cache blocks handed out since the last call that must be zeroed before use."""
+        """Returns ids of cache blocks allocated since the last call that must be zeroed before
+        use."""
         return self._get_new_block_ids_to_zero() or []
 
     def _try_schedule_encoder_inputs(
@@ -141,8 +142,9 @@ class SchedulerHooks(Scheduler):
 
 
 def ask_for_draft_tokens_only_if_needed() -> None:
-    """This process' engine no longer asks its worker for draft tokens after each step, a round trip
-    between processes (0.7 ms of 15 on two cores), where its scheduler knows them. Repeatable."""
+    """Makes this process' engine no longer ask its worker for draft tokens after each step, where
+    its scheduler knows them: a round trip between processes (0.7 ms of 15 on two cores).
+    Repeatable."""
 
     def make(stock: Any) -> Any:
         def post_step(self: Any, model_executed: bool) -> None:
@@ -151,36 +153,37 @@ def ask_for_draft_tokens_only_if_needed() -> None:
 
         return post_step
 
-    replace("v1.engine.core:EngineCore.post_step", make)
+    patch("v1.engine.core:EngineCore.post_step", make)
 
 
 def scheduled_at(output: SchedulerOutput) -> float:
-    """When a step that one of our schedulers has scheduled was: seconds of the monotonic clock."""
+    """Returns when one of our schedulers planned a step: seconds of the monotonic clock."""
     return output.scheduled_at
 
 
-class _WholePrefixes:
-    """vLLM's manager of the KV cache, which finds no prefix that ends where a prefill may not."""
+class _PrefixesAtPrefillEnds:
+    """Wraps vLLM's KV cache manager and finds only prefixes that end where a prefill may end."""
 
     def __init__(self, manager: Any, prefill_end: Callable[[Request, int], int]) -> None:
         self._manager, self._prefill_end = manager, prefill_end
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the request's own."""
+
         return getattr(self._manager, name)
 
     def get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Returns the blocks and the length of the longest such prefix, as vLLM's manager does."""
         found = self._manager.get_computed_blocks(request, *args, **kwargs)
-        # Not by leaving out blocks of what was found: layers with a window have only its last ones.
+        # Asks again, since layers with a window have only the last blocks of a prefix.
         while (longest := self._prefill_end(request, found[1])) < found[1]:
-            shorter = _Shorter(request, longest)
+            shorter = _ShortenedRequest(request, longest)
             found = self._manager.get_computed_blocks(shorter, *args, **kwargs)
         return found
 
 
-class _Shorter:
-    """A request, as if its prompt were so short that at most `longest` tokens may be cached: all
-    but the last one."""
+class _ShortenedRequest:
+    """A request that looks as if at most `longest` tokens of its prompt may come from the cache.
+    vLLM never takes the last token from there."""
 
     def __init__(self, request: Request, longest: int) -> None:
         self._request, self.num_tokens = request, longest + 1
@@ -190,18 +193,19 @@ class _Shorter:
 
 
 def tokens_in_flight(request: Request, num_kept: int) -> int:
-    """Counts, for `SchedulerHooks.request_stopped`, tokens of a step whose output is to come, which
-    vLLM counts as computed, and takes off again when it caches blocks."""
+    """Returns how many tokens of `request` belong to steps whose output is still to come. For
+    `SchedulerHooks.request_stopped`. vLLM counts them as computed, and subtracts them when it
+    caches blocks."""
     if version.is_at_least("0.33"):
         return request.num_in_flight_tokens
     return max(request.num_output_placeholders - num_kept, 0)
 
 
-def http_request_of(request_id: str) -> str:
-    """The part of a request's name that it shares with the others of the same HTTP request."""
-    parent = re.sub(r"^\d+_", "", request_id)  # of n answers
+def http_request_id(request_id: str) -> str:
+    """Returns the part of a request's id that all requests of the same HTTP request share."""
+    parent = re.sub(r"^\d+_", "", request_id)  # without the number of one of n answers
     prompt = parent.rpartition("-")[0] or parent  # without the random end
-    # A completion numbers its prompts.
+    # The id of a completion ends with the number of its prompt.
     return re.sub(r"-\d+$", "", prompt) if prompt.startswith("cmpl-") else prompt
 
 

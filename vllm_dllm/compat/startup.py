@@ -1,4 +1,4 @@
-"""Where vLLM's start begins, where it can fail, and which class adjusts its configuration."""
+"""Hooks of vLLM's start: its arguments and configuration, and a port that cannot be opened."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,14 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_dllm.compat.patching import is_server, put, replace
+from vllm_dllm.compat.patching import is_server, patch, set_entry
 
 
-def at_start(check: Callable[[EngineArgs], None], complete: Callable[[VllmConfig], None]) -> None:
-    """`check` sees an engine's arguments before vLLM looks for the model, `complete` the
-    configuration that comes of them, and may change it. Repeatable."""
+def set_config_hooks(
+    check: Callable[[EngineArgs], None], complete: Callable[[VllmConfig], None]
+) -> None:
+    """Has `check` called with an engine's arguments before vLLM looks for the model, and `complete`
+    with the configuration made from them, which it may change. Repeatable."""
 
     def make(stock: Any) -> Any:
         def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
@@ -22,12 +24,12 @@ def at_start(check: Callable[[EngineArgs], None], complete: Callable[[VllmConfig
 
         return create_engine_config
 
-    replace("engine.arg_utils:EngineArgs.create_engine_config", make)
+    patch("engine.arg_utils:EngineArgs.create_engine_config", make)
 
 
-def on_bind_error(explain: Callable[[str, int, OSError], str]) -> None:
-    """A server that cannot listen ends with what `explain` says of its host, port and the error,
-    and without a traceback. Repeatable, and nothing in a process that is no server."""
+def explain_bind_errors(explain: Callable[[str, int, OSError], str]) -> None:
+    """Ends a server that cannot listen with the line that `explain(host, port, error)` returns,
+    without a traceback. Repeatable; does nothing in a process that is no server."""
     if not is_server():
         return
 
@@ -40,10 +42,10 @@ def on_bind_error(explain: Callable[[str, int, OSError], str]) -> None:
 
         return create_server_socket
 
-    replace("entrypoints.launchers.launcher:create_server_socket", make)
+    patch("entrypoints.launchers.launcher:create_server_socket", make)
 
 
 def set_serving_config(architecture: str, serving_config: type) -> None:
-    """Makes `serving_config`, a VerifyAndUpdateConfig, adjust vLLM's configuration for models of
-    `architecture`."""
-    put("model_executor.models.config:MODELS_CONFIG_MAP", architecture, serving_config)
+    """Has `serving_config`, a VerifyAndUpdateConfig, check and adjust vLLM's configuration for
+    models of `architecture`."""
+    set_entry("model_executor.models.config:MODELS_CONFIG_MAP", architecture, serving_config)

@@ -11,11 +11,11 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_dllm.compat import drafting
 from vllm_dllm.compat.ending import leave_signals_to_engine
+from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
 from vllm_dllm.compat.runner import (
+    attach_canvas_numbers,
     join_commits,
-    keep_prompts_private,
-    leave_vocabulary_to_base,
-    send_numbers,
+    refuse_vocabulary_adapters,
 )
 from vllm_dllm.config.workers import SPECULATORS
 from vllm_dllm.cpu import cache_size, compilation, cores, experts, forks
@@ -43,14 +43,14 @@ class TritonFreeCPUWorker(CPUWorker):
         experts.prefer_bf16()
         platform.exchange_uneven_steps()
         platform.serve_batches_of_adapters()
-        drafting.draft_with(*SPECULATORS)
+        drafting.set_speculator_classes(*SPECULATORS)
         super().init_device()
         compilation.reuse_compiled_models(self.vllm_config)  # whose key has the threads
 
     def load_model(self, **kwargs: Any) -> None:
-        leave_vocabulary_to_base(self.model_runner)
+        refuse_vocabulary_adapters(self.model_runner)
         super().load_model(**kwargs)
-        keep_prompts_private(self.model_runner)
+        restrict_prompt_logprobs(self.model_runner)
         self._threads = cores.threads_of_worker(
             self.model_runner.model, self.model_config.get_total_num_hidden_layers()
         )
@@ -86,7 +86,7 @@ class TritonFreeCPUWorker(CPUWorker):
         if self._threads is not None and (num_rows := scheduler_output.total_num_scheduled_tokens):
             self._threads.choose(num_rows)
         join_commits(self.model_runner, scheduler_output)
-        drafting.tell_widths(self.model_runner, scheduler_output)
+        drafting.send_widths_to_speculator(self.model_runner, scheduler_output)
         output = super().execute_model(scheduler_output)
         samples_at_once = (
             self.model_config.is_diffusion
@@ -96,5 +96,5 @@ class TritonFreeCPUWorker(CPUWorker):
         return self.sample_tokens(None) if output is None and samples_at_once else output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        output = send_numbers(self.model_runner, super().sample_tokens(grammar_output))
+        output = attach_canvas_numbers(self.model_runner, super().sample_tokens(grammar_output))
         return drafting.send_predicted_widths(self.model_runner, output)

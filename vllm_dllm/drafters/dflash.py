@@ -137,7 +137,7 @@ class WidthDFlashSpeculator(DFlashHooks):
             return self.draft_tokens[: input_batch.num_reqs]
         drafts = torch.zeros_like(self.draft_tokens[: input_batch.num_reqs])
         chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
-        drafts[chosen] = self.propose_for(rows, input_batch, *inputs, *args, **kwargs)
+        drafts[chosen] = self.propose_for_requests(rows, input_batch, *inputs, *args, **kwargs)
         return drafts
 
     def _keep_context(
@@ -160,7 +160,7 @@ class WidthDFlashSpeculator(DFlashHooks):
             offsets = np.arange(counts.sum()) - np.repeat(starts, counts)
             (tokens,) = np.nonzero(offsets < np.repeat(stored, counts))
             chosen = async_tensor_h2d(tokens, device=self.device, dtype=torch.int64)
-        context = self.context_of(input_batch, last_hidden_states, aux_hidden_states, chosen)
+        context = self.gather_context(input_batch, last_hidden_states, aux_hidden_states, chosen)
         states, positions, slots = context
         # Positions of rejected drafts come again and replace these: never store both at once.
         verified = input_batch.num_draft_tokens > 0

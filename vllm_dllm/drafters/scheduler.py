@@ -142,7 +142,7 @@ class DraftWidthScheduler(_DraftWidths, drafting.StockScheduler):
     def output_processed(self, output: SchedulerOutput) -> None:
         self._knows_drafts = not output.has_structured_output_requests
         if self._knows_drafts:
-            drafting.expect_drafts(self, output)
+            drafting.set_placeholder_drafts(self, output)
 
 
 class DraftWidthAsyncScheduler(_DraftWidths, drafting.StockAsyncScheduler):

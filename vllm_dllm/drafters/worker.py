@@ -6,22 +6,23 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.compat import drafting
-from vllm_dllm.compat.runner import keep_prompts_private, leave_vocabulary_to_base
+from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
+from vllm_dllm.compat.runner import refuse_vocabulary_adapters
 from vllm_dllm.config.workers import SPECULATORS
 
 
 class DraftWorker(Worker):
     def init_device(self) -> None:
-        drafting.draft_with(*SPECULATORS)
+        drafting.set_speculator_classes(*SPECULATORS)
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
-        leave_vocabulary_to_base(self.model_runner)
+        refuse_vocabulary_adapters(self.model_runner)
         super().load_model(**kwargs)
-        keep_prompts_private(self.model_runner)
+        restrict_prompt_logprobs(self.model_runner)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        drafting.tell_widths(self.model_runner, scheduler_output)
+        drafting.send_widths_to_speculator(self.model_runner, scheduler_output)
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:

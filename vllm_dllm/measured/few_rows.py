@@ -18,7 +18,7 @@ Sizes = dict[str, int]
 def block_size(layer: Any, num_tokens: int) -> int:
     """The size of blocks that would compute a step of so many rows; 0 where none can."""
     num_experts, hidden, width = layer.w2_weight.shape
-    if not experts.is_plain(layer):
+    if not experts.is_two_products(layer):
         return 0
     if few_rows_triton.unfit(hidden, width, layer.activation.value):
         return 0
@@ -28,11 +28,11 @@ def block_size(layer: Any, num_tokens: int) -> int:
 
 def run(layer: Any, size: int, states: torch.Tensor) -> torch.Tensor:
     """`states` [T, K] through their experts, evenly, in blocks of `size`."""
-    experts.compute_by(layer, lambda call: _compute(call, size))
+    experts.set_expert_kernel(layer, lambda call: _compute(call, size))
     try:
         return experts.run_with_tiles(layer, None, states)
     finally:
-        experts.compute_by(layer, None)
+        experts.set_expert_kernel(layer, None)
 
 
 def use(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
@@ -40,7 +40,7 @@ def use(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
     was timed, as vLLM picks tiles. The kernels are compiled here: later, requests would wait."""
     compiled = set()
     for layer in experts.layers(modules):
-        file = experts.tiles_file(layer)
+        file = experts.tiles_file_name(layer)
         if file not in sizes:
             continue
         if file not in compiled:
@@ -49,7 +49,7 @@ def use(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
             for size in set(sizes[file].values()) - {0}:
                 run(layer, size, states)
             compiled.add(file)
-        experts.compute_by(layer, partial(_chosen, sizes[file]))
+        experts.set_expert_kernel(layer, partial(_chosen, sizes[file]))
 
 
 def _chosen(sizes: Sizes, call: Call) -> bool:
@@ -63,7 +63,7 @@ def _compute(call: Call, size: int) -> bool:
         call.state_scale,
         Experts(call.gate_up, call.down, *call.scales),
         call.weights,
-        Assignment(*call.assigned(size)),
+        Assignment(*call.align_blocks(size)),
         size,
         call.activation,
         call.inner,

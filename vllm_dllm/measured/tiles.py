@@ -36,7 +36,7 @@ def measure_experts(
     ours: dict[str, Sizes] = {}
     gains = []
     for layer in experts.layers(modules):
-        file = experts.tiles_file(layer)
+        file = experts.tiles_file_name(layer)
         if file in tables:
             continue
         tables[file], ours[file] = {}, {}
@@ -58,7 +58,7 @@ def measure_experts(
 
 def _tiles(layer: Any, number: int) -> dict[str, dict[str, int]]:
     """Returns those in use and others, by name; none where a layer's kernel has no choice."""
-    if not experts.has_tiles(layer):
+    if not experts.has_tunable_tiles(layer):
         return {}
     in_use = experts.tiles_in_use(layer, number)
     return {IN_USE: in_use, **{str(each): each for each in shipped() if each != in_use}}

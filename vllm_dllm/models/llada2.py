@@ -7,7 +7,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
 
-from vllm_dllm.compat.expert_choice import chosen_by
+from vllm_dllm.compat.expert_choice import use_routing_function
 from vllm_dllm.models.masked import MaskedModel
 
 
@@ -18,7 +18,7 @@ class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):
         config, routing = vllm_config.model_config.hf_config, None
         if config.expert_capacity:
             routing = BlockRouting(config, vllm_config.scheduler_config.max_num_batched_tokens)
-        with nullcontext() if routing is None else chosen_by(routing.choose):
+        with nullcontext() if routing is None else use_routing_function(routing.choose):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.routing = routing
 

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.reasoning.gemma4_engine_reasoning_parser import Gemma4ParserReasoningAdapter
 
-from vllm_dllm.compat.parsers import is_open
+from vllm_dllm.compat.parsers import begins_in_reasoning
 from vllm_dllm.grammar.gemma_reading import MARKERS, cut_marker, overlap
 
 BEGIN, END = "<|channel>", "<channel|>"
@@ -37,7 +37,7 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
 
     def adjust_initial_state_from_prompt(self, prompt_token_ids: Sequence[int]) -> None:
         super().adjust_initial_state_from_prompt(prompt_token_ids)
-        self._reader = self._start(begins_open=is_open(self))
+        self._reader = self._start(begins_open=begins_in_reasoning(self))
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
         begins_open = END in model_output and BEGIN not in model_output.partition(END)[0]

@@ -13,12 +13,17 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm_dllm.compat.grammar import (
     BACKEND,
     check_nesting,
-    grammar_text,
-    kind_and_spec,
-    llguidance_tokenizer,
+    grammar_kind_and_spec,
+    make_llguidance_tokenizer,
+    serialize_grammar,
     use_guidance,
 )
-from vllm_dllm.compat.parsers import NO_ENDS, Ends, ends_of, parser_of
+from vllm_dllm.compat.parsers import (
+    NO_REASONING_ENDS,
+    ReasoningEnds,
+    find_reasoning_ends,
+    make_reasoning_parser,
+)
 from vllm_dllm.grammar.closing import shortest_known, surely_has_none
 from vllm_dllm.grammar.compile import GrammarError, Grammars, check_schema, check_size
 from vllm_dllm.grammar.exclusions import Exclusions
@@ -34,7 +39,7 @@ _NO_STOPS: frozenset[int] = frozenset()
 def grammars_of(tokenizer: Any, vocab_size: int) -> Grammars:
     """Returns this process' grammars. Raises ValueError unless the tokenizer is one of the fast
     ones."""
-    return Grammars(GrammarVocabulary(llguidance_tokenizer(tokenizer, vocab_size)))
+    return Grammars(GrammarVocabulary(make_llguidance_tokenizer(tokenizer, vocab_size)))
 
 
 def check_structured_outputs(
@@ -70,7 +75,7 @@ def check_structured_outputs(
         if kind == "structural_tag":
             check_schema(tag := json.loads(spec))
             params.structured_outputs = StructuredOutputsParams(grammar=to_lark(mend_patterns(tag)))
-        text = grammar_text(params.structured_outputs, config)
+        text = serialize_grammar(params.structured_outputs, config)
         grammars = grammars_of(tokenizer, vocab_size)
         exclusions = exclusions_of(params, is_constrained, grammars.vocabulary.size)
         if exclusions is None:
@@ -141,11 +146,11 @@ def _check_settings(config: StructuredOutputsConfig, tokenizer: Any) -> None:
 
 
 @lru_cache(maxsize=8)
-def _ends_of_reasoning(name: str, plugin: str, tokenizer: Any) -> Ends | None:
+def _ends_of_reasoning(name: str, plugin: str, tokenizer: Any) -> ReasoningEnds | None:
     config = StructuredOutputsConfig(reasoning_parser=name, reasoning_parser_plugin=plugin)
-    parser = parser_of(config, tokenizer)
+    parser = make_reasoning_parser(config, tokenizer)
     assert parser is not None
-    return ends_of(parser)
+    return find_reasoning_ends(parser)
 
 
 def _reasoning_before(config: StructuredOutputsConfig, tokenizer: Any) -> Reasoning | None:
@@ -155,7 +160,7 @@ def _reasoning_before(config: StructuredOutputsConfig, tokenizer: Any) -> Reason
     if not name or config.enable_in_reasoning:
         return None
     ends = _ends_of_reasoning(name, config.reasoning_parser_plugin, tokenizer)
-    if ends == NO_ENDS:
+    if ends == NO_REASONING_ENDS:
         raise _refusal(
             "structured outputs of a diffusion model need a reasoning parser whose reasoning ends "
             f"with one token, and this server has --reasoning-parser {name}. Start it with another "
@@ -167,7 +172,7 @@ def _reasoning_before(config: StructuredOutputsConfig, tokenizer: Any) -> Reason
 def _kind_and_spec(params: SamplingParams) -> tuple[str, str]:
     assert params.structured_outputs is not None
     try:
-        return kind_and_spec(params.structured_outputs)
+        return grammar_kind_and_spec(params.structured_outputs)
     except ValueError as error:  # json_object is False
         raise _refusal("structured_outputs.json_object must be true, or be left out") from error
 

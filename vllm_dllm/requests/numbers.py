@@ -10,7 +10,7 @@ import reprlib
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens
+from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_bad_word_tokens
 
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**63 - 1
 LARGEST_PENALTY = 1e6
@@ -58,7 +58,7 @@ def check_sampler_limits(params: SamplingParams) -> None:
     for key, count, most, remedy in (
         ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_ALLOWED_TOKENS, ""),
         ("stop_token_ids", len(stops), MAX_STOP_TOKENS, ", or leave out min_tokens"),
-        ("bad_words", bad_words, most_bad_word_tokens(), ""),
+        ("bad_words", bad_words, max_bad_word_tokens(), ""),
     ):
         if count > most:
             raise VLLMValidationError(

@@ -11,8 +11,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_dllm.compat.metrics import CarryingStats, count_denoise_step
-from vllm_dllm.compat.runner import numbers_of
+from vllm_dllm.compat.metrics import CanvasSpecDecodingStats, count_denoise_step
+from vllm_dllm.compat.runner import get_canvas_numbers
 from vllm_dllm.compat.scheduler import SchedulerHooks, scheduled_at
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers, CanvasRow
 from vllm_dllm.metrics.prometheus import CanvasCounts
@@ -54,7 +54,7 @@ class CanvasCounter:
         if scheduled.total_num_scheduled_tokens == 0:
             return
         self._counts.forwards += 1
-        numbers: CanvasNumbers | None = numbers_of(output)
+        numbers: CanvasNumbers | None = get_canvas_numbers(output)
         if numbers is None:
             return
         self._counts.sampling_memory_peak_bytes = numbers.sampling_peak_bytes
@@ -119,7 +119,7 @@ class CountedScheduling(SchedulerHooks):
     def make_spec_decoding_stats(
         self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
     ) -> SpecDecodingStats | None:
-        stats = spec_decoding_stats or CarryingStats(self.num_spec_tokens)
+        stats = spec_decoding_stats or CanvasSpecDecodingStats(self.num_spec_tokens)
         return super().make_spec_decoding_stats(stats, *args, **kwargs)
 
     def make_stats(
@@ -131,7 +131,7 @@ class CountedScheduling(SchedulerHooks):
         if spec_decoding_stats is not None:
             for width in self.spared_commits:
                 spec_decoding_stats.observe_draft(width, num_accepted_tokens=0)
-        if self.counter is not None and isinstance(spec_decoding_stats, CarryingStats):
-            spec_decoding_stats.cargo = vars(self.counter.take())
+        if self.counter is not None and isinstance(spec_decoding_stats, CanvasSpecDecodingStats):
+            spec_decoding_stats.canvas_counts = vars(self.counter.take())
         self.spared_commits.clear()
         return super().make_stats(spec_decoding_stats, *args, **kwargs)

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.request import Request
 
-from vllm_dllm.compat.scheduler import http_request_of
+from vllm_dllm.compat.scheduler import http_request_id
 from vllm_dllm.config.extension import RequestLimits
 
 _CANVASES_ON_CPUS = 2
@@ -58,7 +58,7 @@ class FairShare:
 
 
 def _names(requests: Iterable[Request]) -> list[str]:
-    return [http_request_of(request.request_id) for request in requests]
+    return [http_request_id(request.request_id) for request in requests]
 
 
 def _beyond(

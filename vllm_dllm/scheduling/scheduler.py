@@ -17,8 +17,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_dllm.compat.grammar import BlockCheck
-from vllm_dllm.compat.metrics import count_steps
-from vllm_dllm.compat.runner import numbers_of
+from vllm_dllm.compat.metrics import start_step_counts
+from vllm_dllm.compat.runner import get_canvas_numbers
 from vllm_dllm.compat.scheduler import (
     StockDiffusionAsyncScheduler,
     StockDiffusionScheduler,
@@ -43,7 +43,7 @@ class CanvasScheduling(CountedScheduling):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.check_blocks_by(BlockCheck)
+        self.set_block_check(BlockCheck)
         self.spares_last_commit = spares_last_commit(self.vllm_config)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
         self.family = canvas_family(self.vllm_config, self.num_spec_tokens)
@@ -75,7 +75,7 @@ class CanvasScheduling(CountedScheduling):
                 self.counter.request_received(rule)
         super().add_request(request)
         if self.counter is not None:
-            count_steps(request, self.num_spec_tokens)
+            start_step_counts(request, self.num_spec_tokens)
 
     def sitting_out(self) -> list[Request]:
         """Running requests that leave the next step to others (`FairShare`)."""
@@ -208,7 +208,7 @@ class CanvasScheduling(CountedScheduling):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        numbers, req_ids = numbers_of(model_runner_output), model_runner_output.req_ids
+        numbers, req_ids = get_canvas_numbers(model_runner_output), model_runner_output.req_ids
         verified, committed, cut = (
             ((), (), ())
             if numbers is None

@@ -17,7 +17,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import gpu_backend
-from vllm_dllm.compat.ending import end_start_in_time
+from vllm_dllm.compat.ending import limit_interrupted_start
 from vllm_dllm.config import tiles
 from vllm_dllm.config.architectures import family_of
 from vllm_dllm.config.denoise import read_denoise_config
@@ -83,7 +83,7 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
                 "of diffusion models.",
                 ours.name,
             )
-        end_start_in_time()
+        limit_interrupted_start()
         use_our_classes(vllm_config)
         leave_room_beside_prompts(vllm_config)
         check_token_budget(vllm_config)
@@ -152,7 +152,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
             choose_forward(vllm_config)
         else:
             use_our_attention(vllm_config)
-        end_start_in_time()
+        limit_interrupted_start()
         use_our_classes(vllm_config)
         check_token_budget(vllm_config)
         if scheduler_config.max_num_seqs >= SchedulerConfig.DEFAULT_MAX_NUM_SEQS:  # not the user's

@@ -21,10 +21,10 @@ logger = init_logger(__name__)
 
 def install() -> None:
     """Installs them in this process. Repeatable."""
-    startup.at_start(_check, _complete)
-    startup.on_bind_error(explain_address)
+    startup.set_config_hooks(_check, _complete)
+    startup.explain_bind_errors(explain_address)
     last_line.install()
-    log_lines.leave_out_what_is_wrong()
+    log_lines.drop_wrong_warnings()
     # vLLM freezes what the garbage collector knows, and Python then frees none of it at the end:
     # Triton's bindings report hundreds of "leaked" objects. Registering it again replaces it.
     atexit.unregister(gc.unfreeze)

@@ -39,7 +39,7 @@ def check() -> None:
     from vllm_dllm.cpu import fork_server
 
     fork_server.start_early(sys.argv)
-    log_lines.leave_out_what_is_wrong_on_cpus()
+    log_lines.drop_wrong_cpu_warnings()
     if _version("vllm") is None:
         sys.meta_path.append(_MetadataOfVllm())
     for name in OPTIONAL:

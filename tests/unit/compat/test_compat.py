@@ -30,7 +30,7 @@ VLLM = Path(vllm.__file__).parent
 
 
 def test_version() -> None:
-    assert version.is_known(), version.complaint()
+    assert version.is_known(), version.describe_unknown_vllm()
 
 
 @pytest.mark.slow

@@ -67,5 +67,5 @@ def test_a_start_is_not_touched_where_nothing_starts() -> None:
     import signal
 
     before = signal.getsignal(signal.SIGTERM)
-    ending.end_start_in_time()
+    ending.limit_interrupted_start()
     assert signal.getsignal(signal.SIGTERM) == before

@@ -14,7 +14,8 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
 from tests.paths import CHECKPOINTS
-from vllm_dllm.compat.logprobs import RevealedLogprob, find_token_texts_once, show_steps, with_step
+from vllm_dllm.compat.logprobs import RevealedLogprob, pack_step_into_ranks, return_revealed_steps
+from vllm_dllm.compat.prompt_logprobs import cache_token_texts
 
 TOKENS = np.array([[3, 7], [5, 5]])
 SCORES = np.array([[-1.5, -0.5], [-0.25, -0.25]], dtype=np.float32)
@@ -28,13 +29,16 @@ def read(ranks: torch.Tensor, num_logprobs: int) -> list[dict[int, Logprob]]:
 
 
 def test_steps_travel_with_ranks() -> None:
-    show_steps()
-    show_steps()
+    return_revealed_steps()
+    return_revealed_steps()
     ranks = torch.tensor([150_000, 1])
     plain = read(ranks, 1)
     assert plain == [{3: Logprob(-1.5, 150_000), 7: Logprob(-0.5, 1)}, {5: Logprob(-0.25, 1)}]
     for num_logprobs in (0, 1, -1):
-        marked = read(torch.stack([with_step(ranks[0], 0), with_step(ranks[1], 64)]), num_logprobs)
+        marked = read(
+            torch.stack([pack_step_into_ranks(ranks[0], 0), pack_step_into_ranks(ranks[1], 64)]),
+            num_logprobs,
+        )
         assert marked[0][3] == RevealedLogprob(-1.5, 150_000, step=0)
         assert marked[1] == {5: RevealedLogprob(-0.25, 1, step=64)}
         assert (7 in marked[0]) == (num_logprobs != 0)
@@ -52,11 +56,11 @@ def test_texts_of_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "convert_ids_list_to_tokens", count)
     name = "vllm.entrypoints.launchers.launcher"
     monkeypatch.delitem(sys.modules, name, raising=False)  # other tests import it
-    find_token_texts_once()
+    cache_token_texts()
     assert logprobs.convert_ids_list_to_tokens is count  # no server
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    find_token_texts_once()
-    find_token_texts_once()
+    cache_token_texts()
+    cache_token_texts()
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "diffusiongemma-tiny")
     tokens = [*range(len(tokenizer)), 7, 7]
     for _ in range(2):

@@ -16,7 +16,7 @@ from tests.unit.grammar.special_tokens import (
     THOUGHT_ENDS,
     add_tokens,
 )
-from vllm_dllm.compat.parsers import ends_of, parser_of
+from vllm_dllm.compat.parsers import find_reasoning_ends, make_reasoning_parser
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +41,17 @@ ENDS = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_ends(tokenizer: Any, name: str) -> None:
-    parser = parser_of(StructuredOutputsConfig(reasoning_parser=name), tokenizer)
-    assert parser is not None and ends_of(parser) == ENDS[name]
+    parser = make_reasoning_parser(StructuredOutputsConfig(reasoning_parser=name), tokenizer)
+    assert parser is not None and find_reasoning_ends(parser) == ENDS[name]
 
 
 def test_a_request_can_ask_to_think(tokenizer: Any) -> None:
     config = StructuredOutputsConfig(reasoning_parser="deepseek_v3")
-    parser = parser_of(config, tokenizer, {"chat_template_kwargs": {"thinking": True}})
-    assert parser is not None and ends_of(parser) == ENDS["deepseek_r1"]
+    parser = make_reasoning_parser(config, tokenizer, {"chat_template_kwargs": {"thinking": True}})
+    assert parser is not None and find_reasoning_ends(parser) == ENDS["deepseek_r1"]
 
 
 def test_none() -> None:
-    assert parser_of(StructuredOutputsConfig(), None) is None
+    assert make_reasoning_parser(StructuredOutputsConfig(), None) is None
     everywhere = StructuredOutputsConfig(reasoning_parser="gemma4", enable_in_reasoning=True)
-    assert parser_of(everywhere, None) is None
+    assert make_reasoning_parser(everywhere, None) is None

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_dllm.compat.runner import keep_prompts_private
+from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
 
 
 def test_a_request_that_leaves_is_forgotten() -> None:
@@ -20,7 +20,7 @@ def test_a_request_that_leaves_is_forgotten() -> None:
         prompt_logprobs_worker=stock,
         req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=tokens)),
     )
-    keep_prompts_private(runner)
+    restrict_prompt_logprobs(runner)
     scores = runner.prompt_logprobs_worker
     scores.add_request("a", 1, None)
     scores.add_request("b", 2, None)

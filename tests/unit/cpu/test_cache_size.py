@@ -133,7 +133,7 @@ def test_a_named_size_without_room_for_one_request(
 ) -> None:
     """vLLM says that 0.0 GiB are needed, and 0.0 available."""
     monkeypatch.setattr(cpu_worker.CPUWorker, "load_model", lambda worker: None)
-    monkeypatch.setattr(worker, "keep_prompts_private", lambda runner: None)
+    monkeypatch.setattr(worker, "restrict_prompt_logprobs", lambda runner: None)
     monkeypatch.setattr(worker.cores, "threads_of_worker", lambda model, num_layers: None)
     made = started(monkeypatch, kv_cache_memory_bytes=size)
     made.model_runner = made.model_config = MagicMock()

@@ -35,7 +35,7 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Any:
     interpret_kernels(few_rows_triton)
     monkeypatch.setattr(experts, "moe_align_block_size", definition.assign)
     monkeypatch.setattr(experts, "layers", lambda modules: modules)
-    monkeypatch.setattr(experts, "tiles_file", lambda layer: "a.json")
+    monkeypatch.setattr(experts, "tiles_file_name", lambda layer: "a.json")
     config = FusedMoEConfig(
         num_experts=EXPERTS,
         experts_per_token=CHOSEN,

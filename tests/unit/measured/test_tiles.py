@@ -32,8 +32,8 @@ class Kernel:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     kernel = Kernel()
     monkeypatch.setattr(experts, "layers", lambda modules: modules)
-    monkeypatch.setattr(experts, "has_tiles", lambda layer: layer.has_tiles)
-    monkeypatch.setattr(experts, "tiles_file", lambda layer: layer.file)
+    monkeypatch.setattr(experts, "has_tunable_tiles", lambda layer: layer.has_tiles)
+    monkeypatch.setattr(experts, "tiles_file_name", lambda layer: layer.file)
     monkeypatch.setattr(experts, "tiles_in_use", lambda layer, rows: STOCK)
     monkeypatch.setattr(experts, "run_with_tiles", kernel.run)
     monkeypatch.setattr(few_rows, "block_size", lambda layer, rows: layer.sizes.get(rows, 0))

@@ -23,11 +23,11 @@ from tests.metrics import check_histogram, ours, since
 from tests.paths import ROOT
 from vllm_dllm import plugin
 from vllm_dllm.compat.metrics import (
-    CarryingStats,
-    Steps,
+    CanvasSpecDecodingStats,
+    StepCounts,
     count_denoise_step,
-    count_steps,
-    take_steps,
+    pop_step_counts,
+    start_step_counts,
 )
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.metrics.canvas_numbers import CanvasRow
@@ -139,14 +139,14 @@ def test_a_commit_of_its_own() -> None:
 def test_what_is_counted_arrives(metrics: CanvasMetrics) -> None:
     """As it travels between an engine and its API process."""
     plugin.register()
-    stats = CarryingStats(num_spec_tokens=4)
+    stats = CanvasSpecDecodingStats(num_spec_tokens=4)
     stats.observe_draft(4, num_accepted_tokens=4)
-    stats.cargo = vars(counted({"steps": [1, 1], "finished": [1, 0]}))
+    stats.canvas_counts = vars(counted({"steps": [1, 1], "finished": [1, 0]}))
     sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(spec_decoding_stats=stats))
     arrived = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
     found = arrived.scheduler_stats.spec_decoding_stats
-    assert found == stats and found.cargo["block_denoise_steps"] == [1]
-    metrics.observe(found.cargo, engine=0)
+    assert found == stats and found.canvas_counts["block_denoise_steps"] == [1]
+    metrics.observe(found.canvas_counts, engine=0)
     samples = ours(generate_latest(REGISTRY).decode())
     assert samples["denoise_steps_total", frozenset()] == 2
     assert samples["commits_total", frozenset({("forward", "shared")})] == 1
@@ -159,7 +159,7 @@ def test_what_is_counted_arrives(metrics: CanvasMetrics) -> None:
 def test_steps_of_a_request_arrive() -> None:
     """Two steps that denoise, of which the second commits the block before, and a commit."""
     request: Any = NamedRequest("b")
-    count_steps(request, most_tokens=4)
+    start_step_counts(request, most_tokens=4)
     for num_accepted in (0, 4):
         count_denoise_step(request)
         request.spec_decode_metrics.observe(4, num_accepted)
@@ -167,8 +167,8 @@ def test_steps_of_a_request_arrive() -> None:
     output = EngineCoreOutput("b", [7], spec_decode_metrics=request.spec_decode_metrics)
     sent = EngineCoreOutputs(outputs=[output])
     (arrived,) = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent)).outputs
-    assert take_steps(arrived) == Steps(denoise_steps=2, forwards=3)
-    assert take_steps(arrived) is None
+    assert pop_step_counts(arrived) == StepCounts(denoise_steps=2, forwards=3)
+    assert pop_step_counts(arrived) is None
 
 
 def test_memory_is_what_the_last_step_says(metrics: CanvasMetrics) -> None:
@@ -246,7 +246,7 @@ def test_models_that_are_not_ours_have_no_metrics(drafting: Callable[[str], Any]
         PrometheusStatLogger._spec_decoding_cls(None, LABELS, {0: ["m", "0"]}),
     ):
         metrics.observe(SpecDecodingStats.new(4))
-        assert metrics.of_canvases is None and metrics.of_drafts is None
+        assert metrics.canvas_metrics is None and metrics.draft_metrics is None
 
 
 def test_every_count_is_a_metric() -> None:

@@ -6,7 +6,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens
+from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_bad_word_tokens
 from vllm_dllm.requests.numbers import (
     check_choices,
     check_numbers,
@@ -53,12 +53,12 @@ def of_lists(allowed: int = 1, stops: int = 0, bad: int = 0, min_tokens: int = 1
 
 
 def test_lists() -> None:
-    of_lists(MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, most_bad_word_tokens() // 2)
+    of_lists(MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_bad_word_tokens() // 2)
     of_lists(stops=MAX_STOP_TOKENS + 1, min_tokens=0)  # the sampler does not see them
     for lists, message in (
         ({"allowed": MAX_ALLOWED_TOKENS + 1}, "allowed_token_ids must have at most 1024 tokens"),
         ({"stops": MAX_STOP_TOKENS + 1}, "got 129. Name fewer, or leave out min_tokens"),
-        ({"bad": most_bad_word_tokens()}, "bad_words must have at most 1024 tokens"),
+        ({"bad": max_bad_word_tokens()}, "bad_words must have at most 1024 tokens"),
     ):
         with pytest.raises(VLLMValidationError, match=message):
             of_lists(**lists)

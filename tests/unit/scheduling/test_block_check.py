@@ -28,7 +28,7 @@ def test_no_step_waits_for_tokens_that_a_grammar_needs(
     scheduler.running, scheduler.waiting, scheduler.current_step = [], [], 0
     scheduler.fair_share = FairShare(2, 4)
     scheduler.structured_output_manager = "vLLM's"
-    scheduler.check_blocks_by(lambda manager: f"ours, of {manager}")
+    scheduler.set_block_check(lambda manager: f"ours, of {manager}")
     output = scheduler.schedule()
     assert scheduler.structured_output_manager == "ours, of vLLM's"
     assert not output.has_structured_output_requests

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_dllm.compat.scheduler import http_request_of
+from vllm_dllm.compat.scheduler import http_request_id
 from vllm_dllm.scheduling.fair_share import REMEMBERED_STEPS, FairShare
 
 
@@ -76,11 +76,11 @@ def test_who_asks_again_and_again_is_not_forgotten(share: FairShare) -> None:
 
 def test_names() -> None:
     same = ["cmpl-x-0-0123abcd", "cmpl-x-11-89abcdef", "7_cmpl-x-0-0123abcd"]
-    assert {http_request_of(name) for name in same} == {"cmpl-x"}
+    assert {http_request_id(name) for name in same} == {"cmpl-x"}
     chats = ["chatcmpl-my-7-0123abcd", "chatcmpl-my-8-89abcdef", "1_chatcmpl-my-8-89abcdef"]
-    assert [http_request_of(name) for name in chats] == [
+    assert [http_request_id(name) for name in chats] == [
         "chatcmpl-my-7",
         "chatcmpl-my-8",
         "chatcmpl-my-8",
     ]
-    assert http_request_of("5") == "5"
+    assert http_request_id("5") == "5"

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from vllm_dllm.compat import log_lines
-from vllm_dllm.compat.log_lines import WRONG_OF_OURS
+from vllm_dllm.compat.log_lines import WRONG_WARNINGS
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,13 @@ from vllm_dllm.compat.log_lines import WRONG_OF_OURS
     ],
 )
 def test_of_ours_and_of_others(logger: str, named: object, is_kept: bool) -> None:
-    log_lines.leave_out_what_is_wrong()
+    log_lines.drop_wrong_warnings()
     heard: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = heard.append  # type: ignore[method-assign]
     logging.getLogger(logger).addHandler(handler)
     try:
-        logging.getLogger(logger).warning(f"{WRONG_OF_OURS[logger]} More.", named)
+        logging.getLogger(logger).warning(f"{WRONG_WARNINGS[logger]} More.", named)
         logging.getLogger(logger).warning("Another line of %s", named)
     finally:
         logging.getLogger(logger).removeHandler(handler)

@@ -49,7 +49,7 @@ class Start:
         for name, value in (
             ("current_platform", SimpleNamespace(get_device_name=lambda: "a GPU")),
             ("set_current_vllm_config", lambda _: torch.no_grad()),
-            ("forget_tiles", self.forget),
+            ("clear_tiles_cache", self.forget),
         ):
             monkeypatch.setattr(kernel_choice, name, value)
         monkeypatch.setattr(folder, "folder_of", lambda _: path)

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.sample import prompt_logprob
 from tests import tolerances
 from tests.unit.cpu.kernel_inputs import kernel_of
 from tests.unit.step.test_logits import Model, batch_of
-from vllm_dllm.compat import runner
+from vllm_dllm.compat import prompt_logprobs
 from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties
@@ -185,7 +185,7 @@ def test_whole_logits_count_too(kind: str, asked: str) -> None:
 def stock_chunks() -> Iterator[None]:
     kernel_of("sample.logprob._ranks_kernel")  # the native ones
     yield
-    runner.score_prompts_by(1024)  # vLLM's own
+    prompt_logprobs.limit_prompt_logprob_rows(1024)  # vLLM's own
 
 
 def test_prompt_logprobs_keep_to_it_too(model: Model, stock_chunks: None) -> None:
@@ -198,6 +198,6 @@ def test_prompt_logprobs_keep_to_it_too(model: Model, stock_chunks: None) -> Non
 
     whole = score()
     assert peak_bytes(score) > 3 * BUDGET
-    runner.score_prompts_by(whole_rows(V, BUDGET))
+    prompt_logprobs.limit_prompt_logprob_rows(whole_rows(V, BUDGET))
     assert BUDGET / 8 < peak_bytes(score) <= BUDGET
     tolerances.assert_within(score(), whole, 2 * tolerances.softmax(V, largest_logit=30.0))

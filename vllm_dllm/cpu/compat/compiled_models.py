@@ -7,7 +7,7 @@ from typing import Any
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
 from vllm.config import VllmConfig
 
-from vllm_dllm.compat.patching import replace
+from vllm_dllm.compat.patching import patch
 
 
 def load_what_inductor_compiled() -> None:
@@ -41,4 +41,4 @@ def announce_compilation(announce: Callable[[str, str], None]) -> None:
 
         return try_load
 
-    replace("compilation.decorators:_try_load_aot_compiled_fn", make)
+    patch("compilation.decorators:_try_load_aot_compiled_fn", make)

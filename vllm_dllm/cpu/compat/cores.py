@@ -7,7 +7,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.utils import cpu_resource_utils, torch_utils
 
-from vllm_dllm.compat.patching import replace
+from vllm_dllm.compat.patching import patch
 
 available_cpu_count = torch_utils.available_cpu_count
 
@@ -58,7 +58,7 @@ def choose_cores(choose: Callable[[list[list[int]]], list[list[int]]], worker_cl
 
         return ChosenCores
 
-    replace("v1.executor.multiproc_executor:OMPProcessManager", make)
+    patch("v1.executor.multiproc_executor:OMPProcessManager", make)
 
 
 def share(by_node: list[list[Any]], num_workers: int) -> list[list[Any]]:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_dllm.compat.patching import replace, replaced
+from vllm_dllm.compat.patching import patch, temporarily_patch
 
 MODULES = (
     "vllm.v1.worker.cpu_worker",  # first, as it says of itself
@@ -32,17 +32,17 @@ def start_engines(context: Callable[[Any], Context | None]) -> None:
     def make(stock: Any) -> Any:
         def init(self: Any, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
             ours = context(vllm_config)
-            with replaced(_OF_ENGINES, lambda own: ours or own):
+            with temporarily_patch(_OF_ENGINES, lambda own: ours or own):
                 stock(self, *args, vllm_config=vllm_config, **kwargs)
 
         return init
 
-    replace("v1.engine.utils:CoreEngineProcManager.__init__", make)
+    patch("v1.engine.utils:CoreEngineProcManager.__init__", make)
 
 
 def start_workers(context: Context) -> None:
     """The workers of this engine start in this context. Repeatable."""
-    replace("v1.executor.multiproc_executor:get_mp_context", lambda stock: context)
+    patch("v1.executor.multiproc_executor:get_mp_context", lambda stock: context)
 
 
 def worker_cores() -> list[int]:
@@ -105,4 +105,4 @@ def fall_asleep_soon() -> None:
 
         return init
 
-    replace("distributed.device_communicators.shm_broadcast:SpinCondition.__init__", make)
+    patch("distributed.device_communicators.shm_broadcast:SpinCondition.__init__", make)

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
-from vllm_dllm.compat.patching import replace
+from vllm_dllm.compat.patching import patch
 
 __all__ = ["FusedMoEConfig", "StockExperts", "offer_first", "own_experts"]
 
@@ -54,4 +54,4 @@ def offer_first(kernel: type[StockExperts]) -> None:
 
         return classes
 
-    replace("model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls", make)
+    patch("model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls", make)

@@ -16,7 +16,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 )
 from vllm.platforms import PlatformEnum
 
-from vllm_dllm.compat.patching import put_first
+from vllm_dllm.compat.patching import insert_first
 
 __all__ = [
     "Int8OfFloatsLinearKernel",
@@ -31,17 +31,17 @@ __all__ = [
 
 def prefer_fp8_on_cpus(kernel: type[StockFp8LinearKernel]) -> None:
     """`register_linear_kernel` would put it behind vLLM's. Repeatable."""
-    put_first("model_executor.kernels.linear:_POSSIBLE_FP8_KERNELS", PlatformEnum.CPU, kernel)
+    insert_first("model_executor.kernels.linear:_POSSIBLE_FP8_KERNELS", PlatformEnum.CPU, kernel)
 
 
 def prefer_int4_on_cpus(kernel: type[MPLinearKernel]) -> None:
     """The same for weights of 4-bit integers."""
-    put_first("model_executor.kernels.linear:_POSSIBLE_KERNELS", PlatformEnum.CPU, kernel)
+    insert_first("model_executor.kernels.linear:_POSSIBLE_KERNELS", PlatformEnum.CPU, kernel)
 
 
 def prefer_int8_on_cpus(kernel: type[StockInt8LinearKernel]) -> None:
     """The same for weights and inputs of 8-bit integers."""
-    put_first("model_executor.kernels.linear:_POSSIBLE_INT8_KERNELS", PlatformEnum.CPU, kernel)
+    insert_first("model_executor.kernels.linear:_POSSIBLE_INT8_KERNELS", PlatformEnum.CPU, kernel)
 
 
 class Int8OfFloatsLinearKernel(StockInt8LinearKernel):

@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from vllm_dllm.compat.patching import replace
+from vllm_dllm.compat.patching import patch
 
 Gathered = TypeVar("Gathered", Tensor, list[Tensor])
 
@@ -26,7 +26,7 @@ Gathered = TypeVar("Gathered", Tensor, list[Tensor])
 def exchange_uneven_steps() -> None:
     """Ranks of this process' groups exchange with `CpuRanks`. Repeatable."""
     path = f"{__name__}.{CpuRanks.__name__}"
-    replace(
+    patch(
         "platforms.cpu:CpuPlatform.get_device_communicator_cls",
         lambda stock: classmethod(lambda cls: path),
     )
@@ -86,14 +86,14 @@ def serve_batches_of_adapters() -> None:
     routed experts to the base model: vLLM has kernels for their adapters on GPUs alone. Adapters
     that change them are refused when they are loaded. Repeatable."""
     path = f"{__name__}.{BatchedAdapters.__name__}"
-    replace(
+    patch(
         "platforms.cpu:CpuPlatform.get_punica_wrapper", lambda stock: classmethod(lambda cls: path)
     )
 
     def without_experts(stock: Any) -> Any:
         return lambda model: [name for name in stock(model) if name != "experts"]
 
-    replace("lora.model_manager:get_supported_lora_modules", without_experts)
+    patch("lora.model_manager:get_supported_lora_modules", without_experts)
 
 
 class BatchedAdapters(PunicaWrapperCPU):

@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.triton_utils.importing import TritonLanguagePlaceholder, TritonPlaceholder
 
 from vllm_dllm.compat import version
-from vllm_dllm.compat.patching import replace
+from vllm_dllm.compat.patching import patch
 
 STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
@@ -34,7 +34,7 @@ def replace_rejection_sample(replacement: Callable[..., Any]) -> None:
         return replacement(*args, **{key: kwargs[key] for key in kwargs.keys() - set(fly)})
 
     ours = without_fly if version.is_at_least("0.33") else replacement
-    replace("v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", lambda stock: ours)
+    patch("v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", lambda stock: ours)
 
 
 def stock_rejection_sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +47,7 @@ def allow_v2_worker_without_triton() -> None:
     """Lets this process make a worker of `allow_v2_runner_without_triton`: from 0.33 on the worker
     asks for Triton by itself. Repeatable."""
     if version.is_at_least("0.33"):
-        replace("v1.worker.gpu_worker:HAS_TRITON", lambda stock: True)
+        patch("v1.worker.gpu_worker:HAS_TRITON", lambda stock: True)
 
 
 def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> None:
@@ -72,8 +72,8 @@ def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> Non
             raise ValueError(f"Model Runner V2 does not yet support: {', '.join(unsupported)}")
         prepare(self)
 
-    replace("config.vllm:VllmConfig.use_v2_model_runner", make_choice)
-    replace(
+    patch("config.vllm:VllmConfig.use_v2_model_runner", make_choice)
+    patch(
         "config.vllm:VllmConfig._validate_v2_model_runner", lambda stock: validate_v2_model_runner
     )
 
@@ -92,8 +92,8 @@ def set_triton_jit(jit: Callable[..., Any]) -> None:
     Triton that runner v2 calls and vLLM's stand-in lacks."""
     is_stand_in = isinstance(triton_utils.triton, TritonPlaceholder)
     assert is_stand_in, "vLLM has Triton: its kernels can be launched"
-    replace("triton_utils:triton.jit", lambda stock: jit)
-    replace(
+    patch("triton_utils:triton.jit", lambda stock: jit)
+    patch(
         "triton_utils:triton.next_power_of_2",
         lambda stock: lambda n: 1 << (n - 1).bit_length() if n > 0 else n,
     )

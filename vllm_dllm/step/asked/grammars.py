@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_dllm.compat.grammar import grammar_text, tokenizer_of
+from vllm_dllm.compat.grammar import get_tokenizer, serialize_grammar
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import LegalPaths
@@ -110,8 +110,8 @@ class CanvasGrammars:
         assert params.structured_outputs is not None
         reasoning = None if options.reasoning is None else Reasoning(*options.reasoning)
         model_config = self._config.model_config
-        grammars = grammars_of(tokenizer_of(model_config), model_config.get_vocab_size())
-        text = grammar_text(params.structured_outputs, self._config.structured_outputs_config)
+        grammars = grammars_of(get_tokenizer(model_config), model_config.get_vocab_size())
+        text = serialize_grammar(params.structured_outputs, self._config.structured_outputs_config)
         exclusions = exclusions_of(params, options.constrained, grammars.vocabulary.size)
         return grammars.start(text, stops, exclusions, params.min_tokens, reasoning)
 

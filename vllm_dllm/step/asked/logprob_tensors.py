@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_dllm.compat.logprobs import with_step
+from vllm_dllm.compat.logprobs import pack_step_into_ranks
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def select_scores(
 
 def revealed_by(step: torch.Tensor | int, scores: LogprobsTensors) -> LogprobsTensors:
     """The scores of tokens, which also say that `step` ([] int64) revealed them."""
-    return scores._replace(selected_token_ranks=with_step(scores.selected_token_ranks, step))
+    return scores._replace(
+        selected_token_ranks=pack_step_into_ranks(scores.selected_token_ranks, step)
+    )
 
 
 def padded(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:

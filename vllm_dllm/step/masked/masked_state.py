@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from attention_kernels.masks import block_spans
-from vllm_dllm.compat.gpu import kept_asleep
+from vllm_dllm.compat.gpu import keep_during_sleep
 from vllm_dllm.config.architectures import Family
 from vllm_dllm.step.masked.levenshtein_step import LevenshteinStep
 from vllm_dllm.step.masked.masked_step import MaskedStep
@@ -48,7 +48,7 @@ class MaskedModelState(CausalModelState):
         super().__init__(vllm_config, model, encoder_cache, device)
         self._block_spans: torch.Tensor | None = None
         if vllm_config.attention_config.flash_attn_version == 4:
-            with kept_asleep(self.model_config):  # CUDA graphs read this address
+            with keep_during_sleep(self.model_config):  # CUDA graphs read this address
                 size = (self.max_num_tokens, 2)
                 self._block_spans = torch.zeros(size, dtype=torch.int32, device=device)
 

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 
 from vllm_dllm.attention import measure as attention
 from vllm_dllm.attention.gpu import GpuCanvasImpl
-from vllm_dllm.compat.experts import forget_tiles
+from vllm_dllm.compat.experts import clear_tiles_cache
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.tiles import VARIABLE
@@ -58,7 +58,7 @@ def _keep(found: dict[str, Any], path: Path) -> bool:
     except OSError as error:
         logger.warning("Cannot keep what was measured in %s: %s. It is not used.", path, error)
         return False
-    forget_tiles()
+    clear_tiles_cache()
     return True
 
 

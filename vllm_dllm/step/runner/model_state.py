@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.attention import WindowRules, takes_window_rules
-from vllm_dllm.compat.gpu import capturing, kept_asleep
+from vllm_dllm.compat.gpu import capture_graphs, keep_during_sleep
 from vllm_dllm.scheduling.spared_forwards import joins_commits
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_step import CanvasStep
@@ -60,7 +60,7 @@ class DiffusionModelState(ModelState):
         self._latest_metadata = LatestMetadata() if device.type == "cpu" else None
         num_embeds = self.max_num_tokens if self.step_cls.self_conditions else 0
         # Persistent: a captured CUDA graph reads these addresses at every replay.
-        with kept_asleep(self.model_config):
+        with keep_during_sleep(self.model_config):
             # A request may count as two (`AttnRequests`).
             self._causal = torch.zeros(2 * self.max_num_reqs, dtype=torch.int32, device=device)
             self._symmetric = torch.zeros_like(self._causal)
@@ -80,7 +80,7 @@ class DiffusionModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Makes the step and its sampler; vLLM's `sampler` gives its per-request states."""
-        with kept_asleep(self.model_config):
+        with keep_during_sleep(self.model_config):
             step = self.step_cls(self.vllm_config, self.model, sampler, self.device)
         self.step = step
         self.model.sampler_reads_hidden_states = lambda: step.reads_hidden_states
@@ -144,7 +144,7 @@ class DiffusionModelState(ModelState):
         if not can_be_captured(step, config):
             return
         largest = config.compilation_config.max_cudagraph_capture_size or 0
-        with kept_asleep(self.model_config):
+        with keep_during_sleep(self.model_config):
             graphs = StepGraphs(
                 min(self.max_num_reqs, largest // step.canvas_length),
                 step.canvas_length,
@@ -153,7 +153,7 @@ class DiffusionModelState(ModelState):
                 self.device,
                 joins_commits=joins_commits(config),
             )
-        with capturing(config, self.device) as capture:  # into a pool of its own
+        with capture_graphs(config, self.device) as capture:  # into a pool of its own
             graphs.capture(
                 capture,
                 partial(self._embed_whole, input_buffers.input_ids),

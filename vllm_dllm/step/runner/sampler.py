@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from vllm_dllm.compat.runner import score_prompts_by
+from vllm_dllm.compat.prompt_logprobs import limit_prompt_logprob_rows
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.logits.sampling_memory import step_bytes, whole_rows
@@ -30,7 +30,7 @@ class DiffusionSampler:
         self.sampling_states = step.requests.sampling_states
         self._max_rows = max_rows
         self._asked_for: SamplingParams | None = None
-        score_prompts_by(whole_rows(step.vocab_size, step.memory.budget_bytes))
+        limit_prompt_logprob_rows(whole_rows(step.vocab_size, step.memory.budget_bytes))
 
     @property
     def joins_commits(self) -> bool:

@@ -11,7 +11,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.attention.warm_up import compile_attention
 from vllm_dllm.compat.ending import leave_signals_to_engine
-from vllm_dllm.compat.runner import join_commits, keep_prompts_private, send_numbers
+from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
+from vllm_dllm.compat.runner import attach_canvas_numbers, join_commits
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.step.runner.kernel_choice import measure_kernels
 
@@ -34,7 +35,7 @@ class CanvasWorker(Worker):
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
-        keep_prompts_private(self.model_runner)
+        restrict_prompt_logprobs(self.model_runner)
 
     def determine_available_memory(self) -> int:
         available: int = super().determine_available_memory()
@@ -71,4 +72,4 @@ class CanvasWorker(Worker):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Leaves out vLLM's masks of grammars (ours are `step/asked/grammars.py`): it warms up
         with some, for rows that a model which prefills its seeds does not have."""
-        return send_numbers(self.model_runner, super().sample_tokens(None))
+        return attach_canvas_numbers(self.model_runner, super().sample_tokens(None))
