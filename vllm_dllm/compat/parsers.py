@@ -16,7 +16,7 @@ from vllm_dllm.compat.patching import is_server
 
 
 class ReasoningEnds(NamedTuple):
-    """Which tokens end the reasoning before an answer."""
+    """Tokens around the reasoning before an answer."""
 
     end_tokens: frozenset[int] = frozenset()
     opening_tokens: frozenset[int] = frozenset()
