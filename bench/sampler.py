@@ -118,7 +118,7 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
     slots.tokens[:, 0] = inputs.tokens
     embedding = SoftEmbedding(head, **soft)
     batch: Any = SimpleNamespace(flatten=lambda grid: grid.flatten(0, 1))
-    keys = noise.keys(torch.arange(n, device=device))
+    keys = noise.keys_from_seeds(torch.arange(n, device=device))
     starts = torch.full((n,), 100, device=device)
     lengths = torch.full((n,), CANVAS, device=device)
     filters: Any = SimpleNamespace(needs_whole_rows=lambda batch: [])

@@ -161,5 +161,5 @@ class LevenshteinReference(Reference):
 
     def _uniform(self, seed: int, start: int, length: int, step: int, stream: int) -> torch.Tensor:
         positions = torch.arange(start, start + length)[None]
-        keys = noise.keys(torch.tensor([seed]))
+        keys = noise.keys_from_seeds(torch.tensor([seed]))
         return noise.uniform(keys, positions, torch.tensor([step]), stream)[0]

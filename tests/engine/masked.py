@@ -312,7 +312,7 @@ class Reference:
         tokens = logits.argmax(-1)
         if rule.temperature:
             draw = noise.uniform(
-                noise.keys(torch.tensor([seed])),
+                noise.keys_from_seeds(torch.tensor([seed])),
                 torch.arange(len(known), len(known) + len(block))[None],
                 torch.tensor([step]),
                 noise.CANDIDATE,

@@ -122,7 +122,7 @@ class SeededReference(Reference):
     ) -> Drawn:
         """Of rows [L, V] that begin at `start`. The temperature changes no probability."""
         positions = torch.arange(start, start + len(logits))[None]
-        key = noise.keys(torch.tensor([seed]))
+        key = noise.keys_from_seeds(torch.tensor([seed]))
         draw = noise.uniform(key, positions, torch.tensor([step]), stream)[0]
         scaled = logits / (rule.temperature or 1.0)
         probs = scaled.softmax(-1)

@@ -219,7 +219,7 @@ def same_noise(
     """
     canvas_length = model.config.canvas_length
     vocab_size = model.config.text_config.vocab_size
-    key = noise.keys(torch.tensor([seed]))
+    key = noise.keys_from_seeds(torch.tensor([seed]))
     draws: list[torch.Tensor] = []
     position = {"block": -1, "step": 0, "candidates drawn": False}
 

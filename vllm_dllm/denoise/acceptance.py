@@ -4,25 +4,25 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_dllm.denoise.row_stats import sum_type
+from vllm_dllm.denoise.row_stats import sum_dtype
 
 
 def accept_by_entropy_bound(
     entropy_nats: torch.Tensor,  # [n, C] fp32; +inf at positions that are not part of the canvas
     entropy_bound: float | torch.Tensor,  # nats, for all canvases or [n]
 ) -> torch.Tensor:
-    """Accepted positions [n, C] bool.
+    """Returns the accepted positions, [n, C] bool.
 
-    Positions are taken in order of rising entropy, while the summed entropy of those taken *before*
-    stays within the bound, so at least one position is always accepted. The bound limits how
-    strongly the accepted tokens can depend on each other (Ben-Hamu et al., "Accelerated Sampling
-    from Masked Diffusion Models via Entropy Bounded Unmasking", arXiv 2505.24857).
+    Positions are accepted in order of rising entropy, while the summed entropy of those accepted
+    *before* stays within the bound, so at least one always is. The bound limits how strongly the
+    accepted tokens can depend on each other (Ben-Hamu et al., "Accelerated Sampling from Masked
+    Diffusion Models via Entropy Bounded Unmasking", arXiv 2505.24857).
     """
     ascending, order = torch.sort(entropy_nats, dim=-1, stable=True)
     # The reference subtracts the element from the inclusive sum; an exclusive sum computed
     # another way could differ in the last bit and flip a position at the bound. CPUs add in
     # float64, too, before they round.
-    up_to = torch.cumsum(ascending, dim=-1, dtype=sum_type(ascending)).float()
+    up_to = torch.cumsum(ascending, dim=-1, dtype=sum_dtype(ascending)).float()
     entropy_before = up_to - ascending
     if isinstance(entropy_bound, torch.Tensor):
         entropy_bound = entropy_bound[:, None]
@@ -30,12 +30,13 @@ def accept_by_entropy_bound(
     return torch.zeros_like(taken).scatter_(-1, order, taken)
 
 
-def follow_last_choice(
+def accept_forced_positions(
     accepted: torch.Tensor,  # [n, C] bool
     forced: torch.Tensor,  # [n, C] bool, positions where a grammar leaves one token
 ) -> torch.Tensor:
-    """[n, C] bool: a forced position is accepted with the last free one on its left, or always if
-    there is none. It says nothing by itself: one wrong early token would lock what it forces."""
+    """Returns `accepted` [n, C] bool with each forced position accepted if the last free position
+    on its left is, or if there is none. Its own entropy says nothing: one wrong early token would
+    lock the tokens that it forces."""
     position = torch.arange(forced.shape[-1], device=forced.device)
     last_choice = torch.where(forced, -1, position).cummax(dim=-1).values
     followed = accepted.gather(-1, last_choice.clamp(min=0)) | (last_choice < 0)
@@ -43,11 +44,11 @@ def follow_last_choice(
 
 
 class Reveal(NamedTuple):
-    """Canvases whose best guesses are revealed permanently, position by position, as in mask-noise
-    diffusion models (Wu et al., "Fast-dLLM", arXiv 2505.22618: a probability threshold; Nie et
-    al., "Large Language Diffusion Models", arXiv 2502.09992: the k most certain ones per step)."""
+    """Canvases that reveal best guesses permanently, position by position, as mask-noise diffusion
+    models do (Wu et al., "Fast-dLLM", arXiv 2505.22618: a probability threshold; Nie et al., "Large
+    Language Diffusion Models", arXiv 2502.09992: the k most certain ones per step)."""
 
-    is_chosen: torch.Tensor  # [n] bool, canvases that work so; the rest use the entropy bound
+    is_chosen: torch.Tensor  # [n] bool, these canvases; the others use the entropy bound
     threshold: torch.Tensor  # [n] fp32, least probability of a best guess to reveal; > 1: none
     per_step: torch.Tensor  # [n] int64, reveal at least this many per step, the most probable
     revealed: torch.Tensor  # [n, C] bool, revealed by earlier steps
@@ -55,17 +56,17 @@ class Reveal(NamedTuple):
 
     @property
     def kept(self) -> torch.Tensor:
-        """[n, C] bool: positions that hold their tokens, which earlier steps revealed."""
+        """Returns [n, C] bool: positions whose tokens earlier steps have revealed."""
         return self.revealed & self.is_chosen[:, None]
 
 
-def reveal(
+def reveal_best_guesses(
     probability: torch.Tensor,  # [n, C] fp32, of each position's best guess
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
     rule: Reveal,
 ) -> torch.Tensor:
-    """Positions revealed by this step [n, C] bool: hidden ones that reach the threshold, and the
-    `per_step` most probable ones."""
+    """Returns [n, C] bool: the hidden positions that this step reveals. They are those that reach
+    the threshold, and the `per_step` most probable ones."""
     hidden = ~rule.revealed if valid is None else ~rule.revealed & valid
     order = torch.where(hidden, probability, -1.0).argsort(dim=-1, descending=True, stable=True)
     rank = torch.arange(order.shape[-1], device=order.device).expand_as(order)

@@ -1,8 +1,8 @@
-"""Bad words of several tokens, excluded so that what a canvas spells holds none.
+"""Excludes tokens that would complete a bad word of several tokens in a canvas.
 
-All positions of a canvas are decided together, so the best guess is read from the left: excluded at
-a position is every token that completes a word, with the tokens before it and with those behind it
-that stand already. Every word has a last token to be decided, so none is ever complete.
+All positions of a canvas are decided together, so the best guess is read from the left. At each
+position, every token is excluded that completes a word with the tokens before it and the tokens
+already fixed behind it. Each word has a token that is decided last, so no word is ever complete.
 
 This is done on the host: a step of a request with such words waits for the device, once for its
 guess and once for each token of it that is replaced.
@@ -20,10 +20,12 @@ Word = tuple[int, ...]
 
 
 class BadWords:
+    """The bad words of one request that have two tokens or more."""
+
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
-        """Each of two tokens or more."""
-        self._by_previous: dict[int, list[Word]] = defaultdict(list)  # than the last token
-        self._by_next: dict[int, list[tuple[Word, int]]] = defaultdict(list)  # than that place's
+        # Words by their last token but one; words and a place in them, by the token after it.
+        self._by_previous: dict[int, list[Word]] = defaultdict(list)
+        self._by_next: dict[int, list[tuple[Word, int]]] = defaultdict(list)
         self.reach = 0
         """Tokens on either side of a position that decide whether one completes a word."""
         for word in map(tuple, words):
@@ -35,8 +37,9 @@ class BadWords:
     def __bool__(self) -> bool:
         return self.reach > 0
 
-    def completing(self, before: Sequence[int], behind: Sequence[int]) -> set[int]:
-        """The tokens that complete a word between these; < 0: no token stands there."""
+    def completing_tokens(self, before: Sequence[int], behind: Sequence[int]) -> set[int]:
+        """Returns the tokens that complete a word between the tokens `before` and `behind`; in
+        both, < 0 stands for no token."""
         found = set()
         for word in self._by_previous.get(before[-1], ()) if before else ():
             if tuple(before[1 - len(word) :]) == word[:-1]:
@@ -52,16 +55,17 @@ class BadWords:
     def exclude_(
         self,
         logits: torch.Tensor,  # [L, V] fp32, changed in place
-        before: Sequence[int],  # the tokens before them; < 0: not the request's
-        kept: Sequence[int],  # the tokens that stand at these rows and behind; < 0: none yet
+        before: Sequence[int],  # the tokens before the rows; < 0: not the request's
+        kept: Sequence[int],  # the tokens fixed at these rows and behind; < 0: none yet
     ) -> list[int]:
-        """Returns what the rows then spell, after the tokens before them."""
+        """Excludes the tokens that complete a word, row by row. Returns `before` and the tokens
+        that the rows then hold."""
         spelled = list(before)
         for row, best in enumerate(argmax(logits).tolist()):
             if kept[row] >= 0:
                 spelled.append(kept[row])
                 continue
-            if bad := self.completing(spelled, kept[row + 1 : row + 1 + self.reach]):
+            if bad := self.completing_tokens(spelled, kept[row + 1 : row + 1 + self.reach]):
                 tokens = torch.tensor(sorted(bad), device=logits.device)
                 logits[row, tokens] = logits[row, tokens].clamp(max=BAD_WORD_LOGIT)
                 if best in bad:
@@ -69,16 +73,18 @@ class BadWords:
             spelled.append(best)
         return spelled
 
-    def exclude_behind_(
+    def exclude_in_next_token_rows_(
         self,
         logits: torch.Tensor,  # [L, V] fp32, changed in place
         before: Sequence[int],  # the tokens before the first row's; < 0: not the request's
-        behind: Sequence[int],  # those that later rows' come behind, at least L - 1; < 0: unknown
+        behind: Sequence[int],  # the canvas' tokens from the second row on, at least L - 1
     ) -> list[int]:
-        """Excludes by what comes before alone. Returns that and what is `behind`."""
+        """Excludes the tokens that complete a word with the tokens before them, in rows that
+        predict the next position's token. Returns `before` and the tokens that later rows follow;
+        < 0: unknown."""
         spelled = list(before)
         for row in range(len(logits)):
-            if bad := self.completing(spelled, ()):
+            if bad := self.completing_tokens(spelled, ()):
                 tokens = torch.tensor(sorted(bad), device=logits.device)
                 logits[row, tokens] = logits[row, tokens].clamp(max=BAD_WORD_LOGIT)
             spelled += behind[row : row + 1]

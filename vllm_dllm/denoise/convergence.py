@@ -2,15 +2,14 @@
 
 import torch
 
-from vllm_dllm.denoise.row_stats import sum_type
+from vllm_dllm.denoise.row_stats import sum_dtype
 
 NO_TOKEN = -1
-"""The best guess before the first step: equal to no token id, so that step repeats nothing."""
+"""The best guess before the first step: equal to no token id, so the first step repeats nothing."""
 
 AT_REST = 4
-"""Steps for which the best guess of a canvas with a grammar has stood still when it is finished,
-however unsure the model is, as with a high temperature: the form leaves few tokens that the next
-steps could change to."""
+"""Steps after which a canvas with a grammar is finished if its best guess has not changed, however
+unsure the model is, as at a high temperature: the grammar leaves few tokens to change to."""
 
 
 def times_repeated(
@@ -19,8 +18,7 @@ def times_repeated(
     times: torch.Tensor,  # [n] int64, how often `earlier` had been repeated
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
 ) -> torch.Tensor:
-    """[n] int64: for how many consecutive steps the best guess has stayed the same. It equals each
-    of the s guesses before it iff this is at least s."""
+    """Returns [n] int64: for how many consecutive steps the best guess has stayed the same."""
     same = best_guess == earlier
     if valid is not None:
         same |= ~valid
@@ -32,8 +30,9 @@ def is_confident(
     valid: torch.Tensor | None,  # [n, C] bool; None: all
     confidence_threshold: float | torch.Tensor,  # nats, for all canvases or [n]
 ) -> torch.Tensor:
-    """[n] bool: the mean entropy over the canvas' positions is below the threshold."""
-    dtype = sum_type(entropy_nats)
+    """Returns [n] bool: whether the mean entropy over the canvas' positions is below the
+    threshold."""
+    dtype = sum_dtype(entropy_nats)
     if valid is None:
         mean = entropy_nats.sum(dim=-1, dtype=dtype) / entropy_nats.shape[-1]
     else:
@@ -47,8 +46,8 @@ def up_to_first_stop(
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
     stop_tokens: torch.Tensor,  # [n, K] int64, tokens that end an answer; unused places: < 0
 ) -> torch.Tensor:
-    """[n, C] bool: valid positions up to and including the first stop token. What follows is
-    dropped, so there is no need to wait for it."""
+    """Returns [n, C] bool: the valid positions up to and including the first stop token. Later ones
+    are not part of the answer, so a canvas need not wait for them."""
     stops = (best_guess[..., None] == stop_tokens[:, None, :]).any(dim=-1)
     if valid is not None:
         stops &= valid

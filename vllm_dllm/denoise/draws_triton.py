@@ -1,6 +1,7 @@
-"""`temperature` and `noise.step_noise` for GPUs: what a step is given for each canvas, in one pass.
+"""`temperature` and `noise.step_noise` for GPUs, in one kernel.
 
-Draws are the same bits. They are made of whole numbers, and a draw's 53 bits fit a float64.
+Draws have the same bits as there: they are computed in integers, and a draw's 53 bits fit a
+float64.
 """
 
 from typing import NamedTuple
@@ -21,7 +22,7 @@ assert noise.CANDIDATE == 0, "the kernel adds nothing for it"
 
 
 class StepDraws(NamedTuple):
-    """What a step is given for each of its n canvases."""
+    """The temperature and the noise of a step's n canvases."""
 
     temperature: torch.Tensor  # [n, C] fp32, the same all along a canvas
     starts: torch.Tensor  # [n] int64, absolute position of each canvas' first token
@@ -38,7 +39,7 @@ def temperature_and_noise(
     canvas_length: int,
     vocab_size: int,
 ) -> StepDraws:
-    """`temperature` and `step_noise`, in one launch that reads the tables of all requests."""
+    """Computes `temperature` and `step_noise` in one launch, which reads the slots' tables."""
     n = len(slots)
     pitches = [{column.stride(0) for column in columns} for columns in (numbers, schedule)]
     assert all(len(pitch) == 1 for pitch in pitches), "columns of one table"

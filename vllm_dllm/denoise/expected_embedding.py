@@ -1,5 +1,4 @@
-"""`softmax(logits) @ E` from vocabulary tiles that arrive one by one, exactly or without parts that
-do not matter.
+"""`softmax(logits) @ E` from vocabulary tiles that arrive one by one, exact or within a tolerance.
 
 Legend: Vt = tokens of a tile, B = its blocks of `BLOCK` tokens, H = hidden size.
 """
@@ -13,7 +12,7 @@ from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 _MARGIN = 0.5
-"""The share of the tolerance that may be left out; the rest is for the rounding of sums."""
+"""The share of the tolerance that may be left out; the rest allows for the rounding of sums."""
 
 
 class ExpectedEmbedding:
@@ -46,15 +45,15 @@ class ExpectedEmbedding:
         self._known = torch.zeros_like(self._total)  # of the total, before rounding
         self._least_share = _MARGIN * tolerance / num_blocks
 
-    def add(
+    def add_tile(
         self,
         logits: torch.Tensor,  # [rows, Vt] temperature-scaled, fp32 or in the embeddings' type
         blocks: VocabBlocks,
         weights: torch.Tensor | None,  # [rows, B, BLOCK] fp32, from `read_blocks`, if available
         embeddings: torch.Tensor,  # [Vt, H] the model's type
     ) -> None:
-        """Rounds, like the reference, the logits to the model's type first, and the weights again
-        for the product."""
+        """Adds the next tile to the sums. Like the reference, it rounds the logits to the model's
+        type first, and the weights again for the product."""
         maximum = torch.maximum(self._maximum, blocks.maximum.amax(dim=-1))
         decay = (self._maximum - maximum).exp()
         self._total.mul_(decay)
@@ -86,12 +85,12 @@ class ExpectedEmbedding:
         known = known * (-2 * rounding * self._maximum.abs()).exp()
         needed = masses > self._least_share * known[:, None]
         self._total.add_(masses.masked_fill(needed, 0.0).sum(dim=-1))
-        add = _triton().add_needed_ if logits.is_cuda else add_needed_
+        add = _triton_module().add_needed_ if logits.is_cuda else add_needed_
         add(self._sum, self._total, logits, self._maximum, needed, embeddings)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sum [rows, H], total [rows] and maximum [rows] over one shard of the vocabulary, to be
-        joined with those of the others. The embedding is sum / total."""
+        """Returns sum [rows, H], total [rows] and maximum [rows] over one shard of the vocabulary,
+        all fp32, to be joined with those of other shards. The embedding is sum / total."""
         return self._sum, self._total, self._maximum
 
 
@@ -118,7 +117,7 @@ def add_needed_(
 
 
 @cache
-def _triton() -> ModuleType:
+def _triton_module() -> ModuleType:
     from vllm_dllm.denoise import expected_embedding_triton  # needs Triton
 
     return expected_embedding_triton
@@ -133,12 +132,12 @@ class TopTokens:
         self._tokens: torch.Tensor | None = None
         self._log_total: torch.Tensor | None = None
 
-    def add(
+    def add_tile(
         self,
         logits: torch.Tensor,  # [rows, Vt]
         first_token: int,  # of the tile
     ) -> None:
-        """Takes the next tile."""
+        """Merges the next tile's most probable tokens with those found so far."""
         top = logits.topk(min(self.k, logits.shape[1]), dim=-1)
         found = top.values.float(), top.indices + first_token
         log_total = logits.float().logsumexp(dim=-1, keepdim=True)
@@ -147,24 +146,25 @@ class TopTokens:
             self._log_total = log_total
             return
         self._log_total = torch.logaddexp(self._log_total, log_total)
-        self._logits, self._tokens = most_probable(
+        self._logits, self._tokens = top_k_tokens(
             torch.cat((self._logits, found[0]), dim=-1),
             torch.cat((self._tokens, found[1]), dim=-1),
             self.k,
         )
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits [rows, k] fp32 and tokens [rows, k] int64, the most probable first, with fewer
-        columns if there are fewer tokens; and the logsumexp [rows, 1] fp32 over all tiles."""
+        """Returns logits [rows, k] fp32 and tokens [rows, k] int64, the most probable first, with
+        fewer columns if there are fewer tokens; and the logsumexp [rows, 1] fp32 over all tiles."""
         assert self._logits is not None and self._tokens is not None, "no tile has been added"
         assert self._log_total is not None
         return self._logits, self._tokens, self._log_total
 
 
-def most_probable(
+def top_k_tokens(
     logits: torch.Tensor,  # [rows, n] fp32
     tokens: torch.Tensor,  # [rows, n] int64
     k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the k largest logits of each row and their tokens, [rows, min(k, n)] each."""
     top = logits.topk(min(k, logits.shape[1]), dim=-1)
     return top.values, tokens.gather(-1, top.indices)

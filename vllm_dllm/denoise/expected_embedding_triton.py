@@ -1,5 +1,5 @@
-"""The expected embedding for GPUs: the weights of the whole product in one pass, and
-`expected_embedding.add_needed_` without the host knowing which blocks are needed."""
+"""`expected_embedding` for GPUs: the product's weights in one pass, and `add_needed_` without
+telling the host which blocks are needed."""
 
 import torch
 import triton
@@ -14,10 +14,11 @@ _LOWEST = tl.constexpr(MASKED_LOGIT)
 
 
 class FusedExpectedEmbedding:
-    """`ExpectedEmbedding` without a tolerance, of logits in the embeddings' type: the product is
-    the one pass over the weights that is not the kernel's. `num_tokens`: of all tiles."""
+    """`ExpectedEmbedding` without a tolerance, for logits in the embeddings' type: one kernel
+    computes the weights, and one matrix product reads them."""
 
     def __init__(self, rows: int, num_tokens: int, device: torch.device) -> None:
+        """`num_tokens`: of all tiles."""
         # Of the most blocks a tile can have: tiles of a step of few rows are wider, and a kernel
         # for each width would be compiled while requests wait.
         self._blocks = triton.next_power_of_2(triton.cdiv(num_tokens, BLOCK))
@@ -27,13 +28,14 @@ class FusedExpectedEmbedding:
         )
         self._sum: torch.Tensor | None = None  # [rows, H]
 
-    def add(
+    def add_tile(
         self,
         logits: torch.Tensor,  # [rows, Vt] overwritten with the weights
         blocks: VocabBlocks,
         weights: torch.Tensor | None,
         embeddings: torch.Tensor,  # [Vt, H] of the same type
     ) -> None:
+        """Adds the next tile to the sums."""
         maximum = blocks.maximum
         _weigh_kernel[(len(logits),)](
             logits,
@@ -56,7 +58,8 @@ class FusedExpectedEmbedding:
         self._sum = product
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same as the reference's, but the sum of a single tile is in the model's type."""
+        """Returns what `ExpectedEmbedding.result` does; after a single tile, the sum is in the
+        model's type."""
         assert self._sum is not None, "no tile has been added"
         return self._sum, self._total, self._maximum
 
@@ -69,8 +72,8 @@ def add_needed_(
     needed: torch.Tensor,
     embeddings: torch.Tensor,
 ) -> None:
-    """A program handles 64 rows and 128 columns of the embeddings, and skips the blocks that none
-    of its rows needs."""
+    """Does what `expected_embedding.add_needed_` does. A program handles 64 rows and 128 columns of
+    the embeddings, and skips the blocks that none of its rows needs."""
     rows, hidden_size = sums.shape
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(hidden_size, _HIDDEN))
     _add_needed_kernel[grid](

@@ -19,6 +19,6 @@ ILLEGAL_LOGIT = 2 * MASKED_LOGIT
 """A token that a grammar excludes: candidates are legal where sampling parameters leave nothing
 legal."""
 
-LEFT_OUT = -1e37
-"""After the temperature: a token that top_k, top_p and min_p leave out, or that is none. At no
-temperature is another forbidden one below it, so that none is raised to it."""
+TRUNCATED_LOGIT = -1e37
+"""A token that top_k, top_p or min_p leaves out, or that does not exist; set after the temperature.
+No temperature brings another forbidden token below it, so clamping to it raises none."""

@@ -1,9 +1,9 @@
-"""LLaDA2.2's blocks, whose text shrinks and grows: candidates may be a token that deletes the one
-in its place, or one that puts a mask before it.
+"""Edits of LLaDA2.2's blocks, whose text shrinks and grows: a candidate may delete the token at its
+position, or insert a mask before it.
 
-A block keeps its length. What is deleted leaves a mask at the end, and what is pushed beyond the
-end is gone. The rules are those of the loop in the checkpoints' own modeling_llada2_moe.py; of the
-steps, `step.masked.levenshtein_step`.
+A block keeps its length: a deletion leaves a mask at the end, and an insertion pushes the last
+token out. The rules are those of the loop in the checkpoints' own modeling_llada2_moe.py.
+`step.masked.levenshtein_step` runs the steps.
 
 Legend: n = blocks, C = canvas length.
 """
@@ -17,23 +17,25 @@ from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, reveal_candi
 
 
 class EditTokens(NamedTuple):
+    """Token ids with a meaning to the edits."""
+
     mask: int
     delete: int
-    split: int  # in the place of a token: a mask, and that token
+    split: int  # replaces a token by a mask and that token
 
 
 class Round(NamedTuple):
-    """What a step finds."""
+    """What a step knows of n blocks before it writes its candidates."""
 
     canvas: torch.Tensor  # [n, C] int64
     valid: torch.Tensor | None  # [n, C] bool, positions that are part of their block; None: all
     hidden: torch.Tensor  # [n, C] bool
-    original: torch.Tensor  # [n, C] bool, hidden since the block began, or where its token went
-    post_steps: torch.Tensor  # [n] int64, on end that found no original mask, this one too
+    original: torch.Tensor  # [n, C] bool, hidden since the block began, or moved here from there
+    post_steps: torch.Tensor  # [n] int64, consecutive steps that found no original mask, with this
     is_last: torch.Tensor  # [n] bool, reveals all and neither deletes nor inserts
 
 
-def find_round(
+def begin_round(
     canvas: torch.Tensor,  # [n, C] int64
     valid: torch.Tensor | None,  # [n, C] bool
     original: torch.Tensor,  # [n, C] bool, as the step before left it
@@ -43,7 +45,7 @@ def find_round(
     most_steps: int,
     mask_id: int,
 ) -> Round:
-    """What a step finds of the round that its block is in."""
+    """Returns what a step knows of its blocks: hidden positions, and whether it is the last."""
     hidden = canvas == mask_id
     if valid is not None:
         hidden &= valid
@@ -53,18 +55,19 @@ def find_round(
     return Round(canvas, valid, hidden, original, post_steps, is_last)
 
 
-def written_tokens(
+def write_candidates(
     found: Round,
     candidates: Candidates,  # [n, C]
-    otherwise: torch.Tensor,  # [n, C] int64, in the place of candidates that delete or insert,
-    # where a step may not
+    otherwise: torch.Tensor,  # [n, C] int64, used for candidates that delete or insert where the
+    # step may not
     rules: MaskedRules,
     reveals_all: torch.Tensor,  # [n] bool, whatever the rules say
     edit_threshold: torch.Tensor,  # [n] fp32
     held: Held | None,  # None: no block has a grammar. Those that have are not edited
     edit_tokens: EditTokens,
 ) -> torch.Tensor:
-    """[n, C] int64: the canvas with this step's candidates, before anything moves."""
+    """Returns [n, C] int64: the canvas with this step's candidates, delete and split tokens
+    included."""
     hidden = found.hidden
     fresh = (hidden & ~found.original).sum(dim=-1)
     shown = reveal_candidates(candidates, hidden, rules._replace(least=rules.least + fresh))
@@ -84,12 +87,15 @@ def written_tokens(
 
 
 class Moved(NamedTuple):
+    """Blocks after their tokens have moved."""
+
     canvas: torch.Tensor  # [n, C] int64
     original: torch.Tensor  # [n, C] bool, as in `Round`
 
 
-def move(found: Round, written: torch.Tensor, tokens: EditTokens) -> Moved:
-    """Deletes and inserts, as `written` [n, C] says: each position of the result is looked up."""
+def delete_and_insert(found: Round, written: torch.Tensor, tokens: EditTokens) -> Moved:
+    """Carries out the delete and split tokens in `written` [n, C]. Each position of the result
+    looks up where its token comes from."""
     is_split = written == tokens.split
     counts = 1 + is_split.long() - (written == tokens.delete).long()
     if found.valid is not None:
@@ -112,8 +118,8 @@ def fingerprint(
     canvas: torch.Tensor,  # [n, C] int64
     valid: torch.Tensor | None,  # [n, C] bool
 ) -> torch.Tensor:
-    """[n] int64, by which equal canvases are known; others have another one, but for one in
-    2 ** 60."""
-    factors = noise.keys(torch.arange(canvas.shape[-1], device=canvas.device)) | 1
+    """Returns a hash of each canvas, [n] int64. Different canvases share one with probability
+    2 ** -60."""
+    factors = noise.keys_from_seeds(torch.arange(canvas.shape[-1], device=canvas.device)) | 1
     terms = (canvas + 1) * factors
     return (terms if valid is None else terms * valid).sum(dim=-1)

@@ -1,8 +1,7 @@
-"""What a request's sampling parameters do to the logits of its canvas, before the temperature.
+"""Applies a request's sampling parameters to the logits of its canvas, before the temperature.
 
-Biases and penalties come first, in vLLM's order. What excludes tokens comes last, so that nothing
-else that a request asks for brings one back: tokens that are never allowed, stop tokens that come
-too early, bad words.
+Biases and penalties come first, in vLLM's order. Exclusions come last, so that no bias brings a
+token back: tokens that are never allowed, early stop tokens, bad words.
 
 All positions of a canvas are decided together, so "generated so far" needs a definition: at
 position i it is the blocks committed before, and the last step's best guess at positions before i.
@@ -15,11 +14,13 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_dllm.denoise.bad_words import BadWords
-from vllm_dllm.denoise.impossible import LARGEST_LOGIT, LEFT_OUT, MASKED_LOGIT
+from vllm_dllm.denoise.impossible import LARGEST_LOGIT, MASKED_LOGIT, TRUNCATED_LOGIT
 
 
 @dataclass
 class Penalties:
+    """The presence, frequency and repetition penalties of one request."""
+
     presence: float
     frequency: float
     repetition: float
@@ -32,8 +33,8 @@ class Penalties:
         first: int,  # canvas position of the first row
         guess: torch.Tensor,  # [C] int64, the last step's best guess; NO_TOKEN: none yet
     ) -> None:
-        """Applies the penalties to rows of a canvas, in place. "Generated so far" is what was
-        emitted, and the guess at the positions before a row."""
+        """Applies the penalties to rows of a canvas, in place. A row counts the emitted tokens, and
+        the guess at the positions before it."""
         L, C = len(logits), len(guess)
         position = torch.arange(max(C, first + L), device=guess.device)
         is_before = position[:C] < position[first : first + L, None]
@@ -50,7 +51,7 @@ class Penalties:
         if self.presence != 0.0:
             logits.sub_((generated > 0) * self.presence)
 
-    def count_(self, block: torch.Tensor, is_emitted: torch.Tensor) -> None:
+    def count_tokens_(self, block: torch.Tensor, is_emitted: torch.Tensor) -> None:
         """Counts the tokens of a block [C] int64, without NO_TOKEN, where `is_emitted` [C]."""
         counted = (is_emitted & (block >= 0)).to(self.counts.dtype)
         self.counts.scatter_add_(0, block.clamp(min=0), counted)
@@ -68,6 +69,7 @@ class LogitRules:
     bad_words: BadWords = field(default_factory=lambda: BadWords(()))  # of several tokens
 
     def __bool__(self) -> bool:
+        """Whether there is any rule."""
         several = (self.bias, self.penalties, self.excluded, self.early_stops)
         return bool(self.bad_words) or any(rule is not None for rule in several)
 
@@ -105,27 +107,26 @@ class CanvasRules:
         before: torch.Tensor,  # [w] int64, the tokens before the canvas; < 0: not the request's
         kept: torch.Tensor | None = None,  # [C] int64, tokens that earlier steps revealed for good;
         # < 0: none yet. None: none anywhere
-        lead: torch.Tensor | None = None,  # [] int64, how far ahead of its position a row speaks, 0
-        # or 1: of what comes behind the kept tokens up to that position, which are all that counts.
-        # None: of its position
+        lead: torch.Tensor | None = None,  # [] int64, how many positions ahead a row predicts, 0 or
+        # 1, from the kept tokens up to its own. None: rows predict their own positions, always
     ) -> None:
         self.rules, self.start, self.guess = rules, start, guess
         self._first = 0  # canvas position of the next row
-        self._foretells = lead is not None
+        self._predicts_next = lead is not None
         if lead is not None and kept is not None:
             self._first, self.start, self.guess = 1, start - 1 + lead, kept
         if rules.bad_words:
             self._spelled = before.tolist()  # up to that row
             self._kept = [-1] * len(guess) if kept is None else kept.tolist()
-            if self._foretells:
+            if self._predicts_next:
                 self._spelled.append(self._kept[0])
 
     def apply_(self, logits: torch.Tensor) -> None:
-        """`logits` [L, V] fp32: the next L rows, changed in place."""
+        """Applies the rules to the next L rows, `logits` [L, V] fp32, in place."""
         self.rules.apply_(logits, self._first, self.start, self.guess)
         if self.rules.bad_words:
             kept, words = self._kept[self._first :], self.rules.bad_words
-            exclude_ = words.exclude_behind_ if self._foretells else words.exclude_
+            exclude_ = words.exclude_in_next_token_rows_ if self._predicts_next else words.exclude_
             self._spelled = exclude_(logits, self._spelled, kept)
         self._first += len(logits)
 
@@ -134,5 +135,6 @@ def exclude_below_min_p_(
     logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled, changed in place
     min_p: torch.Tensor,  # [rows, 1] fp32, share of the largest probability; 0 = none
 ) -> None:
+    """Excludes the tokens whose probability is below `min_p` times the row's largest."""
     lowest = logits.amax(dim=-1, keepdim=True) + min_p.log()
-    logits.masked_fill_(logits < lowest, LEFT_OUT)
+    logits.masked_fill_(logits < lowest, TRUNCATED_LOGIT)

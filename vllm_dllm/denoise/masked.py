@@ -1,9 +1,9 @@
-"""One step of a masked model's canvases: which of the hidden positions get their tokens, and which
-of the others get another one.
+"""One step of a masked model's canvases: which hidden positions are revealed, and which revealed
+tokens are replaced.
 
 The rules are those of SDAR's published loops (`generate.py` of github.com/JetAstra/SDAR, and the
-scheduler of its engine, JetEngine), the edits are LLaDA2.1's, the parts of a block Fast-dLLM v2's,
-and tokens behind which nothing counts are this one's and Nemotron-Labs-Diffusion's (their modelling
+scheduler of its engine, JetEngine). Edits are LLaDA2.1's, parts of a block Fast-dLLM v2's, and stop
+tokens behind which nothing counts are Fast-dLLM v2's and Nemotron-Labs-Diffusion's (their modelling
 files). We differ in two things: only hidden positions are revealed, though the loops ask for more
 than are left in a first canvas that holds a part of the prompt; and a canvas is never left with
 hidden positions, though the entropy rule may want more than its steps.
@@ -20,51 +20,53 @@ NO_BOUND = -1.0
 
 
 class Candidates(NamedTuple):
-    """What a step would put at each position, [n, C], or one after the other, [rows]."""
+    """A token for each position, [n, C] or [rows], and how sure the model is of it."""
 
     tokens: torch.Tensor  # int64
     probability: torch.Tensor  # fp32, of these tokens
-    entropy_nats: torch.Tensor  # fp32, of the distributions in which they have it
+    entropy_nats: torch.Tensor  # fp32, of the distributions that `probability` is from
 
 
 class MaskedRules(NamedTuple):
-    """How a step chooses, canvas by canvas: each [n]."""
+    """Says which candidates a step reveals, for each canvas: all fields are [n]."""
 
-    threshold: torch.Tensor  # fp32, a candidate that is more probable is revealed
-    least: torch.Tensor  # int64, positions that are revealed at least
-    in_order: torch.Tensor | None  # bool, these are the first ones, not the surest; None: nowhere
+    threshold: torch.Tensor  # fp32, candidates that are more probable are revealed
+    least: torch.Tensor  # int64, at least this many are revealed: the surest
+    in_order: torch.Tensor | None  # bool, the first ones instead of the surest; None: nowhere
     entropy_bound: torch.Tensor | None  # fp32, nats; >= 0: the surest are those of least entropy,
-    # and all are revealed while their summed entropy is below the bound; NO_BOUND, or None for all:
-    # none of this
+    # and are revealed while their summed entropy is below the bound; NO_BOUND, or None for all:
+    # neither
 
 
 class Edits(NamedTuple):
-    """Canvases whose revealed tokens may still change: each [n]."""
+    """Says which canvases may still change revealed tokens, and how long: all fields are [n]."""
 
-    is_chosen: torch.Tensor  # bool, the others are finished when nothing is hidden
-    threshold: torch.Tensor  # fp32, a candidate that is more probable replaces a revealed token
-    most_steps: torch.Tensor  # int64, of those that find nothing hidden
-    steps_done: torch.Tensor  # int64, of those
+    is_chosen: torch.Tensor  # bool, these canvases; the others are finished when nothing is hidden
+    threshold: torch.Tensor  # fp32, candidates that are more probable replace revealed tokens
+    most_steps: torch.Tensor  # int64, most steps that find nothing hidden
+    steps_done: torch.Tensor  # int64, steps so far that found nothing hidden
 
 
 class Held(NamedTuple):
-    """Canvases of which a grammar says what is revealed."""
+    """What grammars reveal in this step, in place of the rules."""
 
-    is_ruled: torch.Tensor  # [n] bool, nothing that they have revealed changes
+    is_ruled: torch.Tensor  # [n] bool, canvases with a grammar; their revealed tokens stay
     is_chosen: torch.Tensor  # [n] bool, those of them whose answer has not ended
-    revealed: torch.Tensor  # [n, C] bool, by this step
-    tokens: torch.Tensor  # [n, C] int64, those of it that the grammar has chosen; < 0: none
+    revealed: torch.Tensor  # [n, C] bool, positions that this step reveals
+    tokens: torch.Tensor  # [n, C] int64, tokens that a grammar has chosen; < 0: none
 
 
 class Ahead(NamedTuple):
-    """What is revealed of a part while an earlier one is not finished."""
+    """What a step reveals behind the first unfinished part of a canvas."""
 
-    threshold: torch.Tensor  # [n] fp32, candidates that are more probable
-    num_parts: torch.Tensor | None  # [n], of so many parts from the first that is not finished;
-    # None: of all
+    threshold: torch.Tensor  # [n] fp32, candidates that are more probable are revealed
+    num_parts: torch.Tensor | None  # [n], in this many parts, the first unfinished one included;
+    # None: in all
 
 
 class MaskedOutcome(NamedTuple):
+    """What a step makes of n canvases."""
+
     canvas: torch.Tensor  # [n, C] int64, the next step's input
     tokens: torch.Tensor  # [n, C] int64, revealed ones, and candidates where nothing is
     revealed: torch.Tensor  # [n, C] bool
@@ -73,6 +75,8 @@ class MaskedOutcome(NamedTuple):
 
 
 class Edited(NamedTuple):
+    """How far canvases with edits have come."""
+
     steps_done: torch.Tensor  # [n] int64, see `Edits`
     unchanged: torch.Tensor  # [n] bool, finished canvases that this step has read as they are
 
@@ -81,11 +85,11 @@ def draw_candidates(
     logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; MASKED_LOGIT, never -inf
     uniform: torch.Tensor | None,  # [rows] float in [0, 1); None: all candidates are the most
     # probable tokens
-    is_greedy: torch.Tensor,  # [rows] bool, these are, if not all
-    judged: torch.Tensor | None = None,  # [rows, V] fp32, logits of the distributions in which
-    # candidates have their probability; None: those from which they are drawn
+    is_greedy: torch.Tensor,  # [rows] bool, rows whose candidate is the most probable token
+    judged: torch.Tensor | None = None,  # [rows, V] fp32, logits that probability and entropy are
+    # taken from; None: `logits`
 ) -> Candidates:
-    """A candidate for each row, and how sure the model is of it."""
+    """Draws a candidate for each row, and returns how sure the model is of it."""
     log_probs = logits.log_softmax(dim=-1)
     probs = log_probs.exp()
     tokens = argmax(logits)
@@ -110,16 +114,21 @@ def masked_step(
     rules: MaskedRules,
     edits: Edits | None,  # None: no canvas has any
     mask_id: int,
-    stops: torch.Tensor | None = None,  # [n, K] int64, tokens behind which nothing counts; None: so
-    # does all of a canvas, whatever it holds
-    parts: torch.Tensor | None = None,  # [n, C] int64, rising: one is revealed after the other
+    stops: torch.Tensor | None = None,  # [n, K] int64, stop tokens, behind which a canvas need not
+    # be revealed; None: it must be, everywhere
+    parts: torch.Tensor | None = None,  # [n, C] int64, rising: parts are revealed one after another
     held: Held | None = None,  # None: no canvas has a grammar
-    ahead: Ahead | None = None,  # None: nothing is
+    ahead: Ahead | None = None,  # None: nothing is revealed behind the first unfinished part
 ) -> MaskedOutcome:
-    """A canvas is finished when nothing that counts is hidden; with edits, after a step that found
-    nothing hidden and nothing to change, or after `most_steps` that found nothing hidden."""
+    """Reveals hidden positions, replaces revealed tokens where edits allow it, and judges which
+    canvases are finished.
+
+    A canvas is finished when no position that counts is hidden. With edits, it is finished by a
+    step that found nothing hidden and nothing to change, or after `most_steps` that found nothing
+    hidden.
+    """
     hidden = ~revealed if valid is None else ~revealed & valid
-    eligible = hidden if parts is None else first_hidden(hidden, parts, rules.least)
+    eligible = hidden if parts is None else hidden_in_first_part(hidden, parts, rules.least)
     found = reveal_candidates(candidates, eligible, rules)
     if ahead is not None:
         assert parts is not None, "an early part is one of several"
@@ -160,16 +169,16 @@ def hidden_ahead(
     parts: torch.Tensor,  # [n, C] int64
     ahead: Ahead,
 ) -> torch.Tensor:
-    """[n, C] bool: the hidden positions that do not wait for an earlier part."""
+    """Returns [n, C] bool: the hidden positions that do not wait for an earlier part."""
     if ahead.num_parts is None:
         return hidden
     first = torch.where(hidden, parts, parts.max()).amin(dim=-1, keepdim=True)
     return hidden & (parts < first + ahead.num_parts[:, None])
 
 
-def ahead_of(threshold: torch.Tensor) -> torch.Tensor:
-    """[n] fp32: how probable a candidate must be in a block behind one that is not finished, if
-    `threshold` [n] is enough elsewhere: it may be wrong a tenth as often."""
+def threshold_ahead(threshold: torch.Tensor) -> torch.Tensor:
+    """Returns [n] fp32: the threshold for blocks behind an unfinished one, given `threshold` [n]
+    for others. A candidate that reaches it may be wrong a tenth as often."""
     return 1 - 0.1 * (1 - threshold)
 
 
@@ -179,7 +188,7 @@ def changed_tokens(
     revealed: torch.Tensor,  # [n, C] bool
     edits: Edits,
 ) -> torch.Tensor:
-    """[n, C] bool: revealed tokens that this step replaces."""
+    """Returns [n, C] bool: the revealed tokens that this step replaces."""
     is_likely = edits.is_chosen[:, None] & (candidates.probability > edits.threshold[:, None])
     return revealed & (candidates.tokens != canvas) & is_likely
 
@@ -189,8 +198,8 @@ def reveal_candidates(
     hidden: torch.Tensor,  # [n, C] bool, positions that hold the mask
     rules: MaskedRules,
 ) -> torch.Tensor:
-    """Positions revealed by this step, [n, C] bool; at least `least` of each canvas that has as
-    many."""
+    """Returns [n, C] bool: the hidden positions that this step reveals. They are at least `least`
+    of each canvas, or all that it has left."""
     confidence, bound = candidates.probability, rules.entropy_bound
     if bound is not None:
         confidence = torch.where(bound[:, None] >= 0, -candidates.entropy_nats, confidence)
@@ -207,13 +216,13 @@ def reveal_candidates(
     return hidden & (chosen | (candidates.probability > rules.threshold[:, None]))
 
 
-def first_hidden(
+def hidden_in_first_part(
     hidden: torch.Tensor,  # [n, C] bool
     parts: torch.Tensor,  # [n, C] int64
     least: torch.Tensor,  # [n] int64
 ) -> torch.Tensor:
-    """[n, C] bool: the hidden positions of the first part that has any, and of as many more as the
-    `least` that a step reveals asks for."""
+    """Returns [n, C] bool: the hidden positions of the first part that has any, and of the next
+    parts until there are `least` of them."""
     is_earlier = parts[:, None, :] < parts[:, :, None]
     hidden_earlier = (is_earlier & hidden[:, None, :]).sum(dim=-1)
     return hidden & (hidden_earlier < least.clamp(min=1)[:, None])
@@ -224,6 +233,6 @@ def even_share(
     num_steps: torch.Tensor,  # [n] int64
     canvas_length: int | torch.Tensor,  # [n] int64
 ) -> torch.Tensor:
-    """[n] int64: positions that the coming step must reveal for a canvas to be done in `num_steps`;
-    the first steps take the remainder."""
+    """Returns [n] int64: how many positions the coming step reveals if a canvas takes `num_steps`.
+    The first steps take the remainder."""
     return canvas_length // num_steps + (steps_done < canvas_length % num_steps)

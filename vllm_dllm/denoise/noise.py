@@ -1,6 +1,6 @@
 """Counter-based noise: each draw is a pure function of (seed, token position, step, stream).
 
-So a request gets the same noise alone, in any batch, and after a preemption. The mixer is
+A request therefore gets the same noise alone, in any batch, and after a preemption. The mixer is
 splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014),
 written in int64 arithmetic, which wraps.
 """
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 CANDIDATE, RENOISE, INITIAL, ESCAPE = 0, 1, 2, 3
-"""Streams: a step's candidate tokens, the tokens that replace rejected ones, the first canvas,
-what gets a canvas out of a loop."""
+"""Streams, one for each use: a step's candidates, the tokens that replace rejected ones, the first
+canvas, the tokens that get a block out of a loop (`LevenshteinStep`)."""
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -27,13 +27,14 @@ def _logical_shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Hashes int64 to int64: splitmix64's mixer."""
     x = (x ^ _logical_shift_right(x, 30)) * _MIX_1
     x = (x ^ _logical_shift_right(x, 27)) * _MIX_2
     return x ^ _logical_shift_right(x, 31)
 
 
-def keys(seeds: torch.Tensor) -> torch.Tensor:
-    """The key that `uniform` takes, from a request's seed; same shape, int64. Once per request."""
+def keys_from_seeds(seeds: torch.Tensor) -> torch.Tensor:
+    """Returns the keys that `uniform` takes, int64 of the seeds' shape. Called once a request."""
     return _mix(seeds.long() + _GOLDEN)
 
 
@@ -43,7 +44,7 @@ def uniform(
     steps: torch.Tensor,  # [..., n] int, steps already done on this canvas
     stream: int | torch.Tensor,  # a tensor broadcasts against `steps`
 ) -> torch.Tensor:
-    """Uniform numbers [..., n, C] float64 in [0, 1), with 53 random bits each.
+    """Returns uniform numbers [..., n, C] float64 in [0, 1), with 53 random bits each.
 
     Position, step and stream each advance one counter by a stride of their own. `step_noise` and
     `draws_triton` give the same bits: change all three together.
@@ -60,13 +61,15 @@ def uniform_tokens(
     stream: int,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Tokens [n, C] int64, uniform over the vocabulary."""
+    """Returns tokens [n, C] int64, uniform over the vocabulary."""
     return (uniform(keys, positions, steps, stream) * vocab_size).long()
 
 
 class StepNoise(NamedTuple):
-    candidate: torch.Tensor  # [n, C] float64 in [0, 1)
-    renoise: torch.Tensor  # [n, C] int64, tokens
+    """What a step of n canvases draws."""
+
+    candidate: torch.Tensor  # [n, C] float64 in [0, 1), by which candidates are drawn
+    renoise: torch.Tensor  # [n, C] int64, tokens that replace rejected ones
     next_canvas: torch.Tensor  # [n, C] int64, tokens of the next block's first canvas
 
 
@@ -107,8 +110,8 @@ def step_noise(
     canvas_length: int,
     vocab_size: int,
 ) -> StepNoise:
-    """Everything a step draws, equal to what `uniform` and `uniform_tokens` give, in one pass: on
-    small batches every operation costs the same, however little it does."""
+    """Returns everything that a step draws, as `uniform` and `uniform_tokens` would, in one pass:
+    on small batches every operation costs the same, however little it does."""
     draws = _step_draws(canvas_length, vocab_size, keys.device)
     origin = (keys + draws.streams).addcmul_(steps, draws.per_step)
     origin = origin.addcmul_(starts, draws.per_start).addcmul_(lengths, draws.per_length)

@@ -1,8 +1,8 @@
-"""Where an answer stands in the text that its client expects: a *predicted output*.
+"""Finds the place of an answer in the text that its client expects, a *predicted output*.
 
 A block starts from the prediction's next tokens in place of noise, and the model denoises what is
-wrong with them. Where the answer adds or leaves out some, everything behind has moved: so after
-each block the place is looked for by the last tokens of the answer.
+wrong with them. Where the answer adds or leaves out tokens, everything behind them has moved, so
+after each block the next place is searched for with the answer's last tokens.
 """
 
 import torch
@@ -10,45 +10,45 @@ import torch
 from vllm_dllm.denoise.convergence import NO_TOKEN
 
 LONGEST = 8
-"""Of the answer's last tokens, how many are looked for in the prediction."""
+"""How many of the answer's last tokens are searched for in the prediction."""
 LEAST = 3
-"""So many must be found for a place other than the expected one."""
+"""How many of them must match at a place other than the expected one."""
 REACH = 512
-"""Tokens before and behind the expected place in which others are looked for."""
+"""How many tokens before and behind the expected place are searched."""
 FARTHEST = 8
-"""Tokens by which text inside a block moves at most where the answer adds or leaves out some."""
+"""The most tokens by which text inside a block moves."""
 MOST_MOVES = 4
-"""So many times in a block."""
+"""The most parts of a block that move."""
 
 
 def next_places(position: torch.Tensor, length: int) -> torch.Tensor:
-    """[n, length] int64: from `position` [n] on, one after the other."""
+    """Returns [n, length] int64: `length` consecutive places, from `position` [n] on."""
     return position[:, None] + torch.arange(length, device=position.device)
 
 
-def ended_with(
+def fill_behind_end(
     stop_token: torch.Tensor,  # [n] int64; < 0: none
-    expected: torch.Tensor,  # [n, C] int64, of `tokens_at`
-    places: torch.Tensor,  # [n, C] int64, where they stand; the first is the block's beginning
+    expected: torch.Tensor,  # [n, C] int64, what `tokens_at` returns for `places`
+    places: torch.Tensor,  # [n, C] int64, places in the prediction; the first begins the block
     length: torch.Tensor,  # [n] int64, of the whole prediction
 ) -> torch.Tensor:
-    """[n, C] int64: `expected` with the stop token everywhere behind the prediction's end. An
-    answer that went on behind that end is one of which nothing is known."""
+    """Returns `expected` [n, C] int64 with the stop token everywhere behind the prediction's end. A
+    block that begins behind the end is left as it is: nothing is known of it."""
     ends_here = (places[:, 0] <= length) & (stop_token >= 0)
     fills = (places >= length[:, None]) & ends_here[:, None]
     return torch.where(fills, stop_token[:, None], expected)
 
 
-def follow(
+def locate_next_block(
     prediction: torch.Tensor,  # [n, L] int; NO_TOKEN behind its end
     position: torch.Tensor,  # [n] int64, where the block began in it
     block: torch.Tensor,  # [n, C] int64
     emitted: torch.Tensor,  # [n] int64, how many tokens of the block are the answer's, 1..C
 ) -> torch.Tensor:
-    """[n] int64: where the next block begins in the prediction.
+    """Returns [n] int64: where the next block begins in the prediction.
 
-    As many tokens further, unless more of the answer's last tokens, and `LEAST` of them, stand
-    before another place within `REACH`; of several such places the nearest.
+    That is `emitted` tokens further, unless more of the answer's last tokens, and at least `LEAST`,
+    precede another place within `REACH`. Of several such places the nearest one is taken.
     """
     device = position.device
     expected = position + emitted
@@ -65,17 +65,17 @@ def follow(
     return expected + offsets[best]
 
 
-def realigned(
+def realign_block(
     prediction: torch.Tensor,  # [n, L] int; NO_TOKEN behind its end
     position: torch.Tensor,  # [n] int64, where the block began in it
     guess: torch.Tensor,  # [n, C] int64, of a step
 ) -> torch.Tensor:
-    """[n, C] int64: the place in the prediction of each token of the block, as the guess has it.
+    """Returns [n, C] int64: the place in the prediction of each token of the block.
 
-    A part of the block, which mostly is all the rest of it, stands a few places further on or back
-    if more of the guess is found there, and `LEAST` tokens more. The part and the move by which
-    most are found come first, then what is best beside them; of equals the shortest move, the last
-    beginning and the last end.
+    A part of the block, usually all the rest of it, moves a few places on or back if at least
+    `LEAST` more tokens of the guess match there. The part and the move that match most are taken
+    first, then the best of what is left; of equals the shortest move, the last beginning and the
+    last end.
     """
     length, device = guess.shape[1], guess.device
     here = torch.arange(length, device=device)
@@ -104,7 +104,7 @@ def tokens_at(
     prediction: torch.Tensor,  # [n, L] int; NO_TOKEN behind its end
     places: torch.Tensor,  # [n, ...] int64
 ) -> torch.Tensor:
-    """[n, ...] int64: the prediction's tokens there; NO_TOKEN outside."""
+    """Returns [n, ...] int64: the prediction's tokens at `places`; NO_TOKEN outside."""
     length = prediction.shape[1]
     inside = (places >= 0) & (places < length)
     flat = places.clamp(0, length - 1).flatten(1)

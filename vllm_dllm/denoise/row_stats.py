@@ -1,4 +1,4 @@
-"""What a step needs to know about each canvas position's distribution, in a few numbers."""
+"""Statistics of each canvas position's distribution: best guess, candidate, entropy."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,8 @@ import torch
 
 
 class RowStats(NamedTuple):
+    """What a step knows of each row's distribution."""
+
     best_guess: torch.Tensor  # [rows] int64, argmax
     candidate: torch.Tensor  # [rows] int64, one draw from softmax(logits)
     entropy_nats: torch.Tensor  # [rows] fp32
@@ -16,7 +18,7 @@ def row_stats(
     logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; MASKED_LOGIT, never -inf
     uniform: torch.Tensor,  # [rows] float in [0, 1)
 ) -> tuple[RowStats, torch.Tensor]:
-    """Statistics of every row's distribution, and softmax(logits) [rows, V].
+    """Returns statistics of every row's distribution, and softmax(logits) [rows, V].
 
     The candidate is drawn by inverting the cumulative distribution at `uniform`. This takes one
     random number per position, where Gumbel-max takes one per token of the vocabulary.
@@ -35,8 +37,8 @@ def row_stats(
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The first largest entry along the last axis, int64. On CPUs NumPy's argmax is vectorised and
-    torch's is not."""
+    """Returns the index of the first largest entry along the last axis, int64. On CPUs NumPy's
+    argmax is vectorised and torch's is not."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
@@ -46,7 +48,7 @@ def sample_by_inversion(
     probs: torch.Tensor,  # [rows, V] fp32
     uniform: torch.Tensor,  # [rows] float in [0, 1)
 ) -> torch.Tensor:
-    """The first token [rows] int64 whose cumulative probability exceeds `uniform`.
+    """Returns the first token [rows] int64 whose cumulative probability exceeds `uniform`.
 
     If the sum runs from left to right, as on CPUs, a token of probability 0 is never returned, even
     with rounding: the draw stays below the total.
@@ -59,7 +61,7 @@ def sample_by_inversion(
     return found.clamp_(max=probs.shape[-1] - 1)
 
 
-def sum_type(terms: torch.Tensor) -> torch.dtype:
-    """A GPU adds in an order that depends on the number of canvases. In float64 that makes no
-    difference to sums of fp32."""
+def sum_dtype(terms: torch.Tensor) -> torch.dtype:
+    """Returns the dtype to sum fp32 `terms` in: float64 on GPUs, where the order of additions
+    depends on the number of canvases, which float64 keeps out of the result."""
     return torch.float64 if terms.is_cuda else terms.dtype

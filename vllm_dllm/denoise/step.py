@@ -7,8 +7,8 @@ import torch
 from vllm_dllm.denoise.acceptance import (
     Reveal,
     accept_by_entropy_bound,
-    follow_last_choice,
-    reveal,
+    accept_forced_positions,
+    reveal_best_guesses,
 )
 from vllm_dllm.denoise.convergence import (
     AT_REST,
@@ -28,9 +28,9 @@ class StepRules(NamedTuple):
 
 
 class AnswerOnly(NamedTuple):
-    """Canvases that are finished once everything up to the first stop token stands still and the
-    model is sure of that, or of the whole canvas: behind a short answer it mostly is, and the mean
-    over few positions is the harder to get below a threshold."""
+    """Canvases that are finished once nothing up to the first stop token changes any more and the
+    model is sure of that part, or of the whole canvas: behind a short answer it usually is, and the
+    mean over few positions is harder to get below a threshold."""
 
     is_chosen: torch.Tensor  # [n] bool
     stop_tokens: torch.Tensor  # [n, K] int64; unused places are < 0
@@ -41,7 +41,7 @@ class LegalPaths(NamedTuple):
 
     is_chosen: torch.Tensor  # [n] bool
     forced: torch.Tensor  # [n, C] bool, positions where the grammar leaves one token
-    free: torch.Tensor  # [n, C] bool, behind the end of the answer: as good as decided
+    free: torch.Tensor  # [n, C] bool, positions behind the answer's end, which count as decided
 
 
 class CanvasState(NamedTuple):
@@ -54,12 +54,14 @@ class CanvasState(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
+    """What a step makes of n canvases."""
+
     canvas: torch.Tensor  # [n, C] int64, the next step's input
     accepted: torch.Tensor  # [n, C] bool
     state: CanvasState
     finished: torch.Tensor  # [n] bool, for one of the two reasons below, or at the step cap
-    converged: torch.Tensor | None  # [n] bool, the best guess stands still and the model is sure
-    # of it, or has a grammar and has stood still for long; None: no canvas is judged by that
+    converged: torch.Tensor | None  # [n] bool, the best guess has not changed and the model is sure
+    # of it, or a grammar's has not changed for `AT_REST` steps; None: no canvas is judged by that
     revealed: torch.Tensor | None  # [n] bool, nothing is hidden any more; None: nothing ever was
 
 
@@ -73,7 +75,8 @@ def denoise_step(
     answer_only: AnswerOnly | None = None,  # None: every position of a canvas counts
     constrained: LegalPaths | None = None,  # None: no canvas has a grammar
 ) -> StepOutcome:
-    """Accept, renoise and judge, like one pass of the reference's `_denoising_step`.
+    """Accepts candidates, renoises the other positions, and judges which canvases are finished,
+    like one pass of the reference's `_denoising_step`.
 
     Acceptance is decided anew in each step: a position accepted before can be renoised again. A
     canvas that is revealed permanently keeps the best guesses revealed so far, and is finished when
@@ -87,14 +90,14 @@ def denoise_step(
     else:
         ranked = ranked.masked_fill(constrained.forced, torch.inf)
         accepted = accept_by_entropy_bound(ranked, rules.entropy_bound)
-        accepted = follow_last_choice(accepted, constrained.forced)
+        accepted = accept_forced_positions(accepted, constrained.forced)
     all_revealed = None
     if revealing is not None:
         chosen = revealing.is_chosen[:, None]
         kept = revealing.kept
         if constrained is not None:  # what a grammar repaired is hidden again
             kept &= ~constrained.is_chosen[:, None] | (revealing.tokens == best_guess)
-        shown = kept | reveal(stats.best_logprob.exp(), valid, revealing)
+        shown = kept | reveal_best_guesses(stats.best_logprob.exp(), valid, revealing)
         accepted = torch.where(chosen, shown, accepted)
         best_guess = torch.where(kept, revealing.tokens, best_guess)
         candidate = torch.where(chosen, best_guess, candidate)
@@ -132,7 +135,7 @@ def _is_at_rest(
     rules: StepRules,
     revealing: Reveal | None,
 ) -> torch.Tensor:
-    """[n] bool: canvases whose best guess has stood still for so long that it stays. Not of those
-    that are revealed permanently: what is shown next changes what the model says."""
+    """Returns [n] bool: canvases whose best guess has not changed for `AT_REST` steps. Those that
+    are revealed permanently are never among them: each revealed token changes the next guess."""
     at_rest = (repeated >= AT_REST) & (repeated >= rules.stability_threshold)
     return at_rest if revealing is None else at_rest & ~revealing.is_chosen

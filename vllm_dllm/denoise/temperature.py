@@ -9,7 +9,7 @@ def temperature(
     t_min: float | torch.Tensor,  # for all canvases, or [n]
     t_span: float | torch.Tensor,  # t_max - t_min
 ) -> torch.Tensor:
-    """Temperature [n] fp32 of the coming step: `t_min + t_span * s / N` with s steps remaining.
+    """Returns the coming step's temperature, [n] fp32: `t_min + t_span * s / N` with s steps left.
 
     A request with a lower cap N goes through the whole schedule in N steps, like the reference's
     `LinearTemperatureScheduleLogitsProcessor(max_denoising_steps=N)`.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from vllm_dllm.denoise.impossible import LEFT_OUT
+from vllm_dllm.denoise.impossible import TRUNCATED_LOGIT
 from vllm_dllm.denoise.row_stats import RowStats, argmax, sample_by_inversion
 
 BLOCK = 1024
@@ -25,7 +25,7 @@ _STAGE_BITS = 27  # of a draw's 53 bits, to choose a block; the rest choose a to
 
 
 class VocabBlocks(NamedTuple):
-    """What is known of each row and block; all fields are [rows, B]."""
+    """Statistics of each row's blocks of the vocabulary; all fields are [rows, B]."""
 
     maximum: torch.Tensor  # fp32, largest logit m
     best: torch.Tensor  # int64, its token
@@ -35,7 +35,8 @@ class VocabBlocks(NamedTuple):
 
 
 class VocabReader:
-    """Reads the LM head's output of some rows, tile by tile from a shard's first token on."""
+    """Computes the statistics of some rows from the LM head's output, tile by tile from a shard's
+    first token on."""
 
     def __init__(
         self,
@@ -48,11 +49,11 @@ class VocabReader:
         self._next = first_token
         self._found: list[VocabBlocks] = []
 
-    def read(
+    def read_tile(
         self,
         output: torch.Tensor,  # [rows, Vt] the LM head's; a multiple of BLOCK wide unless the last
     ) -> tuple[torch.Tensor, VocabBlocks, torch.Tensor | None]:
-        """The tile's scaled logits [rows, Vt] fp32 and what `read_blocks` makes of them."""
+        """Returns the tile's scaled logits [rows, Vt] fp32 and what `read_blocks` does of them."""
         logits = self._cap(output).div_(self._temperature)
         blocks, weights = read_blocks(logits, self._uniform, self._next)
         self._next += output.shape[1]
@@ -60,16 +61,16 @@ class VocabReader:
         return logits, blocks, weights
 
     def blocks(self) -> VocabBlocks:
-        """The blocks of all tiles."""
+        """Returns the blocks of all tiles read so far."""
         return VocabBlocks(*(torch.cat(column, 1) for column in zip(*self._found, strict=True)))
 
     def join(self, blocks: VocabBlocks) -> RowStats:
-        """The statistics of the blocks of all shards."""
+        """Returns the rows' statistics, from the blocks of all shards."""
         return join_blocks(blocks, self._uniform)
 
 
 def within_block(uniform: torch.Tensor) -> torch.Tensor:
-    """[rows] float64 in [0, 1): the part of each draw that chooses a token in a block."""
+    """Returns [rows] float64 in [0, 1): the part of each draw that chooses a token in a block."""
     return (uniform * 2.0**_STAGE_BITS).frac()
 
 
@@ -78,11 +79,11 @@ def read_blocks(
     uniform: torch.Tensor,  # [rows] float64 in [0, 1)
     first_token: int,  # of the tile, a multiple of BLOCK
 ) -> tuple[VocabBlocks, torch.Tensor]:
-    """The tile's blocks, and exp(logit - m) [rows, B, BLOCK]."""
+    """Returns the statistics of a tile's blocks, and exp(logit - m) [rows, B, BLOCK] fp32."""
     rows, width = logits.shape
     padding = -width % BLOCK
     if padding:
-        logits = F.pad(logits, (0, padding), value=LEFT_OUT)
+        logits = F.pad(logits, (0, padding), value=TRUNCATED_LOGIT)
     blocks = logits.view(rows, -1, BLOCK)
     best = argmax(blocks)
     maximum = blocks.gather(-1, best[..., None])
@@ -105,7 +106,8 @@ def read_blocks(
 
 
 def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
-    """Statistics [rows] of the whole vocabulary, from its blocks in the order of their tokens."""
+    """Returns statistics [rows] over the whole vocabulary, from its blocks in the order of their
+    tokens."""
     top, where = blocks.maximum.max(dim=-1, keepdim=True)  # the first of equals
     behind = blocks.maximum - top
     share = behind.exp()

@@ -9,14 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_dllm.denoise.impossible import LEFT_OUT, MASKED_LOGIT
+from vllm_dllm.denoise.impossible import MASKED_LOGIT, TRUNCATED_LOGIT
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.vocab_stream import _STAGE_BITS, BLOCK, VocabBlocks
 
 
 class FusedVocabReader:
-    """Takes the place of `VocabReader`: overwrites the LM head's output, and writes what it finds
-    where it belongs."""
+    """Does what `VocabReader` does. It overwrites the LM head's output with the scaled logits, and
+    collects the blocks of all tiles in one set of tensors."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class FusedVocabReader:
         first_token: int,  # of the shard, a multiple of BLOCK
         num_tokens: int,  # of the shard
     ) -> None:
-        # Of one canvas, each row's temperature may be the same number in memory.
+        # The rows of one canvas may share one number in memory.
         self._temperature = temperature.squeeze(-1).contiguous()
         self._softcap, self._uniform = softcap, uniform
         self._first_token, self._num_read = first_token, 0
@@ -37,11 +37,11 @@ class FusedVocabReader:
         best, candidate = tokens
         self._blocks = VocabBlocks(maximum, best, total, weighted, candidate)
 
-    def read(
+    def read_tile(
         self,
         output: torch.Tensor,  # [rows, Vt] fp16, bf16 or fp32: the LM head's, overwritten
     ) -> tuple[torch.Tensor, VocabBlocks, None]:
-        """The tile's scaled logits, in the model's type, and its blocks."""
+        """Returns the tile's scaled logits, in the model's type, and its blocks."""
         rows, width = output.shape
         first_block, num_blocks = self._num_read // BLOCK, triton.cdiv(width, BLOCK)
         _read_blocks_kernel[(rows, num_blocks)](
@@ -63,14 +63,16 @@ class FusedVocabReader:
         return output, VocabBlocks(*(column[:, tile] for column in self._blocks)), None
 
     def blocks(self) -> VocabBlocks:
+        """Returns the blocks of all tiles; those of tiles not read yet are not set."""
         return self._blocks
 
     def join(self, blocks: VocabBlocks) -> RowStats:
+        """Returns the rows' statistics, from the blocks of all shards."""
         return join_blocks(blocks, self._uniform)
 
 
 def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
-    """`vocab_stream.join_blocks`, a program for each row."""
+    """Does what `vocab_stream.join_blocks` does, with a program for each row."""
     rows, num_blocks = blocks.maximum.shape
     stats = RowStats(
         best_guess=torch.empty_like(blocks.best[:, 0]),
@@ -88,7 +90,7 @@ def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
     return stats
 
 
-_MASKED, _LEFT_OUT = tl.constexpr(MASKED_LOGIT), tl.constexpr(LEFT_OUT)
+_MASKED, _LEFT_OUT = tl.constexpr(MASKED_LOGIT), tl.constexpr(TRUNCATED_LOGIT)
 _STAGE_SCALE = tl.constexpr(2.0**_STAGE_BITS)
 
 

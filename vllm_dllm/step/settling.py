@@ -85,7 +85,7 @@ class Settling:
         predicted = predictions.among(batch)
         if predicted is not None:
             may_move = self._first_of_several(found, denoised, settled)
-            moved = predictions.realigned(predicted, guess, outcome.accepted, batch.valid, may_move)
+            moved = predictions.realign(predicted, guess, outcome.accepted, batch.valid, may_move)
             canvas, guess = moved.put(canvas), moved.put_guess(guess)
         guess = guess.masked_fill(ended, NO_TOKEN)
         if predicted is not None:

@@ -124,7 +124,7 @@ class CanvasSlots:
         idx = async_tensor_h2d(slots_np, device=device)
         numbers = self.host_numbers[slots_np]
         seeds = torch.from_numpy(numbers[:, _COLUMN["noise_key"]])
-        numbers[:, _COLUMN["noise_key"]] = noise.keys(seeds).numpy()
+        numbers[:, _COLUMN["noise_key"]] = noise.keys_from_seeds(seeds).numpy()
         self.numbers[idx] = async_tensor_h2d(numbers, device=device)
         self.stop_tokens[idx] = async_tensor_h2d(self._host_stops[slots_np], device=device)
         self.tokens.index_fill_(0, idx, NO_TOKEN)

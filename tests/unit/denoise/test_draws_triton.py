@@ -29,7 +29,7 @@ def test_draws(fused: ModuleType, canvas_length: int, vocab_size: int) -> None:
     # Columns of a table: seed, steps done, steps.
     rows = [(seed, done, 48) for seed, done in zip(SEEDS, (0, 7, 47, 60), strict=True)]
     numbers = torch.tensor(rows, dtype=torch.int64)
-    numbers[:, 0] = noise.keys(numbers[:, 0])
+    numbers[:, 0] = noise.keys_from_seeds(numbers[:, 0])
     numbers = numbers.to(DEVICE)
     schedule = 0.1 * torch.arange(8.0, device=DEVICE).view(4, 2)
     slots = torch.tensor([2, 0, 3], device=DEVICE)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_dllm.denoise.bad_words import BadWords
-from vllm_dllm.denoise.impossible import LEFT_OUT
+from vllm_dllm.denoise.impossible import TRUNCATED_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.denoise.vocab_stream import join_blocks, read_blocks
@@ -73,7 +73,7 @@ def test_nothing_brings_a_token_back(name: str, bias: str) -> None:
         CanvasRules(rules, torch.tensor(START), GUESS, torch.tensor([-1])).apply_(logits)
         scaled = logits / temperature
         exclude_below_min_p_(scaled, torch.full((C, 1), min_p))
-        scaled = scaled.clamp(min=LEFT_OUT)
+        scaled = scaled.clamp(min=TRUNCATED_LOGIT)
         found, probs = row_stats(scaled, uniform)
         for stats in (found, streamed(scaled, uniform)):
             case = f"{penalties}, temperature {temperature}, min_p {min_p}: {stats}"

@@ -27,7 +27,9 @@ def expected_embedding(
     running = ExpectedEmbedding(len(logits), H, logits.device, **options)
     for first in range(0, logits.shape[1], tile):
         piece = logits[:, first : first + tile]
-        running.add(piece, *read_blocks(piece, uniform, first), embeddings[first : first + tile])
+        running.add_tile(
+            piece, *read_blocks(piece, uniform, first), embeddings[first : first + tile]
+        )
     total, weight, _ = running.result()
     return total / weight[:, None]
 
@@ -65,7 +67,7 @@ def test_shards_join_by_their_maximum() -> None:
     halves = []
     for part in (slice(0, 2 * BLOCK), slice(2 * BLOCK, V)):
         running = ExpectedEmbedding(6, H, logits.device)
-        running.add(
+        running.add_tile(
             logits[:, part], *read_blocks(logits[:, part], uniform, part.start), embeddings[part]
         )
         halves.append(running.result())
@@ -154,7 +156,7 @@ def test_no_block_of_a_flat_row_is_left_out(needed: list[torch.Tensor]) -> None:
 def test_top_tokens(tile: int, k: int) -> None:
     logits, running = random_logits(20), TopTokens(k)
     for first in range(0, V, tile):
-        running.add(logits[:, first : first + tile], first)
+        running.add_tile(logits[:, first : first + tile], first)
     values, tokens, log_total = running.result()
     expected = logits.topk(k, dim=-1)
     # Of equal logits either may come first, or be left out.

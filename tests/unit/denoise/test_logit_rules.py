@@ -8,7 +8,7 @@ import torch
 from tests import tolerances
 from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.impossible import LEFT_OUT, MASKED_LOGIT
+from vllm_dllm.denoise.impossible import MASKED_LOGIT, TRUNCATED_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
 
 pytestmark = pytest.mark.numerics
@@ -84,12 +84,12 @@ def test_penalties(
 def test_emitted_blocks_are_counted() -> None:
     penalties = Penalties(0, 1, 1, torch.zeros(V), torch.zeros(V, dtype=torch.bool))
     block = torch.tensor([3, 3, NO_TOKEN, 8])
-    penalties.count_(block, torch.zeros(4, dtype=torch.bool))
+    penalties.count_tokens_(block, torch.zeros(4, dtype=torch.bool))
     assert penalties.counts.sum() == 0
-    penalties.count_(block, torch.tensor([True, False, True, True]))
+    penalties.count_tokens_(block, torch.tensor([True, False, True, True]))
     assert penalties.counts.tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0]
     penalties.counts.zero_()
-    penalties.count_(block, torch.ones(4, dtype=torch.bool))
+    penalties.count_tokens_(block, torch.ones(4, dtype=torch.bool))
     assert penalties.counts.tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 1, 0, 0, 0]
 
 
@@ -146,4 +146,4 @@ def test_min_p() -> None:
     logits = torch.tensor([[0.0, -1.0, -3.0], [0.0, -1.0, -3.0]])
     exclude_below_min_p_(logits, torch.tensor([[0.1], [0.0]]))
     assert math.exp(-1) > 0.1 > math.exp(-3)
-    assert logits.tolist() == torch.tensor([[0, -1, LEFT_OUT], [0, -1, -3]]).tolist()
+    assert logits.tolist() == torch.tensor([[0, -1, TRUNCATED_LOGIT], [0, -1, -3]]).tolist()

@@ -16,8 +16,8 @@ from vllm_dllm.denoise.masked import (
     MaskedRules,
     draw_candidates,
     even_share,
-    first_hidden,
     hidden_ahead,
+    hidden_in_first_part,
     masked_step,
     reveal_candidates,
 )
@@ -244,7 +244,7 @@ def test_parts_are_revealed_one_after_the_other(least: int, expected: list[list[
     for row, positions in enumerate(([2, 4], [5], [4, 5, 7])):
         hidden[row, positions] = True
     parts = torch.where(torch.tensor([[False], [False], [True]]), 0, parts)
-    found = first_hidden(hidden, parts, torch.full((3,), least))
+    found = hidden_in_first_part(hidden, parts, torch.full((3,), least))
     assert [row.nonzero().flatten().tolist() for row in found] == expected
 
 

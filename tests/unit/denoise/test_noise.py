@@ -13,13 +13,13 @@ POSITIONS = torch.arange(256)[None]
 
 
 def draw(seed: int, steps: int = 0, stream: int = noise.CANDIDATE) -> torch.Tensor:
-    keys = noise.keys(torch.tensor([seed]))
+    keys = noise.keys_from_seeds(torch.tensor([seed]))
     return noise.uniform(keys, POSITIONS, torch.tensor([steps]), stream)
 
 
 def test_same_keys_same_noise_in_any_batch() -> None:
     seeds = torch.tensor([5, -(2**63), 2**63 - 1, 0])
-    keys = noise.keys(seeds)
+    keys = noise.keys_from_seeds(seeds)
     together = noise.uniform(keys, POSITIONS.expand(4, -1), torch.tensor([3, 0, 1, 2]), 1)
     for row, (seed, steps) in enumerate(zip(seeds.tolist(), [3, 0, 1, 2], strict=True)):
         assert torch.equal(together[row], draw(seed, steps, 1)[0])
@@ -40,14 +40,14 @@ def test_noise_is_uniform_and_uncorrelated_along_every_key() -> None:
 
 
 def test_tokens_cover_the_vocabulary() -> None:
-    keys = noise.keys(torch.arange(40))
+    keys = noise.keys_from_seeds(torch.arange(40))
     tokens = noise.uniform_tokens(keys, POSITIONS.expand(40, -1), torch.zeros(40), 2, 100)
     assert tokens.dtype == torch.int64
     assert sorted(tokens.unique().tolist()) == list(range(100))
 
 
 def test_step_noise_is_the_three_streams() -> None:
-    keys, steps = noise.keys(torch.tensor([3, -9])), torch.tensor([0, 7])
+    keys, steps = noise.keys_from_seeds(torch.tensor([3, -9])), torch.tensor([0, 7])
     starts, lengths = torch.tensor([1000, 17]), torch.tensor([256, 90])
     drawn = noise.step_noise(keys, starts, lengths, steps, 256, 100)
     here = POSITIONS + starts[:, None]

@@ -13,8 +13,8 @@ from tests import tolerances
 from vllm_dllm.denoise.acceptance import (
     Reveal,
     accept_by_entropy_bound,
-    follow_last_choice,
-    reveal,
+    accept_forced_positions,
+    reveal_best_guesses,
 )
 from vllm_dllm.denoise.convergence import (
     AT_REST,
@@ -207,14 +207,14 @@ def reveal_rule(threshold: float, per_step: int, revealed: torch.Tensor, n: int 
 def test_reveal_by_probability_and_by_number() -> None:
     probability = torch.tensor([[0.95, 0.2, 0.91, 0.5, 0.99]])
     hidden = torch.zeros(1, 5, dtype=torch.bool)
-    by_threshold = reveal(probability, None, reveal_rule(0.9, 1, hidden))
+    by_threshold = reveal_best_guesses(probability, None, reveal_rule(0.9, 1, hidden))
     assert by_threshold.tolist() == [[True, False, True, False, True]]
-    at_least_one = reveal(probability * 0.5, None, reveal_rule(0.9, 1, hidden))
+    at_least_one = reveal_best_guesses(probability * 0.5, None, reveal_rule(0.9, 1, hidden))
     assert at_least_one.tolist() == [[False, False, False, False, True]]
-    two = reveal(probability, None, reveal_rule(2.0, 2, hidden))
+    two = reveal_best_guesses(probability, None, reveal_rule(2.0, 2, hidden))
     assert two.tolist() == [[True, False, False, False, True]]
     already, valid = torch.tensor([[True, False, False, False, True]]), torch.arange(5) < 4
-    next_two = reveal(probability, valid[None], reveal_rule(2.0, 2, already))
+    next_two = reveal_best_guesses(probability, valid[None], reveal_rule(2.0, 2, already))
     assert next_two.tolist() == [[False, False, True, True, False]]
 
 
@@ -300,9 +300,9 @@ def test_an_answer_is_finished_with_its_whole_canvas() -> None:
 def test_what_is_forced_is_accepted_with_the_last_choice_before_it() -> None:
     accepted = torch.tensor([[False, False, True, False, False, False]])
     forced = torch.tensor([[True, False, False, True, True, False]])
-    followed = follow_last_choice(accepted, forced)
+    followed = accept_forced_positions(accepted, forced)
     assert followed.int().tolist() == [[1, 0, 1, 1, 1, 0]]
-    assert follow_last_choice(torch.zeros(1, 3).bool(), torch.ones(1, 3).bool()).all()
+    assert accept_forced_positions(torch.zeros(1, 3).bool(), torch.ones(1, 3).bool()).all()
 
 
 def test_what_is_forced_is_no_sign_of_certainty() -> None:

@@ -12,9 +12,9 @@ from vllm_dllm.denoise.prediction import (
     LONGEST,
     MOST_MOVES,
     REACH,
-    follow,
+    locate_next_block,
     next_places,
-    realigned,
+    realign_block,
     tokens_at,
 )
 
@@ -76,14 +76,14 @@ def test_as_plain_python_finds_it(seed: int) -> None:
         reference(text, position, answer[:length])
         for text, position, answer, length in zip(texts, positions, answers, emitted, strict=True)
     ]
-    assert follow(*given).tolist() == expected
+    assert locate_next_block(*given).tolist() == expected
 
 
 def after(prediction: list[int], answer: list[int], emitted: int = C) -> list[int]:
     """What the second block starts from when the first was `answer`."""
     given = padded([prediction])
     block = torch.tensor([answer[:C]])
-    place = follow(given, torch.tensor([0]), block, torch.tensor([emitted]))
+    place = locate_next_block(given, torch.tensor([0]), block, torch.tensor([emitted]))
     return tokens_at(given, next_places(place, 6))[0].tolist()
 
 
@@ -121,7 +121,7 @@ def test_part_of_a_block() -> None:
 
 
 def plain_places(prediction: list[int], position: int, guess: list[int]) -> list[int]:
-    """`realigned` of one block."""
+    """`realign_block` of one block."""
     places = [position + i for i in range(len(guess))]
 
     def found(moved: list[int]) -> int:
@@ -157,7 +157,7 @@ def test_moves_within_a_block_as_plain_python_finds_them(seed: int) -> None:
         if len(own) > 8:
             own = edited(edited(own, chance), chance)[:C]
         guess[: len(own)] = torch.tensor(own)
-    found = realigned(padded(texts), torch.tensor(positions), guesses)
+    found = realign_block(padded(texts), torch.tensor(positions), guesses)
     rows = zip(texts, positions, guesses.tolist(), strict=True)
     assert found.tolist() == [plain_places(*row) for row in rows]
 
@@ -165,7 +165,7 @@ def test_moves_within_a_block_as_plain_python_finds_them(seed: int) -> None:
 def moved(guess: list[int], position: int = 0) -> list[int]:
     """The text of a block whose first step guessed this."""
     given = padded([TEXT])
-    return tokens_at(given, realigned(given, torch.tensor([position]), torch.tensor([guess])))[
+    return tokens_at(given, realign_block(given, torch.tensor([position]), torch.tensor([guess])))[
         0
     ].tolist()
 

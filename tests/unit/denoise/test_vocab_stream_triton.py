@@ -53,7 +53,7 @@ def read(
     width = output.shape[1]
     reader = fused.FusedVocabReader(softcap, temperature[:, None], uniform, first_token, width)
     length = width // tiles
-    found = [reader.read(output[:, i * length : (i + 1) * length])[1] for i in range(tiles)]
+    found = [reader.read_tile(output[:, i * length : (i + 1) * length])[1] for i in range(tiles)]
     blocks = reader.blocks()
     for column, pieces in zip(blocks, zip(*found, strict=True), strict=True):
         torch.testing.assert_close(torch.cat(pieces, 1), column, rtol=0, atol=0, equal_nan=True)
@@ -208,7 +208,7 @@ def test_expected_embedding(fused: ModuleType, tiles: int, dtype: torch.dtype) -
         tile = slice(first, first + length)
         blocks, _ = read_blocks(exact_logits[:, tile].float(), uniform, first)
         on_device = VocabBlocks(*(column.to(DEVICE) for column in blocks))
-        running.add(weights[:, tile], on_device, None, embeddings[tile].to(DEVICE))
+        running.add_tile(weights[:, tile], on_device, None, embeddings[tile].to(DEVICE))
     total, weight, maximum = (part.cpu().double() for part in running.result())
     assert torch.equal(maximum, exact_logits.amax(-1))
     exact = (exact_logits - maximum[:, None]).exp()

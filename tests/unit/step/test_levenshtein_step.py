@@ -25,8 +25,8 @@ NUM_BLOCKS = {4: 67, 32: 7}  # of each of three requests, by their length
 def says(block: list[int]) -> torch.Tensor:
     """[C, V] fp32. It likes what it finds, at times another token, and now and then to delete or to
     insert; it says the mask itself, too."""
-    keys = numbers.keys(torch.tensor(block)[None] + 7 * torch.arange(len(block)))
-    seed = int(numbers.keys(keys.sum()[None] * 3)[0]) % 2**31
+    keys = numbers.keys_from_seeds(torch.tensor(block)[None] + 7 * torch.arange(len(block)))
+    seed = int(numbers.keys_from_seeds(keys.sum()[None] * 3)[0]) % 2**31
     logits = noise(len(block), seed, scale=2.0)
     logits[range(len(block)), block] += 12.0
     logits[[token == MASK for token in block], MASK] -= 12.0

@@ -61,7 +61,7 @@ class Step:
         assert predicted is not None
         shape = len(guesses), C
         positions = torch.arange(C)
-        found = self.predictions.realigned(
+        found = self.predictions.realign(
             predicted,
             torch.tensor(list(guesses.values())),
             torch.isin(positions, torch.tensor([*accepted], dtype=torch.int64)).expand(shape),

@@ -71,7 +71,7 @@ def test_first_canvases_are_noise_of_their_seeds_and_places(worker: GetWorker) -
     for i, (seed, prompt) in enumerate([(3, 5), (3, 6), (4, 5)]):
         one.admit(str(i), prompt, seed=seed)
         before = {str(j): one.canvas(str(j)) for j in range(i)}
-        key = draws.keys(torch.tensor([seed]))
+        key = draws.keys_from_seeds(torch.tensor([seed]))
         places = prompt + torch.arange(C)[None]
         expected = draws.uniform_tokens(key, places, torch.zeros(1), draws.INITIAL, V)
         assert one.canvas(str(i)) == expected[0].tolist()

@@ -18,10 +18,10 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.prediction import (
-    ended_with,
-    follow,
+    fill_behind_end,
+    locate_next_block,
     next_places,
-    realigned,
+    realign_block,
     tokens_at,
 )
 from vllm_dllm.step.batch import CanvasBatch
@@ -114,11 +114,11 @@ class Predictions:
         """What is expected of the n blocks behind these, if they have ended."""
         rows, slots = predicted
         before, count = self._position[slots], emitted[rows]
-        after = follow(self._tokens[slots], before, blocks[rows], count)
+        after = locate_next_block(self._tokens[slots], before, blocks[rows], count)
         self._position[slots] = torch.where(count > 0, after, before)
         return self._expected(slots).in_rows(rows, len(blocks))
 
-    def realigned(
+    def realign(
         self,
         predicted: Predicted,
         guess: torch.Tensor,  # [n, C] int64, of this step
@@ -138,7 +138,7 @@ class Predictions:
         position = self._position[slots]
         before, after = (
             next_places(position, own.shape[1]),
-            realigned(self._tokens[slots], position, own),
+            realign_block(self._tokens[slots], position, own),
         )
         repeats = own == self._slots.canvas[slots]
         moves = (after != before) & (repeats | ~accepted[rows]) & may_move[rows, None]
@@ -156,7 +156,7 @@ class Predictions:
         predictions."""
         length = self._length[idx]
         tokens = tokens_at(self._tokens[idx], places)
-        guess = ended_with(self._slots.stop_tokens[idx, 0], tokens, places, length)
+        guess = fill_behind_end(self._slots.stop_tokens[idx, 0], tokens, places, length)
         return Expected(torch.where(places == length[:, None], guess, tokens), guess)
 
     def _follow_emitted(self, idx: slice, request: NewRequest) -> None:
@@ -166,7 +166,9 @@ class Predictions:
         for begin in range(request.prompt_len, request.prefill_len, width):
             block = answers[:, begin : min(begin + width, request.prefill_len)].long()
             emitted = torch.full_like(self._position[idx], block.shape[1])
-            self._position[idx] = follow(self._tokens[idx], self._position[idx], block, emitted)
+            self._position[idx] = locate_next_block(
+                self._tokens[idx], self._position[idx], block, emitted
+            )
 
     def _store(self, idx: slice, prediction: list[int]) -> None:
         length, old = len(prediction), self._tokens

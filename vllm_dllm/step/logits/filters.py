@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.impossible import LEFT_OUT
+from vllm_dllm.denoise.impossible import TRUNCATED_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to
@@ -132,7 +132,7 @@ class LogitFilters:
         if states.min_p.np[batch.slots_np].any():
             exclude_below_min_p_(scaled, states.min_p.gpu[slots][:, None])
         scaled = states.apply_top_k_top_p(scaled, slots, batch.slots_np)
-        return scaled.clamp(min=LEFT_OUT)  # from -inf
+        return scaled.clamp(min=TRUNCATED_LOGIT)  # from -inf
 
     def count_emitted(
         self,
@@ -145,7 +145,9 @@ class LogitFilters:
             rules = self._rules.get(slot)
             if rules is not None and rules.penalties is not None:
                 block = blocks[i, : batch.lengths_np[i]].long()
-                rules.penalties.count_(block, _positions(len(block), self.device) < emitted[i])
+                rules.penalties.count_tokens_(
+                    block, _positions(len(block), self.device) < emitted[i]
+                )
 
     def show_emitted(
         self,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from vllm.logger import init_logger
 
-from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding, TopTokens, most_probable
+from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding, TopTokens, top_k_tokens
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class RunningEmbedding(Protocol):
     """The expected embedding of rows whose logits come tile by tile, a tile of this rank's
     vocabulary after the other."""
 
-    def add(
+    def add_tile(
         self,
         logits: torch.Tensor,  # [rows, Vt] temperature-scaled
         blocks: VocabBlocks,
@@ -104,7 +104,7 @@ class SoftEmbedding:
 class _Expected:
     def __init__(self, model: Any, running: "ExpectedEmbedding | FusedExpectedEmbedding") -> None:
         self.model, self.running = model, running
-        self.add = running.add
+        self.add_tile = running.add_tile
 
     def result(self) -> torch.Tensor:
         return self.model.join_soft_embeddings(*self.running.result())
@@ -115,21 +115,21 @@ class _OfTopTokens:
         self.soft, self.running = soft, TopTokens(k)
         self._next, _ = soft.model.vocabulary_shard()
 
-    def add(
+    def add_tile(
         self,
         logits: torch.Tensor,
         blocks: VocabBlocks,
         weights: torch.Tensor | None,
         embeddings: torch.Tensor,
     ) -> None:
-        self.running.add(logits, self._next)
+        self.running.add_tile(logits, self._next)
         self._next += len(embeddings)
 
     def result(self) -> torch.Tensor:
         logits, tokens, log_total = self.running.result()
         logits, tokens = self.soft.model.gather_shards((logits, tokens))
         (log_totals,) = self.soft.model.gather_shards((log_total,))
-        logits, tokens = most_probable(logits, tokens, self.running.k)
+        logits, tokens = top_k_tokens(logits, tokens, self.running.k)
         return self.soft.of_tokens(tokens, (logits - log_totals.logsumexp(-1, True)).exp())
 
 

@@ -203,8 +203,8 @@ class StreamedLogits:
         reader = self._reader(hidden, temperature, draw)
         for first in range(0, len(weight), tile_tokens):
             tile = slice(first, first + tile_tokens)
-            logits, blocks, weights = reader.read(F.linear(hidden, head[tile]))
-            soft.add(logits, blocks, weights, weight[tile])
+            logits, blocks, weights = reader.read_tile(F.linear(hidden, head[tile]))
+            soft.add_tile(logits, blocks, weights, weight[tile])
         blocks = VocabBlocks(*self.model.gather_shards(reader.blocks()))
         return reader.join(blocks), soft.result()
 

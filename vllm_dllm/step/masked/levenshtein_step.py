@@ -16,10 +16,10 @@ from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.levenshtein import (
     EditTokens,
     Round,
-    find_round,
+    begin_round,
+    delete_and_insert,
     fingerprint,
-    move,
-    written_tokens,
+    write_candidates,
 )
 from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules
 from vllm_dllm.step.asked.grammar_runs import LegalDraws
@@ -41,9 +41,8 @@ class LevenshteinStep(MaskedStep):
         self.tokens = EditTokens(self.mask_id, *self.config.edit_tokens)
         self._moving = torch.tensor(self.config.edit_tokens, device=self.device)
         # By slot. A block's first step reads neither.
-        self._original = torch.zeros_like(
-            self.slots.canvas, dtype=torch.bool
-        )  # [R, C], see `Round`
+        # [R, C], see `Round.original`
+        self._original = torch.zeros_like(self.slots.canvas, dtype=torch.bool)
         # [R, MOST_STEPS] int64: fingerprints of what the block's steps have written
         self._written = self.slots.canvas.new_zeros(len(self.slots.canvas), MOST_STEPS)
 
@@ -80,7 +79,7 @@ class LevenshteinStep(MaskedStep):
         batch, numbers, settings = found.batch, found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         idx = batch.slot_index
-        step = find_round(
+        step = begin_round(
             self.slots.canvas[idx],
             batch.valid,
             self._original[idx],
@@ -93,7 +92,7 @@ class LevenshteinStep(MaskedStep):
         edit_threshold = settings.edit_threshold
         if edit_threshold is None:  # a warm-up's
             edit_threshold = torch.zeros_like(settings.threshold)
-        written = written_tokens(
+        written = write_candidates(
             step,
             candidates,
             batch.unflatten(draws.without(self._moving)),
@@ -105,7 +104,7 @@ class LevenshteinStep(MaskedStep):
         )
         stays = step.is_last if held is None else step.is_last | held.is_ruled
         written, mark = self._escape(found, draws, step, written, ~stays)
-        moved = move(step, written, self.tokens)
+        moved = delete_and_insert(step, written, self.tokens)
         left = moved.canvas == self.mask_id
         if batch.valid is not None:
             left &= batch.valid

@@ -16,7 +16,14 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.masked import Ahead, Candidates, Held, MaskedRules, ahead_of, masked_step
+from vllm_dllm.denoise.masked import (
+    Ahead,
+    Candidates,
+    Held,
+    MaskedRules,
+    masked_step,
+    threshold_ahead,
+)
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.requests.ends import EVERY_BLOCK
@@ -119,7 +126,7 @@ class MaskedStep(CanvasStep):
         """Returns what is revealed behind the first unfinished block; None: nothing is."""
         if self.blocks_in_flight == 1:
             return None
-        return Ahead(ahead_of(rules.threshold), settings.blocks_in_flight)
+        return Ahead(threshold_ahead(rules.threshold), settings.blocks_in_flight)
 
     def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
         """Returns what grammars reveal in this step. None: no canvas has a grammar."""

@@ -3,7 +3,7 @@ tokens are kept, what becomes of each canvas, and what the next step finds in it
 
 The same as `denoise_step`, `Settling.settle` and `Settling.write`, to the bit: a step whose
 canvases are not all plain takes those, and no canvas may depend on its neighbours. So sums of
-entropies are of float64 here and there (`sum_type`), where the order of their parts makes no
+entropies are of float64 here and there (`sum_dtype`), where the order of their parts makes no
 difference.
 """
 
