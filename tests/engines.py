@@ -71,7 +71,7 @@ def forked_workers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        fork_server.start((*engine_processes.MODULES, *CPU_IMPORTS))
+        fork_server.ensure_running((*engine_processes.MODULES, *CPU_IMPORTS))
         patch.setattr(multiproc_executor, "get_mp_context", fork_server.ForkContext)
         yield
 

@@ -19,13 +19,13 @@ from vllm_dllm.cpu.compat import engine_processes
 from vllm_dllm.config.workers import cpu_variables
 from vllm_dllm.cpu import fork_server
 
-early = os.environ | engine_processes.variables() | cpu_variables(os.environ)
+early = os.environ | engine_processes.engine_variables() | cpu_variables(os.environ)
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
 
 load_general_plugins()
 AsyncEngineArgs(model=sys.argv[1], enforce_eager=True).create_engine_config()
-print("RESULT", json.dumps(sorted(fork_server.changes(early, os.environ))))
+print("RESULT", json.dumps(sorted(fork_server.changed_variables(early, os.environ))))
 """
 
 

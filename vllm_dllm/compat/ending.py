@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.system_utils import kill_process_tree
 
+from vllm_dllm.compat.drafting import has_dflash_method
 from vllm_dllm.compat.patching import is_server, patch
 
 logger = init_logger(__name__)
@@ -117,9 +118,7 @@ def leave_signals_to_engine() -> None:
 
 def _is_ours(config: VllmConfig) -> bool:
     """Whether this extension serves the model or drafts for it."""
-    speculative = config.speculative_config
-    has_dflash_method = speculative is not None and speculative.method == "dflash"
-    return config.model_config.is_diffusion or has_dflash_method
+    return config.model_config.is_diffusion or has_dflash_method(config.speculative_config)
 
 
 def _in_event_loop() -> bool:

@@ -1,7 +1,7 @@
-"""Experts on a CPU, one after the other, each for the rows that chose it; and the kernel of those
-in bf16.
+"""Experts on a CPU, computed one after the other for the tokens routed to each, and a kernel for
+bf16.
 
-Whoever calls `mix` is one PyTorch operation, because the compiler must not trace the loop.
+Each caller of `mix_experts` is one PyTorch operation, because the compiler must not trace the loop.
 """
 
 from collections.abc import Callable
@@ -14,28 +14,29 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from vllm_dllm.cpu.compat.expert_kernels import FusedMoEConfig, StockExperts, offer_first
-from vllm_dllm.cpu.compilation import cpu_vendor
+from vllm_dllm.cpu.compat.expert_kernels import FusedMoEConfig, StockExperts, prefer_expert_kernel
+from vllm_dllm.cpu.processor import cpu_vendor
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
 }
-"""By vLLM's names. PyTorch's use vector instructions. vLLM's operation for CPUs takes each tanh by
-itself: in bf16 on one core 9.4 ms for 1,024 rows of 512, as long as half of their products."""
+"""vLLM's name -> PyTorch's function, which uses vector instructions. vLLM's operation for CPUs
+computes each tanh by itself: in bf16 on one core 9.4 ms for 1,024 rows of 512, half as long as
+their matrix products."""
 
 
 class Projection(NamedTuple):
-    """One of an expert's linears."""
+    """One matrix of all experts: how to multiply by an expert's."""
 
     quantize: Callable[[torch.Tensor], Any]
-    """Inputs [n, K] -> what `product` takes; its rows can be chosen."""
+    """Inputs [n, K] -> the form that `product` takes, whose rows can be indexed."""
     product: Callable[[Any, int], torch.Tensor]
-    """(Rows, expert) -> [n, N]."""
+    """(Rows, expert) -> products [n, N]."""
 
 
-def mix(
+def mix_experts(
     x: torch.Tensor,  # [T, H]
     topk_weights: torch.Tensor,  # [T, k]
     topk_ids: torch.Tensor,  # [T, k] int, -1 for an expert of another rank
@@ -43,15 +44,15 @@ def mix(
     gate_up: Projection,  # [2 I, H]
     down: Projection,  # [H, I]
 ) -> torch.Tensor:
-    """Sum over a token's experts of `weight * down(act(gate(x)) * up(x))`, [T, H].
+    """Returns the sum over a token's experts of `weight * down(act(gate(x)) * up(x))`, [T, H].
 
-    Between operations, numbers have the model's type, as on GPUs. The sum is in fp32.
+    Intermediate results have the model's type, as on GPUs. The sum is in fp32.
     """
     experts = topk_ids.flatten().long()
     order = experts.argsort(stable=True)
     tokens = order // topk_ids.shape[1]
     ends = torch.bincount(experts + 1).cumsum(0).tolist()
-    first = ends[0]  # those before it are of other ranks
+    first = ends[0]  # rows before it belong to experts of other ranks
     own = [
         (e, rows) for e, rows in enumerate(starmap(slice, pairwise(ends))) if rows.stop > rows.start
     ]
@@ -71,12 +72,12 @@ def mix(
     return total.index_add_(0, tokens[first:], torch.cat(products) * weights).to(x.dtype)
 
 
-LEAST_ROWS = 32
-"""Of a canvas, for each expert on average. Weights lie as they were loaded, and a product packs
-them first: with 8 rows vLLM's kernel is twice as fast."""
-LEAST_WORK = 1 << 24
-"""Such rows times the weights of one of an expert's matrices. With less, PyTorch's operations are
-too small for the time that it takes to call them."""
+MIN_ROWS = 32
+"""Least rows of a canvas per expert, on average, for which `Bf16Experts` is faster. A product packs
+the weights first: with 8 rows vLLM's kernel is twice as fast."""
+MIN_WORK = 1 << 24
+"""Least product of those rows and the weights of one of an expert's matrices. With less, calling
+PyTorch's operations takes longer than computing them."""
 
 
 def bf16_experts(
@@ -87,13 +88,13 @@ def bf16_experts(
     w13: torch.Tensor,  # [E, 2 I, H] bf16
     w2: torch.Tensor,  # [E, H, I] bf16
 ) -> torch.Tensor:
-    """[T, H], see `mix`."""
+    """Returns [T, H], see `mix_experts`."""
 
     def projection(weights: torch.Tensor) -> Projection:
         return Projection(lambda x: x, lambda rows, e: F.linear(rows, weights[e]))
 
     gate_up, down = projection(w13), projection(w2)
-    return mix(x, topk_weights, topk_ids, activation, gate_up, down)
+    return mix_experts(x, topk_weights, topk_ids, activation, gate_up, down)
 
 
 direct_register_custom_op(
@@ -106,24 +107,27 @@ direct_register_custom_op(
 class Bf16Experts(StockExperts):
     """Experts in bf16 on processors of AMD that multiply bf16.
 
-    vLLM's portable kernel multiplies in fp32. AMD's cores multiply bf16 twice as fast, and oneDNN
-    has products that do; with them experts take half the time. (Of Intel's, those with AMX have a
-    kernel of vLLM's own, and those without multiply bf16 at half of fp32's speed.)
+    vLLM's portable kernel multiplies in fp32. AMD's cores multiply bf16 twice as fast, and so do
+    oneDNN's products there; with them experts take half the time. (Intel's processors with AMX have
+    a kernel of vLLM's own, and those without multiply bf16 at half of fp32's speed.)
     """
 
     @staticmethod
     def is_supported_config(
         cls: type, moe_config: FusedMoEConfig, *args: object
     ) -> tuple[bool, str | None]:
+        """Returns whether vLLM should choose this kernel, and why not."""
         supported, reason = StockExperts.is_supported_config(cls, moe_config, *args)
-        return (supported and is_faster(moe_config)), reason or "vLLM's own kernel is faster"
+        return (
+            supported and is_faster_than_stock(moe_config)
+        ), reason or "vLLM's own kernel is faster"
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
         return activation.value in ACTIVATIONS
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """They stay as they are."""
+        """Leaves weights as they are."""
 
     def apply(
         self,
@@ -143,7 +147,8 @@ class Bf16Experts(StockExperts):
         expert_tokens_meta: object,
         apply_router_weight_on_input: bool,
     ) -> None:
-        if apply_router_weight_on_input:  # vLLM has multiplied the states by them
+        """Writes the experts' output to `output`."""
+        if apply_router_weight_on_input:  # vLLM has already multiplied the inputs by the weights
             topk_weights = torch.ones_like(topk_weights)
         own_ids = topk_ids if expert_map is None else expert_map[topk_ids]
         output.copy_(
@@ -153,9 +158,9 @@ class Bf16Experts(StockExperts):
         )
 
 
-def is_faster(moe_config: FusedMoEConfig) -> bool:
-    """Whether this is faster than vLLM's kernel on this processor, for steps of the current
-    configuration's canvases."""
+def is_faster_than_stock(moe_config: FusedMoEConfig) -> bool:
+    """Whether `Bf16Experts` is faster than vLLM's kernel on this processor, for steps of the
+    current configuration's canvases."""
     diffusion = get_current_vllm_config().diffusion_config
     if diffusion is None or moe_config.in_dtype != torch.bfloat16 or moe_config.has_bias:
         return False
@@ -165,11 +170,11 @@ def is_faster(moe_config: FusedMoEConfig) -> bool:
         torch.cpu._is_avx512_bf16_supported()
         and not torch.cpu._is_amx_tile_supported()
         and cpu_vendor() == "AuthenticAMD"
-        and rows >= LEAST_ROWS
-        and rows * weights >= LEAST_WORK
+        and rows >= MIN_ROWS
+        and rows * weights >= MIN_WORK
     )
 
 
-def prefer_bf16() -> None:
-    """Models that this process builds are offered this kernel first. Repeatable."""
-    offer_first(Bf16Experts)
+def prefer_bf16_experts() -> None:
+    """Offers this kernel first to models that this process builds. Repeatable."""
+    prefer_expert_kernel(Bf16Experts)

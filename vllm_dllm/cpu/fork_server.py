@@ -1,12 +1,12 @@
-"""vLLM's processes on CPUs fork from one that has imported everything.
+"""Forks vLLM's processes on CPUs from one that has imported everything.
 
-On CPUs vLLM spawns its engine and then its workers: each is a new Python, and imports PyTorch,
+On CPUs vLLM spawns its engine and then its workers. Each is a new Python, and imports PyTorch,
 transformers and vLLM for itself, one after the other. Here they fork from Python's fork server,
-which imports these once, while the process that needs them does other things. What a spawned
-process would inherit (environment, cores, standard output), a forked one is given.
+which imports these once, while the process that starts it does other things. A forked process is
+given what a spawned one would inherit: environment, cores, standard output.
 
-Only that is used: a program that has a fork server of its own, or changes variables that libraries
-read when they are loaded, spawns as before.
+A program that has a fork server of its own, or changes variables that libraries read when they are
+loaded, spawns as before.
 """
 
 import atexit
@@ -30,27 +30,28 @@ READ_BY_LIBRARIES = (
     *("GOMP_", "HF_", "KMP_", "LD_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON"),
     *("TORCH", "TRANSFORMERS_", "VLLM_"),
 )
-"""How the names of variables begin that are read at import."""
-EXCEPT = (
+"""Prefixes of variables that libraries read at import."""
+NOT_READ_AT_IMPORT = (
     # Set when the configuration has been read, and read after that.
     *("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_DLLM_", "VLLM_SSM_CONV_STATE_LAYOUT"),
     "VLLM_WORKER_MULTIPROC_METHOD",
     # Set by scikit-learn and OpenCV when they are imported, in the fork server, too.
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "LD_LIBRARY_PATH"),
 )
-"""But for these."""
+"""Prefixes of variables that are exceptions from `READ_BY_LIBRARIES`."""
 PARENT = "_VLLM_DLLM_FORK_SERVER_PARENT"
-"""In the server's environment: the process that started it."""
+"""Variable of the server's environment: the id of the process that started it."""
 IMPORTS = "_VLLM_DLLM_FORK_SERVER_IMPORTS"
-"""The same: the modules that it imports."""
+"""Variable of the server's environment: the modules to import."""
 
 _environment: dict[str, str] | None = None
-"""Of this process' fork server; None if it started none."""
+"""The environment of this process' fork server when it was started; None if this process started
+none."""
 
 
-def start(imports: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
-    """Starts the fork server, unless there is one, and does not wait for it. `variables` are those
-    of its environment that this process does not have yet."""
+def ensure_running(imports: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+    """Starts the fork server if there is none, without waiting for it. `variables`: additions to
+    its environment that this process will have later."""
     global _environment
     if is_forked() or getattr(forkserver._forkserver, "_forkserver_pid", None) is not None:
         return
@@ -63,24 +64,24 @@ def start(imports: Sequence[str], variables: Mapping[str, str] | None = None) ->
         forkserver.ensure_running()
 
 
-def obstacle() -> str | None:
-    """Why a process forked now would not be like a spawned one. None if it would."""
+def find_fork_obstacle() -> str | None:
+    """Returns why a process forked now would differ from a spawned one, or None if it would not."""
     if is_forked():
         return None
     if _environment is None:
         return "this process has a fork server of its own"
-    if changed := changes(_environment, os.environ):
+    if changed := changed_variables(_environment, os.environ):
         return f"{', '.join(sorted(changed))} changed after the fork server was started"
     return None
 
 
-def changes(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
-    """The variables read at import that differ."""
+def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+    """Returns the names of variables that are read at import and differ."""
     return {
         name
         for name in before.keys() | now.keys()
         if name.startswith(READ_BY_LIBRARIES)
-        and not name.startswith(EXCEPT)
+        and not name.startswith(NOT_READ_AT_IMPORT)
         and before.get(name) != now.get(name)
     }
 
@@ -90,15 +91,19 @@ def is_forked() -> bool:
     return isinstance(multiprocessing.current_process(), ForkedProcess)
 
 
-class _Inherited:
-    """Unpickled in a forked process, it takes over what the starting process had then."""
+class _InheritedState:
+    """Pickles environment, cores and open standard streams of this process. A forked process that
+    unpickles it takes them over."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         streams = [(fd, reduction.DupFd(fd)) for fd in (1, 2) if _is_open(fd)]
-        return _inherit, (dict(os.environ), os.sched_getaffinity(0), streams)
+        return _restore_process_state, (dict(os.environ), os.sched_getaffinity(0), streams)
 
 
-def _inherit(environment: dict[str, str], cores: set[int], streams: list[tuple[int, Any]]) -> None:
+def _restore_process_state(
+    environment: dict[str, str], cores: set[int], streams: list[tuple[int, Any]]
+) -> None:
+    """Gives a forked process the environment, cores and streams of its parent."""
     os.environ.clear()
     os.environ.update(environment)
     os.sched_setaffinity(0, cores)
@@ -107,15 +112,17 @@ def _inherit(environment: dict[str, str], cores: set[int], streams: list[tuple[i
 
 
 class ForkedProcess(context.ForkServerProcess):
+    """A process forked from the server, with the state of the process that started it."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._inherited = _Inherited()  # before what may depend on it, so it is unpickled first
+        self._inherited = _InheritedState()  # unpickled first, as other arguments may need it
         super().__init__(*args, **kwargs)
 
     def _bootstrap(self, *args: Any, **kwargs: Any) -> int:
-        """Ends with what libraries of Python and C have registered for the end, which frees shared
-        memory too; a fork server would leave that out. What it imported stays as it is: vLLM has an
-        engine look for garbage in it at the end, and a spawned process takes it down object by
-        object. Both take seconds, and vLLM kills an engine after five."""
+        """Runs the process and then the exit functions of Python and C libraries, which free shared
+        memory. A fork server would skip those. Keeps imported modules frozen for garbage
+        collection: vLLM has an engine collect garbage at its end, and a spawned process destroys
+        modules object by object. Both take seconds, and vLLM kills an engine after five."""
         gc.unfreeze = _stay_frozen
         code: int = super()._bootstrap(*args, **kwargs)  # type: ignore[misc]
         atexit._run_exitfuncs()
@@ -125,7 +132,7 @@ class ForkedProcess(context.ForkServerProcess):
 
 
 def _stay_frozen() -> None:
-    """Stands in the place of `gc.unfreeze`."""
+    """Replaces `gc.unfreeze` and does nothing."""
 
 
 class ForkContext(context.ForkServerContext):
@@ -142,6 +149,7 @@ def _is_open(fd: int) -> bool:
 
 @contextlib.contextmanager
 def _changed_environment(wanted: Mapping[str, str]) -> Any:
+    """Sets variables of the environment in this context."""
     before = dict(os.environ)
     os.environ.update(wanted)
     try:
@@ -152,22 +160,24 @@ def _changed_environment(wanted: Mapping[str, str]) -> Any:
 
 
 def start_early(arguments: Sequence[str]) -> None:
-    """`vllm serve` of a model of ours starts its fork server before it imports vLLM itself.
-    `arguments`: of the command line. Others start it when they start an engine."""
+    """Starts the fork server of `vllm serve` for a model of ours, before the process imports vLLM
+    itself. Other processes start it when they start an engine. `arguments`: the command line."""
     if multiprocessing.parent_process() is None and serves_our_model(arguments):
-        start(
+        ensure_running(
             (*engine_processes.MODULES, *CPU_IMPORTS),
-            engine_processes.variables() | cpu_variables(os.environ),
+            engine_processes.engine_variables() | cpu_variables(os.environ),
         )
 
 
 def serves_our_model(arguments: Sequence[str]) -> bool:
+    """Whether a command line serves a checkpoint folder of ours."""
     return arguments[1:2] == ["serve"] and any(map(_is_ours, arguments[2:]))
 
 
 def _is_ours(folder: str) -> bool:
+    """Whether `folder` holds a checkpoint of one of our architectures."""
     try:
         config: Any = json.loads((Path(folder) / "config.json").read_bytes())
         return not {DIFFUSION_GEMMA, *FAMILIES}.isdisjoint(config["architectures"])
     except (OSError, ValueError, TypeError, KeyError):
-        return False  # not a checkpoint; what is wrong with it, the start will say
+        return False  # not a checkpoint, or a broken one, which the start will report

@@ -1,8 +1,9 @@
-"""A fork server begins, imports what its children need, and is ready. It imports this module first.
+"""The fork server's own process: imports what its children need. The server imports this module
+first.
 
-The server ends when the last process that may use it has ended, as Python's do. While it imports it
-cannot notice that, so it looks whether its parent is still there. Signals meant for all processes
-of a server must leave it alone: its children have to end in their own way, and it has to tell how.
+The server ends when the last process that may use it has ended, as Python's does. It cannot notice
+that while it imports, so a timer checks whether its parent is still there. It ignores signals meant
+for all processes of a server: its children have to end in their own way, and it reports how.
 """
 
 import atexit
@@ -17,25 +18,27 @@ from types import FrameType
 
 from vllm_dllm.cpu.fork_server import IMPORTS, PARENT
 
-_LOOK_EVERY_S = 0.5
+_PARENT_CHECK_S = 0.5
 
 
 def run(parent: int, imports: Iterable[str]) -> None:
-    _begin(parent)
+    """Imports `imports` and freezes them."""
+    _prepare_server(parent)
     for name in imports:
         with contextlib.suppress(ImportError):  # whoever needs it will say so
             importlib.import_module(name)
-    _be_ready()
+    _freeze_imports()
 
 
-def _begin(parent: int) -> None:
+def _prepare_server(parent: int) -> None:
+    """Sets signals, exit and forks of this process, and starts to check on its parent."""
     server = os.getpid()
 
-    def look(number: int, frame: FrameType | None) -> None:
+    def exit_if_orphaned(number: int, frame: FrameType | None) -> None:
         if os.getppid() != parent:
             os._exit(1)
 
-    def begin_child() -> None:
+    def reset_child() -> None:
         if os.getppid() != server:
             return  # a child's child, forked by hand
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -45,22 +48,22 @@ def _begin(parent: int) -> None:
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_EVERY_S, _LOOK_EVERY_S)
-    os.register_at_fork(after_in_child=begin_child)
-    # Last of all: taking down what was imported would take seconds, and complain of what is frozen.
+    signal.signal(signal.SIGALRM, exit_if_orphaned)
+    signal.setitimer(signal.ITIMER_REAL, _PARENT_CHECK_S, _PARENT_CHECK_S)
+    os.register_at_fork(after_in_child=reset_child)
+    # Runs last. Destroying imported modules would take seconds and warn of frozen objects.
     atexit.register(os._exit, 0)
     with contextlib.suppress(ImportError):  # vLLM goes without, too
-        # In a child it would look for the arguments where the environment no longer is.
+        # Imported here, since in a child it would look for the arguments at a wrong address.
         importlib.import_module("setproctitle").setproctitle("VLLM::ForkServer")
     gc.disable()  # nothing that is imported is garbage; looking for it takes a seventh of the time
 
 
-def _be_ready() -> None:
+def _freeze_imports() -> None:
+    """Ends the checks, and keeps garbage collectors of children from writing into shared pages."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Python's server ignores it from here
-    # So that no child's garbage collector writes into pages that all of them share.
     gc.collect()
     gc.freeze()
     gc.enable()

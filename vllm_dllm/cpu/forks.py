@@ -1,8 +1,9 @@
-"""Engines and workers of our models fork from a server that has imported everything.
+"""Which engines and workers fork from the fork server, and the cores of a forked worker.
 
 vLLM binds each thread of a worker to a core by variables that OpenMP's library reads when it is
-loaded. A forked worker has loaded it, so its threads share all of its cores. On two cores that is
-faster; on machines of many, where it has not been measured, workers are spawned as before.
+loaded. A forked worker has loaded it already, so its threads share all of its cores. On two cores
+that is faster. On machines with many cores it has not been measured, so workers are spawned as
+before.
 """
 
 import multiprocessing
@@ -23,25 +24,25 @@ logger = init_logger(__name__)
 
 
 def install() -> None:
-    """Has what this process starts fork, where it can. Repeatable."""
-    if multiprocessing.parent_process() is not None:  # else it has no workers
-        cpu_cores.choose_cores(cores.choose_cores, CPU_WORKER)
+    """Makes engines and workers that this process starts fork, where they can. Repeatable."""
+    if multiprocessing.parent_process() is not None:  # the user's process has no workers
+        cpu_cores.set_core_choice(cores.choose_cores, CPU_WORKER)
     if fork_server.is_forked():
-        if cpu_cores.available_cpu_count() <= cores.FEW_CORES:
-            engine_processes.start_workers(fork_server.ForkContext)
+        if cpu_cores.available_cpu_count() <= cores.SMALL_MACHINE_CORES:
+            engine_processes.set_worker_context(fork_server.ForkContext)
     else:
-        engine_processes.start_engines(_fork_context)
+        engine_processes.set_engine_context(_fork_context)
 
 
 def _fork_context(config: "VllmConfig") -> engine_processes.Context | None:
-    """The context that the engine's processes are forked from. None: vLLM starts them as it does,
-    because the workers are not ours or are bound to memory, or nothing can fork here."""
+    """Returns the context that the engine's processes are forked from. None leaves them to vLLM:
+    the workers are not ours or are bound to memory, or nothing can fork here."""
     parallel_config = config.parallel_config
     if parallel_config.worker_cls != CPU_WORKER or parallel_config.numa_bind:
         return None
     # Started by now, if this is `vllm serve` (`fork_server.start_early`).
-    fork_server.start((*engine_processes.MODULES, *CPU_IMPORTS))
-    obstacle = fork_server.obstacle()
+    fork_server.ensure_running((*engine_processes.MODULES, *CPU_IMPORTS))
+    obstacle = fork_server.find_fork_obstacle()
     if obstacle is None:
         return fork_server.ForkContext
     logger.info("The engine's processes import everything anew, because %s.", obstacle)

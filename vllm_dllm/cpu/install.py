@@ -1,31 +1,31 @@
-"""What a process on a CPU does before it has a configuration, and when it has one."""
+"""Prepares a process on a CPU, and the configuration of a model that it serves."""
 
 import os
 from typing import TYPE_CHECKING
 
 from vllm_dllm.config.workers import CPU_WORKER, cpu_variables
-from vllm_dllm.cpu import compilation, cores, forks
-from vllm_dllm.cpu.compat import engine_processes, runner
-from vllm_dllm.cpu.compat.cores import available_cpu_count
+from vllm_dllm.cpu import cores, forks, norm
+from vllm_dllm.cpu.compat import runner, triton_placeholder
+from vllm_dllm.cpu.compat.cores import available_cpu_count, shorten_busy_wait
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 def install() -> None:
-    """Lets configurations of this process, which is on a CPU, choose model runner v2. Repeatable,
-    and nothing where vLLM can launch Triton kernels."""
-    if runner.has_triton():
+    """Lets configurations of this process choose model runner v2, and its processes fork. Does
+    nothing where vLLM can launch Triton kernels. Repeatable."""
+    if triton_placeholder.has_triton():
         return
-    compilation.register_norm()
+    norm.register_cpp_norm()
     runner.allow_v2_runner_without_triton(prepare)
     forks.install()
-    if available_cpu_count() <= cores.FEW_CORES:
-        engine_processes.fall_asleep_soon()
+    if available_cpu_count() <= cores.SMALL_MACHINE_CORES:
+        shorten_busy_wait()
 
 
 def prepare(config: "VllmConfig") -> None:
-    """Completes the configuration of a model that runner v2 will run on this CPU."""
+    """Sets worker class, environment and warm-up of a model that runner v2 will run on this CPU."""
     if config.parallel_config.worker_cls == runner.STOCK_CPU_WORKER:
         config.parallel_config.worker_cls = CPU_WORKER
     config.kernel_config.enable_jit_warmup = False  # there is nothing to compile

@@ -1,7 +1,7 @@
 """Replaces vLLM's Triton kernels with objects that can be launched without Triton.
 
 Without Triton, vLLM's `@triton.jit` returns the decorated function, and `kernel[grid](...)` fails.
-What has no native version runs in Triton's own interpreter.
+A kernel that has no native version runs in Triton's own interpreter.
 """
 
 import linecache
@@ -14,8 +14,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from attention_kernels.interpreter import interpret_language
-from vllm_dllm.cpu.compat import runner
-from vllm_dllm.cpu.compat.runner import is_placeholder_constexpr, real_triton_module
+from vllm_dllm.cpu.compat import triton_placeholder
 
 logger = init_logger(__name__)
 
@@ -33,27 +32,31 @@ class CpuKernel:
         self.__module__ = fn.__module__
 
     def __getitem__(self, grid: Grid) -> Launch:
+        """Returns the function that launches the kernel on `grid`."""
         return partial(self.native or self.interpret, grid)
 
     def interpret(self, grid: Grid, *args: Any, **kwargs: Any) -> None:
+        """Runs the kernel in Triton's interpreter, and warns once."""
         logger.warning_once(
             "Kernel %s.%s has no native CPU version and runs in Triton's interpreter, slowly.",
             self.__module__,
             self.__name__,
         )
-        interpreted(self.fn)[grid](*args, **kwargs)
+        make_interpreted(self.fn)[grid](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A call from inside another interpreted kernel."""
-        return interpreted(self.fn)(*args, **kwargs)
+        """Runs the function as a call from inside another interpreted kernel."""
+        return make_interpreted(self.fn)(*args, **kwargs)
 
 
 def kernel_name(fn: FunctionType) -> str:
+    """Returns the module and name of a kernel, as in `NATIVE_KERNELS`."""
     return f"{fn.__module__}.{fn.__name__}"
 
 
 def jit(fn: FunctionType | None = None, **options: Any) -> Any:
-    """Replaces `triton.jit`, whose options only affect Triton's compiler."""
+    """Returns the `CpuKernel` of `fn`. Replaces `triton.jit`, whose options only affect Triton's
+    compiler."""
     if fn is None:
         return jit
     from vllm_dllm.cpu.kernels import NATIVE_KERNELS
@@ -63,11 +66,11 @@ def jit(fn: FunctionType | None = None, **options: Any) -> Any:
 
 def replace_kernels() -> None:
     """Replaces the kernels of all vLLM modules, whether loaded already or later. Repeatable."""
-    runner.set_triton_jit(jit)
+    triton_placeholder.set_triton_jit(jit)
     modules = [
         module
         for name, module in list(sys.modules.items())
-        if name.startswith("vllm.") and runner.uses_triton_placeholder(module)
+        if name.startswith("vllm.") and triton_placeholder.uses_triton_placeholder(module)
     ]
     kernels = {id(fn): jit(fn) for module in modules for fn in _jitted_functions(module)}
     # Also in modules that did `from module import kernel`.
@@ -79,6 +82,7 @@ def replace_kernels() -> None:
 
 
 def _jitted_functions(module: ModuleType) -> Sequence[FunctionType]:
+    """Returns the kernels that `module` defines."""
     return [
         value
         for value in vars(module).values()
@@ -102,8 +106,8 @@ def _is_jitted(fn: FunctionType) -> bool:
 
 
 @cache
-def interpreted(fn: FunctionType) -> Any:
-    """`fn` as `triton.jit` would return it under TRITON_INTERPRET=1.
+def make_interpreted(fn: FunctionType) -> Any:
+    """Returns `fn` as `triton.jit` would under TRITON_INTERPRET=1.
 
     The module of `fn` was loaded with placeholders for `triton.language`. They are replaced with
     the real modules, which the interpreter looks for.
@@ -113,11 +117,13 @@ def interpreted(fn: FunctionType) -> Any:
 
     interpret_language()
     for attribute, value in list(fn.__globals__.items()):
-        real = real_triton_module(value)
+        real = triton_placeholder.real_triton_module(value)
         if real is not None:
             fn.__globals__[attribute] = real
     fn.__annotations__ = {
-        name: tl.constexpr if is_placeholder_constexpr(annotation) else annotation
+        name: tl.constexpr
+        if triton_placeholder.is_placeholder_constexpr(annotation)
+        else annotation
         for name, annotation in fn.__annotations__.items()
     }
     return InterpretedFunction(fn)

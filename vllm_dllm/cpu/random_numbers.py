@@ -1,8 +1,8 @@
-"""The random numbers of vLLM's sampling kernels (`sample/gumbel.py`) in NumPy: the uniform ones bit
-for bit, Gumbel noise up to the rounding of a logarithm.
+"""The random numbers of vLLM's sampling kernels (`sample/gumbel.py`) in NumPy: uniform ones bit for
+bit, Gumbel noise up to the rounding of a logarithm.
 
 A draw depends on the request's seed, the token's position and, where each token of the vocabulary
-has its own, the token id; so a native kernel picks the token that the Triton kernel would.
+has its own draw, the token id. So a native kernel picks the same token as the Triton kernel.
 """
 
 from typing import Any
@@ -17,48 +17,53 @@ _SECOND_STREAM = 0x9E3779B9  # of the upper 32 bits of an fp64 draw
 _SMALLEST_PHILOX = np.float32(4.6566127342e-10)
 
 
-def _words(integers: Array) -> Array:
+def _as_uint64(integers: Array) -> Array:
+    """Returns int64 numbers as uint64 of the same bits."""
     return integers.astype(np.int64).view(np.uint64)
 
 
 def _rotate_left(x: Array, bits: int) -> Array:
+    """Rotates uint32 numbers by `bits`."""
     return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
 
 
-def _mix(h: Array, key: Array) -> Array:
-    """MurmurHash3's hash `h` after four more bytes, `key`: both uint32."""
+def _mix_murmur3(h: Array, key: Array) -> Array:
+    """Returns MurmurHash3's hash `h` after four more bytes, `key`: both uint32."""
     key = _rotate_left(key * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
     return _rotate_left(h ^ key, 13) * np.uint32(5) + np.uint32(0xE6546B64)
 
 
 def murmur3(seeds: Array, positions: Array, tokens: Array, domain: int = 0) -> Array:
-    """uint32 hashes of int64 `seeds` and `positions` and the lower halves of `tokens`, broadcast
-    against each other."""
+    """Returns uint32 hashes of int64 `seeds` and `positions` and the lower halves of `tokens`,
+    broadcast against each other."""
     with np.errstate(over="ignore"):
-        seeds, positions = _words(seeds), _words(positions)
+        seeds, positions = _as_uint64(seeds), _as_uint64(positions)
         h = np.full(seeds.shape, domain, np.uint32)
-        h = _mix(h, (seeds & _MASK).astype(np.uint32))
-        h = _mix(h, (seeds >> np.uint64(32)).astype(np.uint32))
-        h = _mix(h, (positions & _MASK).astype(np.uint32))
-        h = _mix(h, tokens.astype(np.uint32)) ^ np.uint32(16)
+        h = _mix_murmur3(h, (seeds & _MASK).astype(np.uint32))
+        h = _mix_murmur3(h, (seeds >> np.uint64(32)).astype(np.uint32))
+        h = _mix_murmur3(h, (positions & _MASK).astype(np.uint32))
+        h = _mix_murmur3(h, tokens.astype(np.uint32)) ^ np.uint32(16)
         h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
         h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
         return h ^ (h >> np.uint32(16))
 
 
 def _uniform32(bits: Array) -> Array:
+    """Converts uint32 `bits` to fp32 numbers in (0, 1)."""
     high = (bits >> np.uint32(16)).astype(np.float32) * np.float32(1.52587890625e-05)
     low = (bits & np.uint32(0xFFFF)).astype(np.float32) + np.float32(0.5)
     return high + low * np.float32(2.3283064365386963e-10)
 
 
 def _uniform64(bits: Array) -> Array:
+    """Converts `bits` of 53 bits to fp64 numbers in (0, 1)."""
     uniform = (bits.astype(np.float64) + 0.5) * 1.1102230246251565e-16
     return np.where(uniform == 1.0, uniform - 1.1102230246251565e-16, uniform)
 
 
-def gumbel(seeds: Array, positions: Array, tokens: Array, fp64: bool) -> Array:
-    """Gumbel noise, fp64 or fp32 with its large values, which decide, resolved most finely."""
+def gumbel_noise(seeds: Array, positions: Array, tokens: Array, fp64: bool) -> Array:
+    """Returns Gumbel noise of int64 `seeds`, `positions` and `tokens`, broadcast: fp64, or fp32
+    whose large values, which decide, have the finest steps."""
     if fp64:
         low = murmur3(seeds, positions, tokens).astype(np.uint64)
         high = murmur3(seeds, positions, tokens, _SECOND_STREAM).astype(np.uint64)
@@ -69,8 +74,9 @@ def gumbel(seeds: Array, positions: Array, tokens: Array, fp64: bool) -> Array:
 
 
 def philox_uniform(seeds: Array, positions: Array) -> Array:
-    """fp32 draws in (0, 1) of int64 seeds and positions: Triton's `tl.rand`, never zero."""
-    seeds, positions = _words(seeds), _words(positions)
+    """Returns fp32 draws in (0, 1) from int64 seeds and positions: Triton's `tl.rand`, but never
+    zero."""
+    seeds, positions = _as_uint64(seeds), _as_uint64(positions)
     key0, key1 = seeds & _MASK, seeds >> np.uint64(32)
     c0, c1 = positions & _MASK, positions >> np.uint64(32)
     c2 = c3 = np.zeros_like(c0)

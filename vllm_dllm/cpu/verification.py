@@ -1,8 +1,9 @@
-"""How many of each request's drafts the target accepts, and the token it adds: linear verification.
+"""Linear verification: how many drafts of each request the target accepts, and the token that it
+adds.
 
-A request's rows of logits are its drafts' and one more: row i says what the target would put where
-draft i stands, so the row of the first draft that is refused, or the last row, yields a token of
-the target's own. Greedy requests keep the drafts that equal the target's best token. Sampled ones
+A request has a row of logits for each draft and one more. Row i is the target's distribution of the
+token at draft i, so the row of the first refused draft, or the last row, yields a token of the
+target's own. Greedy requests keep drafts that equal the target's best token. Sampled requests
 follow Leviathan et al., "Fast Inference from Transformers via Speculative Decoding"
 (arXiv:2211.17192): draft x is kept with probability min(1, p(x) / q(x)); where it is refused, the
 token is drawn from max(p - q, 0), normalised, and so every token is distributed as p. A drafter
@@ -13,23 +14,22 @@ R = requests, N = rows of all of them, V = vocabulary, W = most rows a request h
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_dllm.cpu.compat.runner import stock_rejection_sample
-from vllm_dllm.cpu.random_numbers import gumbel, philox_uniform
+from vllm_dllm.cpu.random_numbers import gumbel_noise, philox_uniform
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers of sampled requests, asked for only if there are any."""
+    """Random numbers of sampled requests. The functions are called only if there are such
+    requests."""
 
     uniform: Callable[[], torch.Tensor]
-    """[N] fp32 in (0, 1), one for each row's draft."""
+    """Returns [N] fp32 in (0, 1), one for each row's draft."""
     gumbel: Callable[[torch.Tensor], torch.Tensor]
-    """Noise [R, V] for the rows [R] that yield a token."""
+    """Returns noise [R, V] for the rows [R] that yield a token."""
 
 
 def verify(
@@ -60,7 +60,6 @@ def verify(
     if some_sampled:
         ratio = _log_ratio(logits, draft_logits, rows, proposed.clamp(min=0))
         accepted = torch.where(greedy[:, None], accepted, ratio > draws.uniform().log()[rows])
-    # A refusal ends the request's own row of the table and nobody else's.
     num_accepted = (accepted & (proposed >= 0)).int().cumprod(dim=1).sum(dim=1)
 
     last = starts + num_accepted
@@ -68,7 +67,9 @@ def verify(
     if some_sampled:
         residual = logits[last].clone()
         refused = proposed.gather(1, num_accepted[:, None]).squeeze(1)
-        _remove_drafted(residual, refused, None if draft_logits is None else draft_logits[last])
+        _subtract_draft_distribution(
+            residual, refused, None if draft_logits is None else draft_logits[last]
+        )
         final = torch.where(greedy, final, (residual + draws.gumbel(last)).argmax(dim=-1))
     tokens = torch.where(columns < num_accepted[:, None], proposed, final[:, None])
     return tokens, (num_accepted + 1).int()
@@ -80,18 +81,20 @@ def _log_ratio(
     rows: torch.Tensor,  # [R, W]
     tokens: torch.Tensor,  # [R, W]
 ) -> torch.Tensor:
-    """log(p / q) [R, W] of `tokens`."""
+    """Returns log(p / q) [R, W] of `tokens`."""
     ratio = logits[rows, tokens] - logits.logsumexp(dim=-1)[rows]
     if draft_logits is not None:
         ratio -= draft_logits[rows, tokens] - draft_logits.logsumexp(dim=-1)[rows]
     return ratio
 
 
-def _remove_drafted(
+def _subtract_draft_distribution(
     logits: torch.Tensor,  # [R, V], becomes log max(p - q, 0) up to a constant
     refused: torch.Tensor,  # [R] the draft that was refused, -1 where none was: p stays
     draft_logits: torch.Tensor | None,  # [R, V]
 ) -> None:
+    """Changes `logits` in place to those of max(p - q, 0), up to a constant, in rows that refused a
+    draft."""
     some = torch.nonzero(refused >= 0)[:, 0]
     if draft_logits is None:
         logits[some, refused[some]] = float("-inf")
@@ -113,31 +116,13 @@ def rejection_sample(
     temperature: torch.Tensor,  # [max_num_reqs] fp32
     seed: torch.Tensor,  # [max_num_reqs] int64
     num_speculative_steps: int,
-    synthetic_conditional_rates: torch.Tensor | None = None,
     use_fp64: bool = False,
-    use_block_verification: bool = False,
-    **watermarking: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [num_reqs, num_speculative_steps + 1] int64 and how many of them count, [num_reqs]
-    int32, with vLLM's own random numbers. What `verify` lacks runs in Triton's interpreter."""
-    if synthetic_conditional_rates is not None or use_block_verification or watermarking:
-        return stock_rejection_sample(
-            target_logits,
-            draft_logits,
-            draft_sampled,
-            cu_num_logits,
-            pos,
-            idx_mapping,
-            expanded_idx_mapping,
-            expanded_local_pos,
-            temperature,
-            seed,
-            num_speculative_steps,
-            synthetic_conditional_rates,
-            use_fp64,
-            use_block_verification,
-            **watermarking,
-        )
+    """Verifies drafts as vLLM's function of this name does, with the same random numbers.
+
+    Returns tokens [num_reqs, num_speculative_steps + 1] int64, and how many of them count,
+    [num_reqs] int32.
+    """
     if draft_logits is not None:  # a target's vocabulary may be padded further than its drafter's
         target_logits = target_logits[:, : draft_logits.shape[-1]]
     draws = _draws(seed[expanded_idx_mapping], pos, target_logits.shape[1], use_fp64)
@@ -166,13 +151,13 @@ def _draws(
     vocab_size: int,
     use_fp64: bool,
 ) -> Draws:
-    """vLLM's random numbers of each row."""
+    """Returns the draws of vLLM's random numbers for each row."""
     seeds, positions, vocabulary = seed.numpy(), pos.numpy(), np.arange(vocab_size)
 
     def noise(rows: torch.Tensor) -> torch.Tensor:
         chosen = rows.numpy()
         return torch.from_numpy(
-            gumbel(seeds[chosen, None], positions[chosen, None], vocabulary, use_fp64)
+            gumbel_noise(seeds[chosen, None], positions[chosen, None], vocabulary, use_fp64)
         )
 
     return Draws(uniform=lambda: torch.from_numpy(philox_uniform(seeds, positions)), gumbel=noise)

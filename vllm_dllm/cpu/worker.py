@@ -1,5 +1,8 @@
-"""The CPU worker of model runner v2. Configurations name it by string, so that the process that
-runs the model, which is not the one that was started by the user, is the one that imports it."""
+"""The CPU worker of model runner v2.
+
+Configurations name it by string: it is imported by the process that runs the model, not by the one
+that the user started.
+"""
 
 from typing import Any
 
@@ -19,7 +22,7 @@ from vllm_dllm.compat.runner import (
 )
 from vllm_dllm.config.workers import SPECULATORS
 from vllm_dllm.cpu import cache_size, compilation, cores, experts, forks
-from vllm_dllm.cpu.compat import ops, platform
+from vllm_dllm.cpu.compat import adapters, communicator, ops
 from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton, replace_rejection_sample
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.verification import rejection_sample
@@ -27,6 +30,8 @@ from vllm_dllm.parents import end_with_parent
 
 
 class TritonFreeCPUWorker(CPUWorker):
+    """vLLM's CPU worker for diffusion models and drafters, without Triton."""
+
     _threads: cores.StepThreads | None = None
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -37,43 +42,45 @@ class TritonFreeCPUWorker(CPUWorker):
             super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
-        ops.ask_for_tiles()
+        ops.request_amx_permission()
         replace_kernels()
         replace_rejection_sample(rejection_sample)
-        experts.prefer_bf16()
-        platform.exchange_uneven_steps()
-        platform.serve_batches_of_adapters()
+        experts.prefer_bf16_experts()
+        communicator.use_uneven_communicator()
+        adapters.use_batched_adapters()
         drafting.set_speculator_classes(*SPECULATORS)
         super().init_device()
-        compilation.reuse_compiled_models(self.vllm_config)  # whose key has the threads
+        compilation.reuse_compiled_models(self.vllm_config)  # the key has the number of threads
 
     def load_model(self, **kwargs: Any) -> None:
         refuse_vocabulary_adapters(self.model_runner)
         super().load_model(**kwargs)
         restrict_prompt_logprobs(self.model_runner)
-        self._threads = cores.threads_of_worker(
+        self._threads = cores.make_step_threads(
             self.model_runner.model, self.model_config.get_total_num_hidden_layers()
         )
-        # Here, a mistake ends the start without vLLM's words around it.
+        # An error raised here is not wrapped in vLLM's own.
         if (size := self.cache_config.kv_cache_memory_bytes) is not None:
-            cache_size.check_room(size, self.get_kv_cache_spec(), self.vllm_config)
+            cache_size.check_longest_request_fits(size, self.get_kv_cache_spec(), self.vllm_config)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError: kernels for CPUs have packed copies of the weights, which stay."""
+        """Raises ValueError: CPU kernels have packed copies of the weights, which would stay the
+        old ones."""
         raise ValueError(
             "Weights cannot be reloaded on CPUs, whose kernels have packed them. Start the server "
             "anew with the other weights."
         )
 
     def determine_available_memory(self) -> int:
+        """Returns the size of the KV cache in bytes."""
         if self.cache_config.kv_cache_memory_bytes is not None:
             return super().determine_available_memory()
-        # As vLLM does it, but for its check of memory that nobody has asked for.
+        # As in vLLM, without its check that its default share of the memory is free.
         if not envs.VLLM_CPU_CI_ENV:
             self.model_runner.warming_up_model()
         node_id = get_allowed_cpu_list()[0].numa_node
-        available = cache_size.available_bytes(self.cache_config, node_id)
-        return cache_size.cache_bytes(available, self.get_kv_cache_spec(), self.vllm_config)
+        available = cache_size.available_cache_bytes(self.cache_config, node_id)
+        return cache_size.choose_cache_bytes(available, self.get_kv_cache_spec(), self.vllm_config)
 
     def compile_or_warm_up_model(self) -> Any:
         done = super().compile_or_warm_up_model()
@@ -81,8 +88,8 @@ class TritonFreeCPUWorker(CPUWorker):
         return done
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Samples at once where nothing is left to wait for, and returns the tokens. Otherwise the
-        engine would be told that the model has run and ask for them: a round trip a step."""
+        """Runs the model, and samples at once if nothing is left to wait for. vLLM's engine would
+        otherwise make another call for the tokens: a round trip for each step."""
         if self._threads is not None and (num_rows := scheduler_output.total_num_scheduled_tokens):
             self._threads.choose(num_rows)
         join_commits(self.model_runner, scheduler_output)
@@ -90,8 +97,8 @@ class TritonFreeCPUWorker(CPUWorker):
         output = super().execute_model(scheduler_output)
         samples_at_once = (
             self.model_config.is_diffusion
-            and not scheduler_output.has_structured_output_requests  # their masks come meanwhile
-            and not self.scheduler_config.async_scheduling  # there, the engine has asked already
+            and not scheduler_output.has_structured_output_requests  # whose masks come later
+            and not self.scheduler_config.async_scheduling  # where the engine has already asked
         )
         return self.sample_tokens(None) if output is None and samples_at_once else output
 

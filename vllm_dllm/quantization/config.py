@@ -105,7 +105,7 @@ class CompressedTensorsOfOurs(CompressedTensorsConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if current_platform.is_cpu():
-            method: QuantizeMethodBase | None = _on_cpu().experts_method(self, layer, prefix)
+            method: QuantizeMethodBase | None = _on_cpu().choose_layer_method(self, layer, prefix)
             if method is not None:
                 return method
         return super().get_quant_method(layer, prefix)

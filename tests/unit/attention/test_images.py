@@ -14,7 +14,7 @@ from attention_kernels.masks import visible
 from attention_kernels.testing import PagedBatch, Request
 from tests.unit.attention.metadata import common_metadata
 from vllm_dllm.attention import WindowRules
-from vllm_dllm.cpu.attention.cuts import cut_out_images
+from vllm_dllm.cpu.attention.cuts import split_at_images
 
 W = 16
 PROMPTS = {  # length, images
@@ -71,7 +71,7 @@ def test_an_image_becomes_a_request() -> None:
         Request(10, 5, causal=True, images=((4, 8), (8, 12))),
         Request(0, 3),
     )
-    step, rules, images = cut_out_images(
+    step, rules, images = split_at_images(
         common_metadata(batch), WindowRules(batch.symmetric, batch.spans)
     )
     assert step.query_start_loc.tolist() == [0, 4, 7, 11, 14]
@@ -87,7 +87,7 @@ def test_an_image_becomes_a_request() -> None:
 
 def test_text_is_left_alone() -> None:
     step, rules = SimpleNamespace(), WindowRules()
-    assert cut_out_images(step, rules) == (step, rules, [])  # type: ignore[arg-type]
+    assert split_at_images(step, rules) == (step, rules, [])  # type: ignore[arg-type]
 
 
 def test_an_image_that_was_cut_is_noticed() -> None:
@@ -95,4 +95,4 @@ def test_an_image_that_was_cut_is_noticed() -> None:
     assert batch.spans is not None
     batch.spans[batch.spans == 12] = 20
     with pytest.raises(AssertionError, match="has the last row of its images"):
-        cut_out_images(common_metadata(batch), WindowRules(batch.symmetric, batch.spans))
+        split_at_images(common_metadata(batch), WindowRules(batch.symmetric, batch.spans))

@@ -134,16 +134,14 @@ def test_drafts_are_verified_natively_unless_fly_may_accept_them(
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    monkeypatch.setattr(runner, "stock_rejection_sample", lambda *args, **kwargs: kwargs)
     with patched("v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample"):
-        runner.replace_rejection_sample(lambda *args, **kwargs: (args, kwargs))
+        monkeypatch.setattr(rejection_sampler, "rejection_sample", lambda *args, **kwargs: kwargs)
+        runner.replace_rejection_sample(lambda *args: args)
         verify = rejection_sampler.rejection_sample
     fly = {
         "fly_window_size": window,
         "fly_entropy_threshold": 0.3,
         "fly_entropy_top_k": 3,
     }
-    answer = verify("logits", use_fp64=True, **fly)
-    assert answer == (
-        (("logits",), {"use_fp64": True}) if window == 0 else {"use_fp64": True, **fly}
-    )
+    answer = verify("logits", None, use_fp64=True, **fly)
+    assert answer == (("logits", True) if window == 0 else {"use_fp64": True, **fly})

@@ -7,7 +7,7 @@ from vllm.lora.punica_wrapper import punica_selector
 from vllm.platforms import cpu
 
 from tests import tolerances
-from vllm_dllm.cpu.compat.platform import BatchedAdapters, serve_batches_of_adapters
+from vllm_dllm.cpu.compat.adapters import BatchedAdapters, use_batched_adapters
 
 pytestmark = pytest.mark.numerics
 
@@ -18,7 +18,7 @@ RANK, K, SLICES = 4, 24, (6, 10)
 def test_each_row_gets_its_own(ids: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own gives rows of none the last adapter."""
     monkeypatch.setattr(punica_selector, "current_platform", cpu.CpuPlatform())
-    serve_batches_of_adapters()
+    use_batched_adapters()
     wrapper = punica_selector.get_punica_wrapper(16, max_batches=8, device="cpu")
     assert isinstance(wrapper, BatchedAdapters)
     slots = [7, 9]

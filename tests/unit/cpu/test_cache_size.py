@@ -27,13 +27,13 @@ LAYERS = {
 }
 FULL_BYTES = 63 * BLOCK_BYTES  # blocks of 16 for 1,000 tokens
 SLIDING_BYTES = 13 * BLOCK_BYTES  # for the window, a step, and a block that begins before both
-FILLABLE = cache_size.ROOM * REQUESTS * (FULL_BYTES + SLIDING_BYTES)
+FILLABLE = cache_size.CAPACITY_FACTOR * REQUESTS * (FULL_BYTES + SLIDING_BYTES)
 GIB = 1 << 30
 
 
 @pytest.fixture
 def no_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_size, "LEAST_BYTES", 0)
+    monkeypatch.setattr(cache_size, "MIN_BYTES", 0)
 
 
 def config(**cache: Any) -> Any:
@@ -48,25 +48,25 @@ def config(**cache: Any) -> Any:
 
 @pytest.mark.usefixtures("no_least")
 def test_twice_what_all_requests_fill() -> None:
-    assert cache_size.cache_bytes(GIB, LAYERS, config()) == FILLABLE
+    assert cache_size.choose_cache_bytes(GIB, LAYERS, config()) == FILLABLE
 
 
 def test_few_requests_leave_room_for_prefixes() -> None:
-    assert cache_size.cache_bytes(2 * GIB, LAYERS, config()) == cache_size.LEAST_BYTES
+    assert cache_size.choose_cache_bytes(2 * GIB, LAYERS, config()) == cache_size.MIN_BYTES
 
 
 @pytest.mark.parametrize("available", [FILLABLE - 1, GIB - 1])
 def test_never_more_than_there_is(available: int) -> None:
-    assert cache_size.cache_bytes(available, LAYERS, config()) == available
+    assert cache_size.choose_cache_bytes(available, LAYERS, config()) == available
 
 
 def test_a_model_without_a_cache_keeps_what_vllm_says() -> None:
-    assert cache_size.cache_bytes(GIB, {}, config()) == GIB
+    assert cache_size.choose_cache_bytes(GIB, {}, config()) == GIB
 
 
 def test_no_room_for_one_request() -> None:
     with pytest.raises(ValueError, match=r"of 1000 tokens needs 0\.59 MiB of KV"):
-        cache_size.cache_bytes(FULL_BYTES, LAYERS, config())
+        cache_size.choose_cache_bytes(FULL_BYTES, LAYERS, config())
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_starts_where_the_share_of_vllm_is_not_free(
     """vLLM wants 0.92 of the machine. What others take during the start does not matter either."""
     worker = started(monkeypatch)
     node.available_memory = 2 * GIB
-    assert worker.determine_available_memory() == cache_size.LEAST_BYTES
+    assert worker.determine_available_memory() == cache_size.MIN_BYTES
 
 
 def test_takes_its_share_of_what_is_free(
@@ -134,7 +134,7 @@ def test_a_named_size_without_room_for_one_request(
     """vLLM says that 0.0 GiB are needed, and 0.0 available."""
     monkeypatch.setattr(cpu_worker.CPUWorker, "load_model", lambda worker: None)
     monkeypatch.setattr(worker, "restrict_prompt_logprobs", lambda runner: None)
-    monkeypatch.setattr(worker.cores, "threads_of_worker", lambda model, num_layers: None)
+    monkeypatch.setattr(worker.cores, "make_step_threads", lambda model, num_layers: None)
     made = started(monkeypatch, kv_cache_memory_bytes=size)
     made.model_runner = made.model_config = MagicMock()
     with pytest.raises(ValueError, match=r"needs 0\.59 MiB of KV .*" + said):
@@ -164,4 +164,4 @@ def test_files_in_memory_give_way(
     everything = SimpleNamespace(available=100 * GIB)
     monkeypatch.setattr(cache_size.psutil, "virtual_memory", lambda: everything)
     node.available_memory = GIB
-    assert cache_size.available_bytes(CacheConfig(), 0) == int(0.92 * 23 * GIB)
+    assert cache_size.available_cache_bytes(CacheConfig(), 0) == int(0.92 * 23 * GIB)

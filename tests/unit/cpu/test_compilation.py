@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 import vllm_dllm
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.patched import patched
-from vllm_dllm.cpu import compilation
+from vllm_dllm.cpu import compilation, norm, processor
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def way(config: VllmConfig) -> tuple[CompilationMode, str, bool]:
     return (
         config.compilation_config.mode,
         config.compilation_config.backend,
-        norms[0] == compilation.NORM_PROVIDER,
+        norms[0] == norm.NORM_PROVIDER,
     )
 
 
@@ -106,10 +106,10 @@ def test_a_compiled_model_is_not_loaded_after_a_change(
 def test_instruction_set(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("model name\t: A CPU\nflags\t\t: sse avx2 amx_tile\nflags\t\t: sse\n")
-    assert compilation.instruction_set(cpuinfo) == "amx_tile avx2 sse"
+    assert processor.instruction_set(cpuinfo) == "amx_tile avx2 sse"
     cpuinfo.write_text("Features\t: sve asimd\n")
-    assert compilation.instruction_set(cpuinfo) == "asimd sve"
-    assert compilation.instruction_set(tmp_path / "none") != ""
+    assert processor.instruction_set(cpuinfo) == "asimd sve"
+    assert processor.instruction_set(tmp_path / "none") != ""
 
 
 def test_sources(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from vllm_dllm.config.workers import CPU_WORKER
 from vllm_dllm.cpu import cores
 from vllm_dllm.cpu.compat import cores as cpu_cores
 from vllm_dllm.cpu.compat.runner import STOCK_CPU_WORKER
-from vllm_dllm.cpu.cores import LEAST_WORK, StepThreads
+from vllm_dllm.cpu.cores import MIN_WORK, StepThreads
 
 USER = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 
@@ -76,7 +76,7 @@ def given(
     )
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=kv_transfer)
     with patched("v1.executor.multiproc_executor:OMPProcessManager"):
-        cpu_cores.choose_cores(cores.choose_cores, CPU_WORKER)
+        cpu_cores.set_core_choice(cores.choose_cores, CPU_WORKER)
         manager = multiproc_executor.OMPProcessManager(config)
     return manager.cpu_lists, manager.reserved_cpu_list
 
@@ -119,12 +119,12 @@ def test_workers_share_a_memory_node(
 
 def test_workers_are_spread_over_memory_nodes() -> None:
     nodes = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert cpu_cores.share(nodes, 3) == [[0, 1, 2, 3], [4, 5], [6, 7]]
+    assert cpu_cores.split_node_cores(nodes, 3) == [[0, 1, 2, 3], [4, 5], [6, 7]]
 
 
 def test_small_steps_run_on_one_thread() -> None:
     used: list[int] = []
-    threads = StepThreads(LEAST_WORK // 1000, most=4, set_num_threads=used.append)
+    threads = StepThreads(MIN_WORK // 1000, most=4, set_num_threads=used.append)
     for num_rows in (999, 64, 1000, 5000, 1):
         threads.choose(num_rows)
     assert used == [1, 4, 1]  # set when it changes
@@ -133,5 +133,5 @@ def test_small_steps_run_on_one_thread() -> None:
 def test_one_row_of_a_large_model_runs_on_all() -> None:
     """Reading its weights is work enough."""
     used: list[int] = []
-    StepThreads(LEAST_WORK // 20, most=2, set_num_threads=used.append).choose(1)
+    StepThreads(MIN_WORK // 20, most=2, set_num_threads=used.append).choose(1)
     assert used == []

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from vllm_dllm.cpu.compat import engine_processes
+from vllm_dllm.cpu.compat.cores import shorten_busy_wait
 
 
 def answer_pairs(asked: Any, handles: Any, count: int) -> None:
-    engine_processes.fall_asleep_soon()
+    shorten_busy_wait()
     questions = MessageQueue.create_from_handle(asked, 0)
     answers = MessageQueue(1, 1)
     handles.send(answers.export_handle())
@@ -27,7 +27,7 @@ def answer_pairs(asked: Any, handles: Any, count: int) -> None:
 @pytest.mark.slow
 def test_no_message_is_missed() -> None:
     """Of two in a row, the second wakes nobody; so readers must not be asleep by then."""
-    engine_processes.fall_asleep_soon()
+    shorten_busy_wait()
     pauses = [0.0, 0.001, 0.03, 0.06] * 20
     questions = MessageQueue(1, 1)
     here, there = multiprocessing.Pipe()

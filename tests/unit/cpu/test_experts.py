@@ -105,47 +105,47 @@ def zen(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     return config
 
 
-def is_faster(config: VllmConfig, **differences: object) -> bool:
+def is_faster_than_stock(config: VllmConfig, **differences: object) -> bool:
     with set_current_vllm_config(config):
-        return experts.is_faster(type("Other", (Experts,), differences))
+        return experts.is_faster_than_stock(type("Other", (Experts,), differences))
 
 
 def test_large_experts_in_bf16(zen: VllmConfig) -> None:
-    assert is_faster(zen)
-    assert not is_faster(zen, in_dtype=torch.float32)
-    assert not is_faster(zen, in_dtype=torch.float16)
-    assert not is_faster(zen, has_bias=True)
-    assert not is_faster(zen, num_experts=64), "16 rows of a canvas an expert"
-    assert not is_faster(zen, hidden_dim=128, intermediate_size_per_partition=64)
+    assert is_faster_than_stock(zen)
+    assert not is_faster_than_stock(zen, in_dtype=torch.float32)
+    assert not is_faster_than_stock(zen, in_dtype=torch.float16)
+    assert not is_faster_than_stock(zen, has_bias=True)
+    assert not is_faster_than_stock(zen, num_experts=64), "16 rows of a canvas an expert"
+    assert not is_faster_than_stock(zen, hidden_dim=128, intermediate_size_per_partition=64)
 
 
 def test_not_for_other_processors(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "cpu_vendor", lambda: "GenuineIntel")
-    assert not is_faster(zen)
+    assert not is_faster_than_stock(zen)
 
 
 def test_not_with_amx(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert not is_faster(zen)
+    assert not is_faster_than_stock(zen)
 
 
 def test_not_without_bf16(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert not is_faster(zen)
+    assert not is_faster_than_stock(zen)
 
 
 def test_not_for_models_without_canvases(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zen, "diffusion_config", None)
-    assert not is_faster(zen)
+    assert not is_faster_than_stock(zen)
 
 
 def test_vllm_asks_it_first() -> None:
     backends = unquantized.UnquantizedMoeBackend
     with patched("model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls"):
         stock = unquantized.backend_to_kernel_cls(backends.CPU)
-        experts.prefer_bf16()
-        experts.prefer_bf16()
+        experts.prefer_bf16_experts()
+        experts.prefer_bf16_experts()
         first, *others = unquantized.backend_to_kernel_cls(backends.CPU)
         assert first is experts.Bf16Experts
-        assert others == [expert_kernels.own_experts(each) for each in stock]
+        assert others == [expert_kernels.with_local_experts(each) for each in stock]
         assert experts.Bf16Experts not in unquantized.backend_to_kernel_cls(backends.TRITON)

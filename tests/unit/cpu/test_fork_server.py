@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.processes import is_running, wait_for
-from vllm_dllm.cpu.fork_server import changes
+from vllm_dllm.cpu.fork_server import changed_variables
 
 PROGRAM = """
 import json, multiprocessing, os, pathlib, signal, sys, time
@@ -47,10 +47,10 @@ def child(folder, depth):
 if __name__ == "__main__":
     folder, imports = pathlib.Path(sys.argv[1]), sys.argv[2:]
     os.environ.update(GONE="later", STAYS="1")
-    fork_server.start(imports, {"EARLY": "1"})
+    fork_server.ensure_running(imports, {"EARLY": "1"})
     write(folder / "started", pid=multiprocessing.forkserver._forkserver._forkserver_pid)
-    assert fork_server.obstacle() is None and "EARLY" not in os.environ
-    fork_server.start(["no_such_module"])  # there is one
+    assert fork_server.find_fork_obstacle() is None and "EARLY" not in os.environ
+    fork_server.ensure_running(["no_such_module"])  # there is one
     os.environ["ADDED"] = "1"
     del os.environ["GONE"]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
@@ -85,7 +85,7 @@ def child(folder):
     sys.exit(7)
 
 if __name__ == "__main__":
-    fork_server.start(["colorsys"])
+    fork_server.ensure_running(["colorsys"])
     process = fork_server.ForkContext().Process(target=child, args=(pathlib.Path(sys.argv[1]),))
     process.start()
     process.join()
@@ -190,6 +190,6 @@ def test_libraries_end_and_nothing_is_taken_down(tmp_path: Path) -> None:
 
 def test_variables_that_count() -> None:
     before = {"OMP_NUM_THREADS": "2", "HOME": "/a", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    assert changes(before, {"HOME": "/b", "OMP_NUM_THREADS": "2"}) == set()
+    assert changed_variables(before, {"HOME": "/b", "OMP_NUM_THREADS": "2"}) == set()
     now = {"HOME": "/a", "VLLM_LOGGING_LEVEL": "DEBUG"}
-    assert changes(before, now) == {"OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL"}
+    assert changed_variables(before, now) == {"OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL"}

@@ -18,7 +18,7 @@ from vllm_dllm.cpu.compat import engine_processes
 
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(fork_server, "start", lambda imports: None)
+    monkeypatch.setattr(fork_server, "ensure_running", lambda imports: None)
     with patched("v1.executor.multiproc_executor:get_mp_context"):
         yield
 
@@ -30,7 +30,7 @@ def config(worker_cls: str = CPU_WORKER, numa_bind: bool = False) -> Any:
 
 
 def test_engines_of_our_workers_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "obstacle", lambda: None)
+    monkeypatch.setattr(fork_server, "find_fork_obstacle", lambda: None)
     assert forks._fork_context(config()) is fork_server.ForkContext
     assert forks._fork_context(config("vllm.v1.worker.cpu_worker.CPUWorker")) is None
     assert forks._fork_context(config(numa_bind=True)) is None
@@ -39,7 +39,7 @@ def test_engines_of_our_workers_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_stands_in_the_way_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fork_server, "obstacle", lambda: "OMP_NUM_THREADS changed")
+    monkeypatch.setattr(fork_server, "find_fork_obstacle", lambda: "OMP_NUM_THREADS changed")
     with caplog.at_level(logging.INFO, "vllm_dllm"):
         assert forks._fork_context(config()) is None
     assert "because OMP_NUM_THREADS changed" in caplog.text

@@ -12,7 +12,7 @@ from checkpoints.recipes.tiny import make_tiny_checkpoint
 from vllm_dllm import plugin
 from vllm_dllm.config.workers import SHORT_SPINS
 from vllm_dllm.cpu import install
-from vllm_dllm.cpu.compat import runner
+from vllm_dllm.cpu.compat import runner, triton_placeholder
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 OURS = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"
@@ -30,7 +30,7 @@ def refuse(*args: object) -> None:
 
 
 def test_a_machine_whose_vllm_has_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "has_triton", lambda: True)
+    monkeypatch.setattr(triton_placeholder, "has_triton", lambda: True)
     monkeypatch.setattr(runner, "allow_v2_runner_without_triton", refuse)
     install.install()
 

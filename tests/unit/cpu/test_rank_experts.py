@@ -8,7 +8,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-from vllm_dllm.cpu.compat.expert_kernels import own_experts
+from vllm_dllm.cpu.compat.expert_kernels import with_local_experts
 
 T, H, INNER, E, K = 5, 32, 64, 8, 3
 
@@ -32,7 +32,7 @@ def test_the_ranks_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         output.copy_((each * weights[..., None]).sum(1))
 
     monkeypatch.setattr(cpu_moe, "cpu_fused_moe", sum_of_experts)
-    kernel: Any = own_experts(cpu_moe.CPUUnquantizedExperts)
+    kernel: Any = with_local_experts(cpu_moe.CPUUnquantizedExperts)
     generator = torch.Generator().manual_seed(0)
     # Whole numbers, whose sums are exact.
     x = torch.randint(-3, 4, (T, H), generator=generator).float()

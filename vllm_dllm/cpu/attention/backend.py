@@ -1,11 +1,11 @@
-"""CPU attention with the reference window rule and images: vLLM's kernel plus one path for what it
-does not know.
+"""CPU attention with the `reference` window rule and images: vLLM's kernel, and a path for what it
+cannot compute.
 
 vLLM's CPU kernel takes a causal flag per request and, for bidirectional requests, applies the
 `symmetric` rule. Under the `reference` rule all rows of a canvas see the same keys: the last W - 1
-tokens of the context and the canvas itself. So attention is two plain matrix products over those
-keys, gathered from the cache, for all canvases together. Images that are longer than the window, of
-which each row sees the whole, go the same way, one by one.
+tokens of the context and the canvas itself. So attention is two matrix products over those keys,
+gathered from the cache, for all canvases together. Images longer than the window are computed the
+same way, one by one: each of their rows sees the whole image.
 """
 
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ from vllm_dllm.cpu.attention.canvases import (
     attend_canvases,
     check_cache_layout,
 )
-from vllm_dllm.cpu.attention.cuts import Image, cut_into_blocks, cut_out_images
+from vllm_dllm.cpu.attention.cuts import Image, split_at_images, split_into_blocks
 
 
 @dataclass
 class CpuCanvasMetadata(CPUAttentionMetadata):
-    """vLLM's CPU metadata, the canvases under the reference rule (None: there are none) and the
-    images that are longer than the window."""
+    """vLLM's CPU metadata, with the canvases under the reference rule (None: there are none) and
+    the images longer than the window."""
 
     canvas_keys: CanvasKeys | None = None
     image_keys: tuple[CanvasKeys, ...] = ()
@@ -63,46 +63,53 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
         window_rules: WindowRules | None = None,
     ) -> CpuCanvasMetadata:
+        """Returns the metadata of a step, with requests split into ones that vLLM's kernel can
+        compute."""
         rules = window_rules or WindowRules()
-        common, rules, images = cut_out_images(common_attn_metadata, rules)
-        common = cut_into_blocks(common)
+        common, rules, images = split_at_images(common_attn_metadata, rules)
+        common = split_into_blocks(common)
         base = super().build(common_prefix_len, common, fast_build)
         return CpuCanvasMetadata(
             **vars(base),
-            canvas_keys=self._canvas_keys(common, rules),
-            image_keys=self._image_keys(common, images),
+            canvas_keys=self._build_canvas_keys(common, rules),
+            image_keys=self._build_image_keys(common, images),
         )
 
-    def _image_keys(
+    def _build_image_keys(
         self, common: CommonAttentionMetadata, images: list[Image]
     ) -> tuple[CanvasKeys, ...]:
+        """Returns the keys of each image that is longer than the window."""
         if self.window_size <= 0:
             return ()
         table = common.block_table_tensor.numpy()
         return tuple(
             CanvasKeys.build(
-                CanvasLayout.of_image(image, self.block_size, self.window_size - 1), table
+                CanvasLayout.build_for_image(image, self.block_size, self.window_size - 1), table
             )
             for image in images
             if image.end - image.first_key > self.window_size
         )
 
-    def _canvas_keys(
+    def _build_canvas_keys(
         self, common: CommonAttentionMetadata, rules: WindowRules
     ) -> CanvasKeys | None:
+        """Returns the keys of canvases under the reference rule, or None if there are none. The
+        layout is shared by layers of the same window and block size."""
         if self.window_size <= 0 or not isinstance(common.causal, torch.Tensor):
             return None
         key = (self.window_size, self.block_size)
         if key not in rules.shared:
-            rules.shared[key] = self._layout(common, rules.symmetric)
+            rules.shared[key] = self._build_layout(common, rules.symmetric)
         layout = rules.shared[key]
         if layout is None:
             return None
         return CanvasKeys.build(layout, common.block_table_tensor.numpy())
 
-    def _layout(
+    def _build_layout(
         self, common: CommonAttentionMetadata, symmetric: torch.Tensor | None
     ) -> CanvasLayout | None:
+        """Returns the layout of canvases under the reference rule, or None if there are none.
+        `symmetric` [num_reqs]: 1 = the request has the other rule."""
         query_start_loc = common.query_start_loc[: common.num_reqs + 1].numpy()
         bidirectional = common.causal.numpy() == 0
         if symmetric is not None:
@@ -120,8 +127,8 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class CpuCanvasImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, except that canvases under the reference rule and images that are
-    longer than the window are computed here."""
+    """vLLM's CPU attention, except that canvases under the reference rule and images longer than
+    the window are computed here."""
 
     def forward(
         self,
@@ -135,6 +142,7 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Writes the attention of all rows to `output`, and returns it."""
         canvas_keys = attn_metadata.canvas_keys if attn_metadata is not None else None
         image_keys = attn_metadata.image_keys if attn_metadata is not None else ()
         if canvas_keys is None or not canvas_keys.layout.only_canvases:

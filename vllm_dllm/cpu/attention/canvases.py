@@ -1,5 +1,5 @@
-"""Attention of canvases over the keys that all of their rows see, as two products; and where in a
-batch and its cache these rows and keys are."""
+"""Attention of canvases over keys that all of their rows see, as two matrix products; and where
+these rows and keys are in the batch and the cache."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from vllm_dllm.cpu.compat.ops import write_cpu_kv_cache
 
 @dataclass(frozen=True)
 class CanvasLayout:
-    """Where the n reference-rule canvases of a batch, or one of its images, find their queries and
-    keys, by position. It is the same for all layers with the same window and block size.
+    """Positions of the queries and keys of a batch's n reference-rule canvases, or of one image. It
+    is the same for all layers with the same window and block size.
 
     Q = longest canvas (tokens), B = most cache blocks any canvas sees, K <= B * block_size = keys.
     """
@@ -39,7 +39,7 @@ class CanvasLayout:
         block_size: int,
         window_left: int,  # tokens of context a canvas sees
     ) -> "CanvasLayout":
-        """The layout of the `selected` requests of a batch."""
+        """Returns the layout of the `selected` requests of a batch."""
         starts = query_start_loc[selected]
         query_lens = query_start_loc[selected + 1] - starts
         query_len = int(query_lens.max())
@@ -74,7 +74,7 @@ class CanvasLayout:
         if first_seen.max() != keys.start or end_seen.min() != keys.stop:
             positions = np.arange(keys.start, keys.stop)
             seen = (positions >= first_seen[:, None]) & (positions < end_seen[:, None])
-            bias = _bias(torch.from_numpy(seen))[:, None, None, None, :]
+            bias = _to_bias(torch.from_numpy(seen))[:, None, None, None, :]
         return cls(
             selected=selected,
             query_len=query_len,
@@ -87,8 +87,9 @@ class CanvasLayout:
         )
 
     @classmethod
-    def of_image(cls, image: Image, block_size: int, window_left: int) -> "CanvasLayout":
-        """The layout of one image's rows, which see each other and what a causal row sees."""
+    def build_for_image(cls, image: Image, block_size: int, window_left: int) -> "CanvasLayout":
+        """Returns the layout of one image's rows, which see each other and what a causal row
+        sees."""
         num_rows = image.rows.stop - image.rows.start
         query_pos = torch.arange(image.end - num_rows, image.end)[:, None]
         first_key = min(image.first_key, max(image.end - num_rows - window_left, 0))
@@ -109,19 +110,19 @@ class CanvasLayout:
             valid_rows=torch.arange(num_rows),
             block_columns=np.arange(first_block, last_block + 1)[None],
             keys=slice(first_key - shift, image.end - shift),
-            bias=_bias(seen)[None, None, None],
+            bias=_to_bias(seen)[None, None, None],
             only_canvases=False,
         )
 
 
-def _bias(seen: torch.Tensor) -> torch.Tensor:
-    """What is added to scores: 0 where a key is seen, else minus infinity."""
+def _to_bias(seen: torch.Tensor) -> torch.Tensor:
+    """Returns what is added to scores, fp32: 0 where a key is visible, else minus infinity."""
     return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
 
 @dataclass(frozen=True)
 class CanvasKeys:
-    """A layout and the cache blocks that hold its keys in one KV cache group."""
+    """A layout, and the cache blocks that hold its keys in one KV cache group."""
 
     layout: CanvasLayout
     blocks: torch.Tensor  # [n, B] int64
@@ -132,6 +133,7 @@ class CanvasKeys:
         layout: CanvasLayout,
         block_table: np.ndarray,  # [num_reqs, max_blocks]
     ) -> "CanvasKeys":
+        """Returns the layout's blocks from the block table of a KV cache group."""
         blocks = block_table[layout.selected[:, None], layout.block_columns]
         return cls(layout, torch.from_numpy(blocks.astype(np.int64)))
 
@@ -144,7 +146,7 @@ def attend_canvases(
     output: torch.Tensor,  # [T, Hq, D], written at the canvases' rows
     softcap: float = 0.0,  # scores become softcap * tanh(score / softcap); 0 = none
 ) -> None:
-    """Attention of the rows of a layout over the keys they see."""
+    """Writes the attention of a layout's rows over the keys they see."""
     layout = canvas_keys.layout
     n, Q = len(layout.selected), layout.query_len
     Hq, D = query.shape[1:]
@@ -175,9 +177,9 @@ def _gather_blocks(
     blocks: torch.Tensor,  # [n, B] int64
     positions: slice,  # K positions, counted from the first block's
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Transposed keys [n, Hkv, D, K] and values [n, Hkv, K, D].
+    """Returns transposed keys [n, Hkv, D, K] and values [n, Hkv, K, D].
 
-    For each block and head the kernel stores the keys transposed, then the values as they are.
+    vLLM's kernel stores the keys of a block and head transposed, then the values as they are.
     """
     num_blocks, Hkv, block_size, width = kv_cache.shape
     D = width // 2
@@ -191,10 +193,10 @@ def _gather_blocks(
 
 
 def check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_size: int) -> None:
-    """Writes one block as vLLM does and reads it back as `_gather_blocks` does.
+    """Writes one block as vLLM does and reads it back with `_gather_blocks`.
 
     Raises:
-        ValueError: this processor's kernels lay the cache out differently.
+        ValueError: this processor's kernels have another cache layout.
     """
     Hkv, D = 2, 64
     if kv_cache_dtype == "auto":

@@ -1,9 +1,9 @@
-"""Requests cut into ones that vLLM's CPU kernel knows, which are causal or bidirectional.
+"""Splits requests into ones that vLLM's CPU kernel can compute, which are causal or bidirectional.
 
-Of one that is causal by blocks (`attention_kernels.masks`), all keys up to a block's end are
-visible from the block, so each block becomes a bidirectional request that ends there. So do the
-rows of an image: all keys up to its end are visible from them. Within a window that holds the whole
-image, what the kernel's symmetric window lets them see is right as well.
+A block of a block-causal request (`attention_kernels.masks`) sees all keys up to the block's end,
+so each block becomes a bidirectional request that ends there. So do the rows of an image, which see
+all keys up to its end. For a window that holds the whole image, the kernel's symmetric window is
+right as well.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +15,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_dllm.attention import WindowRules
 
 
-def cut_into_blocks(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """The same rows, with a flag per request of 0 or 1. Unchanged where all are that already."""
+def split_into_blocks(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """Splits block-causal requests into one bidirectional request for each block. Rows are the
+    same. Returns `common` itself if no request is block-causal."""
     if not isinstance(common.causal, torch.Tensor) or int(common.causal.max()) <= 1:
         return common
     num_reqs = common.num_reqs
@@ -34,7 +35,7 @@ def cut_into_blocks(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     nth = np.arange(len(requests)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
     block_ends = np.minimum((first_blocks[requests] + nth + 1) * size[requests], ends[requests])
     row_ends = bounds[requests] + block_ends - firsts[requests]
-    return as_parts(
+    return replace_requests(
         common,
         requests,
         query_start_loc=np.concatenate(([0], row_ends)),
@@ -43,7 +44,7 @@ def cut_into_blocks(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     )
 
 
-def as_parts(
+def replace_requests(
     common: CommonAttentionMetadata,
     requests: np.ndarray,  # [n] int, of which request of `common` each of the n new ones is a part
     *,
@@ -51,7 +52,7 @@ def as_parts(
     seq_lens: np.ndarray,  # [n] int
     causal: np.ndarray,  # [n] 0 or 1
 ) -> CommonAttentionMetadata:
-    """The same rows as n requests."""
+    """Returns the same rows as n requests."""
     starts = torch.from_numpy(query_start_loc.astype(np.int32))
     return replace(
         common,
@@ -67,16 +68,19 @@ def as_parts(
 
 @dataclass(frozen=True)
 class Image:
-    request: int  # that it has become
-    rows: slice  # of the batch; fewer than its keys if the cache holds the first of them already
-    first_key: int
-    end: int  # of its keys
+    """Rows of a batch that are one image."""
+
+    request: int  # index of the new request
+    rows: slice  # rows of the batch; fewer than its keys if the cache already holds the first ones
+    first_key: int  # position
+    end: int  # position after its last key
 
 
-def cut_out_images(
+def split_at_images(
     common: CommonAttentionMetadata, rules: WindowRules
 ) -> tuple[CommonAttentionMetadata, WindowRules, list[Image]]:
-    """The same rows as requests that are all image or have none, and the images."""
+    """Splits requests into ones that are all image or have none. Rows are the same. Returns them
+    with the window rules of the new requests, and the images."""
     if rules.spans is None:
         return common, rules, []
     assert isinstance(common.causal, torch.Tensor) and rules.symmetric is not None
@@ -100,7 +104,7 @@ def cut_out_images(
         for i in np.flatnonzero(is_image)
     ]
     symmetric = np.where(is_image, 1, rules.symmetric.numpy()[requests])
-    common = as_parts(
+    common = replace_requests(
         common,
         requests,
         query_start_loc=np.append(firsts, num_rows),

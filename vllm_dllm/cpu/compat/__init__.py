@@ -1,1 +1,1 @@
-"""The names that vLLM keeps private and only a CPU needs. See `vllm_dllm.compat`."""
+"""Private names of vLLM's that only CPUs need. See `vllm_dllm.compat`."""

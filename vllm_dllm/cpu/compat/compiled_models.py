@@ -1,4 +1,4 @@
-"""vLLM's cache of compiled models. Loaded in workers alone: it loads much."""
+"""vLLM's cache of compiled models. Only workers import this: it loads much."""
 
 import os
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from vllm.config import VllmConfig
 from vllm_dllm.compat.patching import patch
 
 
-def load_what_inductor_compiled() -> None:
-    """vLLM stores every compiled model, and can load those that its own backend compiled. On CPUs
-    torch's Inductor compiles the model in one piece; what torch stores of that is complete once it
-    is read, but lacks the method by which vLLM completes its own. Repeatable."""
+def allow_loading_inductor_models() -> None:
+    """Lets vLLM load models that torch's Inductor compiled in one piece, as on CPUs. Those are
+    complete when they are read, and lack the method by which vLLM completes its own backend's.
+    Repeatable."""
 
     def finalize_loading(self: object, vllm_config: object) -> None:
         pass
@@ -22,15 +22,15 @@ def load_what_inductor_compiled() -> None:
 
 
 def add_to_cache_key(vllm_config: VllmConfig, key_part: str) -> None:
-    """A compiled model is loaded only where this worker's `key_part` is what it was at its
-    compilation: vLLM's key has all of the additional configuration."""
+    """Adds `key_part` to vLLM's cache key of compiled models, which includes the additional
+    configuration."""
     additional = dict(vllm_config.additional_config or {})
     vllm_config.additional_config = {**additional, "vllm_dllm_compiled_with": key_part}
 
 
-def announce_compilation(announce: Callable[[str, str], None]) -> None:
-    """`announce` learns that a model is about to be compiled: the name of its class, and the folder
-    where vLLM will look for the result next time. Repeatable."""
+def set_compilation_callback(announce: Callable[[str, str], None]) -> None:
+    """Has `announce(model_class, folder)` called when a model is about to be compiled; vLLM will
+    look for the result in `folder` next time. Repeatable."""
 
     def make(stock: Any) -> Any:
         def try_load(model: Any, path: str) -> Any:

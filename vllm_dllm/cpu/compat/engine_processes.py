@@ -1,6 +1,6 @@
 """How vLLM starts the processes of engines and workers on CPUs.
 
-Imports vLLM in functions only: the first process of a server asks for `variables` before vLLM's
+Imports vLLM in functions only: the first process of a server calls `engine_variables` before vLLM's
 own modules may be imported.
 """
 
@@ -14,20 +14,20 @@ from typing import Any
 from vllm_dllm.compat.patching import patch, temporarily_patch
 
 MODULES = (
-    "vllm.v1.worker.cpu_worker",  # first, as it says of itself
+    "vllm.v1.worker.cpu_worker",  # must be imported first, as vLLM says there
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
 )
-"""What engines and workers import."""
+"""Modules that engines and workers import."""
 
 _OF_ENGINES = "v1.engine.utils:get_mp_context"
 
 Context = Callable[[], multiprocessing.context.BaseContext]
 
 
-def start_engines(context: Callable[[Any], Context | None]) -> None:
-    """The engine of a VllmConfig starts in the context that `context` returns for it; None leaves
-    it to vLLM. Repeatable."""
+def set_engine_context(context: Callable[[Any], Context | None]) -> None:
+    """Starts engines in the multiprocessing context that `context(vllm_config)` returns; None
+    leaves it to vLLM. Repeatable."""
 
     def make(stock: Any) -> Any:
         def init(self: Any, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
@@ -40,14 +40,14 @@ def start_engines(context: Callable[[Any], Context | None]) -> None:
     patch("v1.engine.utils:CoreEngineProcManager.__init__", make)
 
 
-def start_workers(context: Context) -> None:
-    """The workers of this engine start in this context. Repeatable."""
+def set_worker_context(context: Context) -> None:
+    """Starts the workers of this engine in `context`. Repeatable."""
     patch("v1.executor.multiproc_executor:get_mp_context", lambda stock: context)
 
 
 def worker_cores() -> list[int]:
-    """The cores that vLLM chose for this worker, in the environment that OpenMP's library reads
-    when it is loaded; empty if it leaves the choice to the user."""
+    """Returns the cores that vLLM chose for this worker, from the variables that OpenMP's library
+    reads when it is loaded; empty if vLLM leaves the choice to the user."""
     from vllm import envs
 
     if envs.VLLM_CPU_OMP_THREADS_BIND == "nobind":
@@ -56,8 +56,9 @@ def worker_cores() -> list[int]:
     return [int(core) for core in listed.strip("{}").replace(",", " ").split()]
 
 
-def variables() -> dict[str, str]:
-    """What vLLM will have added to the environment of a CPU engine when it starts one."""
+def engine_variables() -> dict[str, str]:
+    """Returns the variables that vLLM adds to the environment of a CPU engine when it starts
+    one."""
     return {
         "LD_PRELOAD": _preloaded_libraries(os.environ.get("LD_PRELOAD", "")),
         "NUMEXPR_MAX_THREADS": str(len(os.sched_getaffinity(0))),
@@ -67,7 +68,8 @@ def variables() -> dict[str, str]:
 
 
 def _preloaded_libraries(already: str) -> str:
-    """PyTorch's OpenMP library and vLLM's allocator, if their packages have them."""
+    """Returns LD_PRELOAD with PyTorch's OpenMP library and vLLM's allocator added, if there are
+    any."""
     libraries = [already] if already else []
     torch, vllm = (_folder(name) for name in ("torch", "vllm"))
     if not any(name in already for name in ("libomp", "libgomp", "libiomp")):
@@ -82,27 +84,7 @@ def _preloaded_libraries(already: str) -> str:
 
 
 def _folder(package: str) -> Path:
+    """Returns the folder of an installed package, without importing it."""
     spec = find_spec(package)
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
-
-
-AWAKE_SECONDS = 0.02
-"""How long an engine and its workers ask for each other's next message without a pause. A step of
-the shipped model takes 10 ms, and its answer is awaited awake: asleep from the start, vLLM's
-readers miss messages, because ZeroMQ drops the second of two calls within about a millisecond."""
-
-
-def fall_asleep_soon() -> None:
-    """Lets readers of this process sleep, whose engine shares few cores. vLLM's stay awake
-    for a second after each message, and where all cores compute, that is taken from the model: 12
-    to 20% of a step of 267 million parameters on two cores. Repeatable."""
-
-    def make(stock: Any) -> Any:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            stock(self, *args, **kwargs)
-            self.busy_loop_s = min(self.busy_loop_s, AWAKE_SECONDS)
-
-        return init
-
-    patch("distributed.device_communicators.shm_broadcast:SpinCondition.__init__", make)

@@ -1,7 +1,7 @@
-"""Which of vLLM's kernels computes a layer's experts, where they are not quantised.
+"""Kernels of unquantised experts on CPUs.
 
-In expert parallelism its kernel for CPUs takes no notice of where an expert is. It was given
-numbers of experts of all ranks, and the first request ended the worker.
+vLLM's CPU kernel ignores the expert map of expert parallelism: it got expert ids of all ranks, and
+the first request ended the worker.
 """
 
 import inspect
@@ -17,17 +17,17 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 
 from vllm_dllm.compat.patching import patch
 
-__all__ = ["FusedMoEConfig", "StockExperts", "offer_first", "own_experts"]
+__all__ = ["FusedMoEConfig", "StockExperts", "prefer_expert_kernel", "with_local_experts"]
 
 _APPLY = inspect.signature(StockExperts.apply)
 
 
 @cache
-def own_experts(stock: Any) -> Any:
-    """A kernel like `stock` with which a rank computes its own experts; those of others count
-    nothing there."""
+def with_local_experts(stock: Any) -> Any:
+    """Returns a subclass of kernel `stock` that computes this rank's experts and gives those of
+    other ranks weight 0."""
 
-    class OwnExperts(stock):
+    class LocalExperts(stock):
         def apply(self, *args: Any, **kwargs: Any) -> None:
             call = _APPLY.bind(self, *args, **kwargs)
             of_call = call.arguments
@@ -38,19 +38,19 @@ def own_experts(stock: Any) -> Any:
                 of_call["expert_map"] = None
             super().apply(*call.args[1:], **call.kwargs)
 
-    return OwnExperts
+    return LocalExperts
 
 
-def offer_first(kernel: type[StockExperts]) -> None:
-    """vLLM tries `kernel` first for unquantised experts on CPUs, and then its own kernels, each
-    with the change of `own_experts`. Repeatable."""
+def prefer_expert_kernel(kernel: type[StockExperts]) -> None:
+    """Has vLLM try `kernel` first for unquantised experts on CPUs, and then its own kernels, each
+    as `with_local_experts` returns it. Repeatable."""
 
     def make(stock: Any) -> Any:
         def classes(backend: UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
             found: list[Any] = stock(backend)
             if backend != UnquantizedMoeBackend.CPU:
                 return found
-            return [kernel, *(own_experts(each) for each in found)]
+            return [kernel, *(with_local_experts(each) for each in found)]
 
         return classes
 

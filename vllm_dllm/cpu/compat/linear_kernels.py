@@ -1,4 +1,4 @@
-"""Which of vLLM's kernels multiplies a linear layer's inputs and weights."""
+"""Kernels of linear layers that vLLM tries first on CPUs."""
 
 import torch
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
@@ -19,7 +19,7 @@ from vllm.platforms import PlatformEnum
 from vllm_dllm.compat.patching import insert_first
 
 __all__ = [
-    "Int8OfFloatsLinearKernel",
+    "Fp32Int8LinearKernel",
     "MPLinearKernel",
     "MPLinearLayerConfig",
     "StockFp8LinearKernel",
@@ -30,27 +30,28 @@ __all__ = [
 
 
 def prefer_fp8_on_cpus(kernel: type[StockFp8LinearKernel]) -> None:
-    """`register_linear_kernel` would put it behind vLLM's. Repeatable."""
+    """Has vLLM try `kernel` first for FP8 on CPUs; `register_linear_kernel` would add it last.
+    Repeatable."""
     insert_first("model_executor.kernels.linear:_POSSIBLE_FP8_KERNELS", PlatformEnum.CPU, kernel)
 
 
 def prefer_int4_on_cpus(kernel: type[MPLinearKernel]) -> None:
-    """The same for weights of 4-bit integers."""
+    """Has vLLM try `kernel` first for weights of 4-bit integers on CPUs. Repeatable."""
     insert_first("model_executor.kernels.linear:_POSSIBLE_KERNELS", PlatformEnum.CPU, kernel)
 
 
 def prefer_int8_on_cpus(kernel: type[StockInt8LinearKernel]) -> None:
-    """The same for weights and inputs of 8-bit integers."""
+    """Has vLLM try `kernel` first for weights and inputs of 8-bit integers on CPUs. Repeatable."""
     insert_first("model_executor.kernels.linear:_POSSIBLE_INT8_KERNELS", PlatformEnum.CPU, kernel)
 
 
-class Int8OfFloatsLinearKernel(StockInt8LinearKernel):
-    """Multiplies fp32 inputs. Where a processor has AMX, vLLM's own looks at the weights alone to
-    choose an operation that takes inputs in half precision and no others."""
+class Fp32Int8LinearKernel(StockInt8LinearKernel):
+    """vLLM's int8 kernel by oneDNN, for models in fp32. On a processor with AMX, vLLM's own choice
+    depends on the weights alone, and is an operation that only takes inputs in half precision."""
 
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        if torch.get_default_dtype() != torch.float32:  # the model's, while that is made
+        if torch.get_default_dtype() != torch.float32:  # the model's type while it is built
             return False, "it is for models in fp32"
         return super().can_implement(c)
 

@@ -11,8 +11,8 @@ cpp_rms_norm = _custom_ops.rms_norm
 
 
 class Int8Weights:
-    """Matrices as oneDNN multiplies them, which copies the weights but not the scales. `handles`
-    [n] int64 name them to operations; they end with this object."""
+    """Matrices prepared for oneDNN's int8 products, with copies of the weights but not of the
+    scales. Operations take `handles` [n] int64, which are valid while this object lives."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Int8Weights:
         self.handles = torch.stack([matrix.handler_tensor for matrix in self._matrices])
 
 
-def check_int8() -> None:
+def check_int8_support() -> None:
     """Raises ValueError on a processor that cannot add up products of int8."""
     if not int8_sums_are_exact():
         raise ValueError(
@@ -40,39 +40,39 @@ def check_int8() -> None:
 
 @cache
 def int8_sums_are_exact() -> bool:
-    """Whether oneDNN adds up products of int8 in 32 bits here. Without VNNI it has instructions
-    that add two of them in 16 bits, and cut off what is more."""
+    """Whether oneDNN adds up products of int8 in 32 bits here. Without VNNI it uses instructions
+    that add two products in 16 bits, with saturation."""
     largest = torch.full((16, 64), 127, dtype=torch.int8)
-    # The default type is the model's while that is made.
+    # While a model is built, the default type is the model's.
     one = torch.ones(16, 1, dtype=torch.float32)
     matrix = _custom_ops.create_onednn_scaled_mm(
         largest.t(), one, torch.float32, dynamic_quant=True, use_azp=False
     )
     out = torch.empty(16, 16, dtype=torch.float32)
-    int8_product(largest, one, matrix.handler_tensor, out)
+    multiply_int8(largest, one, matrix.handler_tensor, out)
     return bool((out == 64 * 127**2).all())
 
 
 def quantize_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, K] -> int8 [n, K] and a scale for each row, fp32 [n, 1]."""
+    """Returns x [n, K] as int8 [n, K], and a scale for each row, fp32 [n, 1]."""
     values, scale, _ = _custom_ops.onednn_scaled_int8_quant(x.contiguous())
     return values, scale
 
 
-def int8_product(
+def multiply_int8(
     values: torch.Tensor,  # [n, K] int8
     scale: torch.Tensor,  # [n, 1] fp32
     handle: torch.Tensor,  # [] int64, one of `Int8Weights.handles`
     out: torch.Tensor,  # [n, N], of the type that the weights were prepared for
 ) -> torch.Tensor:
-    """The scaled product, in `out`."""
+    """Writes the scaled product to `out`, and returns it."""
     torch.ops._C.onednn_scaled_mm(out, values, scale, None, None, None, handle)
     return out
 
 
-def ask_for_tiles() -> None:
-    """Asks, as PyTorch does before its own first product on tiles. vLLM's attention in bf16 uses
-    them without asking: where a server's first step was too small for such a product, it ended the
-    worker (SIGILL). Linux gives matrix tiles (AMX) to a process that asks."""
+def request_amx_permission() -> None:
+    """Asks Linux for matrix tiles (AMX), as PyTorch does before its own first product on tiles.
+    vLLM's attention in bf16 uses tiles without asking: where a server's first step was too small
+    for such a product, it ended the worker (SIGILL)."""
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

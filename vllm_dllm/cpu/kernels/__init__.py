@@ -1,18 +1,18 @@
-"""The native version of each of vLLM's kernels, by the kernel's full name.
+"""Native versions of vLLM's Triton kernels, by the kernel's full name.
 
-A native kernel takes the grid and then the kernel's arguments, and is named like the kernel.
+A native kernel is named like the Triton kernel, and takes the grid and then the kernel's arguments.
 """
 
 from collections.abc import Callable
 
 import vllm
 
-from vllm_dllm.cpu.compat.runner import dflash_inputs
+from vllm_dllm.cpu.compat.runner import fit_dflash_inputs
 from vllm_dllm.cpu.kernels import block_table, dflash, input_batch, sampling
 
 
 def native_kernels(vllm_version: str) -> dict[str, Callable[..., None]]:
-    """Our functions by the full name of the Triton kernel that each replaces."""
+    """Returns our functions by the full name of the Triton kernel that each replaces."""
     by_module: dict[str, tuple[Callable[..., None], ...]] = {
         "block_table": (block_table.compute_slot_mappings, block_table.gather_block_tables),
         "buffer_utils": (block_table.apply_write,),
@@ -29,7 +29,7 @@ def native_kernels(vllm_version: str) -> dict[str, Callable[..., None]]:
         "sample.logprob": (sampling.ranks, sampling.topk_log_softmax),
         "sample.prompt_logprob": (sampling.prompt_logprobs_token_ids,),
         "spec_decode.dflash.speculator": (
-            dflash_inputs(dflash.prepare_dflash_inputs, vllm_version),
+            fit_dflash_inputs(dflash.prepare_dflash_inputs, vllm_version),
         ),
         "spec_decode.rejection_sampler": (
             sampling.flatten_sampled,

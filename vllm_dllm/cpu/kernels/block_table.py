@@ -29,10 +29,10 @@ def gather_block_tables(
     MASK_SLIDING_WINDOW: bool = False,
     **launch_options: int,
 ) -> None:
-    """Copies the batch's rows, as far as they are in use, and clears the padding rows.
+    """Copies the block table rows of the batch's requests, and clears the padding rows.
 
-    `MASK_SLIDING_WINDOW`: without the blocks that no query of the step sees, as theirs may have
-    changed hands.
+    `MASK_SLIDING_WINDOW`: clears blocks that no query of the step sees, which may be another
+    request's by now.
     """
     num_rows, max_slots = grid[1], num_blocks.shape[1]
     slots = batch_idx_to_req_idx.tolist()
@@ -80,7 +80,8 @@ def compute_slot_mappings(
     PAD_ID: int,
     **other_block_sizes: int,
 ) -> None:
-    """The KV-cache slot of each token; `PAD_ID` beyond the batch and where there is none."""
+    """Writes the KV cache slot of each token, and `PAD_ID` beyond the batch and where there is no
+    slot."""
     assert CP_SIZE == 1, "vLLM has no context parallelism on CPUs"
     slots, bounds = idx_mapping.tolist(), query_start_loc.tolist()
     num_tokens, num_slots = bounds[grid[1] - 1], max(slots) + 1
@@ -123,7 +124,7 @@ def apply_write(
     MULTI_GROUP: bool,
     **block_sizes: int,
 ) -> None:
-    """Writes runs of values into rows of an array, or of one int32 array per KV-cache group."""
+    """Writes runs of values into rows of an array, or of one int32 array per KV cache group."""
     num_writes = grid[0]
     contents = write_contents.numpy()
     rows = write_indices.tolist()[:num_writes]
@@ -148,7 +149,7 @@ def apply_write(
 
 @lru_cache(maxsize=256)
 def int32_at(address: int, *shape: int) -> np.ndarray:
-    """The int32 array of this shape that starts at `address`. The caller must know that it is
-    alive. The view is only an address and a length, so keeping it is harmless."""
+    """Returns a view of the int32 array of this shape at `address`. The caller must know that the
+    array is alive; keeping the view, only an address and a length, is harmless."""
     numbers = (ctypes.c_int32 * math.prod(shape)).from_address(address)
     return np.frombuffer(memoryview(numbers).cast("B"), dtype=np.int32).reshape(shape)

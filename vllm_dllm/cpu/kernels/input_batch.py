@@ -2,8 +2,8 @@
 
 Parameters are those of the kernel, after the grid; tensors are used through NumPy views of their
 memory. Names: batch row = position in this step's batch, slot = the request's row in the runner's
-state (`req_state_idx` in vLLM). Batches are small: a loop over requests, in Python's own numbers
-and with one slice each, costs less than building flat indices would.
+state (`req_state_idx` in vLLM). Batches are small: a loop over requests with Python's own numbers
+and one slice each is faster than building flat indices.
 """
 
 import numpy as np
@@ -26,7 +26,8 @@ def prepare_prefill_inputs(
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32
     **block_sizes: int,
 ) -> None:
-    """Copies the scheduled prompt tokens, and those that follow them, of prefilling requests."""
+    """Copies the scheduled prompt tokens of prefilling requests, and the tokens that follow
+    them."""
     slots = idx_mapping.numpy()
     computed = num_computed_tokens.numpy()[slots]
     ends = prefill_lens.numpy()[slots]
@@ -51,7 +52,7 @@ def prepare_pos_seq_lens(
     max_num_reqs: int,
     **block_sizes: int,
 ) -> None:
-    """Positions of the scheduled tokens and lengths of the requests after this step."""
+    """Writes positions of the scheduled tokens and lengths of the requests after this step."""
     num_reqs = grid[0] - 1
     positions, lengths, computed = pos.numpy(), seq_lens.numpy(), num_computed_tokens.numpy()
     bounds = query_start_loc.tolist()
@@ -77,8 +78,8 @@ def combine_sampled_and_draft_tokens(
     NUM_NEW_SAMPLED_TOKENS: int = 1,
     **block_sizes: int,
 ) -> None:
-    """Puts sampled and draft tokens at the end of each request's query, and says which rows of
-    the hidden states are turned into logits: the last of each request's query."""
+    """Writes sampled and draft tokens at the end of each request's query, and the rows of the
+    hidden states that become logits: the last ones of each query."""
     ids, rows = input_ids.numpy(), logits_indices.numpy()
     last_sampled, drafts = last_sampled_tokens.numpy(), draft_tokens.numpy()
     slots = idx_mapping.tolist()
@@ -111,6 +112,8 @@ def get_num_sampled_and_rejected(
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     prefill_len: torch.Tensor,  # [max_num_reqs] int32
 ) -> None:
+    """Writes how many rows of logits were rejected, and sets both counts to 0 for unfinished
+    prefills."""
     num_reqs = grid[0]
     prefills_on = seq_lens.numpy()[:num_reqs] < prefill_len.numpy()[idx_mapping.numpy()]
     sampled = num_sampled.numpy()[:num_reqs]
@@ -139,7 +142,7 @@ def post_update(
     num_draft_tokens: int = 0,
     **launch_options: int,
 ) -> None:
-    """Records the outcome of a step: tokens gained, KV positions kept and, where they come from
+    """Records the outcome of a step: new tokens, computed KV positions and, where they come from
     another rank, drafts."""
     computed, totals = num_computed_tokens.numpy(), total_len.numpy()
     tokens, last, sampled = (
@@ -170,6 +173,7 @@ def post_update_num_computed_tokens(
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32, advanced by the query lengths
     query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
 ) -> None:
+    """Adds the length of each request's query to its computed tokens."""
     num_reqs = grid[0]
     slots = idx_mapping.numpy()[:num_reqs]
     num_computed_tokens.numpy()[slots] += np.diff(query_start_loc.numpy()[: num_reqs + 1])
@@ -183,6 +187,7 @@ def expand_idx_mapping(
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
     **block_sizes: int,
 ) -> None:
+    """Writes slot and index in its request of each row of logits."""
     num_reqs = grid[0]
     bounds = cu_num_logits.numpy()[: num_reqs + 1]
     slots, local = expanded_idx_mapping.numpy(), expanded_local_pos.numpy()

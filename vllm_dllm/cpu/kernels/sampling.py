@@ -1,4 +1,4 @@
-"""Native versions of the kernels that draw tokens, score and forbid them: `sample/gumbel.py`,
+"""Native versions of the kernels that draw, score and forbid tokens: `sample/gumbel.py`,
 `sample/logprob.py`, `sample/prompt_logprob.py`, `spec_decode/rejection_sampler.py` and
 `structured_outputs.py` in `vllm/v1/worker/gpu`. V = vocabulary."""
 
@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from vllm_dllm.cpu.compat.runner import draft_seeds
-from vllm_dllm.cpu.random_numbers import gumbel
+from vllm_dllm.cpu.random_numbers import gumbel_noise
 
 Grid = tuple[int, ...]
 
-_DRAFT_POSITION = 1 << 30  # added to a draft's position, so that its verification has other noise
+_DRAFT_POSITION = 1 << 30  # added to a draft's position: its verification draws other noise
 
 
 def temperature(
@@ -22,7 +22,7 @@ def temperature(
     vocab_size: int,
     **block_sizes: int,
 ) -> None:
-    """Temperatures of 0 and 1 leave a row as it is."""
+    """Divides logits by each request's temperature. 0 and 1 leave a row as it is."""
     divisors = temperature[expanded_idx_mapping]
     divisors[divisors == 0] = 1.0
     if not torch.all(divisors == 1.0):
@@ -54,8 +54,8 @@ def gumbel_sample(
     PER_TOKEN_COL: bool,
     **block_sizes: int,
 ) -> None:
-    """The largest logit under Gumbel noise, and its token, of each block of the vocabulary; without
-    noise at temperature 0."""
+    """Writes the largest logit under Gumbel noise, and its token, of each block of the vocabulary.
+    There is no noise at temperature 0."""
     slots = expanded_idx_mapping
     live = slots >= 0
     row_seeds = seeds[slots.clamp(min=0)]
@@ -72,7 +72,7 @@ def gumbel_sample(
         if APPLY_TEMPERATURE:
             noised /= temperatures[rows, None]
         positions = pos[rows] + (_DRAFT_POSITION if IS_DRAFTING else 0)
-        noise = gumbel(
+        noise = gumbel_noise(
             row_seeds[rows, None].numpy(),
             positions[:, None].numpy(),
             np.arange(vocab_size)[None],
@@ -98,7 +98,8 @@ def gather_draft_sampled(
     num_logits: int,
     **block_sizes: int,
 ) -> None:
-    """-1 marks drafts of a step that starts within the prefill: nobody proposed them."""
+    """Writes the input token and position of each row of logits; -1 for drafts of a step that
+    starts within the prefill, which nobody proposed."""
     torch.index_select(positions, 0, logits_indices, out=pos)
     torch.index_select(input_ids, 0, logits_indices, out=draft_sampled)
     starts_in_prefill = pos - expanded_local_pos < prefill_len[expanded_idx_mapping]
@@ -114,6 +115,7 @@ def flatten_sampled(
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
     **launch_options: int,
 ) -> None:
+    """Copies each request's sampled tokens to its rows of logits."""
     for row, (start, count) in enumerate(
         zip(cu_num_logits.tolist()[:-1], num_sampled.tolist(), strict=True)
     ):
@@ -131,7 +133,7 @@ def topk_log_softmax(
     vocab_size: int,
     **block_sizes: int,
 ) -> None:
-    """Log-probabilities of chosen tokens, without those of the others."""
+    """Writes log-probabilities of the given tokens only."""
     scores = logits.float()
     torch.sub(scores.gather(1, topk_ids), scores.logsumexp(1, keepdim=True), out=output)
 
@@ -145,7 +147,7 @@ def ranks(
     vocab_size: int,
     **block_sizes: int,
 ) -> None:
-    """How many tokens are at least as likely as each row's token, itself included."""
+    """Writes how many tokens are at least as likely as each row's token, itself included."""
     chosen = logits.gather(1, token_ids[:, None].long())
     torch.sum(logits >= chosen, dim=1, out=output)
 
@@ -160,7 +162,7 @@ def prompt_logprobs_token_ids(
     all_token_ids_stride: int,
     **block_sizes: int,
 ) -> None:
-    """The token that follows each scheduled one."""
+    """Writes the token that follows each scheduled one."""
     targets, tokens = prompt_logprobs_token_ids.numpy(), all_token_ids.view(-1).numpy()
     bounds = query_start_loc.tolist()
     computed = num_computed_tokens.numpy()
@@ -170,7 +172,7 @@ def prompt_logprobs_token_ids(
         first = slot * all_token_ids_stride + int(computed[slot]) + 1
         following = tokens[first : first + end - begin]
         targets[begin : begin + len(following)] = following
-        # Nothing follows the last slot's row; what that row is scored on is not reported.
+        # Nothing follows the last slot's last token, whose score is not reported.
         targets[begin + len(following) : end] = 0
 
 
@@ -186,6 +188,7 @@ def apply_grammar_bitmask(
     MASK_STRIDE: int,
     **block_sizes: int,
 ) -> None:
+    """Sets logits of tokens that a grammar forbids to minus infinity."""
     bounds = cu_num_logits.tolist()
     packed = bitmask.numpy().view(np.uint8)
     for mask, index in enumerate(logits_indices.tolist()[: grid[0]]):

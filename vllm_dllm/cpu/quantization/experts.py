@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from vllm_dllm.cpu.compat.ops import int8_product, quantize_to_int8
-from vllm_dllm.cpu.experts import Projection, mix
+from vllm_dllm.cpu.compat.ops import multiply_int8, quantize_to_int8
+from vllm_dllm.cpu.experts import Projection, mix_experts
 from vllm_dllm.cpu.quantization.formats import (
     Scaled,
     decode_fp8,
@@ -19,14 +19,15 @@ from vllm_dllm.cpu.quantization.formats import (
 )
 
 
-def _scaled(
+def _make_projection(
     quantize: Callable[[torch.Tensor], Scaled],
     weight: Callable[[int], Scaled],
     dtype: torch.dtype,  # of the model
 ) -> Projection:
+    """Returns a Projection that quantises its inputs and decodes one expert's weights at a time."""
     return Projection(
-        lambda x: quantize(x).for_model(dtype),
-        lambda rows, expert: multiply(rows, weight(expert).for_model(dtype)),
+        lambda x: quantize(x).to_model_dtype(dtype),
+        lambda rows, expert: multiply(rows, weight(expert).to_model_dtype(dtype)),
     )
 
 
@@ -40,13 +41,14 @@ def fp8_experts(
     w2: torch.Tensor,  # [E, H, I] float8_e4m3fn
     w2_scale: torch.Tensor,  # [E, H, 1] fp32
 ) -> torch.Tensor:
-    return mix(
+    """Returns [T, H]: `mix_experts` of experts in FP8, which are decoded one by one."""
+    return mix_experts(
         x,
         topk_weights,
         topk_ids,
         activation,
-        _scaled(quantize_fp8, lambda e: decode_fp8(w13[e], w13_scale[e]), x.dtype),
-        _scaled(quantize_fp8, lambda e: decode_fp8(w2[e], w2_scale[e]), x.dtype),
+        _make_projection(quantize_fp8, lambda e: decode_fp8(w13[e], w13_scale[e]), x.dtype),
+        _make_projection(quantize_fp8, lambda e: decode_fp8(w2[e], w2_scale[e]), x.dtype),
     )
 
 
@@ -64,18 +66,18 @@ def nvfp4_experts(
     x_global_scale: torch.Tensor,  # [] fp32, divides
     hidden_global_scale: torch.Tensor,  # [] fp32, divides
 ) -> torch.Tensor:
-    """[T, H]: `mix` of experts in NVFP4, which are decoded one by one."""
-    return mix(
+    """Returns [T, H]: `mix_experts` of experts in NVFP4, which are decoded one by one."""
+    return mix_experts(
         x,
         topk_weights,
         topk_ids,
         activation,
-        _scaled(
+        _make_projection(
             lambda rows: quantize_nvfp4(rows, x_global_scale),
             lambda e: decode_nvfp4(w13[e], w13_block_scale[e], w13_scale[e]),
             x.dtype,
         ),
-        _scaled(
+        _make_projection(
             lambda rows: quantize_nvfp4(rows, hidden_global_scale),
             lambda e: decode_nvfp4(w2[e], w2_block_scale[e], w2_scale[e]),
             x.dtype,
@@ -92,17 +94,17 @@ def int8_experts(
     w2: torch.Tensor,  # [E] int64, handles of [H, I]
     num_inner: int,  # I
 ) -> torch.Tensor:
-    """[T, H]: `mix` of experts in int8, by oneDNN's products."""
+    """Returns [T, H]: `mix_experts` of experts in int8, by oneDNN's products."""
 
     def projection(handles: torch.Tensor, num_out: int) -> Projection:
         def product(rows: Scaled, expert: int) -> torch.Tensor:
             out = x.new_empty(len(rows.values), num_out)
-            return int8_product(rows.values, rows.scale, handles[expert], out)
+            return multiply_int8(rows.values, rows.scale, handles[expert], out)
 
         return Projection(lambda rows: Scaled(*quantize_to_int8(rows)), product)
 
     gate_up, down = projection(w13, 2 * num_inner), projection(w2, x.shape[1])
-    return mix(x, topk_weights, topk_ids, activation, gate_up, down)
+    return mix_experts(x, topk_weights, topk_ids, activation, gate_up, down)
 
 
 def int4_experts(
@@ -115,17 +117,19 @@ def int4_experts(
     w2: torch.Tensor,  # [E, H, I / 8] int32
     w2_scale: torch.Tensor,  # [E, H, I / group]
 ) -> torch.Tensor:
+    """Returns [T, H]: `mix_experts` of experts with 4-bit weights, which are decoded one by one."""
+
     def projection(packed: torch.Tensor, scale: torch.Tensor) -> Projection:
         return Projection(
             lambda rows: rows, lambda rows, e: rows @ decode_int4(packed[e], scale[e]).t()
         )
 
     gate_up, down = projection(w13, w13_scale), projection(w2, w2_scale)
-    return mix(x, topk_weights, topk_ids, activation, gate_up, down)
+    return mix_experts(x, topk_weights, topk_ids, activation, gate_up, down)
 
 
-def _like_x(x: torch.Tensor, *args: object) -> torch.Tensor:
-    """Tells the compiler what it needs to know about the operations."""
+def _like_expert_output(x: torch.Tensor, *args: object) -> torch.Tensor:
+    """Returns an empty output [T, H], from which the compiler learns its shape and type."""
     return torch.empty_like(x)
 
 
@@ -135,4 +139,4 @@ for name, run in (
     ("int8", int8_experts),
     ("int4", int4_experts),
 ):
-    direct_register_custom_op(f"vllm_dllm_{name}_experts", run, fake_impl=_like_x)
+    direct_register_custom_op(f"vllm_dllm_{name}_experts", run, fake_impl=_like_expert_output)

@@ -1,4 +1,4 @@
-"""Quantised matrices in plain PyTorch, as kernels multiply them: first the values, then their
+"""Quantised matrices in plain PyTorch, multiplied as kernels do: first the values, then their
 scales.
 
 - FP8: e4m3 values with one scale per row.
@@ -20,8 +20,8 @@ from vllm_dllm.quantization.schemes import GROUP_SIZE
 
 
 class Scaled(NamedTuple):
-    """The matrix `values * scale`. The values have few bits: fp32 holds products of two of them
-    exactly, bf16 the values themselves."""
+    """The matrix `values * scale`. The values have few bits: bf16 holds them exactly, and fp32
+    holds products of two of them exactly."""
 
     values: torch.Tensor  # [n, K] fp32 or bf16
     scale: torch.Tensor  # fp32, [n, 1], or [] for all rows
@@ -29,16 +29,17 @@ class Scaled(NamedTuple):
     def __getitem__(self, rows: torch.Tensor | slice) -> "Scaled":
         return Scaled(self.values[rows], self.scale[rows] if self.scale.dim() else self.scale)
 
-    def for_model(self, dtype: torch.dtype) -> "Scaled":
-        """Returns what `multiply` takes in a model of this type. Processors that know bf16 multiply
-        it fastest: sums are fp32 in both, and a model in bf16 rounds the result to it anyway."""
+    def to_model_dtype(self, dtype: torch.dtype) -> "Scaled":
+        """Returns the matrix in the type that `multiply` is fastest with in a model of `dtype`:
+        bf16 in a bf16 model. Sums are fp32 either way, and such a model rounds the result to bf16
+        anyway."""
         is_bf16 = dtype == torch.bfloat16
         return self._replace(values=self.values.to(dtype)) if is_bf16 else self
 
 
 def multiply(x: Scaled, weight: Scaled) -> torch.Tensor:
-    """x @ weight.T, [rows of x, rows of weight] fp32. In bf16 the sums are rounded to it before
-    they are scaled."""
+    """Returns x @ weight.T, [rows of x, rows of weight] fp32. In bf16 the sums are rounded to bf16
+    before they are scaled."""
     scale = weight.scale.T if weight.scale.dim() else weight.scale
     return (x.values @ weight.values.T).float().mul_(x.scale * scale)
 
@@ -54,21 +55,23 @@ def quantize_fp8(x: torch.Tensor) -> Scaled:
     """Scales each row of x [n, K] so that its largest magnitude becomes e4m3's largest."""
     x = x.float()
     scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MAX).clamp_(min=FP8_MIN_SCALE)
-    return Scaled(fp8_values((x / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)), scale)
+    return Scaled(fp8_to_fp32((x / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)), scale)
 
 
 def decode_fp8(
     weight: torch.Tensor,  # [N, K] float8_e4m3fn
     scale: torch.Tensor,  # [N, 1] fp32
 ) -> Scaled:
-    return Scaled(fp8_values(weight), scale)
+    """Returns an FP8 weight as `Scaled`."""
+    return Scaled(fp8_to_fp32(weight), scale)
 
 
-def fp8_values(e4m3: torch.Tensor) -> torch.Tensor:
-    """Converts to fp32, exactly, in a twentieth of the time of PyTorch, which goes one by one.
+def fp8_to_fp32(e4m3: torch.Tensor) -> torch.Tensor:
+    """Converts e4m3 to fp32, exactly, in a twentieth of PyTorch's time, which converts one by one.
 
-    Sign, exponent and mantissa are put where fp16 has them. fp16's exponent starts 8 lower, and its
-    conversion is vectorised. NaN becomes 480: checkpoints and what is rounded here hold none.
+    Sign, exponent and mantissa are moved to where fp16 has them. fp16's exponent starts 8 lower,
+    and its conversion is vectorised. NaN becomes 480: neither checkpoints nor values rounded here
+    have any.
     """
     bits = e4m3.view(torch.int8).to(torch.int16)  # the sign fills the upper half
     bits.bitwise_left_shift_(7).bitwise_and_(_SIGN_EXPONENT_MANTISSA)
@@ -80,7 +83,7 @@ E2M1_MAX = 6.0
 
 
 def _e2m1_pairs() -> torch.Tensor:
-    """Gives the two fp32 values of each byte, low nibble first, as one 64-bit element: [256]."""
+    """Returns the two fp32 values of each byte, low nibble first, as one 64-bit element: [256]."""
     # dtype and device are given because modules are imported while a model is being built.
     values = torch.tensor([*E2M1, *(-m for m in E2M1)], dtype=torch.float32, device="cpu")
     byte = torch.arange(256, device="cpu")
@@ -96,8 +99,9 @@ def decode_nvfp4(
     block_scale: torch.Tensor,  # [N, K / 16] float8_e4m3fn
     scale: torch.Tensor,  # [] fp32, multiplies
 ) -> Scaled:
+    """Returns an NVFP4 weight as `Scaled`."""
     pairs = _E2M1_PAIRS.index_select(0, packed.flatten().int()).view(torch.float32)
-    blocks = pairs.view(*block_scale.shape, GROUP_SIZE).mul_(fp8_values(block_scale)[..., None])
+    blocks = pairs.view(*block_scale.shape, GROUP_SIZE).mul_(fp8_to_fp32(block_scale)[..., None])
     return Scaled(blocks.flatten(-2), scale)
 
 
@@ -110,15 +114,15 @@ def quantize_nvfp4(
     x = x.float()
     amax = F.max_pool1d(x.abs(), GROUP_SIZE)[..., None]  # faster than a reduction of 16
     blocks = x.unflatten(-1, (-1, GROUP_SIZE))
-    scale = fp8_values((global_scale * (amax / E2M1_MAX)).clamp_(max=FP8_MAX).to(FP8))
+    scale = fp8_to_fp32((global_scale * (amax / E2M1_MAX)).clamp_(max=FP8_MAX).to(FP8))
     values = blocks * torch.where(scale == 0, 0, global_scale / scale)
     values = round_to_e2m1(values.clamp_(-E2M1_MAX, E2M1_MAX))
     return Scaled(values.mul_(scale).flatten(-2), 1 / global_scale)
 
 
 def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Rounds magnitudes up to 6, fp32. Between powers of two, e2m1 has one value; below 1, steps of
-    0.5.
+    """Rounds magnitudes up to 6, fp32, to e2m1. Between powers of two, e2m1 has one value; below 1,
+    steps of 0.5.
 
     fp32 has steps of `size / 2` next to `1.5 * 2**22 * size`, and rounds to them when it adds, ties
     to the even one, which has the even code.
@@ -129,7 +133,7 @@ def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def _int4_pairs() -> torch.Tensor:
-    """Gives the two fp32 values of each byte, low half first, as one 64-bit element: [256]."""
+    """Returns the two fp32 values of each byte, low half first, as one 64-bit element: [256]."""
     # dtype and device are given because modules are imported while a model is being built.
     byte = torch.arange(256, device="cpu")
     values = torch.stack(((byte & 15) - 8, (byte >> 4) - 8), dim=1)
@@ -143,7 +147,7 @@ def decode_int4(
     packed: torch.Tensor,  # [N, K / 8] int32
     scale: torch.Tensor,  # [N, K / group], of the model's type
 ) -> torch.Tensor:
-    """Gives [N, K] of the scale's type, whose product is rounded to it once."""
+    """Returns the weight [N, K] in the scale's type, rounded once."""
     pairs = _INT4_PAIRS.index_select(0, packed.view(torch.uint8).flatten().int()).view(
         torch.float32
     )

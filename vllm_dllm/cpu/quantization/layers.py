@@ -1,5 +1,5 @@
-"""Which method runs a layer of a compressed-tensors checkpoint on a CPU, and vLLM's methods for
-experts, with its parameters, computed there."""
+"""Methods that run layers of compressed-tensors checkpoints on a CPU: vLLM's methods for experts,
+with their parameters, but computed here."""
 
 from abc import abstractmethod
 from fractions import Fraction
@@ -36,7 +36,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsWNA16MoEMethod,
 )
 
-from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8
+from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8_support
 from vllm_dllm.cpu.quantization import experts as experts  # registers the operations
 from vllm_dllm.cpu.quantization import linear as linear  # registers the kernels for linears
 from vllm_dllm.quantization.config import LINEAR
@@ -45,10 +45,11 @@ from vllm_dllm.quantization.schemes import GROUP_SIZE, Scheme, recognize
 logger = init_logger(__name__)
 
 
-def experts_method(
+def choose_layer_method(
     config: CompressedTensorsConfig, layer: torch.nn.Module, prefix: str
 ) -> QuantizeMethodBase | None:
-    """Returns None where vLLM chooses: for linears, among kernels that this process now has.
+    """Returns the method of a layer on this CPU; None leaves it to vLLM, as for linears, whose
+    kernels are registered.
 
     Raises:
         ValueError: this CPU cannot compute the layer.
@@ -76,6 +77,7 @@ def experts_method(
 
 
 def log_emulation(kind: Scheme, has_experts: bool) -> None:
+    """Logs once that layers of a scheme have no CPU kernel and are emulated."""
     if kind is Scheme.NVFP4 or (kind is not Scheme.INT8 and has_experts):
         logger.info_once(
             "vLLM has no CPU kernel for %s: %s run in an emulation of the GPU's "
@@ -89,10 +91,10 @@ def _check_inputs(scheme: dict[str, Any] | None) -> None:
     """Raises ValueError for int8 inputs on a CPU that cannot multiply them."""
     inputs: QuantizationArgs | None = scheme and scheme.get("input_activations")
     if inputs is not None and inputs.type == QuantizationType.INT:
-        check_int8()
+        check_int8_support()
 
 
-class _OnCpu(CompressedTensorsMoEMethod):
+class _ExpertsOnCpu(CompressedTensorsMoEMethod):
     """Experts that compute by themselves: there is no vLLM kernel to choose or to prepare weights
     for."""
 
@@ -116,17 +118,18 @@ class _OnCpu(CompressedTensorsMoEMethod):
         shared_experts: SharedExperts | None,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        # Numbers of this rank's experts; -1 for those of others.
+        """Returns the experts' output for `x`, [T, H]."""
+        # Indices of this rank's experts; -1 for experts of other ranks.
         own_ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
         return self.run(layer, x, topk_weights, own_ids, layer.activation.value)
 
     @abstractmethod
     def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
-        """`inputs` are the first arguments of the operations in `experts.py`."""
+        """Calls the operation. `inputs`: the first arguments of the operations in `experts.py`."""
 
 
-class CompressedTensorsFp8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Fp8MoEMethod):
-    """One scale per channel for weights, one per row for activations."""
+class CompressedTensorsFp8MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsW8A8Fp8MoEMethod):
+    """FP8 experts: one scale per channel for weights, one per row for activations."""
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Leaves weights as they are stored."""
@@ -141,9 +144,9 @@ class CompressedTensorsFp8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Fp8MoEMeth
         )
 
 
-class CompressedTensorsNvfp4MoEMethodOnCpu(_OnCpu, CompressedTensorsW4A4Nvfp4MoEMethod):
-    """All experts of a layer share the global scales of their inputs, as on GPUs: those that fit
-    the largest activation of any expert."""
+class CompressedTensorsNvfp4MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsW4A4Nvfp4MoEMethod):
+    """NVFP4 experts. All experts of a layer share the global scales of their inputs, as on GPUs:
+    the largest activation of any expert fits."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         # Not vLLM's own __init__, which looks for a kernel, finds none on CPUs and fails.
@@ -152,7 +155,8 @@ class CompressedTensorsNvfp4MoEMethodOnCpu(_OnCpu, CompressedTensorsW4A4Nvfp4MoE
         self.use_a16 = self.use_global_sf = False
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Weights stay as stored. From here on, their global scales multiply instead of divide."""
+        """Inverts the global scales, which divide in the checkpoint and multiply from here on.
+        Leaves weights as they are stored."""
         for name, scale in (
             ("w13_weight_scale_2", 1 / layer.w13_weight_global_scale[:, 0]),
             ("w2_weight_scale_2", 1 / layer.w2_weight_global_scale),
@@ -175,8 +179,9 @@ class CompressedTensorsNvfp4MoEMethodOnCpu(_OnCpu, CompressedTensorsW4A4Nvfp4MoE
         )
 
 
-class CompressedTensorsInt8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Int8MoEMethod):
-    """One scale per channel for weights, one per row for activations. oneDNN multiplies."""
+class CompressedTensorsInt8MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsW8A8Int8MoEMethod):
+    """int8 experts, multiplied by oneDNN: one scale per channel for weights, one per row for
+    activations."""
 
     def __init__(
         self, weights: QuantizationArgs, inputs: QuantizationArgs, moe: FusedMoEConfig
@@ -187,10 +192,10 @@ class CompressedTensorsInt8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Int8MoEMe
         self.static_input_scales = False
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """oneDNN copies the weights; what was loaded is given back."""
+        """Has oneDNN copy the weights, and frees what was loaded."""
         dtype, w13, w2 = self.moe.in_dtype, layer.w13_weight, layer.w2_weight
         layer.num_inner = w2.shape[2]
-        layer.int8_weights = []  # they end with the layer
+        layer.int8_weights = []  # keeps the handles valid
         for name, weight in (("w13", w13), ("w2", w2)):
             scale = getattr(layer, f"{name}_weight_scale")
             layer.int8_weights.append(packed := Int8Weights(weight, scale, dtype))
@@ -203,8 +208,8 @@ class CompressedTensorsInt8MoEMethodOnCpu(_OnCpu, CompressedTensorsW8A8Int8MoEMe
         )
 
 
-class CompressedTensorsInt4MoEMethodOnCpu(_OnCpu, CompressedTensorsWNA16MoEMethod):
-    """Weights of 4 bits with a scale per group; activations as they are."""
+class CompressedTensorsInt4MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsWNA16MoEMethod):
+    """Experts with 4-bit weights and a scale per group; activations are not quantised."""
 
     def __init__(self, weights: QuantizationArgs, moe: FusedMoEConfig) -> None:
         # Not vLLM's own __init__, which looks for a kernel and finds none on most CPUs.

@@ -1,9 +1,10 @@
-"""CPU kernels for FP8, NVFP4 and W4A16 linears that vLLM can choose. Its own for int8 are good.
+"""CPU kernels for FP8, NVFP4 and W4A16 linears that vLLM can choose. vLLM's own int8 kernel is
+good.
 
-vLLM has one for FP8, around `torch._scaled_mm`. On processors with AMX, PyTorch 2.13 hands that to
-a reference implementation of oneDNN: 35 s for [256, 1024] x [1024, 1024] on one core, where the
-same product of the same values as floats takes 20 ms. Its W4A16 kernel takes twice as long without
-AMX as to unpack the weights and multiply (256 x 1024 x 1024 on one core: 5.9 ms, 3.1 ms; 2.4 ms in
+vLLM's FP8 kernel calls `torch._scaled_mm`. On processors with AMX, PyTorch 2.13 passes that to a
+reference implementation of oneDNN: 35 s for [256, 1024] x [1024, 1024] on one core, where the
+product of the same values as floats takes 20 ms. Its W4A16 kernel takes twice as long without AMX
+as unpacking the weights and multiplying (256 x 1024 x 1024 on one core: 5.9 ms, 3.1 ms; 2.4 ms in
 bf16).
 """
 
@@ -18,7 +19,7 @@ from vllm.scalar_type import scalar_types
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_dllm.cpu.compat.linear_kernels import (
-    Int8OfFloatsLinearKernel,
+    Fp32Int8LinearKernel,
     MPLinearKernel,
     MPLinearLayerConfig,
     StockFp8LinearKernel,
@@ -42,9 +43,9 @@ def fp8_product(
     b_scale: torch.Tensor,  # [N, 1] fp32
     dtype: torch.dtype,  # of the model
 ) -> torch.Tensor:
-    """Computes the scaled a @ b, [M, N] fp32."""
+    """Returns the scaled a @ b, [M, N] fp32."""
     rows, weight = decode_fp8(a, a_scale), decode_fp8(b.t(), b_scale)
-    return multiply(rows.for_model(dtype), weight.for_model(dtype))
+    return multiply(rows.to_model_dtype(dtype), weight.to_model_dtype(dtype))
 
 
 direct_register_custom_op(
@@ -57,8 +58,11 @@ direct_register_custom_op(
 
 
 class CpuFp8LinearKernel(StockFp8LinearKernel):
+    """FP8 linears whose values are multiplied as floats."""
+
     def get_output_padding(self) -> int | None:
-        return None  # rows that `torch._scaled_mm` would like to have
+        """Returns None: `torch._scaled_mm` would want padding rows."""
+        return None
 
     def apply_scaled_mm(
         self,
@@ -87,22 +91,25 @@ def nvfp4_linear(
     scale: torch.Tensor,  # [] fp32, multiplies
     x_global_scale: torch.Tensor,  # [] fp32, divides
 ) -> torch.Tensor:
-    """Computes x @ weight.T [..., N]. One PyTorch operation, so that compiled models round the
+    """Returns x @ weight.T [..., N]. It is one PyTorch operation, so that compiled models round the
     same."""
     rows = quantize_nvfp4(x.flatten(0, -2), x_global_scale)
     weight = decode_nvfp4(packed, block_scale, scale)
-    out = multiply(rows.for_model(x.dtype), weight.for_model(x.dtype))
+    out = multiply(rows.to_model_dtype(x.dtype), weight.to_model_dtype(x.dtype))
     return out.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
-def _shape(x: torch.Tensor, packed: torch.Tensor, *args: object) -> torch.Tensor:
+def _like_linear_output(x: torch.Tensor, packed: torch.Tensor, *args: object) -> torch.Tensor:
+    """Returns an empty output [..., N], from which the compiler learns its shape and type."""
     return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
-direct_register_custom_op("vllm_dllm_nvfp4_linear", nvfp4_linear, fake_impl=_shape)
+direct_register_custom_op("vllm_dllm_nvfp4_linear", nvfp4_linear, fake_impl=_like_linear_output)
 
 
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):
+    """NVFP4 linears, emulated."""
+
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
         return current_platform.is_cpu(), "it emulates NVFP4 on CPUs"
@@ -136,14 +143,16 @@ def int4_linear(
     packed: torch.Tensor,  # [N, K / 8] int32
     scale: torch.Tensor,  # [N, K / group]
 ) -> torch.Tensor:
-    """Computes x @ weight.T [..., N], in x's type."""
+    """Returns x @ weight.T [..., N], in x's type."""
     return x @ decode_int4(packed, scale).t()
 
 
-direct_register_custom_op("vllm_dllm_int4_linear", int4_linear, fake_impl=_shape)
+direct_register_custom_op("vllm_dllm_int4_linear", int4_linear, fake_impl=_like_linear_output)
 
 
 class CpuInt4LinearKernel(MPLinearKernel):
+    """Linears with 4-bit weights, unpacked at every call."""
+
     @classmethod
     def get_min_capability(cls) -> int:
         return -1
@@ -169,4 +178,4 @@ class CpuInt4LinearKernel(MPLinearKernel):
 
 
 prefer_int4_on_cpus(CpuInt4LinearKernel)
-prefer_int8_on_cpus(Int8OfFloatsLinearKernel)
+prefer_int8_on_cpus(Fp32Int8LinearKernel)

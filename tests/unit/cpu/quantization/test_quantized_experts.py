@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import tolerances
-from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8, int8_sums_are_exact
+from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8_support, int8_sums_are_exact
 from vllm_dllm.cpu.quantization import experts, formats
 
 pytestmark = pytest.mark.numerics
@@ -21,7 +21,7 @@ def test_e4m3_is_read_exactly() -> None:
     """All but the two NaNs."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 127) != 127].view(FP8)
-    assert torch.equal(formats.fp8_values(codes), codes.float())
+    assert torch.equal(formats.fp8_to_fp32(codes), codes.float())
 
 
 def test_int4_is_read_exactly() -> None:
@@ -100,7 +100,7 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
     build, step = FORMATS[name]
     if name == "int8" and not int8_sums_are_exact():
         with pytest.raises(ValueError, match="need a processor with VNNI"):
-            check_int8()
+            check_int8_support()
         return
     run, (gate_up, down) = build(dtype)
     x = drawn(ROWS, HIDDEN, seed=5).to(dtype)

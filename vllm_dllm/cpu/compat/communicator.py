@@ -1,0 +1,80 @@
+"""vLLM's communicator on CPUs, for ranks whose steps differ in size.
+
+With data parallelism, a layer of experts gathers the rows of all ranks and returns to each rank its
+own sums. vLLM's communicator on CPUs can do neither: the first request ended the server.
+
+With tensor parallelism, a step that is part of a prompt may have no row to sample. There are no
+logits to gather then, and vLLM's gathering through shared memory divides by their number.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch.distributed
+from torch import Tensor
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+from vllm_dllm.compat.patching import patch
+
+Gathered = TypeVar("Gathered", Tensor, list[Tensor])
+
+
+def use_uneven_communicator() -> None:
+    """Makes process groups of this worker use `UnevenCpuCommunicator`. Repeatable."""
+    path = f"{__name__}.{UnevenCpuCommunicator.__name__}"
+    patch(
+        "platforms.cpu:CpuPlatform.get_device_communicator_cls",
+        lambda stock: classmethod(lambda cls: path),
+    )
+
+
+class UnevenCpuCommunicator(CpuCommunicator):
+    """vLLM's CPU communicator, with exchanges of different sizes, also empty ones."""
+
+    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """Returns the ranks' `input_` concatenated along `dim`, which may be empty."""
+        if input_.numel():
+            return super().all_gather(input_, dim)
+        shape = list(input_.shape)
+        shape[dim] *= self.world_size
+        return input_.new_empty(shape)
+
+    def all_gatherv(
+        self, input_: Gathered, dim: int = 0, sizes: Sequence[int] | None = None
+    ) -> Gathered:
+        """Returns the rows of all ranks, one after another.
+
+        Args:
+            input_: this rank's rows [sizes[rank], ...], or several such tensors.
+            dim: 0.
+            sizes: rows of each rank; None: all have as many as this one.
+        """
+        if isinstance(input_, list):
+            return [self.all_gatherv(tensor, dim, sizes) for tensor in input_]
+        if dim:
+            raise ValueError(f"Rows are gathered along dimension 0, got dim={dim}.")
+        sizes = sizes or [len(input_)] * self.world_size
+        # Gloo gathers tensors of one shape.
+        sent = input_.new_zeros(max(sizes), *input_.shape[1:])
+        sent[: len(input_)] = input_
+        received = sent.new_empty(self.world_size * len(sent), *sent.shape[1:])
+        torch.distributed.all_gather_into_tensor(received, sent, group=self.device_group)
+        blocks = received.split(len(sent))
+        return torch.cat([rows[:size] for rows, size in zip(blocks, sizes, strict=True)])
+
+    def reduce_scatterv(
+        self, input_: Tensor, dim: int = 0, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """Returns this rank's rows [sizes[rank], ...] of the sum of all ranks' `input_`.
+
+        Args:
+            input_: [sum of sizes, ...].
+            dim: 0.
+            sizes: rows of each rank; None: all get as many.
+        """
+        if dim:
+            raise ValueError(f"Rows are scattered along dimension 0, got dim={dim}.")
+        sizes = sizes or [len(input_) // self.world_size] * self.world_size
+        total = input_.contiguous().clone()  # Gloo has no sum that is scattered unevenly
+        torch.distributed.all_reduce(total, group=self.device_group)
+        return total.split(list(sizes))[self.rank_in_group].contiguous()
