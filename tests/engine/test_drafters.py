@@ -138,39 +138,28 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+BLOCKPILOT = {"width_policy": "blockpilot"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fixed": engine({"width": 5}),
+    "asynchronous": engine({"width_policy": "acceptance"}, async_scheduling=True),
+    "acceptance": engine({"width_policy": "acceptance", "narrow_draft": True}),
+    "load": engine({"width_policy": "load", "load_rows": 40}),
+    "no room for drafts": engine({"width_policy": "load", "load_rows": 1}),
+    "blockpilot": engine(BLOCKPILOT),
+    "short contexts": engine({"max_context": 60}),
+    "window": engine({"draft_window": 32}),
+    "steps": engine({"draft_steps": 3, "schedule": "linear"}),
+    "probabilistic": engine(speculative={"draft_sample_method": "probabilistic"}),
+    "prefix caching off": engine(enable_prefix_caching=False),
+}
+
+
 @pytest.fixture(scope="module")
 def by_setting(predictor: Path) -> dict[str, Any]:
-    settings: dict[str, dict[str, Any]] = {
-        "fixed": engine({"width": 5}),
-        "asynchronous": engine({"width_policy": "acceptance"}, async_scheduling=True),
-        "acceptance": engine({"width_policy": "acceptance", "narrow_draft": True}),
-        "load": engine({"width_policy": "load", "load_rows": 40}),
-        "no room for drafts": engine({"width_policy": "load", "load_rows": 1}),
-        "blockpilot": engine({"width_policy": "blockpilot", "predictor": str(predictor)}),
-        "short contexts": engine({"max_context": 60}),
-        "window": engine({"draft_window": 32}),
-        "steps": engine({"draft_steps": 3, "schedule": "linear"}),
-        "probabilistic": engine(speculative={"draft_sample_method": "probabilistic"}),
-        "prefix caching off": engine(enable_prefix_caching=False),
-    }
+    BLOCKPILOT["predictor"] = str(predictor)
     given = {"prompts": chat_prompts()[::21], "sampling": GREEDY}
-    settings["alone"] = ALONE
+    settings = SETTINGS | {"alone": ALONE}
     return {name: serve({"engine": options, **given}) for name, options in settings.items()}
-
-
-SETTINGS = [
-    "fixed",
-    "asynchronous",
-    "acceptance",
-    "load",
-    "no room for drafts",
-    "blockpilot",
-    "short contexts",
-    "window",
-    "steps",
-    "probabilistic",
-    "prefix caching off",
-]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

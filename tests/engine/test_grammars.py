@@ -158,14 +158,6 @@ def test_an_answer_fits_its_tokens(served: Engine) -> None:
         ask(served, [of_kind("json", max_tokens=7)])
 
 
-def test_long_answers_of_several_canvases(served: Engine) -> None:
-    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 60}
-    wanted = {"structured_outputs": of(json=schema), "max_tokens": 250, **xargs(max_steps=8)}
-    (output,) = ask(served, [SamplingParams(seed=0, **wanted)])
-    assert len(output.outputs[0].token_ids) > 64
-    jsonschema.validate(json.loads(output.outputs[0].text), schema)
-
-
 def json_prompts() -> list[dict[str, Any]]:
     rows = map(json.loads, HELD_OUT.read_text().splitlines())
     return [row for row in rows if row["task"] == "write_json"][:24]
@@ -202,36 +194,6 @@ def test_json_that_the_model_writes_anyway_is_not_changed(served: Engine) -> Non
         for outputs in (with_grammar, as_it_is)
     ]
     assert steps[0] <= steps[1]
-
-
-def test_a_form_that_the_model_is_at_odds_with(served: Engine) -> None:
-    """Look-ups as JSON, which training only answered in words: their canvases came to rest after
-    65 steps an answer, of at most 144."""
-    rows = map(json.loads, HELD_OUT.read_text().splitlines())
-    rows = [row for row in rows if row["task"] == "lookup_short"][:6]
-    prompts, schemas = [], []
-    for row in rows:
-        document, _, asked = row["messages"][0]["content"].rpartition(" What is ")
-        keys = asked.removesuffix("?").split(", ")
-        prompts.append([{"role": "user", "content": f"{document} Write JSON with {asked[:-1]}."}])
-        texts = {key: {"type": "string"} for key in keys}
-        schemas.append(
-            {
-                "type": "object",
-                "properties": texts,
-                "required": keys,
-                "additionalProperties": False,
-            }
-        )
-    params = [
-        SamplingParams(max_tokens=128, seed=i, structured_outputs=of(json=schema))
-        for i, schema in enumerate(schemas)
-    ]
-    outputs = chat(served, prompts, params)
-    for output, schema in zip(outputs, schemas, strict=True):
-        jsonschema.validate(json.loads(output.outputs[0].text), schema)
-    steps = sum(len(served.steps(output.request_id)) for output in outputs)
-    assert steps < 45 * len(rows)
 
 
 def test_random_weights_answer_in_every_form(

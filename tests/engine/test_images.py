@@ -34,7 +34,6 @@ from tests.engine.rounding import assert_same, decided
 from tests.engine.test_trajectories import TRACED, parted, served_trajectories
 from tests.paths import CHECKPOINTS
 from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
-from vllm_dllm.step.runner.model_state import DiffusionModelState
 
 pytestmark = pytest.mark.numerics
 
@@ -131,22 +130,6 @@ def test_images_that_are_not_scaled(
         }
         with pytest.raises(VLLMValidationError, match=r"multiples of 8 pixels.*got"):
             served.llm.generate(odd, use_tqdm=False)
-
-
-def test_images_and_frames_that_see_no_later_token_are_far_from_the_reference(
-    engine: Callable[..., Engine], seeing: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What stock vLLM computes."""
-    path, canvas = seeing(16), random_ids(CANVAS, 512, seed=1)
-    served, model = engine(path, **PREFILLS["plain"]), reference.load(path)
-    monkeypatch.setattr(DiffusionModelState, "image_spans", lambda *_: None)
-    for prompt in (
-        random_prompt(path, [5, 5], seed=0),
-        random_prompt_with_videos(path, [5, "2 frames", 5], seed=0),
-    ):
-        read = read_one_step(served, [prompt], [canvas])
-        with pytest.raises(AssertionError):
-            assert_equal_to_reference(model, [prompt], [canvas], read)
 
 
 def test_the_encoder_cache_is_bounded(

@@ -249,25 +249,6 @@ def test_committed_keys_are_a_prefill_s(
 
 
 @pytest.mark.parametrize(
-    ("family", "block_length"), [("SDAR", 4), ("SDAR", 32), ("MoE", 4), ("LLaDA2", 32)]
-)
-def test_log_probabilities_of_one_step(
-    engine: GetEngine, made: GetMade, family: str, block_length: int
-) -> None:
-    (checkpoint, decode), B = made(family, block_length), block_length
-    model = engine(checkpoint, block_size=32)
-    prompts, at_once = prompts_of(B), Rule("static", num_steps=1)
-    params = [params_of(at_once, B - len(prompt) % B, 0, logprobs=20) for prompt in prompts]
-    outputs = model.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-    )
-    for prompt, output in zip(prompts, outputs, strict=True):
-        width = B - len(prompt) % B
-        expected = decode.logits(prompt + [decode.mask_id] * width)[-width:].log_softmax(-1)
-        assert_scores(expected, output.outputs[0].logprobs)
-
-
-@pytest.mark.parametrize(
     ("family", "rule", "is_ahead"),
     [
         ("SDAR", "warm", True),
@@ -353,30 +334,25 @@ def test_forwards(
         assert len(forwards) == len(found.steps) + beside
 
 
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("family", ["SDAR", "LLaDA2"])
 def test_an_unchanged_block_is_committed(
-    engine: GetEngine, made: GetMade, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    """A step that changes nothing leaves a prefill's keys and values: only blocks that the last of
-    their steps changed are computed again, next to the first step of the next one."""
-    model = engine(made(family, 4).checkpoint, enable_prefix_caching=False)
-    for prompt, rows, num_steps, num_changed in edited(model, monkeypatch):
-        assert len(rows) == num_steps
-        assert sum(rows) == len(prompt) // 4 * 4 + 4 * (num_steps + num_changed)
-
-
-@pytest.mark.parametrize("family", ["SDAR", "LLaDA2"])
-def test_an_unchanged_block_needs_no_forward(
     engine: GetEngine,
     made: GetMade,
     monkeypatch: pytest.MonkeyPatch,
-    family: str,
     asynchronous: None,
+    family: str,
+    is_ahead: bool,
 ) -> None:
-    """Where a commit is a forward of its own."""
-    model = engine(made(family, 4).checkpoint, enable_prefix_caching=False, async_scheduling=True)
-    for _, rows, num_steps, num_changed in edited(model, monkeypatch):
-        assert len(rows) == num_steps + num_changed
+    """A step that changes nothing leaves a prefill's keys and values: only blocks that the last of
+    their steps changed are computed again, next to the first step of the next one, or by a forward
+    of their own."""
+    options = {"enable_prefix_caching": False, "async_scheduling": is_ahead}
+    model = engine(made(family, 4).checkpoint, **options)
+    for prompt, rows, num_steps, num_changed in edited(model, monkeypatch):
+        assert len(rows) == num_steps + (num_changed if is_ahead else 0)
+        if not is_ahead:
+            assert sum(rows) == len(prompt) // 4 * 4 + 4 * (num_steps + num_changed)
 
 
 def edited(
@@ -409,19 +385,6 @@ def test_published_weights_are_in_bf16(engine: GetEngine, made: GetMade) -> None
     lengths = [40, 8, 40, 8, 40]
     params = [params_of(RULES["dynamic"], most, seed) for seed, most in enumerate(lengths)]
     assert [len(found.tokens) for found in generate(model, prompts, params)] == lengths
-
-
-def test_an_answer_stops_at_eos(engine: GetEngine, made: GetMade) -> None:
-    """The block that holds it is the last one, and is cut there."""
-    model = engine(made("SDAR", 32).checkpoint, block_size=32)
-    prompt, rule = random_ids(21, VOCABULARY, 3), RULES["dynamic"]
-    (whole,) = generate(model, [prompt], [params_of(rule, 100, 0)])
-    stop = whole.tokens[50]
-    params = params_of(rule, 100, 0)
-    params.stop_token_ids = [stop]
-    (found,) = generate(model, [prompt], [params])
-    assert found.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
-    assert found.steps == whole.steps[: len(found.steps)]
 
 
 @each("SDAR", "Nemotron", "Fast-dLLM")

@@ -1,7 +1,6 @@
 """What masked models refuse: requests, servers, and checkpoints of other variants."""
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +10,16 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.conftest import Engine
-from tests.engine.masked import make_checkpoint
+from tests.engine.masked_requests import GetMade
 from vllm_dllm import plugin
 
-SDAR, LLADA2, MOVING = "SDARForCausalLM", "LLaDA2MoeModelLM", "LLaDA2.2"
-NEMOTRON, FAST_DLLM = "NemotronLabsDiffusionModel", "Fast_dLLM_QwenForCausalLM"
-Checkpoint = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    @cache
-    def make(architecture: str, block_length: int = 32) -> Path:
-        path = tmp_path_factory.mktemp("masked")
-        return make_checkpoint(path, block_length, architecture)[0]
-
-    return make
-
+SDAR, LLADA2, MOVING, NEMOTRON, FAST_DLLM = "SDAR", "LLaDA2", "LLaDA2.2", "Nemotron", "Fast-dLLM"
 
 SCHEDULE = {"extra_args": {"diffusion_t_min": 0.4, "diffusion_t_max": 0.8}}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options", "error"),
+    ("family", "options", "error"),
     [
         (SDAR, SCHEDULE, "diffusion_t_min"),
         (SDAR, {"extra_args": {"diffusion_read_only": 1}}, "diffusion_read_only is not for masked"),
@@ -44,12 +30,12 @@ SCHEDULE = {"extra_args": {"diffusion_t_min": 0.4, "diffusion_t_max": 0.8}}
 )
 def test_refused_requests(
     engine: Callable[..., Engine],
-    checkpoint: Checkpoint,
-    architecture: str,
+    made: GetMade,
+    family: str,
     options: dict[str, Any],
     error: str,
 ) -> None:
-    model = engine(checkpoint(architecture), max_model_len=110, block_size=32)
+    model = engine(made(family, 32).checkpoint, max_model_len=110, block_size=32)
     with pytest.raises(VLLMValidationError, match=error):
         model.llm.generate([{"prompt_token_ids": [1]}], SamplingParams(**options), use_tqdm=False)
 
@@ -64,7 +50,7 @@ NARROW = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options", "error"),
+    ("family", "options", "error"),
     [
         (SDAR, {"hf_overrides": {"mask_token_id": 9999}}, BAD_MASK),
         (SDAR, {"block_size": 48}, "--block-size must be a multiple of the model's block of 32"),
@@ -104,15 +90,13 @@ NARROW = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
         ),
     ],
 )
-def test_refused_servers(
-    checkpoint: Checkpoint, architecture: str, options: dict[str, Any], error: str
-) -> None:
+def test_refused_servers(made: GetMade, family: str, options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        config_of(checkpoint(architecture), options)
+        config_of(made(family, 32).checkpoint, options)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "key", "value"),
+    ("family", "key", "value"),
     [
         (SDAR, "use_sliding_window", True),
         (LLADA2, "use_sliding_window", True),
@@ -121,16 +105,18 @@ def test_refused_servers(
         (LLADA2, "image_token_offset", 512),
     ],
 )
-def test_refused_variants(checkpoint: Checkpoint, architecture: str, key: str, value: Any) -> None:
+def test_refused_variants(made: GetMade, family: str, key: str, value: Any) -> None:
     """Other layers, LLaDA2.0-Uni's tokens of images."""
     error = rf"{key} in .*config.json must be .*, got {value!r}: checkpoints of other variants"
     with pytest.raises(ValueError, match=error):
-        config_of(checkpoint(architecture), {"hf_overrides": {key: value}})
+        config_of(made(family, 32).checkpoint, {"hf_overrides": {key: value}})
 
 
-def test_cached_pages_of_any_size(checkpoint: Checkpoint) -> None:
+def test_cached_pages_of_any_size(made: GetMade) -> None:
     """Nemotron's known tokens are causal, so a part of a block may be cached."""
-    assert config_of(checkpoint(NEMOTRON), {"block_size": 48}).cache_config.block_size == 48
+    assert (
+        config_of(made(NEMOTRON, 32).checkpoint, {"block_size": 48}).cache_config.block_size == 48
+    )
 
 
 def config_of(path: Path, options: dict[str, Any]) -> Any:

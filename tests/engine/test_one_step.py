@@ -117,29 +117,3 @@ def test_symmetric_rule_is_selectable_and_differs_past_the_window(
     short_symmetric, long_symmetric, long_reference = agreement
     assert short_symmetric == long_reference == 1.0  # all keys are within the window of 64
     assert long_symmetric < 0.9
-
-
-def test_filters_apply_to_every_step(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path]
-) -> None:
-    """With `top_k=1` a candidate is the best guess, so every kept token of a canvas is."""
-    served = engine(tiny(64), **PREFILLS["plain"])
-    params = SamplingParams(
-        max_tokens=CANVAS,
-        ignore_eos=True,
-        top_k=1,
-        seed=1,
-        extra_args={"diffusion_max_steps": 6},
-    )
-    output = served.llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)[0]
-    steps = served.steps(output.request_id)
-    kept = [
-        (token, guess)
-        for step in steps[:-1]
-        for token, guess, accepted in zip(
-            step["canvas"], step["tokens"], step["accepted"], strict=True
-        )
-        if accepted
-    ]
-    assert len(steps) == 6 and kept
-    assert all(token == guess for token, guess in kept)

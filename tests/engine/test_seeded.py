@@ -36,17 +36,6 @@ def outputs_of(
     return engine.llm.generate(inputs, params, use_tqdm=False)
 
 
-def test_a_prompt_of_one_block_is_read(engine: GetEngine, made: GetMade) -> None:
-    """Fast-dLLM's published loop forgets it."""
-    model, params = (
-        engine(made("Fast-dLLM", 32).checkpoint, block_size=32),
-        params_of(AT_ONCE, 32, 0),
-    )
-    prompts = [random_ids(32, VOCABULARY, seed) for seed in range(2)]
-    one, other = generate(model, prompts, [params] * 2)
-    assert one.tokens != other.tokens
-
-
 @each("Nemotron", "Fast-dLLM")
 def test_stop_tokens(engine: GetEngine, made: GetMade, family: str) -> None:
     """A block is finished when nothing is hidden before one, and the answer ends there."""

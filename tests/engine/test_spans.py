@@ -77,6 +77,11 @@ def test_of_a_clients_trace(
     assert (request.trace_id, request.parent) == ("ab" * 16, "cd" * 8)
     (block,) = blocks_of(request, found)
     assert block.parent == "cd" * 8
+    collector.answers.clear()  # it hangs, and holds up no answer
+    params = SamplingParams(max_tokens=CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
+    (output,) = served.llm.generate({"prompt_token_ids": [5, 6]}, params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == CANVAS
+    collector.answers.set()
 
 
 def test_without_tracing(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> None:

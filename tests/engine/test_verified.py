@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 from vllm import RequestOutput, SamplingParams
 
 from tests import tolerances
@@ -136,23 +135,6 @@ def test_forwards(
             assert len(forwards) == expected
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_stop_tokens(
-    engine: GetEngine, made: GetMade, decode: Callable[..., VerifiedReference], mode: str
-) -> None:
-    """Inside a draft, at its end, and as an answer's first token."""
-    model, reference = engine(made("Nemotron", 4).checkpoint, block_size=32), decode(4, FEW)
-    prompts = [random_ids(5 + i, VOCABULARY, i) for i in range(24)]
-    params = asking(mode, 40, allowed_token_ids=FEW, stop_token_ids=FEW[:1])
-    lengths = set()
-    for prompt, tokens in zip(prompts, tokens_of(ask(model, prompts, [params] * 24)), strict=True):
-        assert (
-            tokens == reference.autoregressive(prompt, 40, Rule(), stops=frozenset(FEW[:1])).tokens
-        )
-        lengths.add(len(tokens))
-    assert len(lengths) > 4
-
-
 def rules_of(options: dict[str, Any], prompt: list[int], words: list[list[int]]) -> Rules:
     """What any autoregressive model makes of them."""
 
@@ -257,30 +239,6 @@ def test_the_next_turn_finds_what_stood(
             assert output.num_cached_tokens == cached
             assert_scores(expected, output.outputs[0].logprobs)
             assert model.llm.reset_prefix_cache()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_sampled_tokens_have_the_autoregressive_distribution(
-    engine: GetEngine, made: GetMade, decode: Callable[..., VerifiedReference], mode: str
-) -> None:
-    """Where a token lies in its distribution is uniform."""
-    model, temperature = engine(made("Nemotron", 32).checkpoint, block_size=32), 2.0
-    prompts = [random_ids(6 + i % 5, VOCABULARY, i) for i in range(64)]
-    params = [
-        asking(mode, 100, i, temperature=temperature, allowed_token_ids=FEW) for i in range(64)
-    ]
-    generator, places = torch.Generator().manual_seed(0), []
-    for prompt, tokens in zip(prompts, tokens_of(ask(model, prompts, params)), strict=True):
-        logits = decode(32, FEW).seeded_logits(prompt + tokens, [])[len(prompt) - 1 : -1].double()
-        probs = (logits / temperature).softmax(-1)
-        own = probs.gather(1, torch.tensor(tokens)[:, None])
-        # The more probable tokens come first; of its own share a token has a random place.
-        before = torch.where(probs > own, probs, 0.0).sum(dim=1, keepdim=True)
-        places.append(before + own * torch.rand(own.shape, generator=generator).double())
-    placed = torch.cat(places).flatten()
-    assert len(placed) == 6400
-    observed = torch.histc(placed, bins=40, min=0.0, max=1.0)
-    assert stats.chisquare(observed.numpy()).pvalue > tolerances.P_VALUE
 
 
 def test_forms(engine: GetEngine, made: GetMade) -> None:

@@ -9,13 +9,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from checkpoints.recipes.tokenizer import IMAGE_ID, VIDEO_ID
+from checkpoints.recipes.tokenizer import VIDEO_ID
 from tests.engine import reference
 from tests.engine.conftest import Engine
 from tests.engine.images import random_prompt_with_videos, random_video
 from tests.engine.one_step import (
-    CACHED,
-    FEW_STEPS,
     PREFILLS,
     assert_equal_to_reference,
     random_ids,
@@ -81,27 +79,6 @@ def test_cache_hits_are_by_what_a_video_shows_and_when(
     assert hits(fork) % 32 == 0
     read = read_one_step(served, [fork], [canvas], from_cache=True)
     assert_equal_to_reference(model, [fork], [canvas], read)
-
-
-def test_next_turn_reuses_an_answer_about_a_video(
-    engine: Callable[..., Engine],
-    seeing: Callable[[int], Path],
-) -> None:
-    path = seeing(16)
-    served, model = engine(path, **CACHED), reference.load(path)
-    first = random_prompt_with_videos(path, [10, "2 frames", 12], seed=3)
-    params = SamplingParams(max_tokens=64, ignore_eos=True, extra_args=FEW_STEPS)
-    answer = served.llm.generate(first.engine_input, params, use_tqdm=False)[0].outputs[0].token_ids
-    answer = [9 if token in (IMAGE_ID, VIDEO_ID) else token for token in answer]
-    turn = reference.Seen.prepare(
-        path,
-        [*first.tokens, *answer, VIDEO_ID, *range(20, 25)],
-        [],
-        [*first.videos, random_video(2, (50, 20), 9)],
-    )
-    canvas = random_ids(CANVAS, 512, seed=8)
-    read = read_one_step(served, [turn], [canvas], from_cache=True)
-    assert_equal_to_reference(model, [turn], [canvas], read)
 
 
 def test_arrays_that_are_no_videos(

@@ -62,6 +62,15 @@ class Server:
     def model(self) -> str:
         return str(CHECKPOINT)
 
+    def read(self, path: str, body: str | dict[str, Any] | None = None) -> str:
+        """What it answers to a POST of `body`, JSON, or to a GET where there is none."""
+        text = body if body is None or isinstance(body, str) else json.dumps(body)
+        data = None if text is None else text.encode()
+        url, headers = f"http://127.0.0.1:{self.port}{path}", {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, data, headers)
+        with urllib.request.urlopen(request, timeout=HANGS_S) as answer:
+            return answer.read().decode()
+
 
 def start(
     checkpoint: Path, log: Path, *options: str, env: Mapping[str, str] | None = None

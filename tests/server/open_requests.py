@@ -5,7 +5,6 @@ import http.client
 import json
 import socket
 import threading
-import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,8 +77,7 @@ class OpenRequest:
 
 
 def metric(server: Server, name: str) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=HANGS_S) as page:
-        lines = page.read().decode().splitlines()
+    lines = server.read("/metrics").splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
 

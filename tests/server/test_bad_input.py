@@ -1,59 +1,27 @@
 """A bad request is answered with 400, says what is wrong, and the server lives on. All that is bad
 is in `tests/unit/requests`."""
 
-import base64
 import json
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
 from openai import BadRequestError
+from PIL import Image
 
-from tests.processes import HANGS_S
+from tests.pictures import data_url as url_of_bytes
+from tests.pictures import encoded
 from tests.server.conftest import CANVAS, MAX_MODEL_LEN, Server
-
-EOS = 1
-CHAT = '"messages": [{"role": "user", "content": "Hi"}]'
-PIXEL = base64.b64encode(
-    bytes.fromhex(
-        "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
-        "1f15c4890000000d49444154789c6360606060000000050001a5f64540"
-        "0000000049454e44ae426082"
-    )
-).decode()
 
 PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"temperature": -0.5}, "temperature must be non-negative, got -0.5"),
-    "logit_bias": ({"logit_bias": {"5000": 1.0}}, "5000"),
-    "min_p": ({"extra_body": {"min_p": 1.1}}, r"min_p must be in \[0, 1\], got 1.1"),
-    "min_tokens": ({"extra_body": {"min_tokens": 400}}, "min_tokens must be less than or equal"),
-    "allowed": ({"extra_body": {"allowed_token_ids": [5000]}}, "allowed_token_ids"),
-    "only the end of the answer, and not yet": (
-        {"extra_body": {"allowed_token_ids": [EOS], "min_tokens": 5}},
-        rf"allowed_token_ids must leave .* got \[{EOS}\] with min_tokens = 5",
-    ),
     "a seed that leaves no room for the second answer's": (
         {"seed": 2**63 - 1, "n": 2},
         "seed must be from .* for n = 2",
     ),
-    "more tokens than a canvas that is only read": (
-        {
-            "extra_body": {
-                "min_tokens": CANVAS,
-                "vllm_xargs": {"diffusion_read_only": 1, "diffusion_canvas_length": 8},
-            }
-        },
-        f"min_tokens must be at most 8, the canvas .* got {CANVAS}",
-    ),
     "more answers than served": ({"n": 65}, "at most 64 answers .* got 65.* limits.n"),
-    "more bad words than served": (
-        {"extra_body": {"bad_words": [f"{i}" + " and so on" * 6 for i in range(60)]}},
-        "at most 1024 tokens .* limits.bad_words",
-    ),
 }
-
-
+PIXEL = Image.new("RGB", (1, 1))
 TOOL = {
     "type": "function",
     "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}},
@@ -164,9 +132,7 @@ def test_a_mistake_is_found_before_the_answer_begins(
     by_path, message = MISTAKES[name]
     body = {"model": server.model, **ROUTES[path], **by_path[path], "stream": stream}
     seen = len(server.log.read_bytes())
-    status, error = post_json(server, path, body)
-    assert status == 400, error
-    assert message in error["message"]
+    assert message in refusal(server, path, body)["message"]
     lines = server.log.read_bytes()[seen:].decode().splitlines()
     ours = [line for line in lines if "/v1/" in line or "rror" in line or "Traceback" in line]
     assert len(ours) == 1 and "INFO" in ours[0] and "400 Bad Request" in ours[0], ours
@@ -218,7 +184,7 @@ def test_more_prompt_log_probabilities_than_served(server: Server) -> None:
 
 
 def test_image(server: Server) -> None:
-    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
+    image = {"type": "image_url", "image_url": {"url": url_of_bytes(encoded(PIXEL), "image/png")}}
     with pytest.raises(BadRequestError, match=r"(?i)image|multi.?modal"):
         server.client.chat.completions.create(
             model=server.model,
@@ -227,52 +193,25 @@ def test_image(server: Server) -> None:
         )
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_a_body_of_another_type(server: Server, path: str) -> None:
-    """As JSON has none, Python's clients write NaN."""
-    status, error = post(server, path, '"structured_outputs": NaN')
-    assert status == 400, error
-    assert error["param"] == "structured_outputs" and "structured_outputs" in error["message"]
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("max_tokens", "NaN"),
-        ("temperature", "NaN"),
-        ("temperature", "Infinity"),
         ("repetition_penalty", "1e-320"),
-        ("top_p", "-Infinity"),
         ("seed", "1e400"),
         ("logit_bias", '{"5": NaN, "x": 1}'),
-        ("stream_options", "3"),
-        ("vllm_xargs", '{"diffusion_max_steps": NaN}'),
         ("vllm_xargs", '{"diffusion_entropy_bound": Infinity}'),
     ],
 )
 def test_numbers_that_json_has_not(server: Server, key: str, value: str) -> None:
-    status, error = post(server, "completions", f'"{key}": {value}')
-    assert status == 400, error
-    assert error["message"]
+    body = f'{{"model": {json.dumps(server.model)}, "prompt": "Hi", "{key}": {value}}}'
+    assert refusal(server, "completions", body)["message"]
 
 
-def post(server: Server, path: str, member: str) -> tuple[int, dict[str, Any]]:
-    prompt = '"prompt": "Hi"' if path == "completions" else CHAT
-    return send(server, path, f'{{"model": {json.dumps(server.model)}, {prompt}, {member}}}')
-
-
-def post_json(server: Server, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    return send(server, path, json.dumps(body))
-
-
-def send(server: Server, path: str, text: str) -> tuple[int, dict[str, Any]]:
-    body = text.encode()
-    headers = {"Content-Type": "application/json"}
-    url = f"http://127.0.0.1:{server.port}/v1/{path}"
-    try:
-        with urlopen(Request(url, body, headers), timeout=HANGS_S) as answer:
-            return answer.status, {"message": answer.read().decode()}
-    except HTTPError as refusal:
-        answer = json.load(refusal)
-        assert (answer.get("type") == "error") == (path == "messages"), answer  # each in its form
-        return refusal.code, answer["error"]
+def refusal(server: Server, path: str, body: str | dict[str, Any]) -> dict[str, Any]:
+    with pytest.raises(HTTPError) as refused:
+        server.read(f"/v1/{path}", body)
+    assert refused.value.code == 400
+    answer = json.load(refused.value)
+    assert (answer.get("type") == "error") == (path == "messages"), answer  # each in its form
+    return answer["error"]

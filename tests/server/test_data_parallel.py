@@ -3,9 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -76,13 +73,6 @@ def answer(server: Server, number: int, rank: int | None = None) -> str:
     return text
 
 
-def scrape(server: Server) -> str:
-    """What every API process has counted; whichever of them answers."""
-    url = f"http://127.0.0.1:{server.port}/metrics"
-    with urllib.request.urlopen(url, timeout=HANGS_S) as page:
-        return page.read().decode()
-
-
 def test_answers_are_those_of_one_engine(server: Server, two_engines: Server) -> None:
     """One at a time, the other engine keeps step without a request of its own; all at once, both
     have some, of different lengths."""
@@ -91,15 +81,6 @@ def test_answers_are_those_of_one_engine(server: Server, two_engines: Server) ->
     with ThreadPoolExecutor(NUM_REQUESTS) as clients:
         found = list(clients.map(lambda n: answer(two_engines, n), range(NUM_REQUESTS)))
     assert found == expected
-
-
-def test_both_engines_answer(two_engines: Server) -> None:
-    before = finished_by_engine(two_engines)
-    with ThreadPoolExecutor(NUM_REQUESTS) as clients:
-        list(clients.map(lambda n: answer(two_engines, n), range(NUM_REQUESTS)))
-    since = finished_by_engine(two_engines) - before
-    assert since.keys() == {"0", "1"}
-    assert since.total() == NUM_REQUESTS
 
 
 def test_canvases_of_each_engine(two_engines: Server) -> None:
@@ -170,11 +151,11 @@ def test_without_a_key(two_engines: Server, headers: dict[str, str]) -> None:
 def test_metrics_of_each_engine(two_engines: Server) -> None:
     """Both at once; the trace of both engines is one file."""
     seen = len(two_engines.trace.read_text())
-    before = by_engine(scrape(two_engines))
+    before = by_engine(two_engines.read("/metrics"))
     with ThreadPoolExecutor(NUM_REQUESTS) as clients:
         list(clients.map(lambda n: answer(two_engines, n, rank=n % 3 // 2), range(NUM_REQUESTS)))
     lines = [json.loads(line) for line in two_engines.trace.read_text()[seen:].splitlines()]
-    now = by_engine(scrape(two_engines))
+    now = by_engine(two_engines.read("/metrics"))
     assert now.keys() == {"0", "1"}
     changed = {engine: since(before[engine], now[engine]) for engine in now}
     assert [changed[engine]["requests_total entropy_bound"] for engine in "01"] == [8, 4]
@@ -221,7 +202,7 @@ def test_a_server_for_each_engine(server: Server, tmp_path_factory: pytest.TempP
         assert list(found) == expected
         for rank, one in zip("01", servers, strict=True):
             lines = [json.loads(line) for line in one.trace.read_text().splitlines()]
-            counted = by_engine(scrape(one))
+            counted = by_engine(one.read("/metrics"))
             assert counted.keys() == {rank}
             check_against(lines, since(Counter(), counted[rank]))
 
@@ -236,20 +217,10 @@ class Said:
         return self.families
 
 
-def finished_by_engine(server: Server) -> Counter[str]:
-    families = text_string_to_metric_families(scrape(server))
-    finished = [f for f in families if f.name == "vllm:request_success"]
-    found: Counter[str] = Counter()
-    for sample in finished[0].samples:
-        if sample.name.endswith("_total"):
-            found[sample.labels["engine"]] += int(sample.value)
-    return found
-
-
 def test_the_text_is_valid(two_engines: Server) -> None:
     """vLLM serves Prometheus' text only. What it says can also be said in OpenMetrics, whose
     parser allows no series twice, and no histogram whose buckets do not add up."""
-    families = list(text_string_to_metric_families(scrape(two_engines)))
+    families = list(text_string_to_metric_families(two_engines.read("/metrics")))
     names = [family.name for family in families if family.name.startswith(PREFIX)]
     ours = (*COUNTERS, *GAUGES, *BY_LABEL, *HISTOGRAMS)
     assert sorted(names) == sorted(PREFIX + name for name in ours)
@@ -257,18 +228,3 @@ def test_the_text_is_valid(two_engines: Server) -> None:
     registry.register(Said(families))
     text = strict_text(registry, escaping="allow-utf-8").decode()  # a colon is kept as it is
     assert {family.name for family in openmetrics(text)} == {family.name for family in families}
-
-
-def test_top(two_engines: Server) -> None:
-    """Totals of both, and a line for each."""
-    command = [sys.executable, "-m", "vllm_dllm", "top", "--once"]
-    url = f"http://127.0.0.1:{two_engines.port}"
-    done = subprocess.run([*command, "--url", url], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == ""
-    assert re.search(r"Denoise steps per block +– +\d+\.\d\d\n", done.stdout)
-    lines = re.findall(r"^(\d) +0 +0 +(\d+) *$", done.stdout, re.M)
-    forwards = {
-        engine: samples["forwards_total", frozenset()]
-        for engine, samples in by_engine(scrape(two_engines)).items()
-    }
-    assert {engine: int(number) for engine, number in lines} == forwards

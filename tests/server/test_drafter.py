@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +66,6 @@ def test_parameters_of_the_target_hold(drafting: conftest.Server) -> None:
     assert stopped.message.content.rstrip().endswith("35")
 
 
-def test_structured_output(drafting: conftest.Server) -> None:
-    written = ask(
-        drafting, "Write JSON with name Nora, age 31.", response_format={"type": "json_object"}
-    )
-    assert json.loads(written.message.content) == {"name": "Nora", "age": 31}
-
-
 LISTS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": [7] * 1025},
     "stop_token_ids": {"stop_token_ids": list(range(129)), "min_tokens": 2},
@@ -106,48 +97,14 @@ def complete(server: conftest.Server, prompt: list[int], **options: Any) -> Any:
     return found.choices[0]
 
 
-@pytest.mark.parametrize("length", [1, 2, 17])
-def test_a_prompt_is_echoed_with_its_scores(drafting: conftest.Server, length: int) -> None:
-    """Of its own tokens and no others, also where vLLM pads it with drafts beside others."""
-    prompt = ([5, 6, 7, 33, 20] * 4)[:length]
-
-    def echo(_: int = 0) -> Any:
-        options = {"echo": True, "logprobs": 2, "max_tokens": 3}
-        return complete(drafting, prompt, **options, extra_body={"return_token_ids": True})
-
-    alone = echo()
-    with ThreadPoolExecutor(8) as pool:
-        others = [
-            pool.submit(ask, drafting, "Count from 31 to 69.", temperature=1, seed=i)
-            for i in range(4)
-        ]
-        beside = list(pool.map(echo, range(12)))
-        for other in others:
-            other.result()
-    for found in (alone, *beside):
-        scores = found.logprobs
-        assert len(scores.tokens) == len(scores.token_logprobs) == len(scores.top_logprobs)
-        assert len(scores.tokens) == length + len(found.token_ids)
-        assert scores.token_logprobs[0] is None and scores.top_logprobs[0] is None
-        assert all(score <= 0 for score in scores.token_logprobs[1:])
-        assert scores.tokens == alone.logprobs.tokens
-    for found in beside:
-        assert found.text == alone.text
-
-
-def scrape(server: conftest.Server) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
-        return answer.read().decode()
-
-
 def test_the_dashboard_asks_for_what_there_is(drafting: conftest.Server) -> None:
-    shown = check((q for q in queries() if q.needs_drafter), scrape(drafting))
+    shown = check((q for q in queries() if q.needs_drafter), drafting.read("/metrics"))
     assert shown == {f"{PREFIX}{name}" for name in DRAFT_HISTOGRAMS}
 
 
 def test_drafts_are_counted_and_kept(drafting: conftest.Server) -> None:
     ask(drafting, "Count from 31 to 69.")
-    lines = scrape(drafting).splitlines()
+    lines = drafting.read("/metrics").splitlines()
     counted = {line.split("{")[0]: float(line.split()[-1]) for line in lines if "{" in line}
     accepted, drafted, drafts = (
         counted[f"vllm:spec_decode_num_{name}_total"]
@@ -206,9 +163,3 @@ def test_start_ends_with_both_sides(
 ) -> None:
     drafter = changed_drafter(tmp_path, **changes)
     assert message in complaint(TARGET, *options(drafter, num_drafts, **settings))
-
-
-@pytest.mark.thorough
-def test_a_server_says_it_too(tmp_path: Path) -> None:
-    log = conftest.last_words(TARGET, tmp_path / "vllm.log", *options(DRAFTER, 16))
-    assert "trained with blocks of 16" in log

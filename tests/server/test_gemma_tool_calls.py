@@ -89,12 +89,6 @@ def test_a_named_one_must_come(calling: Server, name: str) -> None:
     assert check(answer.tool_calls) == [name]
 
 
-def test_only_one(calling: Server) -> None:
-    for seed in range(3):
-        answer = ask(calling, tool_choice="required", parallel_tool_calls=False, seed=seed)
-        assert len(check(answer.choices[0].message.tool_calls)) == 1
-
-
 def test_what_comes_by_itself(calling: Server) -> None:
     """With `auto` a call is the model's own choice; whatever it is, it fits."""
     for seed in range(6):
@@ -161,8 +155,3 @@ def test_a_schema_that_cannot_be_held(calling: Server) -> None:
         ask(calling, tools=[tool], tool_choice="auto")
     with pytest.raises(BadRequestError, match="max_tokens must be at least"):
         ask(calling, tool_choice=named("remind"), max_tokens=8)
-
-
-def test_without_calls_nothing_is_held(calling: Server) -> None:
-    answer = ask(calling, tool_choice="none").choices[0].message
-    assert not answer.tool_calls

@@ -1,6 +1,5 @@
 """Images over HTTP: chats with pictures are answered, bad pictures are refused."""
 
-import base64
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -110,53 +109,17 @@ def test_images_between_turns(seeing: Server) -> None:
     assert difference == 2 * TOKENS_OF_A_SQUARE
 
 
-def test_a_completion_streams(seeing: Server) -> None:
-    content = [image_part(data_url(SQUARES[0])), text_part("What?")]
-    stream = ask(seeing, content, stream=True)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-    assert text == text_of(ask(seeing, content))
-
-
-SVG = "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
-TRUNCATED = data_url(random_image((90, 90), 1))[:-2000]
-HUGE = Image.new("1", (20_000, 20_000))
-
-
 @pytest.mark.parametrize(
     ("url", "complaint"),
     [
-        pytest.param(SVG, "format is not known", id="SVG"),
-        pytest.param(TRUNCATED, "cannot be", id="truncated"),
+        pytest.param(data_url(random_image((90, 90), 1))[:-2000], "cannot be", id="truncated"),
         pytest.param("https://example.com/a.png", "--allowed-media-domains", id="web"),
         pytest.param("file:///etc/passwd", "must be a subpath", id="file"),
-        pytest.param("data:text/plain;base64,YQ==", "media type must begin", id="wrong MIME"),
-        pytest.param("", "image_url|empty|URL", id="empty"),
     ],
 )
 def test_bad_images(seeing: Server, url: str, complaint: str) -> None:
     with pytest.raises(BadRequestError, match=complaint):
         ask(seeing, [image_part(url), text_part("What?")])
-
-
-def test_a_bomb(seeing: Server) -> None:
-    """Few bytes that would be 400 million pixels."""
-    url = data_url(HUGE)
-    assert len(url) < 1_000_000
-    with pytest.raises(BadRequestError, match="at most 50000000 pixels"):
-        ask(seeing, [image_part(url)])
-
-
-def test_an_animation(seeing: Server) -> None:
-    url = data_url(SQUARES[0], "GIF", save_all=True, append_images=[SQUARES[1]])
-    with pytest.raises(BadRequestError, match="several frames"):
-        ask(seeing, [image_part(url)])
-
-
-@pytest.mark.parametrize("mode", ["CMYK", "L"])
-@pytest.mark.parametrize("size", [(1, 1), (900, 4)])
-def test_unusual_pictures_are_served(seeing: Server, mode: str, size: tuple[int, int]) -> None:
-    url = data_url(random_image(size, 1).convert(mode), "JPEG")
-    assert ask(seeing, [image_part(url)]).usage.prompt_tokens > 60
 
 
 def test_more_images_than_allowed(seeing: Server) -> None:
@@ -172,12 +135,6 @@ def test_an_image_of_a_refused_request(seeing: Server) -> None:
     with pytest.raises(BadRequestError, match="diffusion_canvas_length must be at least"):
         ask(seeing, turn, extra_body={"vllm_xargs": {"diffusion_canvas_length": 1}})
     assert ask(seeing, turn).choices[0].finish_reason == "length"
-
-
-def test_a_prompt_that_is_cut_off_behind_its_image(seeing: Server) -> None:
-    content = [image_part(data_url(SQUARES[0])), text_part("What?")]
-    with pytest.raises(BadRequestError, match="no place for image 1 of 1: truncate_prompt_tokens"):
-        ask(seeing, content, extra_body={"truncate_prompt_tokens": 1})
 
 
 def test_audio(seeing: Server) -> None:
@@ -212,15 +169,8 @@ def test_an_answer_depends_on_what_a_video_shows(seeing: Server, tmp_path: Path)
 @pytest.mark.parametrize(
     ("url", "complaint"),
     [
-        pytest.param("data:video/mp4;base64,YQ==", "got another format", id="nonsense"),
-        pytest.param(
-            url_of_bytes(b"\0\0\0\x18ftypmp42" + bytes(999), "video/mp4"),
-            "cannot be read",
-            id="damaged",
-        ),
-        pytest.param("https://example.com/a.mp4", "--allowed-media-domains", id="web"),
-        pytest.param(data_url(SQUARES[0]), "must begin with video/", id="a picture"),
-        pytest.param("", "video_url|empty|URL|data is not provided", id="empty"),
+        ("data:video/mp4;base64,YQ==", "got another format"),
+        ("https://example.com/a.mp4", "--allowed-media-domains"),
     ],
 )
 def test_bad_videos(seeing: Server, url: str, complaint: str) -> None:
@@ -239,10 +189,6 @@ def test_processor_settings_of_a_request(seeing: Server) -> None:
     settings = {"mm_processor_kwargs": {"max_soft_tokens": 1120}}
     with pytest.raises(BadRequestError, match="mm_processor_kwargs"):
         ask(seeing, [image_part(data_url(SQUARES[0]))], extra_body=settings)
-
-
-def test_text_alone(seeing: Server) -> None:
-    assert text_of(ask(seeing, [text_part("Hi")])) is not None
 
 
 def test_odd_requests(seeing: Server, folder: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +16,6 @@ from tests.server.dashboard_queries import check, queries
 from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
 
 QUESTIONS = ("Reverse: rose chair lamp", "Sort: q d x a", "Count from 31 to 69.")
-
-
-def scrape(server: Server) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
-        return answer.read().decode()
 
 
 def ask(server: Server, question: str, max_tokens: int = 128, **extra: Any) -> None:
@@ -46,14 +40,14 @@ def fill_context(server: Server, max_tokens: int) -> None:
 def test_what_a_trace_counts(server: Server) -> None:
     """Answers one after the other, so that a forward holds one canvas."""
     seen = len(server.trace.read_text()) if server.trace.exists() else 0
-    before = ours(scrape(server))
+    before = ours(server.read("/metrics"))
     for question in QUESTIONS:
         ask(server, question)
     ask(server, QUESTIONS[0], diffusion_acceptance="confidence")
     ask(server, QUESTIONS[1], diffusion_max_steps=1)
     fill_context(server, 20)
     trace = [json.loads(line) for line in server.trace.read_text()[seen:].splitlines()]
-    changed = since(before, ours(scrape(server)))
+    changed = since(before, ours(server.read("/metrics")))
     check_against(trace, changed)
     assert changed["forwards_total"] == len(trace)
     assert changed["requests_total entropy_bound"] == 5
@@ -94,7 +88,7 @@ def usages(server: Server, of_chat: bool, streamed: bool) -> Iterator[Any]:
 
 def test_the_text_is_valid(server: Server) -> None:
     """A parser reads all of it, and each metric of ours is there, with its definition."""
-    families = {f.name: f for f in text_string_to_metric_families(scrape(server))}
+    families = {f.name: f for f in text_string_to_metric_families(server.read("/metrics"))}
     definitions = COUNTERS | GAUGES | {key: value[-1] for key, value in BY_LABEL.items()}
     definitions |= {key: value[0] for key, value in HISTOGRAMS.items()}
     for name, definition in definitions.items():
@@ -103,7 +97,7 @@ def test_the_text_is_valid(server: Server) -> None:
 
 
 def test_the_dashboard_asks_for_what_there_is(server: Server) -> None:
-    shown = check((q for q in queries() if not q.needs_drafter), scrape(server))
+    shown = check((q for q in queries() if not q.needs_drafter), server.read("/metrics"))
     names = {f"{PREFIX}{name}" for name in (*HISTOGRAMS, *GAUGES)}
     names |= {f"{PREFIX}{name}_total" for name in (*COUNTERS, *BY_LABEL)}
     assert names <= shown

@@ -1,15 +1,12 @@
 """What a client sees: completions, chat, streaming, stopping, log-probabilities, dLLM options."""
 
 import math
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion
 
 from tests import tolerances
-from tests.processes import wait_for
 from tests.server.conftest import CANVAS, Server
 
 QUESTION = "Reverse: rose chair lamp"
@@ -82,18 +79,6 @@ def test_logprobs(server: Server) -> None:
         assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + tolerances.total(20)
 
 
-def test_logprobs_of_neighbours_with_different_widths(server: Server) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        widths = [0, 5, 1, 20]
-        answers = list(
-            pool.map(
-                lambda k: chat(server, logprobs=True, top_logprobs=k, max_tokens=CANVAS), widths
-            )
-        )
-    for width, answer in zip(widths, answers, strict=True):
-        assert all(len(e.top_logprobs) == width for e in answer.choices[0].logprobs.content)
-
-
 def test_read_only_emits_exactly_the_canvas(server: Server) -> None:
     xargs = {"diffusion_read_only": 1, "diffusion_max_steps": 2}
     tokens = read_canvas(server, max_tokens=500, extra_body={"vllm_xargs": xargs})
@@ -101,24 +86,6 @@ def test_read_only_emits_exactly_the_canvas(server: Server) -> None:
     xargs["diffusion_canvas_length"] = 10
     tokens = read_canvas(server, max_tokens=500, extra_body={"vllm_xargs": xargs})
     assert len(tokens) == 10
-
-
-def test_narrow_canvas_generates_past_its_first_block(server: Server) -> None:
-    extra = {"vllm_xargs": {"diffusion_canvas_length": 9}, "ignore_eos": True}
-    assert len(read_canvas(server, max_tokens=20, extra_body=extra)) == 20
-
-
-def test_pinned_positions_take_no_noise(server: Server) -> None:
-    canvas = [(7 * i) % 300 + 10 for i in range(CANVAS)]
-    pinned = {
-        "diffusion_read_only": 1,
-        "diffusion_max_steps": 3,
-        "diffusion_seed_canvas": canvas,
-        "diffusion_pinned": list(range(CANVAS)),
-    }
-    held = read_canvas(server, max_tokens=CANVAS, seed=1, extra_body={"vllm_xargs": pinned})
-    held_again = read_canvas(server, max_tokens=CANVAS, seed=2, extra_body={"vllm_xargs": pinned})
-    assert held == held_again, "with every position pinned no noise is left"
 
 
 def test_constrained_reading_stays_in_the_allowed_set(server: Server) -> None:
@@ -132,38 +99,6 @@ def test_constrained_reading_stays_in_the_allowed_set(server: Server) -> None:
     tokens = answer.choices[0].token_ids
     assert len(tokens) == CANVAS
     assert set(tokens) <= set(allowed)
-
-
-def test_step_cap_is_kept(server: Server) -> None:
-    """With one step the canvas is the model's first guess, the same whatever the noise's step."""
-    canvas = [20] * CANVAS
-    xargs = {"diffusion_seed_canvas": canvas, "diffusion_max_steps": 1, "diffusion_read_only": 1}
-    one = read_canvas(server, max_tokens=CANVAS, seed=1, extra_body={"vllm_xargs": xargs})
-    other = read_canvas(server, max_tokens=CANVAS, seed=2, extra_body={"vllm_xargs": xargs})
-    assert one == other
-
-
-def metric(server: Server, name: str) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as page:
-        lines = page.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
-
-
-def test_abandoned_streams_end_and_leave_the_server_well(server: Server) -> None:
-    before = chat(server, seed=5, max_tokens=CANVAS).choices[0].message.content
-    generated = metric(server, "generation_tokens_total")
-    # Every canvas takes all its steps: who is read slowly has not finished before it is abandoned.
-    endless = {"ignore_eos": True, "vllm_xargs": {"diffusion_confidence_threshold": 1e-9}}
-    for _ in range(4):
-        stream = chat(server, max_tokens=900, stream=True, extra_body=endless)
-        next(iter(stream))
-        stream.close()
-    wait_for(
-        lambda: metric(server, "num_requests_running") == 0, "the end of requests nobody reads"
-    )
-    generated = metric(server, "generation_tokens_total") - generated
-    assert 4 * CANVAS <= generated < 4 * 900
-    assert chat(server, seed=5, max_tokens=CANVAS).choices[0].message.content == before
 
 
 @pytest.mark.parametrize("length", [0, 1, 64, 65, 200])

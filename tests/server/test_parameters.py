@@ -66,31 +66,9 @@ def test_effect(server: Server, name: str) -> None:
     assert not case.shows(answer := ask(server, **case.both)), answer
 
 
-def test_min_p_leaves_what_top_k_leaves(server: Server) -> None:
-    options = {"content": ODD, "vllm_xargs": NOISY}
-    for seed in (1, 2):
-        best = ask(server, **options, seed=seed, top_k=1)
-        assert ask(server, **options, seed=seed, min_p=1.0) == best
-        assert ask(server, **options, seed=seed) != best
-
-
 def test_n(server: Server) -> None:
     """Each answer is that of its own seed."""
     options = {"extra_body": {"vllm_xargs": NOISY}, "max_tokens": CANVAS}
     several = [c.message.content for c in chat(server, ODD, seed=1, n=4, **options).choices]
     each = [chat(server, ODD, seed=1 + i, **options).choices[0].message.content for i in range(4)]
     assert several == each and len(set(several)) > 1
-
-
-def test_prompt_logprobs(server: Server) -> None:
-    prompt = [5, 6, 7, 33, 20]
-    completion = server.client.completions.create(
-        model=server.model, prompt=prompt, max_tokens=1, extra_body={"prompt_logprobs": 1}
-    )
-    first, *others = completion.choices[0].prompt_logprobs
-    assert first is None
-    for token, scores in zip(prompt[1:], others, strict=True):
-        own = scores[str(token)]
-        best = max(score["logprob"] for score in scores.values())
-        assert own["logprob"] <= best <= 0
-        assert (own["logprob"] == best) == (own["rank"] == 1)

@@ -5,23 +5,12 @@ import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.server.conftest import CHECKPOINT, UNCOMPILED, Server, serving
 
 pytestmark = pytest.mark.thorough
-
-
-def call(server: Server, route: str, body: dict[str, Any] | None = None) -> Any:
-    """POST, or GET where there is no body."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.port}{route}", data, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
 
 
 def ask(server: Server) -> list[str]:
@@ -43,20 +32,20 @@ def test_a_server_sleeps(tmp_path: Path) -> None:
     with serving(CHECKPOINT, tmp_path, *options, env={"VLLM_SERVER_DEV_MODE": "1"}) as server:
         before = ask(server)
         with pytest.raises(urllib.error.HTTPError) as refused:
-            call(server, "/collective_rpc", {"method": "reload_weights"})
+            json.loads(server.read("/collective_rpc", {"method": "reload_weights"}))
         assert refused.value.code == 500
         assert ask(server) == before
 
-        assert call(server, "/is_sleeping") == {"is_sleeping": False}
+        assert json.loads(server.read("/is_sleeping")) == {"is_sleeping": False}
         for level in (0, 1, 2):
             answer = {"status": "sleeping", "level": level}
-            assert call(server, f"/sleep?level={level}", {}) == answer
-            assert call(server, "/is_sleeping") == {"is_sleeping": True}
+            assert json.loads(server.read(f"/sleep?level={level}", {})) == answer
+            assert json.loads(server.read("/is_sleeping")) == {"is_sleeping": True}
             late: list[list[str]] = []
             waiting = threading.Thread(target=lambda found: found.append(ask(server)), args=[late])
             waiting.start()
             tags = "?tags=scheduling" if level == 0 else ""
-            assert call(server, f"/wake_up{tags}", {})["status"] == "awake"
-            assert call(server, "/is_sleeping") == {"is_sleeping": False}
+            assert json.loads(server.read(f"/wake_up{tags}", {}))["status"] == "awake"
+            assert json.loads(server.read("/is_sleeping")) == {"is_sleeping": False}
             waiting.join()  # it waited, and has its answer
             assert late == [before]

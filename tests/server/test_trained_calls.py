@@ -124,24 +124,6 @@ def test_at_every_length(trained: Server, uncut: Seen) -> None:
     assert calls and end == "tool_calls"
 
 
-@pytest.mark.parametrize("stop", ["51", "call", "wall", "{", "|", "<", "tool_call|>", "}<t"])
-def test_stop_strings_amid_a_call(trained: Server, uncut: Seen, stop: str) -> None:
-    content, calls, end = both_ways(trained, stop=[stop])
-    assert content == "" and calls in ([], uncut[1])
-    assert end == ("tool_calls" if calls else "stop")
-
-
-def test_the_end_of_a_call_as_stop_token(trained: Server, uncut: Seen) -> None:
-    assert both_ways(trained, extra_body={"stop_token_ids": [500]}) == uncut
-
-
-def test_no_marker_is_text(trained: Server, uncut: Seen) -> None:
-    content, calls, end = both_ways(trained, tool_choice="none")
-    assert not calls and end == "stop" and content
-    content, calls, _ = both_ways(trained, max_tokens=60, extra_body={"ignore_eos": True})
-    assert calls[:1] == uncut[1] and not content.strip()
-
-
 @pytest.mark.parametrize("way", ["required", "named"])
 def test_a_call_that_must_come_and_does_not_fit_says_so(
     trained: Server, uncut: Seen, way: str

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import harness, serving_report, system, workload
-from bench.step_split import StepSplit, outside_forward, split_parts
+from bench import harness, workload
+from bench.step_split import StepSplit, split_parts
 from bench.system import ROOT, System, SystemDied
 from tests.processes import is_running, wait_for
 
@@ -24,10 +24,6 @@ def test_spread() -> None:
     assert harness.spread([1.0, 2.0])["median"] == 1.5
     with pytest.raises(ValueError, match="at least one"):
         harness.spread([])
-
-
-def test_exact_match() -> None:
-    assert harness.exact_match(["a", "b", "c", ""], ["a", "b", "C", "d"]) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -53,52 +49,6 @@ def test_json_is_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads((tmp_path / "new" / "serving.json").read_text()) == report
 
 
-def test_machine_names_what_numbers_depend_on() -> None:
-    machine = harness.machine()
-    assert machine["cpu"] and machine["cores"] >= 1 and len(machine["commit"]) == 40
-    assert machine["versions"]["torch"]
-
-
-def test_measures() -> None:
-    run = {
-        "outputs": [[5] * 64, [5] * 65],
-        "seconds": 2.0,
-        "forwards": 50,
-        "steps_per_block": 10.0,
-        "first_token_seconds": [0.1, 0.3],
-    }
-    assert serving_report.measures(run) == {
-        "answer_tokens_per_second": 129 / 2,
-        "first_token_ms": 200.0,
-        "ms_per_forward": 40.0,
-        "forwards_per_token": 50 / 129,
-        "steps_per_block": 10.0,
-    }
-
-
-def test_bars() -> None:
-    def at(rate: float, forwards: float) -> dict[str, object]:
-        line = {
-            "answer_tokens_per_second": rate,
-            "forwards_per_token": forwards,
-            "steps_per_block": 4.0,
-        }
-        return {"1": {key: {"median": value} for key, value in line.items()}}
-
-    results = {
-        serving_report.MIXED: {
-            serving_report.OURS: at(100.0, 0.81),
-            serving_report.TRANSFORMERS: at(50.0, 1.0),
-            serving_report.STOCK: at(67.0, 1.0),
-        }
-    }
-    found = serving_report.bars(results, outside_forward_ms=5.1)
-    assert [bar["met"] for bar in found] == [False, True, False, False]
-    results[serving_report.MIXED][serving_report.OURS] = at(101.0, 0.8 - 1e-9)
-    found = serving_report.bars(results, outside_forward_ms=5.0)
-    assert [bar["met"] for bar in found] == [True] * 4
-
-
 def test_workloads() -> None:
     from transformers import AutoTokenizer
 
@@ -112,25 +62,6 @@ def test_workloads() -> None:
     answers = [tokenizer(answer, add_special_tokens=False).input_ids for answer in short.answers]
     assert short.accuracy(answers[:10]) == 1.0
     assert short.accuracy([answers[1], answers[1]]) == 0.5
-
-
-def test_split_adds_up_to_the_step() -> None:
-    step = {
-        "layers": 3.0,
-        "self_conditioning": 1.0,
-        "logits": 0.5,
-        "execute_model": 5.0,
-        "model in execute_model": 4.0,
-        "sample_tokens": 2.0,
-        "model in sample_tokens": 0.5,
-        "step": 8.0,
-    }
-    parts = split_parts(step)
-    assert sum(parts.values()) == pytest.approx(8.0)
-    assert parts["sample_ms"] == 1.5
-    assert parts["prepare_ms"] == 1.0
-    assert parts["schedule_and_messages_ms"] == 1.0
-    assert outside_forward(parts) == 3.5
 
 
 @pytest.mark.parametrize("samples_at_once", [False, True])
@@ -210,29 +141,6 @@ def test_system_answers_over_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         child.call("double", value=None)
     child.close()
     assert "noise" in (tmp_path / "log").read_text()
-
-
-STUBBORN = """
-import subprocess, sys, time
-from bench import system
-
-helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"])
-system.serve(lambda: ({"helper": helper.pid}, {}))
-time.sleep(10**6)
-"""
-
-
-def test_a_system_that_does_not_end_is_killed_with_its_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "stubborn_child.py").write_text(STUBBORN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(system, "CLOSE_SECONDS", 0.5)
-    child = System("stubborn_child", [], tmp_path / "log")
-    child.wait()
-    helper = psutil.Process(child.description["helper"])
-    child.close()
-    wait_for(lambda: not is_running(helper.pid), "the end of a process of the system")
 
 
 PARENT = """

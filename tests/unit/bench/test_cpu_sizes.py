@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from bench import cpu_sizes_systems
-from bench.cpu_sizes import groups
 from bench.cpu_sizes_growth import fit
-from bench.cpu_sizes_report import bars
 from bench.cpu_sizes_systems import SizesProbe
 
 CANVAS = 256
@@ -46,31 +44,3 @@ def test_an_exponent_is_fitted_to_the_larger_half() -> None:
     points = {size: 5.0 if size < 16 else 0.25 * size**1.5 for size in (0, 1, 2, 4, 16, 32, 64)}
     found = fit(points)
     assert found == pytest.approx({"exponent": 1.5, "factor_ms": 0.25, "from": 16, "to": 64})
-
-
-def test_each_group_has_what_it_is_compared_with() -> None:
-    assert groups(["fp32", "bf16", "fp8", "nvfp4"]) == [
-        ["fp32", "bf16", "transformers, fp32", "transformers, bf16"],
-        ["bf16", "fp8", "nvfp4"],
-    ]
-    assert groups(["bf16"]) == [["bf16", "transformers, bf16"]]
-
-
-def measured(resident: int, **ms: float) -> dict[str, Any]:
-    cells = {count[1:]: {"ms_per_step": {"median": value}} for count, value in ms.items()}
-    return {"resident_bytes": resident, **cells, "32": {"not_run": "it would take long"}}
-
-
-def test_bars() -> None:
-    first = {"bf16": measured(900, _1=10, _8=50), "transformers, bf16": measured(0, _1=30, _8=90)}
-    second = {"bf16": measured(900, _1=12), "int8": measured(600, _1=10)}
-    small = {"bf16": measured(100, _1=1), "int8": measured(100, _1=2)}
-    shapes = {"4M": {"groups": [{}, small]}, "60M": {"groups": [first, second]}}
-    found = {bar["of"]: (bar["ratio"], bar["met"]) for bar in bars(shapes)}
-    assert found == {
-        "4M, int8, 1 at once, over bf16": (0.5, False),
-        "60M, bf16, 1 at once, over transformers": (3.0, True),
-        "60M, bf16, 8 at once, over transformers": (1.8, False),
-        "60M, int8, 1 at once, over bf16": (1.2, True),
-        "60M, int8, memory": (0.625, False),
-    }

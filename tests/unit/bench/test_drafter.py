@@ -6,7 +6,6 @@ from transformers import AutoTokenizer
 from bench import harness, workload
 from bench.drafter import ALONE, require_same_answers
 from bench.drafter_oracle import best_widths
-from bench.drafter_report import bars
 from tests.paths import CHECKPOINTS
 from vllm_dllm.tools.drafter.sequences import complete
 from vllm_dllm.tools.drafter.target_states import load_target
@@ -16,14 +15,6 @@ def test_refuses_other_answers() -> None:
     require_same_answers({ALONE: [[1], [2]], "ours": [[1], [2]]})
     with pytest.raises(harness.Refused, match="ours answers 1 of 2 prompts differently"):
         require_same_answers({ALONE: [[1], [2]], "ours": [[1], [3]]})
-
-
-def test_bars() -> None:
-    def rate(value: float) -> dict[str, dict[str, dict[str, float]]]:
-        return {"1": {"answer_tokens_per_second": {"median": value}}}
-
-    rates = {ALONE: rate(100), "stock vLLM's DFlash": rate(120), "fixed": rate(96)}
-    assert [bar["met"] for bar in bars({"mixed": rates})] == [False, True]
 
 
 def test_no_fixed_width_is_better_than_the_best_of_each_prompt() -> None:

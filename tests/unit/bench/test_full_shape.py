@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from bench import even_routing, full_shape, harness
-from bench.full_shape import Cell
 from bench.full_shape_engine import OURS, STOCK, WorkerProbe
 
 
@@ -36,35 +35,10 @@ def cells(experts: int, **medians: float) -> dict[str, object]:
     }
 
 
-def test_comparison() -> None:
-    ours, stock = cells(128, _1x128=10, _32x128=50, _64x128=90), cells(128, _1x128=12, _32x128=75)
-    found = full_shape.compare("fp8-dynamic", {OURS: ours, STOCK: stock})
-    assert found == {
-        "1x128": {"share_of_stock_s_step": 10 / 12, "bar": 0.8, "met": False},
-        "32x128": {"share_of_stock_s_step": 50 / 75, "bar": 0.67, "met": True},
-    }
-    assert full_shape.compare("fp8-dynamic", {OURS: ours}) == {}
-
-
 def test_engines_that_read_different_experts_are_not_compared() -> None:
     results = {OURS: cells(64, _1x128=10), STOCK: cells(70, _1x128=12)}
     with pytest.raises(harness.Refused, match="ours reads 64 experts a layer, stock 70"):
         full_shape.compare("bf16", results)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "cell", "most"),
-    [
-        ("fp8-dynamic", Cell(1, 1024), 0.8),
-        ("fp8-dynamic", Cell(64, 128), None),
-        ("bf16", Cell(1, 128), 0.85),
-        ("bf16", Cell(8, 128), None),
-        ("bf16", Cell(1, 32_768), 0.75),
-    ],
-)
-def test_bars(scheme: str, cell: Cell, most: float | None) -> None:
-    assert full_shape.bar(scheme, cell) == most
-    assert Cell.read(str(cell)) == cell
 
 
 def test_even_routing_is_even_the_same_and_counted() -> None:

@@ -1,7 +1,5 @@
 """The bench of images reports nothing when answers are not the reference's."""
 
-from typing import Any
-
 import pytest
 
 from bench import harness, images
@@ -29,20 +27,3 @@ def test_refuses_other_texts() -> None:
     images.require_same_text({images.OURS: run, images.WITHOUT: dict(run)})
     with pytest.raises(harness.Refused, match="with and without the tower"):
         images.require_same_text({images.OURS: run, images.WITHOUT: {"outputs": [[1, 2], [4]]}})
-
-
-def test_comparison() -> None:
-    """The first round warms up; all rounds' quotients, not the medians', are compared."""
-
-    def call(name: str, handler: str, count: int, seed: int) -> dict[str, Any]:
-        ours = name == images.OURS
-        if handler == "write":
-            return {"outputs": [[seed]], "tokens_per_second": 99.0 if ours else 100.0}
-        slow = 100.0 if seed == 1 else 1.0
-        return {"tower_ms": slow * (2 if ours else 3), "prefill_ms": slow * (10 if ours else 5)}
-
-    found = images.prefills(call, 8, rounds=3)
-    assert found[images.OURS]["tower_ms"] == {"median": 2, "min": 2, "max": 2, "rounds": 3}
-    assert found["times transformers, tower_ms"] == 1.5
-    assert found["times transformers, prefill_ms"] == 0.5
-    assert images.texts(call, 1, rounds=2)["times without the tower"] == pytest.approx(0.99)

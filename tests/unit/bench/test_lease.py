@@ -84,25 +84,6 @@ def test_a_stage_that_takes_too_long_is_ended_with_what_it_started(
     wait_for(lambda: not is_running(left), "the end of what the stage has started")
 
 
-def test_engines_that_start_early_wait_for_their_turn(lease: Lease, tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        first="print('first')",
-        engines="""
-import pathlib, time
-print("starting")
-turn = pathlib.Path(__file__).parent / "out" / "done" / ".turn-engines"
-while not turn.exists():
-    time.sleep(0.05)
-print("measuring")
-""",
-    )
-    lease.run([stage("first"), stage("engines", early=1)])
-    log = (lease.out / "lease.log").read_text()
-    assert log.index("first: done") < log.index("engines: measuring")
-    assert (lease.out / "done" / "engines").exists()
-
-
 def test_a_second_call_leaves_out_what_is_done(tmp_path: Path) -> None:
     names = {each.name for each in STAGES}
     done = tmp_path / "done"
@@ -141,25 +122,6 @@ def test_programs_of_stages_exist(each: Stage) -> None:
         for word in command[1:]:
             if word.startswith("tests/"):
                 assert (ROOT / word).exists()
-
-
-def test_uploads_are_filled_in_order_and_join_to_what_they_were(tmp_path: Path) -> None:
-    archives = {}
-    for name, size in (("one", 70), ("two", 50), ("three", 60)):
-        path = tmp_path / f"{name}.tar.xz"
-        archives[path] = os.urandom(size)
-        path.write_bytes(archives[path])
-    rooms = {tmp_path / "a": 100, tmp_path / "b": 90}
-    pack.split(archives, rooms)
-    for upload, room in rooms.items():
-        assert sum(p.stat().st_size for p in upload.glob("*.tar.xz.*")) <= room
-    for path, data in archives.items():
-        parts = sorted(tmp_path.glob(f"[ab]/{path.name}.*"), key=lambda part: part.suffix)
-        assert b"".join(part.read_bytes() for part in parts) == data
-        (count,) = {p.read_text() for p in tmp_path.glob(f"[ab]/{path.name[:-7]}.parts")}
-        assert int(count) == len(parts)
-    with pytest.raises(ValueError, match="three to fit"):
-        pack.split(archives, {tmp_path / "a": 100, tmp_path / "b": 79})
 
 
 def test_unpacks_an_archive_when_all_of_its_parts_are_there(tmp_path: Path) -> None:

@@ -26,9 +26,3 @@ def test_outcomes_of_another_setting_are_not_mixed_in(tmp_path: Path) -> None:
     Progress({"seed": 1, "answers": 3}, 3, path).add({"number": 0})
     with pytest.raises(ValueError, match="other seed"):
         Progress({"seed": 2, "answers": 3}, 3, path)
-
-
-def test_without_a_file_nothing_is_kept() -> None:
-    progress = Progress({}, 1)
-    progress.add({"number": 0})
-    assert progress.has(0) and not progress.has(1)

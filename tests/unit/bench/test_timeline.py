@@ -43,17 +43,3 @@ def test_steps_last_from_one_lm_head_to_the_next(tmp_path: Path) -> None:
 def test_a_trace_without_a_step_is_refused() -> None:
     with pytest.raises(ValueError, match="1 kernels and no step"):
         timeline.summary([event("some_kernel", 0, 1)])
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("triton_red_fused_moe_forward_0", "experts: around"),
-        ("triton_poi_fused_add_1", "compiled elementwise, norms"),
-        ("void at::native::vectorized_elementwise_kernel<4>", "torch small operations"),
-        ("void cutlass::device_kernel<cutlass_3x_gemm_fp8>", "dense products"),
-        ("an unheard-of kernel", "other"),
-    ],
-)
-def test_kinds_of_work(name: str, kind: str) -> None:
-    assert timeline.kind(name) == kind

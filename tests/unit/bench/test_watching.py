@@ -20,11 +20,6 @@ def stream(text: str, num_canvases: int) -> bytes:
     return "".join([*events, "data: [DONE]\n\n"]).encode()
 
 
-def test_parse() -> None:
-    assert watching.parse(stream("abc", 2)) == ("abc", 2)
-    assert watching.parse(stream("abc", 0)) == ("abc", 0)
-
-
 @pytest.mark.parametrize(
     ("watched", "unwatched", "is_refused"),
     [
@@ -52,8 +47,3 @@ def test_refuses(
             watching.check(servers, Path("model"))
     else:
         watching.check(servers, Path("model"))
-
-
-def test_rounds_are_compared_one_by_one() -> None:
-    found = {"a": [{"step_ms": 15.0}, {"step_ms": 30.0}], "b": [{"step_ms": 10.0}] * 2}
-    assert watching.percents(found, "a", "b") == [50.0, 200.0]

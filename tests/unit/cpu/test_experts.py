@@ -119,23 +119,15 @@ def test_large_experts_in_bf16(zen: VllmConfig) -> None:
     assert not is_faster_than_stock(zen, hidden_dim=128, intermediate_size_per_partition=64)
 
 
-def test_not_for_other_processors(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "cpu_vendor", lambda: "GenuineIntel")
-    assert not is_faster_than_stock(zen)
-
-
-def test_not_with_amx(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert not is_faster_than_stock(zen)
-
-
-def test_not_without_bf16(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert not is_faster_than_stock(zen)
-
-
-def test_not_for_models_without_canvases(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zen, "diffusion_config", None)
+@pytest.mark.parametrize("difference", ["another processor", "AMX", "no bf16", "no canvases"])
+def test_nowhere_else(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch, difference: str) -> None:
+    owner, name, value = {
+        "another processor": (experts, "cpu_vendor", lambda: "GenuineIntel"),
+        "AMX": (torch.cpu, "_is_amx_tile_supported", lambda: True),
+        "no bf16": (torch.cpu, "_is_avx512_bf16_supported", lambda: False),
+        "no canvases": (zen, "diffusion_config", None),
+    }[difference]
+    monkeypatch.setattr(owner, name, value)
     assert not is_faster_than_stock(zen)
 
 

@@ -137,11 +137,6 @@ def test_rows_that_foretell_go_by_the_tokens_before_them() -> None:
         assert [set((row == -1).nonzero()[:, 0].tolist()) for row in logits] == seen
 
 
-def test_a_substitute_that_completes_another_bad_word_is_replaced_too() -> None:
-    words = [[3, 4], [3, 5], [3, 6]]
-    assert bad_words(spell([3, 4, 0, 0, 0, 0]), words, [NO_TOKEN]) == [3, 7, 0, 0, 0, 0]
-
-
 def test_min_p() -> None:
     logits = torch.tensor([[0.0, -1.0, -3.0], [0.0, -1.0, -3.0]])
     exclude_below_min_p_(logits, torch.tensor([[0.1], [0.0]]))

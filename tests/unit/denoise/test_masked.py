@@ -77,15 +77,6 @@ def test_reveals_what_the_published_rule_does(rule: str) -> None:
     assert [set(row.nonzero().flatten().tolist()) for row in found] == expected
 
 
-def test_a_threshold_must_be_exceeded() -> None:
-    candidates = Candidates(
-        torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[0.5, 0.75, 0.875]]), torch.ones(1, 3)
-    )
-    rules = rules_of("dynamic", 1, 0.75, 0.0)
-    hidden = torch.ones(1, 3, dtype=torch.bool)
-    assert reveal_candidates(candidates, hidden, rules).tolist() == [[False, False, True]]
-
-
 def test_of_equals_the_first() -> None:
     candidates = Candidates(
         torch.zeros(1, 4, dtype=torch.int64), torch.full((1, 4), 0.5), torch.ones(1, 4)
@@ -246,25 +237,6 @@ def test_parts_are_revealed_one_after_the_other(least: int, expected: list[list[
     parts = torch.where(torch.tensor([[False], [False], [True]]), 0, parts)
     found = hidden_in_first_part(hidden, parts, torch.full((3,), least))
     assert [row.nonzero().flatten().tolist() for row in found] == expected
-
-
-def test_a_step_reveals_of_one_part() -> None:
-    """However probable the candidates of the others are."""
-    candidates = Candidates(
-        torch.full((1, 4), 5), torch.tensor([[0.5, 0.4, 0.9, 0.95]]), torch.ones(1, 4)
-    )
-    outcome = masked_step(
-        candidates,
-        torch.full((1, 4), 99),
-        torch.zeros(1, 4, dtype=torch.bool),
-        None,
-        rules_of("dynamic", 1, 0.8, 0.0),
-        None,
-        99,
-        parts=torch.tensor([[0, 0, 1, 1]]),
-    )
-    assert outcome.revealed.tolist() == [[True, False, False, False]]
-    assert not outcome.finished.any()
 
 
 def test_as_many_parts_as_asked_for_are_revealed_ahead() -> None:

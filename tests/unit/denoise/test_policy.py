@@ -1,5 +1,8 @@
 """The denoising policy against transformers' own sampler, schedule and stopping rule."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
@@ -39,6 +42,7 @@ N, C, V = 5, 16, 40
 
 
 EXCLUDED = -1e20
+LOGPROBS = [math.log(p) for p in (0.5, 0.9, 0.7)]
 
 
 def random_logits(seed: int, sharpness: float = 4.0) -> torch.Tensor:
@@ -48,6 +52,14 @@ def random_logits(seed: int, sharpness: float = 4.0) -> torch.Tensor:
 
 def stats_of(logits: torch.Tensor, uniform: torch.Tensor) -> RowStats:
     return row_stats(logits, uniform)[0]
+
+
+def guessing(best: list[int], entropy_nats: list[float], n: int = 1, **others: Any) -> RowStats:
+    """Of `n` canvases alike, whose candidates are the best guesses and sure, if nothing else is
+    said."""
+    found = {"best_guess": best, "candidate": best, "entropy_nats": entropy_nats}
+    found |= {"best_logprob": [0.0] * len(best), **others}
+    return RowStats(**{name: torch.tensor([row] * n) for name, row in found.items()})
 
 
 @pytest.mark.parametrize("num_steps", [1, 16, 48])
@@ -144,12 +156,7 @@ def test_excluded_tokens_are_never_candidates(edge: float) -> None:
 
 def test_step_replaces_what_it_does_not_accept_and_stops_at_the_cap() -> None:
     rules = StepRules(entropy_bound=0.1, confidence_threshold=0.005, stability_threshold=1)
-    stats = RowStats(
-        best_guess=torch.tensor([[1, 2, 3]] * 2),
-        candidate=torch.tensor([[1, 9, 3]] * 2),
-        entropy_nats=torch.tensor([[0.0, 2.0, 0.09]] * 2),
-        best_logprob=torch.zeros(2, 3),
-    )
+    stats = guessing([1, 2, 3], [0.0, 2.0, 0.09], 2, candidate=[1, 9, 3])
     state = CanvasState(
         best_guess=torch.full((2, 3), NO_TOKEN),
         times_repeated=torch.zeros(2, dtype=torch.long),
@@ -219,12 +226,7 @@ def test_reveal_by_probability_and_by_number() -> None:
 
 
 def test_a_revealed_position_keeps_its_token_and_the_last_one_finishes_the_canvas() -> None:
-    stats = RowStats(
-        best_guess=torch.tensor([[1, 2, 3]]),
-        candidate=torch.tensor([[4, 5, 6]]),
-        entropy_nats=torch.ones(1, 3),
-        best_logprob=torch.tensor([[0.5, 0.9, 0.7]]).log(),
-    )
+    stats = guessing([1, 2, 3], [1.0] * 3, candidate=[4, 5, 6], best_logprob=LOGPROBS)
     revealed = torch.tensor([[True, False, False]])
     state = CanvasState(
         torch.full((1, 3), NO_TOKEN), torch.tensor([0]), torch.tensor([0]), torch.tensor([9])
@@ -268,12 +270,7 @@ def not_repeated(
 
 def test_waiting_for_the_answer_only() -> None:
     """What follows the first stop token may change, and be unsure, without holding a canvas up."""
-    stats = RowStats(
-        best_guess=torch.tensor([[5, 9, 7, 8]] * 2),
-        candidate=torch.tensor([[5, 9, 7, 8]] * 2),
-        entropy_nats=torch.tensor([[0.0, 0.0, 3.0, 3.0]] * 2),
-        best_logprob=torch.zeros(2, 4),
-    )
+    stats = guessing([5, 9, 7, 8], [0.0, 0.0, 3.0, 3.0], 2)
     state = not_repeated(torch.tensor([[5, 9, 1, 2]] * 2), steps_done=1)
     rules = StepRules(0.1, 0.005, 1)
     chosen = AnswerOnly(torch.tensor([True, False]), torch.tensor([[9], [9]]))
@@ -283,12 +280,7 @@ def test_waiting_for_the_answer_only() -> None:
 
 def test_an_answer_is_finished_with_its_whole_canvas() -> None:
     """As without `AnswerOnly`, where the mean over the answer alone is above the threshold."""
-    stats = RowStats(
-        best_guess=torch.tensor([[5, 9, 7, 8]]),
-        candidate=torch.tensor([[5, 9, 7, 8]]),
-        entropy_nats=torch.tensor([[0.008, 0.008, 0.0, 0.0]]),
-        best_logprob=torch.zeros(1, 4),
-    )
+    stats = guessing([5, 9, 7, 8], [0.008, 0.008, 0.0, 0.0])
     rules, chosen = StepRules(0.1, 0.005, 1), AnswerOnly(torch.tensor([True]), torch.tensor([[9]]))
     noise = torch.zeros(1, 4).long()
     for guess, is_finished in ([5, 9, 7, 8], True), ([5, 9, 1, 2], True), ([5, 1, 7, 8], False):
@@ -307,12 +299,7 @@ def test_what_is_forced_is_accepted_with_the_last_choice_before_it() -> None:
 
 def test_what_is_forced_is_no_sign_of_certainty() -> None:
     """Nor does it take up the bound."""
-    stats = RowStats(
-        best_guess=torch.tensor([[1, 2, 3, 4]] * 2),
-        candidate=torch.tensor([[1, 2, 3, 4]] * 2),
-        entropy_nats=torch.tensor([[0.05, 2.0, 0.0, 0.06]] * 2),
-        best_logprob=torch.zeros(2, 4),
-    )
+    stats = guessing([1, 2, 3, 4], [0.05, 2.0, 0.0, 0.06], 2)
     state = not_repeated(torch.full((2, 4), NO_TOKEN))
     forced = torch.tensor([[False, False, True, False], [False] * 4])
     constrained = LegalPaths(torch.tensor([True, False]), forced, torch.zeros(2, 4).bool())
@@ -357,12 +344,7 @@ def test_a_canvas_with_a_grammar_comes_to_rest() -> None:
 
 
 def test_a_revealed_token_that_a_grammar_rejects_is_hidden_again() -> None:
-    stats = RowStats(
-        best_guess=torch.tensor([[50, 8, 3]] * 2),
-        candidate=torch.tensor([[4, 5, 6]] * 2),
-        entropy_nats=torch.ones(2, 3),
-        best_logprob=torch.tensor([[0.5, 0.9, 0.7]] * 2).log(),
-    )
+    stats = guessing([50, 8, 3], [1.0] * 3, 2, candidate=[4, 5, 6], best_logprob=LOGPROBS)
     state = not_repeated(torch.full((2, 3), NO_TOKEN), num_steps=9)
     revealed = torch.tensor([[True, True, False]] * 2)  # all 50
     nowhere = torch.zeros(2, 3).bool()

@@ -13,9 +13,7 @@ from vllm_dllm.denoise.prediction import (
     MOST_MOVES,
     REACH,
     locate_next_block,
-    next_places,
     realign_block,
-    tokens_at,
 )
 
 C = 12
@@ -79,47 +77,6 @@ def test_as_plain_python_finds_it(seed: int) -> None:
     assert locate_next_block(*given).tolist() == expected
 
 
-def after(prediction: list[int], answer: list[int], emitted: int = C) -> list[int]:
-    """What the second block starts from when the first was `answer`."""
-    given = padded([prediction])
-    block = torch.tensor([answer[:C]])
-    place = locate_next_block(given, torch.tensor([0]), block, torch.tensor([emitted]))
-    return tokens_at(given, next_places(place, 6))[0].tolist()
-
-
-TEXT = list(range(100, 140))
-
-
-def test_an_answer_as_predicted() -> None:
-    assert after(TEXT, TEXT) == TEXT[C : C + 6]
-
-
-def test_tokens_left_out_and_added() -> None:
-    assert after(TEXT, TEXT[:3] + TEXT[5:]) == TEXT[C + 2 : C + 8]
-    assert after(TEXT, [*TEXT[:3], 7, 7, *TEXT[3:]]) == TEXT[C - 2 : C + 4]
-
-
-def test_a_difference_at_the_very_end() -> None:
-    """Nothing to go by: the answer is taken to have as many tokens as the prediction."""
-    assert after(TEXT, [*TEXT[: C - 1], 7]) == TEXT[C : C + 6]
-
-
-def test_two_tokens_are_no_sign() -> None:
-    text = [*TEXT[:30], 1, 2, *TEXT[30:]]
-    assert after(text, [*TEXT[: C - 2], 1, 2]) == text[C : C + 6]
-    text = [*TEXT[:30], 1, 2, 3, *TEXT[30:]]
-    assert after(text, [*TEXT[: C - 3], 1, 2, 3]) == TEXT[30:36]
-
-
-def test_behind_the_end_there_is_nothing() -> None:
-    assert after(TEXT[: C + 2], TEXT) == [*TEXT[C : C + 2], *[NO_TOKEN] * 4]
-    assert after([5], TEXT) == [NO_TOKEN] * 6
-
-
-def test_part_of_a_block() -> None:
-    assert after(TEXT, TEXT, emitted=5) == TEXT[5:11]
-
-
 def plain_places(prediction: list[int], position: int, guess: list[int]) -> list[int]:
     """`realign_block` of one block."""
     places = [position + i for i in range(len(guess))]
@@ -160,31 +117,3 @@ def test_moves_within_a_block_as_plain_python_finds_them(seed: int) -> None:
     found = realign_block(padded(texts), torch.tensor(positions), guesses)
     rows = zip(texts, positions, guesses.tolist(), strict=True)
     assert found.tolist() == [plain_places(*row) for row in rows]
-
-
-def moved(guess: list[int], position: int = 0) -> list[int]:
-    """The text of a block whose first step guessed this."""
-    given = padded([TEXT])
-    return tokens_at(given, realign_block(given, torch.tensor([position]), torch.tensor([guess])))[
-        0
-    ].tolist()
-
-
-def test_a_block_whose_rest_has_moved() -> None:
-    assert moved([*TEXT[:3], 7, *TEXT[3:20]]) == [*TEXT[:4], *TEXT[3:20]]
-    assert moved([*TEXT[5:9], *TEXT[11:20]], position=5) == [*TEXT[5:9], *TEXT[11:20]]
-
-
-def test_two_moves() -> None:
-    guess = [*TEXT[:4], *TEXT[5:12], 7, 7, *TEXT[12:20]]
-    assert moved(guess) == [*TEXT[:4], *TEXT[5:14], *TEXT[12:20]]
-
-
-def test_a_part_in_the_middle() -> None:
-    guess = [*TEXT[:4], *TEXT[5:10], 7, *TEXT[10:20]]
-    assert moved(guess) == [*TEXT[:4], *TEXT[5:11], *TEXT[10:20]]
-
-
-def test_two_tokens_elsewhere_are_no_move() -> None:
-    assert moved([*TEXT[:6], 7, *TEXT[6:8]]) == TEXT[:9]
-    assert moved([7] * 9) == TEXT[:9]

@@ -2,14 +2,11 @@
 
 import json
 import logging
-import os
-import stat
 import threading
 from pathlib import Path
 
 import pytest
 
-from tests.processes import HANGS_S
 from tests.unit.config.test_files import room_for
 from vllm_dllm.drafters.buffer import NUM_SHARDS, QUEUE_LENGTH, BlockBuffer
 from vllm_dllm.errors import InputError
@@ -93,33 +90,6 @@ def test_full_disk_loses_blocks_and_nothing_else(
     assert all(s.read_bytes().endswith(b"\n") or not s.stat().st_size for s in shards(tmp_path))
 
 
-def test_part_of_a_line_that_stays_is_the_last_of_its_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(file: int, size: int) -> None:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "ftruncate", refuse)
-    buffer = BlockBuffer(tmp_path, max_bytes=100_000)
-    reached = threading.Event()
-    drop = buffer._drop
-    monkeypatch.setattr(buffer, "_drop", lambda reason: (drop(reason), reached.set()))
-    with room_for(10):
-        buffer.add([1, 1, 1], start=1, accepted=0)
-        assert reached.wait(HANGS_S)
-    buffer.add([2, 2, 2], start=1, accepted=0)
-    buffer.close()
-    assert shards(tmp_path)[0].stat().st_size == 10
-    assert read_buffer(tmp_path, VOCAB_SIZE) == [KnownSequence([2, 2, 2], 1)]
-
-
-def test_only_the_owner_reads_blocks(tmp_path: Path) -> None:
-    buffer = BlockBuffer(tmp_path / "blocks", max_bytes=100_000)
-    buffer.add([1, 1, 1], start=1, accepted=0)
-    buffer.close()
-    assert {stat.S_IMODE(shard.stat().st_mode) for shard in shards(buffer.path)} == {0o600}
-
-
 def test_another_file_of_such_a_name_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "blocks-old.jsonl").write_text("")
     buffer = BlockBuffer(tmp_path, max_bytes=100_000)
@@ -127,24 +97,6 @@ def test_another_file_of_such_a_name_is_left_alone(tmp_path: Path) -> None:
     buffer.close()
     assert buffer.dropped == 0
     assert len(read_buffer(tmp_path, VOCAB_SIZE)) == 1
-
-
-def test_room_again_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = BlockBuffer(tmp_path, max_bytes=100_000)
-    append = buffer._append
-    failing = iter([True, True, False])
-
-    def append_sometimes(line: bytes) -> None:
-        if next(failing):
-            raise OSError(28, "No space left on device")
-        append(line)
-
-    monkeypatch.setattr(buffer, "_append", append_sometimes)
-    for n in range(3):
-        buffer.add([n, n, n], start=1, accepted=0)
-    buffer.close()
-    assert buffer.dropped == 2
-    assert [s.tokens[0] for s in read_buffer(tmp_path, VOCAB_SIZE)] == [2]
 
 
 def test_a_slow_disk_does_not_hold_up_the_caller(

@@ -34,10 +34,6 @@ def test_counts_of_16_positions_in_4_steps(schedule: str, expected: list[int]) -
     assert reveal_counts(16, 4, schedule) == expected
 
 
-def test_one_step_is_the_default() -> None:
-    assert reveal_counts(15) == [15]
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_go_from_all_to_nothing(schedule: str) -> None:
     shares = [SCHEDULES[schedule](t / 20) for t in range(21)]
@@ -72,14 +68,6 @@ def test_reveals_the_most_confident(per_request: bool) -> None:
         for row in zip(confidence.tolist(), masked.tolist(), counts.tolist(), strict=True)
     ]
     assert ours.tolist() == expected
-
-
-def test_steps_reveal_the_block_once() -> None:
-    masked, steps = torch.ones(3, 15, dtype=torch.bool), []
-    for count in reveal_counts(15, 4):
-        steps.append(reveal(torch.randn(3, 15), masked, count))
-        masked &= ~steps[-1]
-    assert not masked.any() and torch.stack(steps).sum(0).eq(1).all()
 
 
 def test_a_confidence_of_minus_infinity_is_revealed_last_but_revealed() -> None:

@@ -7,7 +7,7 @@ from llguidance import LLMatcher, grammar_from
 
 from tests.unit.grammar.canvases import start
 from vllm_dllm.grammar.closing import completion
-from vllm_dllm.grammar.compile import GrammarError, check_schema, check_size
+from vllm_dllm.grammar.compile import GrammarError, check_schema
 
 
 def of_json(schema: object) -> str:
@@ -15,13 +15,10 @@ def of_json(schema: object) -> str:
 
 
 WRONG = {
-    "unsupported key": (of_json({"type": "array", "uniqueItems": True}), "uniqueItems"),
-    "unknown type": (of_json({"type": "strin"}), "Invalid type: strin"),
     "no value": (of_json({"enum": []}), "Unsatisfiable schema"),
     "lengths": (of_json({"type": "string", "minLength": 5, "maxLength": 3}), "minLength (5)"),
     "reference to nowhere": (of_json({"$ref": "http://x/y"}), "http://x/y"),
     "look-ahead": (grammar_from("regex", "(?=a)b"), "look-ahead"),
-    "regex of nothing": (grammar_from("regex", "["), "invalid regex"),
     "rule of itself": (grammar_from("grammar", "start: start"), "no text satisfies it"),
     "reference to itself": (of_json({"$ref": "#"}), "no text satisfies it"),
     "no such rule": (grammar_from("grammar", "start: a"), "unknown name"),
@@ -37,12 +34,6 @@ def test_a_wrong_grammar_is_refused(name: str) -> None:
     assert "\n" not in str(e.value) and len(str(e.value)) < 400
 
 
-def test_a_grammar_of_a_megabyte_is_refused_unread() -> None:
-    for kind in ("json", "regex", "grammar", "choice"):
-        with pytest.raises(GrammarError, match=r"must be at most [0-9]+ bytes, got 1000000"):
-            check_size(kind, "a" * 1_000_000)
-
-
 def chain(length: int) -> dict:
     """Definitions, each of which refers to the next one."""
     links = {f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(length)}
@@ -50,7 +41,6 @@ def chain(length: int) -> dict:
 
 
 TOO_LARGE = {
-    "properties": ({"properties": {f"p{i}": {} for i in range(4000)}}, "#/properties must have"),
     "definitions": (chain(2000), r"#/\$defs must have at most 300 entries, got 2001"),
     "alternatives": (
         {"items": {"anyOf": [{"properties": {f"p{i}": {}}} for i in range(4000)]}},

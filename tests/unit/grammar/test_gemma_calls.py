@@ -6,11 +6,10 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings
 from llguidance import grammar_from
 
-from tests.unit.grammar.canvases import EOS, normalised, rows_of
+from tests.unit.grammar.canvases import EOS, answer, rows_of
 from tests.unit.grammar.special_tokens import decode, encode, grammars
 from tests.unit.grammar.test_gemma_reading import TEXT, call
 from tests.unit.grammar.test_reasoning import meant
@@ -44,13 +43,8 @@ def of_noise(state: GrammarState, seed: int, spare: int = 30) -> str:
     """An answer that fits into few tokens more than it needs."""
     needed = shortest_known(state, 400)
     assert needed is not None
-    most, tokens, rng = len(needed) + spare, list[int](), np.random.default_rng(seed)
-    while len(tokens) < most and not state.has_ended:
-        rows = rows_of(normalised(3 * rng.normal(size=(32, 512))))
-        path = constrain(state, rows, most - len(tokens), EOS).path
-        assert all(state.consume(token) for token in path.tokens)
-        tokens += path.tokens
-    return decode(tokens)
+    most = len(needed) + spare
+    return decode(answer(state, np.random.default_rng(seed), 32, most, scale=3.0))
 
 
 NODE = {"$ref": "#/$defs/node"}
@@ -195,54 +189,6 @@ def test_noise_becomes_a_call_that_fits(name: str) -> None:
         around, calls = read_calls(text)
         assert around == "" and [one.name for one in calls] == ["f"], text
         jsonschema.validate(json.loads(calls[0].arguments), schema)
-
-
-def schemas(depth: int = 2) -> st.SearchStrategy[dict[str, Any]]:
-    simple = st.sampled_from(
-        [
-            {"type": "string"},
-            {"type": "string", "maxLength": 5},
-            {"type": "integer"},
-            {"type": "integer", "minimum": -3, "maximum": 12},
-            {"type": "number"},
-            {"type": "boolean"},
-            {"type": ["string", "null"]},
-            {"enum": ["a", "b c", 3, None]},
-            {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "string"}}]},
-        ]
-    )
-    if depth == 0:
-        return simple
-    inner = schemas(depth - 1)
-    lists = st.builds(
-        lambda items, least, more: {
-            "type": "array",
-            "items": items,
-            "minItems": least,
-            "maxItems": least + more,
-        },
-        inner,
-        st.integers(0, 2),
-        st.integers(0, 2),
-    )
-    return simple | lists | objects(inner)
-
-
-def objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    def build(properties: dict[str, Any], optional: set[str]) -> dict[str, Any]:
-        required = [name for name in properties if name not in optional]
-        return of(properties, *required, additionalProperties=False)
-
-    names = st.sampled_from(["a", "Bc", "d_1", "e"])
-    return st.builds(build, st.dictionaries(names, inner, max_size=3), st.sets(names))
-
-
-@pytest.mark.slow
-@given(objects(schemas()), st.integers(0, 1000))
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-def test_calls_of_drawn_schemas_fit(schema: dict[str, Any], seed: int) -> None:
-    ((one,)) = read_calls(of_noise(start({"f": schema}), seed))[1]
-    jsonschema.validate(json.loads(one.arguments), schema)
 
 
 @given(TEXT)

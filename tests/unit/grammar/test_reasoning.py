@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, grammar_from
 
-from tests.unit.grammar.canvases import EOS, SCHEMAS, normalised, rows_of
+from tests.unit.grammar.canvases import EOS, SCHEMAS, answer, normalised, rows_of
 from tests.unit.grammar.special_tokens import (
     CALL,
     CHANNEL_BEGINS,
@@ -43,17 +43,6 @@ def meant(text: str, length: int, seed: int = 0, sure: float = 12.0) -> np.ndarr
     for row, token in enumerate([*encode(text), *[EOS] * length][:length]):
         logits[row, token] += sure
     return normalised(logits)
-
-
-def answer(state: GrammarState, rng: np.random.Generator, length: int, most: int) -> list[int]:
-    """Of noise."""
-    state, tokens = state.copy(), []
-    while len(tokens) < most and not state.has_ended:
-        rows = rows_of(normalised(3 * rng.normal(size=(length, 512))))
-        path = constrain(state, rows, most - len(tokens), EOS).path
-        assert all(state.consume(token) for token in path.tokens)
-        tokens += path.tokens
-    return tokens
 
 
 def test_the_form_begins_amid_a_canvas() -> None:
@@ -115,7 +104,7 @@ def test_an_answer_of_noise_fits(name: str, spare: int) -> None:
     needed = shortest_known(state, 200)
     assert needed is not None and needed[0] == THOUGHT_ENDS
     most = len(needed) + spare
-    tokens = answer(state, np.random.default_rng(spare), 16, most)
+    tokens = answer(state, np.random.default_rng(spare), 16, most, scale=3.0)
     assert len(tokens) <= most
     text = decode(tokens[tokens.index(THOUGHT_ENDS) + 1 :])
     jsonschema.validate(json.loads(text), SCHEMAS[name])

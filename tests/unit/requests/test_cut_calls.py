@@ -3,7 +3,6 @@ both ways of answering agree, no marker is shown, and no call is reported that w
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tests.paths import CHECKPOINTS
-from tests.unit.grammar.special_tokens import IDS, add_tokens
+from tests.unit.grammar.special_tokens import IDS
 from tests.unit.grammar.test_gemma_reading import call
 from vllm_dllm.requests.gemma_reasoning_parser import GemmaReasoningParser
 from vllm_dllm.requests.gemma_tool_parser import GemmaToolParser
@@ -46,14 +45,6 @@ class Seen:
     reasoning: str = ""
     content: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((CHECKPOINTS / "diffusiongemma-tiny" / name).read_text())
-    return AutoTokenizer.from_pretrained(add_tokens(Path(folder)))
 
 
 def request(**options: Any) -> ChatCompletionRequest:

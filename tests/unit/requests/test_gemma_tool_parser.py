@@ -1,8 +1,6 @@
 """What `gemma4_strict` asks the engine for, and how it reads the answer."""
 
 import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 
 from tests.paths import CHECKPOINTS
-from tests.unit.grammar.special_tokens import add_tokens
 from tests.unit.grammar.test_gemma_reading import call
 from vllm_dllm.requests.gemma_tool_parser import GemmaToolParser
 from vllm_dllm.requests.structural_tag import to_lark
@@ -24,14 +21,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "g"}},
 ]
 ANSWER = "Well: " + call("f", {"a": 'x"} é'}) + call("g", {})
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(SHIPPED / name, folder)
-    return AutoTokenizer.from_pretrained(add_tokens(Path(folder)))
 
 
 def chat(**options: Any) -> ChatCompletionRequest:

@@ -17,6 +17,7 @@ from tests.unit.attention_kernels.test_triton import MIXES as TRITON_MIXES
 from tests.unit.attention_kernels.test_triton import WINDOWS, seen_by_definition
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.cpu.attention.backend import CpuCanvasBackend
+from vllm_dllm.cpu.attention.canvases import check_cache_layout
 
 pytestmark = pytest.mark.numerics
 
@@ -31,7 +32,7 @@ MIXES = {
         Request(9, 17, causal=True),
     ],
     "canvases": [Request(8, 33), Request(8, 2), Request(1, 150), Request(3, 0)],
-    "equal canvases": [Request(8, 33), Request(8, 33)],
+    "equal canvases": [Request(8, 120), Request(8, 120)],  # which end with their pages
     "mixed": [
         Request(8, 37),
         Request(8, 137, symmetric=True),
@@ -111,11 +112,13 @@ def attend(isa: str, monkeypatch: pytest.MonkeyPatch) -> Attend:
 
 def engine_layout(batch: PagedBatch) -> torch.Tensor:
     """[num_blocks, Hkv, block_size, 2 * D]: of a block and head the keys, transposed, then the
-    values. vLLM zeroes new blocks."""
+    values. vLLM zeroes new blocks; pages nobody owns hold NaN."""
     keys = batch.key_cache.permute(0, 2, 3, 1).flatten(2)
     values = batch.value_cache.permute(0, 2, 1, 3).flatten(2)
     num_blocks, block_size = batch.key_cache.shape[:2]
     cache = torch.stack((keys, values), dim=2).nan_to_num(0.0)
+    is_owned = torch.isin(torch.arange(num_blocks), batch.block_table)
+    cache[~is_owned] = torch.nan
     return cache.view(num_blocks, HKV, block_size, 2 * D)
 
 
@@ -181,3 +184,9 @@ def test_a_processor_with_amx_serves_bf16(attend: Attend, window_left: int) -> N
         softcap=0.0,
         cuts_off=not torch.cpu._is_avx512_bf16_supported(),
     ).check(output)
+
+
+def test_layout_check_accepts_this_machine_and_names_what_it_refuses() -> None:
+    check_cache_layout("vec", torch.float32, "auto", 32)
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8'"):
+        check_cache_layout("vec", torch.float32, "fp8", 32)

@@ -40,18 +40,6 @@ def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Que
     assert heights[1] - heights[0] > 12
 
 
-def test_a_long_question_does_not_widen_the_picture(tmp_path: Path) -> None:
-    path = tmp_path / "canvas.svg"
-    picture.save(path, Question("Sort: " + "b a " * 200), steps(*RECORDED))
-    root = ElementTree.parse(path).getroot()
-    width = float(root.attrib["viewBox"].split()[2])
-    ends = [
-        float(text.attrib["x"]) + float(text.attrib["textLength"])
-        for text in root.iter("{http://www.w3.org/2000/svg}text")
-    ]
-    assert 0.9 * width < max(ends) < width
-
-
 def test_a_picture_shows_both_ends_of_many_steps() -> None:
     many = steps(*(RECORDED[0] | {"step": number} for number in range(1, 49)))
     numbers = [step.number for step in picture.spread(many, 28)]

@@ -2,10 +2,8 @@
 
 import io
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
-from PIL import Image
 from rich.console import Console
 
 from tests.unit.tools.demo.recorded import PIXELS, RECORDED, steps
@@ -107,22 +105,8 @@ def test_a_picture_on_a_terminal(with_picture: Question) -> None:
     assert "What number is shown?" in third
 
 
-def test_a_picture_wider_than_the_terminal_is_cut(tmp_path: Path) -> None:
-    Image.new("RGB", (60, 4)).save(tmp_path / "wide.png")
-    console = colour_terminal(20)
-    draw(console, Question("What is it?", tmp_path / "wide.png"))
-    lines = console.file.getvalue().splitlines()
-    assert [line.count("▀") for line in lines[1:4]] == [20, 20, 0]
-
-
 def test_a_picture_where_there_are_no_colours(with_picture: Question) -> None:
     assert drawing.shades(PIXELS) == "▓\n▒"
     out = io.StringIO()
     draw(Console(file=out, highlight=False, width=72), with_picture)
     assert out.getvalue().splitlines()[1:4] == ["▓", "▒", "What number is shown?"]
-
-
-def test_a_dumb_terminal_gets_plain_lines() -> None:
-    out = io.StringIO()
-    draw(Console(file=out, width=200, force_terminal=True, _environ={"TERM": "dumb"}))
-    assert sum("canvas 1  step" in line for line in out.getvalue().splitlines()) == 3

@@ -98,14 +98,6 @@ def test_gains_nothing_where_there_is_nothing_to_learn() -> None:
     assert "not better than the best fixed block size" in describe(report)
 
 
-def test_same_seed_same_weights() -> None:
-    config = PredictorConfig("small", V, SIZES, BLOCK_SIZE, HIDDEN_SIZES["small"])
-    data = learnable(100)
-    one, two, other = (train_predictor(data, config, seed) for seed in (1, 1, 2))
-    assert torch.equal(one.scores.weight, two.scores.weight)
-    assert not torch.equal(one.scores.weight, other.scores.weight)
-
-
 class Fixed:
     """A predictor whose choices are given."""
 
@@ -245,25 +237,6 @@ def test_parts_are_read_back_whole(tmp_path: Path) -> None:
     for field, tensor in vars(one).items():
         assert torch.equal(tensor, getattr(two, field))
     assert one.tau[:, 0].tolist() == [len(prompt) for prompt in prompts]
-
-
-def test_a_run_of_other_options_is_not_gone_on_with(
-    command: Callable[..., tuple[int, Path]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def stop(*_: Any, **__: Any) -> Measured:
-        raise Interruption
-
-    with monkeypatch.context() as patch:
-        patch.setattr(calibrate, "measure", stop)
-        with pytest.raises(Interruption):
-            command()
-    status, out = command("--radius", 1)
-    assert status == 1 and not out.exists()
-    assert (
-        "left from a run with another target, drafter, prompts or sizes" in capsys.readouterr().err
-    )
 
 
 WRONG = {

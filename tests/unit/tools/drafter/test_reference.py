@@ -1,15 +1,12 @@
 """The reference drafter against DFlash's formulas written out one row at a time in float64."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoints.recipes.drafter.tiny import make_tiny_drafter
 from tests import tolerances
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.reference import DFlashDrafter, load_drafter, save_drafter
@@ -105,27 +102,6 @@ def test_context_may_come_in_parts(drafter: DFlashDrafter, inputs: tuple[Tensor,
     for (keys, values), first, second in zip(whole, *parts, strict=True):
         torch.testing.assert_close(torch.cat((first[0], second[0]), dim=2), keys, **FP64)
         torch.testing.assert_close(torch.cat((first[1], second[1]), dim=2), values, **FP64)
-
-
-def test_layout_is_that_of_published_drafters(target_folder: Path, tmp_path: Path) -> None:
-    path = make_tiny_drafter(tmp_path / "dflash", target_folder, dtype=torch.bfloat16)
-    config = json.loads((path / "config.json").read_text())
-    assert config["architectures"] == ["DFlashDraftModel"]
-    assert config["model_type"] == "qwen3"
-    assert config["dtype"] == "bfloat16"
-    assert config["block_size"] == 8
-    assert config["num_target_layers"] == 4
-    assert config["layer_types"] == ["full_attention", "full_attention"]
-    assert config["dflash_config"] == {"mask_token_id": 497, "target_layer_ids": [0, 2]}
-    weights = load_file(path / "model.safetensors")
-    layer = {
-        *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-        *("self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"),
-        *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-    }
-    names = {f"layers.{n}.{name}.weight" for n in range(2) for name in layer}
-    assert set(weights) == names | {"fc.weight", "hidden_norm.weight", "norm.weight"}
-    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 
 def test_saves_what_it_loads(drafter_folder: Path, tmp_path: Path) -> None:

@@ -22,10 +22,6 @@ def test_held_out_set_to_the_letter() -> None:
     assert [task.doc_to_target(doc) for doc in docs] == [row["answer"] for row in rows]
 
 
-def without(line_start: str) -> Callable[[str], str]:
-    return lambda text: "\n".join(x for x in text.split("\n") if not x.startswith(line_start))
-
-
 def replaced(old: str, new: str) -> Callable[[str], str]:
     return lambda text: text.replace(old, new)
 
@@ -33,14 +29,8 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
 # name: (what is done to the task file, what the error says)
 MALFORMED: dict[str, tuple[Callable[[str], str], str]] = {
     "no-yaml": (lambda _: "task: [", r"bad\.yaml' is not a task that can be used: ParserError"),
-    "empty": (lambda _: "", r"bad\.yaml' is not a task .* Expected YAML dict"),
-    "no-name": (without("task:"), r"bad\.yaml' is not a task .* Unknown config shape"),
-    "unknown-key": (lambda t: t + "tokens: 5\n", r"unexpected keyword argument 'tokens'"),
     "unknown-field": (replaced("{{answer}}", "{{reply}}"), r"'reply' is undefined"),
-    "template": (replaced("{{answer}}", "{{answer"), r"TemplateSyntaxError: unexpected end"),
-    "unknown-split": (replaced("test_split: test", "test_split: tset"), r"KeyError: 'tset'"),
     "unknown-metric": (replaced("exact_match", "exact_mtch"), r"has the metric 'exact_mtch'"),
-    "function": (replaced('"{{answer}}"', "!function gone.answer"), r"Cannot import module 'gone'"),
     "log-likelihoods": (
         replaced("generate_until", "loglikelihood"),
         r"must have answers that are generated \(output_type generate_until\), got loglikelihood",

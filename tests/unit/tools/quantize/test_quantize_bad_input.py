@@ -60,11 +60,6 @@ def edit_json(name: str, **changes) -> Callable[[Path], None]:
     return edit
 
 
-def truncate(path: Path) -> None:
-    file = path / "model-00002-of-00003.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
 def without_tensor(path: Path) -> None:
     change_weights(path, lambda weights: weights.pop(f"{LAYER}mlp.up_proj.weight", None))
     index = json.loads((path / INDEX).read_text())
@@ -102,23 +97,7 @@ DAMAGES = {
         r"config\.json has a quantization_config \(fp8\).*start from the unquantised",
     ),
     "no config": (lambda path: (path / "config.json").unlink(), r"damaged .* no config\.json"),
-    "config cut short": (
-        lambda path: (path / "config.json").write_text('{"a'),
-        r"config\.json is not JSON",
-    ),
     "no weights": (lambda path: (path / INDEX).unlink(), r"damaged has neither model\.safetensors"),
-    "missing shard": (
-        lambda path: (path / "model-00002-of-00003.safetensors").unlink(),
-        r"model-00002-of-00003\.safetensors is missing.*copy or download it again",
-    ),
-    "shard cut short": (
-        truncate,
-        r"model-00002-of-00003\.safetensors is not a whole safetensors file",
-    ),
-    "index of another checkpoint": (
-        lambda path: change_weights(path, rename),
-        r"safetensors lacks model\.decoder\.layers\.0\.mlp\.up_proj\.weight",
-    ),
     "shard in a folder": (
         move_shard("sub/model.safetensors"),
         r"is said to be in 'sub/model\.safetensors', expected the name of a file in .*damaged: put",

@@ -39,27 +39,6 @@ def never(*args, **kwargs):
     raise AssertionError("this was done before the interruption")
 
 
-@pytest.mark.slow
-def test_goes_on_at_the_shard_it_was_interrupted_at(
-    checkpoint, prompts, fp4, tmp_path, monkeypatch
-):
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
-    with monkeypatch.context() as patch:
-        patch.setattr(quantize_module, "save_file", interrupt_after(1, save_file))
-        with pytest.raises(Interruption):
-            quantize(checkpoint, "nvfp4", out, prompts)
-    assert not out.exists()
-    first = partial / "model-00001-of-00003.safetensors"
-    assert list(partial.glob("*.safetensors")) == [first]
-    written_at = first.stat().st_mtime_ns
-    with monkeypatch.context() as patch:  # neither weights nor activations are looked at again
-        patch.setattr(quantize_module, "_weight_amax", never)
-        patch.setattr(DiffusionGemmaForBlockDiffusion, "from_pretrained", never)
-        quantize(checkpoint, "nvfp4", out, prompts)
-    assert (out / first.name).stat().st_mtime_ns == written_at
-    assert files(out) == files(fp4) and not partial.exists()
-
-
 def test_goes_on_at_the_prompt_it_was_interrupted_at(
     checkpoint, prompts, fp4, tmp_path, monkeypatch
 ):
