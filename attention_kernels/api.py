@@ -33,7 +33,7 @@ def attention(
     output: torch.Tensor | None = None,  # [T, Hq, D], written at the rows of requests
     impl: Impl = "triton",
 ) -> torch.Tensor:
-    """Attention output [T, Hq, D] in the query's dtype. `masks.py` defines who sees whom.
+    """Returns attention's output [T, Hq, D] in the query's dtype. `masks.py` defines who sees whom.
 
     The cache must already hold the queries' own keys and values. A query that sees no key gives
     zeros. Nothing waits for the device or depends on values there, so a call can be captured in a
@@ -41,13 +41,13 @@ def attention(
 
     impl: "triton" (a GPU, or Triton's interpreter), "fa4" (FlashAttention-4, a GPU) or "reference"
     (plain PyTorch, anywhere). What it cannot do is an error, never another implementation;
-    `support.py` can tell beforehand. "fa4" takes a `causal` of 0 and 1 alone, and may read a
+    `support.py` can tell beforehand. "fa4" takes only 0 and 1 in `causal`, and may read a
     sequence's last page to its end, which must then be finite. `max_seq_len` only steers how the
     work is split. With `output` None, the new tensor is zero outside the rows of requests.
 
     spans: for each query the first position and the end of the image that its token belongs to,
-    (0, 0) if it is none's. The image must hold the query and end within its request. With a window
-    "fa4" takes no image that starts before what the request's first query sees.
+    (0, 0) if it belongs to none. The image must hold the query and end within its request. With a
+    window, "fa4" takes no image that starts before what the request's first query sees.
 
     Raises:
         ValueError: names the argument, what was expected and what was passed.
@@ -58,7 +58,7 @@ def attention(
     _check_options(query, key_cache, softcap, window_rule)
     longest = block_table.shape[1] * key_cache.shape[1]
     longest = longest if max_seq_len is None else min(max_seq_len, longest)
-    run = _implementation(impl, query, key_cache, longest)
+    run = _find_implementation(impl, query, key_cache, longest)
     if output is None:
         output = query.new_zeros(query.shape)
     if isinstance(window_rule, str):
@@ -142,10 +142,11 @@ def _check_options(
         )
 
 
-def _implementation(
+def _find_implementation(
     impl: Impl, query: torch.Tensor, key_cache: torch.Tensor, max_seq_len: int
 ) -> Callable[..., object]:
-    """The function that `impl` names. Raises ValueError if it does not support this case."""
+    """Returns the function that `impl` names. Raises ValueError if it does not support this
+    case."""
     if impl == "reference":
         from attention_kernels import reference
 
@@ -171,6 +172,7 @@ def _implementation(
 
 
 def _checked_shape(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...]:
+    """Returns the tensor's shape. Raises ValueError unless it has `dims` dimensions."""
     if tensor.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
     return tuple(tensor.shape)

@@ -1,10 +1,10 @@
 """Cuts a batch into chunks of queries, each with only the keys it sees, for kernels that know
 neither per-request flags nor windows.
 
-A chunk is up to `CHUNK` queries of one request and the pages from its first visible key to its
-last. The kernel sees it as a sequence, and so skips all other keys. Visibility inside a chunk is
-one band: its query row q sees its key k iff `low <= k - slope * q <= high`, or the image that the
-row belongs to holds the key.
+A chunk is up to `CHUNK` queries of one request and the pages from the first key that any of them
+sees to the last. The kernel takes it for a sequence, and so skips all other keys. Inside a chunk,
+query row q sees key k iff `low <= k - slope * q <= high`, or the image that the row belongs to
+holds the key.
 
 Legend: N requests, T queries in all, C chunks.
 """
@@ -22,7 +22,8 @@ CHUNK = 256  # queries; a canvas of the 26B model is one chunk
 
 @dataclass(frozen=True)
 class Chunks:
-    """All tensors are int32. Chunks without queries have no keys."""
+    """The chunks of a batch, as arguments of a kernel. All tensors are int32. Chunks without
+    queries have no keys."""
 
     query_start_loc: torch.Tensor  # [C + 1]
     seq_lens: torch.Tensor  # [C] keys, from the start of the first page
@@ -45,7 +46,8 @@ class Chunks:
         window_left: int,
         spans: torch.Tensor | None = None,  # [num_tokens, 2] int32; None: no images
     ) -> "Chunks":
-        """One small kernel. Shapes depend only on the arguments' shapes."""
+        """Cuts a batch into chunks, in one small kernel. Shapes depend only on the arguments'
+        shapes."""
         num_reqs, max_blocks = block_table.shape
         num_chunks = num_tokens // CHUNK + num_reqs  # see `tiling.find_request`
         num_pages = max_blocks

@@ -1,11 +1,11 @@
-"""FlashAttention-4, which is an optional package."""
+"""Imports FlashAttention-4, which is an optional package."""
 
 import importlib
 from types import ModuleType
 
 
 def import_fa4() -> ModuleType:
-    """The FlashAttention-4 version. Raises ImportError that says what to install."""
+    """Returns the module `fa4_fwd`. Raises ImportError that says what to install."""
     try:
         importlib.import_module("flash_attn.cute.interface")
         return importlib.import_module("attention_kernels.fa4_fwd")

@@ -5,8 +5,8 @@ tensors of its own. So the batch is cut into chunks (`chunks.py`), which still s
 query sees, and `band_mask` masks inside each chunk, or `image_mask` in a step with images. The
 function's hash is part of FlashAttention-4's compile key, so no variant is mistaken for another.
 
-Whose FlashAttention-4 runs is an argument: that of the package flash-attn-4, or a copy of it. The
-file itself needs the compiler of both alone, nvidia-cutlass-dsl.
+An argument says which FlashAttention-4 runs: that of the package flash-attn-4, or a copy of it. The
+file itself needs only their compiler, nvidia-cutlass-dsl.
 """
 
 from collections.abc import Callable
@@ -79,8 +79,8 @@ def attention(
     chunks: Chunks | None = None,  # from an earlier layer with the same batch and window
     forward: Forward | None = None,  # None: that of the package flash-attn-4
 ) -> Chunks | None:
-    """See `api.attention`, which checks the rest. Returns the chunks, for the next layer; None if
-    there are no queries.
+    """Does what `api.attention` does, which checks the rest. Returns the chunks, for the next
+    layer; None if there are no queries.
 
     If a page is one key tile, all of it is read: what follows the end of a sequence in its last
     page is multiplied by 0 and must be finite.
@@ -132,7 +132,7 @@ def attend_chunks(
     softcap: float,
     forward: Forward | None = None,
 ) -> None:
-    """FlashAttention-4 over chunks, which it sees as requests."""
+    """Runs FlashAttention-4 over chunks, which it takes for requests."""
     mask, tensors = band_mask, [chunks.bands]
     if chunks.images is not None:
         mask, tensors = image_mask, [chunks.bands, chunks.images]
@@ -157,13 +157,14 @@ def attend_chunks(
 def _package_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_table: torch.Tensor, **options: Any
 ) -> None:
-    """The package's own; the public one takes no `out`."""
+    """Runs the package's own function; its public one takes no `out`."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     _flash_attn_fwd(q, k, v, page_table=block_table, **options)
 
 
 def _check_alignment(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for strides and addresses that vectorised loads cannot read."""
     strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
     if tensor.stride(-1) != 1 or any(n % _ALIGNMENT for n in (tensor.data_ptr(), *strides)):
         raise ValueError(

@@ -50,8 +50,8 @@ def interpret_language() -> None:
 
 
 def _accept_integer_masks() -> None:
-    """Triton 3.9's interpreter keeps `(a < b) & (c < d)` as integers and then refuses it as a
-    mask."""
+    """Makes the interpreter take integers as masks: Triton 3.9's keeps `(a < b) & (c < d)` as
+    integers and then refuses it."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
@@ -70,7 +70,8 @@ def _accept_integer_masks() -> None:
 
 
 def _carry_when_rounding_to_fp8() -> None:
-    """The interpreter halves what rounds up to a power of two in e4m3: 31.8 becomes 16."""
+    """Corrects the interpreter's rounding to e4m3, which halves what rounds up to a power of two:
+    31.8 becomes 16."""
     import numpy as np
     import torch
     import triton.language as tl
@@ -89,4 +90,4 @@ def _carry_when_rounding_to_fp8() -> None:
 
 
 def _no_barrier(*args: Any, **kwargs: Any) -> None:
-    pass
+    """Does nothing."""

@@ -1,4 +1,4 @@
-"""Who may see whom: the definition of visibility, which every attention version is tested against.
+"""The definition of visibility, who may see whom, which every attention version is tested against.
 
 A request's queries are its last `query_len` tokens; the tokens before them are its context. A
 request is either causal (prefill, commit), bidirectional (a canvas being denoised), or causal by
@@ -32,8 +32,8 @@ agree:
 - `chunks._cut_kernel` makes bands of `visible`: `test_chunks.py::test_no_page_in_vain`.
 - `fa4_fwd.band_mask` and `fa4_fwd.image_mask` apply them: `test_fa4.py::test_mask_function`.
 - vLLM's CPU kernel, for causal and `symmetric` requests: `test_cpu_backend.py::test_visibility`.
-  Requests that are causal by blocks are cut into bidirectional ones (`cpu/attention/cuts.py`),
-  and so are images (`cpu/attention/cuts.py`).
+  Requests that are causal by blocks, and those with images, are cut into bidirectional ones
+  (`cpu/attention/cuts.py`).
 
 FlashAttention-4 does not know blocks of more than one token, but a request that is causal by blocks
 is a causal one whose blocks are images (`block_spans`).
@@ -51,8 +51,8 @@ def visible(
     symmetric: torch.Tensor | bool = False,  # True: `symmetric` rule, False: `reference`
     spans: torch.Tensor | None = None,  # int, query_pos' shape and 2; None: no images
 ) -> torch.Tensor:
-    """Visibility, bool, of the broadcast shape. The caller leaves out keys past the end of the
-    request."""
+    """Returns whether each query sees each key, bool of the broadcast shape. The caller leaves out
+    keys past the end of the request."""
     seen = _visible_as_text(query_pos, key_pos, context_len, causal, window_left, symmetric)
     if spans is None:
         return seen
@@ -68,7 +68,7 @@ def _visible_as_text(
     window_left: int,
     symmetric: torch.Tensor | bool,
 ) -> torch.Tensor:
-    """`visible` for queries of no image."""
+    """Returns what `visible` does for queries that belong to no image."""
     block = torch.as_tensor(causal, device=query_pos.device).long()
     causal, seen = block > 0, key_pos < block_end(query_pos, block)
     symmetric = torch.as_tensor(symmetric, device=query_pos.device)
@@ -85,7 +85,7 @@ def block_end(
     position: torch.Tensor,  # int
     block: torch.Tensor,  # int, tokens of a block; 0 counts as 1
 ) -> torch.Tensor:
-    """Position after the last token of the block that holds `position`."""
+    """Returns the position after the last token of the block that holds `position`."""
     block = block.clamp(min=1)
     return (position // block + 1) * block
 
@@ -94,8 +94,8 @@ def block_spans(
     position: torch.Tensor,  # [T] int, of queries
     block: int,  # tokens of a block
 ) -> torch.Tensor:
-    """[T, 2] int32: `spans` that make a causal request, without a window, causal by blocks. They
-    may end behind the request."""
+    """Returns [T, 2] int32: `spans` that make a causal request, without a window, causal by blocks.
+    They may end behind the request."""
     first = position // block * block
     return torch.stack((first, first + block), dim=-1).int()
 
@@ -110,8 +110,8 @@ def visible_range(
     symmetric: torch.Tensor | bool = False,
     spans: torch.Tensor | None = None,  # int [..., n, 2], of the tile's queries; None: no images
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """First key that any query of the tile sees, and the end of those keys. Every key in between
-    is seen by at least one query, so a kernel that visits only these visits none in vain."""
+    """Returns the first key that any query of a tile sees, and the end of those keys. At least one
+    query sees each key in between, so a kernel that visits only these visits none in vain."""
     block = torch.as_tensor(causal, device=first_query.device).long()
     causal = block > 0
     symmetric = torch.as_tensor(symmetric, device=first_query.device)

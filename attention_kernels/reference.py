@@ -22,10 +22,8 @@ def attention(
     value_scale: torch.Tensor | None = None,
     output: torch.Tensor | None = None,  # [T, Hq, D], written at the rows of requests
 ) -> torch.Tensor:
-    """Attention output [T, Hq, D] in the query's dtype. A query that sees no key gives zeros.
-
-    The queries' own keys and values are expected in the cache already.
-    """
+    """Returns attention's output [T, Hq, D] in the query's dtype. A query that sees no key gives
+    zeros. The cache must already hold the queries' own keys and values."""
     if output is None:
         output = torch.zeros_like(query)
     block_size = key_cache.shape[1]

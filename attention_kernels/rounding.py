@@ -1,4 +1,4 @@
-"""How far rounding may move a result: bounds that follow from the arithmetic.
+"""Bounds on how far rounding may move a result, which follow from the arithmetic.
 
 A machine chooses the order of a sum, the width of its vectors, and whether a product is fused with
 the addition after it. So an allowed error is computed from dtypes and lengths, never measured.
@@ -18,19 +18,19 @@ FEW = 8  # roundings of a short formula: products, quotients, an exponential of 
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Half the distance from 1 to the next number."""
+    """Returns half the distance from 1 to the next number."""
     return torch.finfo(dtype).eps / 2
 
 
 def sum_error(length: int, dtype: torch.dtype = torch.float32) -> float:
-    """The error of a sum of `length` terms in any order, as a share of the sum of their
+    """Returns the error of a sum of `length` terms in any order, as a share of the sum of their
     magnitudes."""
     return min(length, DEVIATIONS * length**0.5) * unit_roundoff(dtype)
 
 
 def dot_error(dtype: torch.dtype = torch.float32) -> float:
-    """The error of a product of two vectors with both signs, as a share of the product of their
-    norms.
+    """Returns the error of a product of two vectors with both signs, as a share of the product of
+    their norms.
 
     Added one after the other, the partial sums of n such terms of size s grow like s sqrt(k). Each
     is rounded by u / sqrt(3) of it on average, which adds up to 0.41 u n s, and n s is the product
@@ -40,7 +40,7 @@ def dot_error(dtype: torch.dtype = torch.float32) -> float:
 
 
 def row_error(dtype: torch.dtype) -> float:
-    """RMS ratio of a row of attention whose weights, and then itself, are rounded to `dtype`.
+    """Returns the RMS ratio of a row of attention whose weights and result are rounded to `dtype`.
 
     A row that sees few keys may have all their weights off by u. Its own elements are off by
     u / sqrt(3) on average, and by half as much again in a row of 32 (DEVIATIONS of their mean).

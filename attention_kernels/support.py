@@ -1,6 +1,6 @@
-"""What the GPU versions support on which GPU: the reason why not, in words, or None.
+"""Says what the GPU versions support on which GPU: None, or in words why not.
 
-What FlashAttention-4 supports was read in the source of flash-attn-4 4.0.0b36.
+FlashAttention-4's limits were read in the source of flash-attn-4 4.0.0b36.
 """
 
 from typing import NamedTuple
@@ -21,6 +21,8 @@ _LEAST_SHARED_KIB = 99  # every GPU since Ampere has this much
 
 
 class Case(NamedTuple):
+    """A layer on a GPU, as far as a version's limits depend on it."""
+
     capability: tuple[int, int]  # compute capability of the GPU
     head_size: int
     query_dtype: torch.dtype
@@ -28,12 +30,13 @@ class Case(NamedTuple):
 
 
 def shared_bytes(capability: tuple[int, int]) -> int:
-    """Shared memory that one program may use."""
+    """Returns the bytes of shared memory that one program may use."""
     return _SHARED_KIB.get(capability, _LEAST_SHARED_KIB) * 1024
 
 
 def triton_reason(case: Case) -> str | None:
-    """Why the Triton version cannot do this, in words that complete "impl 'triton' takes"."""
+    """Returns why the Triton version cannot run `case`, in words that complete "impl 'triton'
+    takes"; None: it can."""
     if case.head_size not in TRITON_HEAD_SIZES:
         first, last = TRITON_HEAD_SIZES[0], TRITON_HEAD_SIZES[-1]
         return f"head sizes from {first} to {last}, got query with {case.head_size}"
@@ -45,7 +48,8 @@ def triton_reason(case: Case) -> str | None:
 
 
 def fa4_reason(case: Case) -> str | None:
-    """Why FlashAttention-4 cannot do this, in words that complete "impl 'fa4' takes"."""
+    """Returns why FlashAttention-4 cannot run `case`, in words that complete "impl 'fa4' takes";
+    None: it can."""
     sizes = FA4_HEAD_SIZES.get(case.capability[0])
     if sizes is None:
         return f"Hopper and data-centre Blackwell GPUs (9.x, 10.x), got {_name(case)}"

@@ -15,6 +15,8 @@ from attention_kernels.rounding import FEW, dot_error, row_error, sum_error, uni
 
 
 class Request(NamedTuple):
+    """One request of a batch."""
+
     query_len: int  # tokens
     context_len: int  # tokens before them
     causal: int = False  # see `masks`
@@ -22,7 +24,7 @@ class Request(NamedTuple):
     images: tuple[tuple[int, int], ...] = ()  # first key and end of each; they do not overlap
 
     def spans(self) -> torch.Tensor:
-        """[query_len, 2]: of each query's image."""
+        """Returns [query_len, 2] int32: first key and end of each query's image."""
         spans = torch.zeros(self.query_len + self.context_len, 2, dtype=torch.int32)
         for first, end in self.images:
             assert 0 <= first < end <= len(spans)
@@ -32,7 +34,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Arguments of `api.attention`."""
+    """The tensor arguments of `api.attention`."""
 
     query: torch.Tensor  # [T, Hq, D]
     key_cache: torch.Tensor  # [num_blocks, block_size, Hkv, D]
@@ -57,7 +59,7 @@ class PagedBatch:
         device: str | torch.device = "cpu",
         seed: int = 0,
     ) -> "PagedBatch":
-        """Normally distributed queries, keys and values, pages in random order."""
+        """Makes a batch of normally distributed queries, keys and values, pages in random order."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -102,7 +104,7 @@ class PagedBatch:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `api.attention`."""
+        """Returns keyword arguments of `api.attention`."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"window_rule": tensors.pop("symmetric"), **tensors}
 
@@ -115,15 +117,15 @@ class PagedBatch:
         return PagedBatch(**moved)
 
     def reference(self, dtype: torch.dtype, **options: Any) -> torch.Tensor:
-        """The result of `reference.attention` for the same numbers in `dtype`."""
+        """Returns what `reference.attention` does for the same numbers in `dtype`."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("query", "key_cache", "value_cache"):
             tensors[name] = tensors[name].to(dtype)
         return reference.attention(**tensors, **options)
 
     def probe(self, first_key: int) -> "PagedBatch":
-        """Zero queries, and one-hot values of the D keys from position `first_key` on: an output
-        [T, Hq, D] is above zero exactly where the query sees the key."""
+        """Returns a batch with zero queries, and one-hot values of the D keys from position
+        `first_key` on: an output [T, Hq, D] is above zero exactly where the query sees the key."""
         values = self.value_cache.clone()
         _, block_size, _, head_size = values.shape
         for r, length in enumerate(self.seq_lens.tolist()):
@@ -135,13 +137,14 @@ class PagedBatch:
 
 
 def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, each followed along the last dimension by one that must not be read."""
+    """Returns the same numbers with gaps along the last dimension, which hold wrong ones."""
     wrong = torch.full_like(tensor, 1 if tensor.dtype == torch.int32 else torch.nan)
     return torch.stack((tensor, wrong), dim=-1)[..., 0]
 
 
 def rms_ratio(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """[...]: root mean square of the error over that of `expected`, row by row of the last axis."""
+    """Returns the root mean square of the error over that of `expected`, for each row of the last
+    axis."""
     error = (output.double() - expected.double()).square().mean(-1).sqrt()
     return error / expected.double().square().mean(-1).sqrt().clamp(min=1e-12)
 
@@ -166,11 +169,11 @@ class Allowed:
 
 
 def allowed(batch: PagedBatch, *, scale: float, cuts_off: bool = False, **options: Any) -> Allowed:
-    """The error that `options` of `reference.attention` allow.
+    """Returns the right result with `options` of `reference.attention`, and the error allowed.
 
-    Scores and sums are fp32. What rounding does to a score moves its weight by as much, and the sum
-    of weights by at most as much again. With a 16-bit query, weights and output are also rounded;
-    with `cuts_off` towards zero, which is off by up to twice as much.
+    Scores and sums are fp32. Rounding a score moves its weight by as much, and the sum of weights
+    by at most as much again. With a 16-bit query, weights and output are also rounded; with
+    `cuts_off` towards zero, which is off by up to twice as much.
     """
     dtype = batch.query.dtype
     query_norm = batch.query.double().norm(dim=-1).max().item()

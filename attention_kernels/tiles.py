@@ -1,9 +1,9 @@
-"""How the work of the Triton attention is cut up on each kind of GPU.
+"""Chooses the tiles of the Triton attention for each kind of GPU.
 
-What multiplies decides. On Hopper (wgmma) groups of four warps multiply, on data-centre Blackwell
-(tcgen05) one thread for all of them; both read queries and keys from shared memory. Elsewhere (mma)
-each warp multiplies what its own registers hold, which bounds the tiles of wide heads before the
-shared memory does. `CODEGEN.md` shows what comes of it, for each chip.
+They depend on what multiplies. On Hopper (wgmma) groups of four warps multiply, on data-centre
+Blackwell (tcgen05) one thread for all warps; both read queries and keys from shared memory.
+Elsewhere (mma) each warp multiplies what its own registers hold, which bounds the tiles of wide
+heads before the shared memory does. `CODEGEN.md` shows the result for each chip.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ _OF_GROUPS = (9, 10)  # major capabilities of wgmma and tcgen05
 
 
 class _Size(NamedTuple):
+    """The size of a tile, and how many of its loads are on their way at once."""
+
     rows: int
     keys: int
     num_stages: int
@@ -63,23 +65,27 @@ class Tiles:
         cache_element_size: int,
         capability: tuple[int, int],
     ) -> "Tiles":
-        """The largest tile whose queries, keys and values fit the shared memory, and whose results
-        fit the registers."""
+        """Returns the largest tile whose queries, keys and values fit the shared memory, and whose
+        results fit the registers. `capability`: the GPU's compute capability."""
         padded = triton.next_power_of_2(head_size)
         num_warps = 4
         if element_size == 2 and padded >= 256 and capability[0] not in _OF_GROUPS:
             sizes = _OF_WARPS | (_ON_AMPERE if capability[0] == 8 else {})
             rows, block_n, num_stages = sizes[padded, cache_element_size]
         else:
-            rows, block_n, num_stages = _size(padded, element_size, cache_element_size, capability)
+            rows, block_n, num_stages = _largest_fitting_size(
+                padded, element_size, cache_element_size, capability
+            )
             num_warps = 8 if padded * element_size > 128 and rows >= 64 else 4
         heads = min(triton.next_power_of_2(group), rows)
         return cls(rows // heads, heads, block_n, num_warps, num_stages)
 
 
-def _size(
+def _largest_fitting_size(
     padded: int, element_size: int, cache_element_size: int, capability: tuple[int, int]
 ) -> _Size:
+    """Returns the largest tile that fits the shared memory. `padded`: the head size, as a power of
+    two; element sizes are in bytes."""
     bytes_a_row = padded * element_size
     of_groups = capability[0] in _OF_GROUPS and element_size == 2
     # Two warp groups of Hopper take 128 rows: with 64, both would compute the scores of all. On

@@ -21,10 +21,10 @@ from attention_kernels.triton_kernels import _attention_kernel
 
 MAX_SPLITS = 16
 MIN_KEYS_PER_SPLIT = 128
-"""Below this, joining costs more than parallel work gains: on an H200 a step of 64 keys takes a
-program 3.9 us on sliding layers of the 26B model (of kernel timelines: 15.8 us for two steps, 27.3
-for five)."""
-_MOST_JOINED = 1 << 16  # tiles whose keys are split; only those too few for the GPU's processors
+"""With fewer, joining costs more than parallel work gains: on an H200 a step of 64 keys takes a
+program 3.9 us on sliding layers of the 26B model (from kernel timelines: 15.8 us for two steps,
+27.3 for five)."""
+_MOST_JOINED = 1 << 16  # most tiles of a launch that splits keys; it has few, or it would not split
 
 
 def attention(
@@ -47,8 +47,8 @@ def attention(
     spans: torch.Tensor | None = None,  # [T, 2] int32; None: no images
     num_splits: int | None = None,  # None: enough to fill the GPU
 ) -> None:
-    """See `api.attention`, which checks the rest. Launches on one device must follow one another:
-    those that split keys share what counts their shares.
+    """Does what `api.attention` does, which checks the rest. Launches on one device must follow one
+    another: those that split keys share the counters of their shares.
 
     Raises:
         ValueError: for a tensor that is not contiguous along its last dimension; for tensors that
@@ -78,7 +78,7 @@ def attention(
         partial_lse = query.new_empty(shape, dtype=torch.float32)
         arrivals = _arrivals(query.device)
         assert cut.num_tiles * cut.num_parts * key_cache.shape[2] <= len(arrivals)
-    _attend(
+    _launch(
         (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, causal, symmetric),
         spans,
         (key_scale, value_scale),
@@ -92,7 +92,7 @@ def attention(
 
 @dataclass(frozen=True)
 class _Cut:
-    """How one launch is cut up: into tiles of queries, heads of a tile, shares of the keys."""
+    """How one launch is divided: into tiles of queries, heads of a tile, shares of the keys."""
 
     tiles: Tiles
     num_reqs: int
@@ -110,6 +110,7 @@ class _Cut:
         max_seq_len: int,
         num_splits: int | None,
     ) -> "_Cut":
+        """Divides a launch. `num_splits` None: enough to fill the GPU."""
         num_tokens, num_heads, head_size = query.shape
         num_kv_heads = key_cache.shape[2]
         group = num_heads // num_kv_heads
@@ -132,7 +133,7 @@ class _Cut:
         return cls(tiles, num_reqs, num_tiles, num_parts, num_splits)
 
 
-def _attend(
+def _launch(
     inputs: tuple[torch.Tensor, ...],  # those of `attention`, from `query` to `symmetric`
     spans: torch.Tensor | None,  # [T, 2] int32
     scales: tuple[torch.Tensor | None, torch.Tensor | None],  # of keys, of values
@@ -143,6 +144,7 @@ def _attend(
     window_left: int,
     softcap: float,
 ) -> None:
+    """Launches the kernel."""
     query, key_cache, value_cache, block_table = inputs[:4]
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
@@ -184,6 +186,7 @@ def _attend(
 
 
 def _check_device(query: torch.Tensor) -> None:
+    """Raises ValueError where the kernel cannot run, or would compute wrongly."""
     interpreted = not isinstance(_attention_kernel, triton.runtime.JITFunction)
     if interpreted and query.dtype == torch.bfloat16:
         raise ValueError(
@@ -201,13 +204,14 @@ def _check_device(query: torch.Tensor) -> None:
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """The GPU's compute capability; without a GPU, Hopper's."""
+    """Returns the GPU's compute capability; without a GPU, Hopper's."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 @cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """[_MOST_JOINED] int32: zeros, which a launch leaves as they were. One address for all graphs.
+    """Returns the counters of shares that are done, [_MOST_JOINED] int32. They are zero before and
+    after each launch, and have one address for all graphs.
 
     Raises:
         RuntimeError: in the capture of a CUDA graph, whose first replay alone would clear them.
@@ -219,14 +223,15 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
 @cache
 def _num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the GPU; 1 for the interpreter, which runs programs in turn."""
+    """Returns the number of the GPU's streaming multiprocessors; 1 for the interpreter, which runs
+    programs in turn."""
     on_gpu = device.type == "cuda"
     return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
 
 def _choose_splits(num_programs: int, num_keys: int, num_processors: int) -> int:
-    """How many shares to split the keys into: as many as the processors have programs for at once,
-    unless the shares would be too short. A power of two, because each number is compiled
+    """Returns how many shares to split the keys into: as many as the processors can run at once,
+    unless the shares would be too short. It is a power of two, because each number is compiled
     separately."""
     possible = min(num_processors // num_programs, num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS)
     return 1 << (max(possible, 1).bit_length() - 1)

@@ -44,7 +44,7 @@ BOXES = {
         ENGINE,
         1,
         "A step is put together",
-        ("scheduling/scheduler.py: complete_output", "scheduling/families.py: width"),
+        ("scheduling/scheduler.py: complete_output", "scheduling/families.py: canvas_width"),
     ),
     "slot": Box(
         WORKER,

@@ -49,7 +49,7 @@ class Problem:
         """Returns the first tokens' results, in fp32."""
         states, weights, ids = (each[:num_tokens] for each in (self.states, self.weights, self.ids))
         experts = Experts(self.gate_up, self.down)
-        return definition.mix(states.float(), experts, weights, ids, ACTIVATION)
+        return definition.mix_experts(states.float(), experts, weights, ids, ACTIVATION)
 
 
 def draw(tokens: int, shape: tuple[int, int, int, int], device: str) -> Problem:
@@ -113,7 +113,7 @@ def triton_experts(problem: Problem, is_fp8: bool, tuned: bool) -> Run:
 
 def our_experts(problem: Problem, is_fp8: bool, device: str) -> Run:
     """Our Triton kernel with what is around it; on a CPU in Triton's interpreter, in fp32."""
-    assign: Callable[..., Any] = definition.assign
+    assign: Callable[..., Any] = definition.sort_by_expert
     quantise: Callable[[torch.Tensor], Any] = definition.quantise
     dtype = torch.float32
     if device == "cpu":
@@ -140,7 +140,7 @@ def our_experts(problem: Problem, is_fp8: bool, device: str) -> Run:
     def run() -> torch.Tensor:
         given, state_scale = quantise(states) if is_fp8 else (states, None)
         assignment = Assignment(*assign(problem.ids, size, num_experts))
-        few_rows_triton.mix(
+        few_rows_triton.mix_experts(
             given, state_scale, Experts(*weights, *scales), scores, assignment, size,
             ACTIVATION, inner, rows, output,
         )  # fmt: skip

@@ -164,7 +164,7 @@ def try_tiles(
     compiled."""
     from vllm_dllm.compat import experts
     from vllm_dllm.measured import few_rows
-    from vllm_dllm.measured.tiles import shipped
+    from vllm_dllm.measured.tiles import shipped_tiles
 
     engine = Engine(
         device,
@@ -179,17 +179,19 @@ def try_tiles(
         states = torch.zeros(rows, layer.hidden_size, device="cuda", dtype=layer.params_dtype)
         size = few_rows.block_size(layer, rows)
         before = len(device.compiled)
-        shapes = [few_rows.run(layer, size, states).shape]
+        shapes = [few_rows.run_layer(layer, size, states).shape]
         ours = len(device.compiled) - before
         for log in (device.waits, device.forbidden):
             log.clear()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):  # as they are timed
-            few_rows.run(layer, size, states)
+            few_rows.run_layer(layer, size, states)
             experts.run_with_tiles(layer, None, states)
         problems = [*device.waits, *device.forbidden]
         if experts.has_tunable_tiles(layer):
             assert experts.tiles_in_use(layer, rows)["BLOCK_SIZE_M"] > 0
-            shapes += [experts.run_with_tiles(layer, tiles, states).shape for tiles in shipped()]
+            shapes += [
+                experts.run_with_tiles(layer, tiles, states).shape for tiles in shipped_tiles()
+            ]
     return found | {
         "layers": len(layers),
         "shapes": [tuple(shape) for shape in shapes],

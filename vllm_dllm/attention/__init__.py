@@ -27,23 +27,22 @@ class WindowRules:
 
     `spans` holds, for each query row of the batch, the first key and the end of the keys of the
     image that the row belongs to, as positions in its request; (0, 0) for any other row. It is None
-    if no row of the step belongs to an image, and attention then runs as it does without images.
-    `DiffusionModelState.image_spans` provides it, a buffer whose address does not change. The
-    builders pass it on to all layers, whatever their window, as the metadata's `spans`.
+    if no row of the step belongs to an image. `DiffusionModelState.image_spans` provides it, in a
+    buffer whose address does not change, and the builders pass it on to all layers.
 
-    An image is whole: its keys end within the request as attention sees it, and on layers with a
-    window none of them lies further back than the window of the request's first row.
+    Images are whole: their keys end within the request, and on layers with a window none lies
+    further back than the window of the request's first row.
     """
 
     symmetric: torch.Tensor | None = None  # [num_reqs] int32, 1 = symmetric rule, 0 = reference
     spans: torch.Tensor | None = None  # [num_tokens, 2] int32
-    by_blocks: bool = False  # requests may be causal by blocks of more than one token
+    by_blocks: bool = False  # whether requests may be causal by blocks of more than one token
     shared: dict[Any, Any] = field(default_factory=dict)  # passed on between KV cache groups
 
 
 def gpu_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
-    """vLLM's name for our GPU attention. None if it does not support this GPU or type of cache, or
-    if another extension has taken the name."""
+    """Returns vLLM's name for our GPU attention. None if it does not support this GPU or type of
+    cache, or if another extension has taken the name."""
     name = vllm_attention.custom_attention_backend(GPU_BACKEND)
     if name is None:
         return None
@@ -63,8 +62,8 @@ def gpu_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
 
 @contextmanager
 def use_window_rules(attention_config: AttentionConfig) -> Iterator[None]:
-    """Attention layers built in this context know the window rules, unless a stock backend was
-    chosen for a GPU.
+    """Makes attention layers built in this context know the window rules, unless a stock backend
+    was chosen for a GPU; the log then says what that means.
 
     It covers one model's construction: other models of the process keep vLLM's own backends.
     """

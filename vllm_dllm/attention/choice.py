@@ -1,15 +1,14 @@
-"""Which version of attention a layer runs in a step: the fastest that is right, by measured times.
+"""Chooses the version of attention that a layer runs in a step: the fastest, by measured times.
 
 Times are data: `times/sm_90.json` has those of `bench.attention` on an H200, for all Hopper chips.
 What a server measures on its own GPU (`measure.py`) is read the same way. A chip or a kind of layer
 without times runs Triton.
 
-CUDA graphs: a graph repeats the kernels of its capture, whatever it is replayed with, so a choice
-may depend on nothing that differs between its replays. It depends on the kind of layer, on the
-chip, on the longest context that the server allows, and on the rows of a step: for a graph those of
-its capture, padding included. A step without a graph, such as one with a prompt, runs what its own
-rows say. How long contexts are just now no choice knows: of two versions that take turns in being
-faster as contexts grow, the one wins that loses least where it loses most.
+A CUDA graph repeats the kernels of its capture, so a choice may depend on nothing that differs
+between replays. It depends on the kind of layer, on the chip, on the longest context that the
+server allows, and on the rows of a step: for a graph those of its capture, padding included. It
+does not depend on how long contexts are at the moment: of two versions that are faster at different
+contexts, the one is chosen that loses least where it loses most.
 """
 
 import json
@@ -23,35 +22,36 @@ from typing import Any, Literal, NamedTuple, get_args
 from vllm_dllm.measured.stopwatch import EQUAL
 
 Version = Literal["triton", "fa4"]
-VERSIONS: tuple[Version, ...] = get_args(Version)  # of equals the first one runs
+VERSIONS: tuple[Version, ...] = get_args(Version)  # of equally fast ones the first runs
 NAMES: dict[Version, str] = {"triton": "Triton", "fa4": "FlashAttention-4"}
 
 _SHIPPED = Path(__file__).parent / "times"
 
 
-class Layer(NamedTuple):
-    """A kind of layer."""
+class LayerKind(NamedTuple):
+    """What attention layers of one kind have in common."""
 
     head_size: int
     num_heads: int  # query heads of this rank
     has_window: bool
 
 
-class Cell(NamedTuple):
-    """What a call takes for canvases of equal contexts."""
+class Timing(NamedTuple):
+    """How long attention takes for canvases of equal contexts."""
 
     rows: int
     context: int  # tokens before each canvas
-    ms: Mapping[Version, float]
+    ms: Mapping[Version, float]  # of one layer
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A version from so many rows of a step on, ascending; the first from 0."""
+    """The version to run, by the rows of a step."""
 
-    steps: tuple[tuple[int, Version], ...]
+    steps: tuple[tuple[int, Version], ...]  # from how many rows on each runs; ascending, from 0
 
-    def version(self, rows: int) -> Version:
+    def version_for(self, rows: int) -> Version:
+        """Returns the version that a step of so many rows runs."""
         return self.steps[bisect_right(self.steps, rows, key=lambda step: step[0]) - 1][1]
 
     def __str__(self) -> str:
@@ -63,19 +63,19 @@ class Choice:
 
 @dataclass(frozen=True)
 class Times:
-    """How long attention takes on one GPU. `cells` go by head size and whether there is a window,
-    with the query heads that they were measured with."""
+    """How long attention takes on one GPU."""
 
     gpu: str
-    cells: Mapping[tuple[int, bool], tuple[int, tuple[Cell, ...]]]
+    # By head size and whether there is a window: the query heads measured, and the timings.
+    cells: Mapping[tuple[int, bool], tuple[int, tuple[Timing, ...]]]
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Times":
-        """Takes `{"gpu", "layers"}` as the files have it. A version without a time cannot run."""
+        """Reads `{"gpu", "layers"}` as the files have it. A version without a time cannot run."""
         cells = {}
         for layer in found["layers"]:
             measured = tuple(
-                Cell(
+                Timing(
                     each["rows"],
                     each["context"],
                     {version: each.get(version, math.inf) for version in VERSIONS},
@@ -91,11 +91,12 @@ class Times:
         path = _SHIPPED / "sm_{}{}.json".format(*capability)
         return cls.from_json(json.loads(path.read_text())) if path.exists() else None
 
-    def choose(self, layer: Layer, longest: int) -> Choice | None:
-        """Among all versions; `longest`: tokens of the longest request. None: nothing is known.
+    def choose(self, layer: LayerKind, longest: int) -> Choice | None:
+        """Chooses the versions that a kind of layer runs. `longest`: tokens of the longest request.
+        None: no times are known.
 
-        What was measured with R rows holds from half as many on. With a share of the heads, as
-        ranks of tensor parallelism have, a step of twice the rows is as much work.
+        What was measured with R rows holds from R / 2 rows on. With half the heads, as on two
+        tensor-parallel ranks, a step of twice the rows is as much work.
         """
         num_heads, cells = self.cells.get((layer.head_size, layer.has_window), (1, ()))
         steps: list[tuple[int, Version]] = []
@@ -110,8 +111,8 @@ class Times:
         return Choice(tuple(steps)) if steps else None
 
 
-def _least_worst(cells: list[Cell]) -> Version:
-    """The version that loses least in the cell where it loses most, relative to the fastest there.
+def _least_worst(cells: list[Timing]) -> Version:
+    """Returns the version whose largest ratio to the fastest one, over all cells, is the smallest.
     Versions within `EQUAL` count as equal, and the first of `VERSIONS` wins."""
     worst = {v: max(cell.ms[v] / min(cell.ms.values()) for cell in cells) for v in VERSIONS}
     least = min(worst.values())

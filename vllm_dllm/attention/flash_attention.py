@@ -1,7 +1,7 @@
-"""FlashAttention-4 in our layers, in one of two ways.
+"""Runs FlashAttention-4 in our layers, in one of two ways.
 
-By flags: without a window, who sees whom is whether a request is causal, and vLLM's copy of
-FlashAttention-4 takes a flag for each request on Hopper. There is nothing to cut and to mask.
+By flags: without a window, a request is causal or not, and on Hopper vLLM's copy of
+FlashAttention-4 takes a flag for each request.
 
 By masks: the batch is cut into chunks of queries, with our mask function (`fa4_fwd`).
 """
@@ -31,8 +31,8 @@ class FlashAttention:
     has_masks: bool
 
     @classmethod
-    def for_case(cls, case: Case, has_window: bool) -> "FlashAttention | str":
-        """Or why there is none, in words that complete "because"."""
+    def find(cls, case: Case, has_window: bool) -> "FlashAttention | str":
+        """Returns FlashAttention-4 for `case`, or why it cannot run, to follow "because"."""
         has_flags = case.capability[0] == 9 and not has_window and case.head_size in _BY_FLAGS
         has_masks = (reason := fa4_reason(case)) is None
         if has_flags:  # only the head size may be in the way of masks
@@ -46,8 +46,8 @@ class FlashAttention:
         except ImportError as error:
             return f"it is not there: {error}"
 
-    def takes(self, metadata: "GpuCanvasMetadata") -> bool:
-        """Whether it can run a step: flags know neither images nor blocks, masks no blocks."""
+    def can_run(self, metadata: "GpuCanvasMetadata") -> bool:
+        """Whether it can run a step: flags allow neither images nor blocks, masks no blocks."""
         by_flags = self.has_flags and metadata.spans is None
         return (by_flags or self.has_masks) and not metadata.by_blocks
 
@@ -63,8 +63,7 @@ class FlashAttention:
         window_left: int,
         softcap: float,
     ) -> None:
-        """Writes `output`: by vLLM's copy of FlashAttention-4 where it takes the requests' flags
-        and no image is in the step, else by ours."""
+        """Writes attention's result to `output`, by flags where they suffice, else by masks."""
         if self.has_flags and metadata.spans is None:
             self.forward(
                 q=query,

@@ -1,9 +1,9 @@
-"""GPU attention of diffusion models: vLLM's cache and metadata around `attention_kernels`.
+"""vLLM's attention backend for our models on GPUs, around `attention_kernels`.
 
-`--attention-backend CUSTOM`, the default for our models on a GPU. A layer runs Triton or
-FlashAttention-4, whichever is the faster for the step (`choice.py`), or what
-`--attention-config.flash_attn_version` says: 4, or another number for Triton alone. Sliding layers
-apply each request's window rule.
+It is `--attention-backend CUSTOM`, the default for our models. A layer runs Triton or
+FlashAttention-4, whichever is faster for the step (`choice.py`), or what
+`--attention-config.flash_attn_version` says: 4, or another number for Triton alone. Layers with a
+window apply each request's window rule.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from attention_kernels import support, triton_fwd
 from vllm_dllm.attention import WindowRules
-from vllm_dllm.attention.choice import Choice, Layer, Times, Version
+from vllm_dllm.attention.choice import Choice, LayerKind, Times, Version
 from vllm_dllm.attention.flash_attention import FlashAttention
 from vllm_dllm.compat.attention import kv_cache_scales
 from vllm_dllm.config.extension import ExtensionConfig
@@ -44,7 +44,8 @@ _CACHE_DTYPES = {  # others mean the model's
 
 @dataclass
 class GpuCanvasMetadata:
-    """N requests, T rows. The tensors are those of the runner and the model state."""
+    """What a step's layers know of its N requests and T rows. The tensors are the runner's and the
+    model state's own."""
 
     num_actual_tokens: int  # T, without the padding of a CUDA graph
     max_query_len: int
@@ -54,7 +55,7 @@ class GpuCanvasMetadata:
     block_table: torch.Tensor  # [N, max_blocks] int32
     slot_mapping: torch.Tensor  # [T] int64
     causal: torch.Tensor  # [N] int32
-    by_blocks: bool  # whether it may hold numbers above 1
+    by_blocks: bool  # whether `causal` may hold numbers above 1
     symmetric: torch.Tensor  # [N] int32
     spans: torch.Tensor | None = None  # [T, 2] int32
     chunks: dict[int, Any] = field(default_factory=dict)  # by window, passed on between layers
@@ -102,15 +103,17 @@ class GpuCanvasImpl(TritonAttentionImpl):
         super().__init__(*args, **kwargs)
         # Queries stay as they are: only the cache is fp8.
         self.supports_quant_query_input = False
-        self.kind = Layer(self.head_size, self.num_heads, has_window=self.sliding_window[0] >= 0)
-        self.choose()
+        self.kind = LayerKind(
+            self.head_size, self.num_heads, has_window=self.sliding_window[0] >= 0
+        )
+        self.choose_version()
 
-    def choose(self) -> None:
-        """Takes what is known to be fastest. Comes again when a server has measured."""
+    def choose_version(self) -> None:
+        """Chooses the versions that this layer runs. Called again when a server has measured."""
         self.choice, self._fa4 = choose_versions(self.kind, self.kv_cache_dtype)
 
-    def run_alone(self, version: Version, flash_attention: FlashAttention | None) -> None:
-        """Every step runs one version, until `choose` comes: to time it."""
+    def force_version(self, version: Version, flash_attention: FlashAttention | None) -> None:
+        """Makes every step run one version until `choose_version` is called, to time it."""
         self.choice, self._fa4 = Choice(((0, version),)), flash_attention
 
     def forward(
@@ -138,8 +141,8 @@ class GpuCanvasImpl(TritonAttentionImpl):
         options: dict[str, Any] = dict(
             scale=self.scale, window_left=self.sliding_window[0], softcap=self.logits_soft_cap
         )
-        fa4 = self._fa4 if self.choice.version(num_tokens) == "fa4" else None
-        if fa4 is not None and fa4.takes(attn_metadata):
+        fa4 = self._fa4 if self.choice.version_for(num_tokens) == "fa4" else None
+        if fa4 is not None and fa4.can_run(attn_metadata):
             fa4.attend(attn_metadata, *tensors, output[:num_tokens], **options)
             return output
         triton_fwd.attention(
@@ -162,9 +165,9 @@ class GpuCanvasImpl(TritonAttentionImpl):
         return False
 
 
-def choose_versions(layer: Layer, kv_cache_dtype: str) -> tuple[Choice, FlashAttention | None]:
-    """What a layer of the model being built runs, and FlashAttention-4 if it is part of that. The
-    log says it, once for each kind of layer."""
+def choose_versions(layer: LayerKind, kv_cache_dtype: str) -> tuple[Choice, FlashAttention | None]:
+    """Returns the versions that a layer of the model being built runs, and FlashAttention-4 if it
+    is one of them. The log says it, once for each kind of layer."""
     triton = Choice(((0, "triton"),))
     config, capability = get_current_vllm_config_or_none(), current_platform.get_device_capability()
     if config is None or capability is None:
@@ -174,13 +177,13 @@ def choose_versions(layer: Layer, kv_cache_dtype: str) -> tuple[Choice, FlashAtt
     if asked_for == 4:
         choice, why = Choice(((0, "fa4"),)), "--attention-config.flash_attn_version 4"
     elif asked_for is None:
-        times = known_times(config)
+        times = load_times(config)
         chosen = times and times.choose(layer, config.model_config.max_model_len)
         choice = chosen or triton
         why = f"measured on an {times.gpu}" if times and chosen else "no measured times"
     fa4: FlashAttention | None = None
     if choice != triton:
-        found = flash_attention_of(layer, config.model_config.dtype, kv_cache_dtype)
+        found = find_flash_attention(layer, config.model_config.dtype, kv_cache_dtype)
         if isinstance(found, FlashAttention):
             fa4 = found
         else:
@@ -195,10 +198,10 @@ def choose_versions(layer: Layer, kv_cache_dtype: str) -> tuple[Choice, FlashAtt
     return choice, fa4
 
 
-def flash_attention_of(
-    layer: Layer, dtype: torch.dtype, kv_cache_dtype: str
+def find_flash_attention(
+    layer: LayerKind, dtype: torch.dtype, kv_cache_dtype: str
 ) -> FlashAttention | str:
-    """FlashAttention-4 for a kind of layer on this GPU, or why there is none."""
+    """Returns FlashAttention-4 for a kind of layer on this GPU, or why it cannot run."""
     capability = current_platform.get_device_capability()
     case = support.Case(
         (capability.major, capability.minor),
@@ -206,21 +209,27 @@ def flash_attention_of(
         dtype,
         _CACHE_DTYPES.get(kv_cache_dtype, dtype),
     )
-    return FlashAttention.for_case(case, layer.has_window)
+    return FlashAttention.find(case, layer.has_window)
 
 
-def known_times(config: VllmConfig) -> Times | None:
-    """What this server measured, or what is shipped for such a GPU, as its setting says."""
+def load_times(config: VllmConfig) -> Times | None:
+    """Returns what this server measured, or the shipped times of such a GPU, as the setting
+    `kernel_choice` says. None: no times are known."""
     choice = ExtensionConfig.from_additional_config(config.additional_config).kernel_choice
     if choice == "stock":
         return None
-    if choice == "measured" and (found := folder.read_result(folder.folder_of(config))) is not None:
+    if (
+        choice == "measured"
+        and (found := folder.read_result(folder.result_folder(config))) is not None
+    ):
         return Times.from_json(found)
     capability = current_platform.get_device_capability()
     return Times.shipped((capability.major, capability.minor))
 
 
 class GpuCanvasBackend(TritonAttentionBackend):
+    """Tells vLLM what our GPU attention supports."""
+
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
         "auto",
         "float16",

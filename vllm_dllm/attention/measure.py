@@ -7,8 +7,8 @@ import torch
 
 from vllm_dllm.attention.choice import VERSIONS, Version
 from vllm_dllm.attention.flash_attention import FlashAttention
-from vllm_dllm.attention.gpu import GpuCanvasImpl, flash_attention_of
-from vllm_dllm.attention.warm_up import probe
+from vllm_dllm.attention.gpu import GpuCanvasImpl, find_flash_attention
+from vllm_dllm.attention.warm_up import make_probe
 from vllm_dllm.measured.stopwatch import Stopwatch
 
 CONTEXTS = (0, 1024, 8192, 65536)  # tokens before each canvas
@@ -16,21 +16,21 @@ CONTEXTS = (0, 1024, 8192, 65536)  # tokens before each canvas
 
 @torch.inference_mode()
 def measure_attention(
-    layers: Iterable[Any],  # of the model, with their caches; those that do not attend are ignored
+    layers: Iterable[Any],  # of the model, with their caches; other layers are ignored
     dtype: torch.dtype,
     canvas_length: int,
     steps: Iterable[int],  # canvases of each
     longest: int,  # tokens of a request
     stopwatch: Stopwatch,
 ) -> list[dict[str, Any]]:
-    """Times each kind of layer that more than one version can run, by rows and context. Writes the
-    first pages of these layers' caches. The layers choose as before; a kind of which
-    nothing could be timed is left out."""
+    """Times each kind of layer that more than one version can run, by rows and context, and returns
+    `layers` of `Times.from_json`. A kind of which nothing could be timed is left out. It overwrites
+    the first pages of these layers' caches, which must hold nothing yet."""
     steps = list(steps)
     measured = []
     for layer in _one_of_each_kind(layers):
         impl, cells = layer.impl, []
-        found = flash_attention_of(impl.kind, dtype, impl.kv_cache_dtype)
+        found = find_flash_attention(impl.kind, dtype, impl.kv_cache_dtype)
         if isinstance(found, str):
             continue
         most_context = max(0, min(longest - canvas_length, CONTEXTS[-1]))
@@ -38,36 +38,39 @@ def measure_attention(
         pages.normal_()
         for canvases in steps:
             for context in (each for each in CONTEXTS if each <= most_context):
-                attend = probe(layer, canvases, canvas_length, context, longest, dtype)
+                attend = make_probe(layer, canvases, canvas_length, context, longest, dtype)
                 rows = canvases * canvas_length
                 runs: dict[str, Callable[[], torch.Tensor]] = {
-                    version: _alone(impl, version, found, attend) for version in VERSIONS
+                    version: _run_version(impl, version, found, attend) for version in VERSIONS
                 }
                 what = f"attention of head size {impl.head_size}, {rows:,} rows behind {context:,}"
-                times = stopwatch.times(what, runs)
+                times = stopwatch.time_candidates(what, runs)
                 if times:
                     cells.append({"rows": rows, "context": context, **times})
         pages.zero_()
-        impl.choose()
+        impl.choose_version()
         if cells:
             measured.append({**impl.kind._asdict(), "ms": cells})
     return measured
 
 
-def _alone(
+def _run_version(
     impl: GpuCanvasImpl,
     version: Version,
     flash_attention: FlashAttention,
     attend: Callable[[], torch.Tensor],
 ) -> Callable[[], torch.Tensor]:
+    """Returns a function that runs `attend` with one version."""
+
     def run() -> torch.Tensor:
-        impl.run_alone(version, flash_attention)
+        impl.force_version(version, flash_attention)
         return attend()
 
     return run
 
 
 def _one_of_each_kind(layers: Iterable[Any]) -> list[Any]:
+    """Returns the first of our attention layers of each kind."""
     kinds: dict[Any, Any] = {}
     for layer in layers:
         if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):

@@ -1,4 +1,4 @@
-"""Compiles attention before requests come: a kernel takes seconds, and vLLM's own warm-up has
+"""Compiles attention kernels before requests come. Each takes seconds, and vLLM's own warm-up has
 neither a step of a long prompt nor every number of rows."""
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,14 +12,14 @@ from vllm_dllm.attention.gpu import GpuCanvasImpl, GpuCanvasMetadata
 
 
 def compile_attention(
-    layers: Iterable[Any],  # of the model, with their caches; those that do not attend are ignored
+    layers: Iterable[Any],  # of the model, with their caches; other layers are ignored
     dtype: torch.dtype,
     most_rows: int,  # of a step
     longest: int,  # tokens of a request
     has_images: bool,  # whether requests may have some: masks of images are another kernel
 ) -> None:
-    """Runs a layer of each kind in steps that together compile every kernel it may run. Caches and
-    the choice of versions must be there: another choice needs another run."""
+    """Runs a layer of each kind in steps that together compile every kernel it may run. Comes after
+    versions are chosen."""
     kinds = {
         layer.impl.kind: layer
         for layer in layers
@@ -28,15 +28,15 @@ def compile_attention(
     for layer in kinds.values():
         for num_reqs, length in steps_to_try(layer.impl.choice, most_rows):
             for images in {False, has_images}:
-                probe(layer, num_reqs, length, 0, longest, dtype, images)()
+                make_probe(layer, num_reqs, length, 0, longest, dtype, images)()
 
 
 def steps_to_try(choice: Choice, most_rows: int) -> Iterator[tuple[int, int]]:
-    """Requests and queries of each, for every range of rows of a choice.
+    """Yields steps that together compile every kernel of a choice: number of requests, and queries
+    of each.
 
-    Triton is compiled for each power of two of the shares that it cuts keys into, and steps of
-    twice the rows cut half as many. FlashAttention-4 splits the keys of few rows, which is another
-    kernel than that of many.
+    Triton is compiled for each number of shares of the keys, a power of two, and a step of twice
+    the rows has half as many. FlashAttention-4 splits the keys of few rows, in a kernel of its own.
     """
     begins = [begin for begin, _ in choice.steps if begin <= most_rows]
     ends = [*begins[1:], most_rows + 1]
@@ -52,7 +52,7 @@ def steps_to_try(choice: Choice, most_rows: int) -> Iterator[tuple[int, int]]:
         yield 1, end - 1
 
 
-def probe(
+def make_probe(
     layer: Any,  # an attention layer with its cache, [num_blocks, Hkv, block_size, 2 * D]
     num_reqs: int,
     length: int,  # queries of a request
@@ -61,10 +61,10 @@ def probe(
     dtype: torch.dtype,
     has_images: bool = False,
 ) -> Callable[[], torch.Tensor]:
-    """A step of canvases that belong to nobody, for a layer to run before requests come.
+    """Returns a function that runs a layer in a step of canvases that belong to no request.
 
-    Attends, and returns [num_reqs * length, Hq, D], the same tensor each time. All requests read
-    the same pages, the cache's first; nothing is written there.
+    It returns [num_reqs * length, Hq, D], the same tensor each time. All its requests read the
+    cache's first pages; nothing is written there.
     """
     impl, cache = layer.impl, layer.kv_cache
     num_blocks, _, page, _ = cache.shape

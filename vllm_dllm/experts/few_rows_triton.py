@@ -27,8 +27,8 @@ _STAGES = 3  # of which two are on their way; three programs then share a proces
 _MOST, _SMALLEST_SCALE = tl.constexpr(MOST), tl.constexpr(SMALLEST_SCALE)
 
 
-def unfit(hidden: int, width: int, activation: str) -> str | None:
-    """Why a layer of K = `hidden` and N = `width` cannot run here, in words; None if it can."""
+def find_obstacle(hidden: int, width: int, activation: str) -> str | None:
+    """Returns why a layer of K = `hidden` and N = `width` cannot run here; None if it can."""
     if activation not in ACTIVATIONS:
         return f"expected the activation {' or '.join(ACTIVATIONS)}, got {activation}"
     if width % _CHANNELS or hidden % _DEPTH_BYTES:
@@ -40,8 +40,9 @@ def unfit(hidden: int, width: int, activation: str) -> str | None:
 
 
 def block_size(num_tokens: int, top_k: int, num_experts: int) -> int | None:
-    """The size that holds the rows of nearly every expert where tokens choose at random: an expert
-    with more has its weights read again. None: experts have more than the largest block."""
+    """Returns the size of blocks, in rows, that holds nearly every expert's rows in one block if
+    tokens choose at random: an expert with more has its weights read again. None: experts have more
+    rows on average than the largest block."""
     mean = num_tokens * top_k / num_experts
     if mean > SIZES[-1]:
         return None
@@ -49,11 +50,11 @@ def block_size(num_tokens: int, top_k: int, num_experts: int) -> int | None:
 
 
 def num_warps(size: int) -> int:
-    """Returns how many hold the results of a block of `size` rows without spilling."""
+    """Returns how many warps hold the results of a block of `size` rows without spilling."""
     return 8 if size >= 64 else 4
 
 
-def mix(
+def mix_experts(
     states: torch.Tensor,  # [T, K] the model's type, or e4m3 with its scales
     state_scale: torch.Tensor | None,  # [T, 1] fp32
     experts: Experts,
@@ -65,14 +66,14 @@ def mix(
     rows: torch.Tensor,  # [T * top_k, K] the same
     output: torch.Tensor,  # [T, K] the same; may share memory with `inner`
 ) -> None:
-    """`definition.mix` into `output`. All tensors are contiguous and on one device. Nothing waits
-    for it, and grids depend on shapes alone, so that a CUDA graph can capture the launches.
+    """Does what `definition.mix_experts` does, into `output`. All tensors are contiguous and on one
+    device. Grids depend on shapes alone, so that a CUDA graph can capture the launches.
 
     Raises:
-        ValueError: if the layer is `unfit`.
+        ValueError: if the layer is `find_obstacle`.
     """
     hidden, width = experts.down.shape[1:]
-    if reason := unfit(hidden, width, activation):
+    if reason := find_obstacle(hidden, width, activation):
         raise ValueError(reason)
     num_rows, top_k = weights.numel(), weights.shape[1]
     num_blocks, parts = len(assignment.experts), width // _CHANNELS

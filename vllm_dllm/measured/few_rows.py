@@ -1,4 +1,4 @@
-"""Our experts for few rows each, in the place of vLLM's kernel."""
+"""Runs layers of experts with our kernel for few rows, in place of vLLM's."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -12,32 +12,34 @@ from vllm_dllm.experts import few_rows_triton
 from vllm_dllm.experts.definition import Assignment, Experts
 
 Sizes = dict[str, int]
-"""Of blocks, by rows of a step; 0 is vLLM's kernel."""
+"""Sizes of blocks by the rows of a step, which JSON makes strings; 0 stands for vLLM's kernel."""
 
 
 def block_size(layer: Any, num_tokens: int) -> int:
-    """The size of blocks that would compute a step of so many rows; 0 where none can."""
+    """Returns the size of blocks for a step of `num_tokens` rows; 0: our kernel cannot run it."""
     num_experts, hidden, width = layer.w2_weight.shape
     if not experts.is_two_products(layer):
         return 0
-    if few_rows_triton.unfit(hidden, width, layer.activation.value):
+    if few_rows_triton.find_obstacle(hidden, width, layer.activation.value):
         return 0
     top_k = layer.moe_config.experts_per_token
     return few_rows_triton.block_size(num_tokens, top_k, num_experts) or 0
 
 
-def run(layer: Any, size: int, states: torch.Tensor) -> torch.Tensor:
-    """`states` [T, K] through their experts, evenly, in blocks of `size`."""
-    experts.set_expert_kernel(layer, lambda call: _compute(call, size))
+def run_layer(layer: Any, size: int, states: torch.Tensor) -> torch.Tensor:
+    """Runs `states` [T, K] through a layer's experts with our kernel, in blocks of `size`. Tokens
+    are spread evenly over the experts."""
+    experts.set_expert_kernel(layer, lambda call: _mix_experts(call, size))
     try:
         return experts.run_with_tiles(layer, None, states)
     finally:
         experts.set_expert_kernel(layer, None)
 
 
-def use(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
-    """Computes steps of layers, by vLLM's name of the file of their tiles, as the nearest size that
-    was timed, as vLLM picks tiles. The kernels are compiled here: later, requests would wait."""
+def install_kernels(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
+    """Makes layers run our kernel in steps for which it was faster. `sizes`: by vLLM's name of the
+    file of a layer's tiles. A step runs what the nearest number of rows that was timed says, as
+    vLLM picks tiles. Compiles the kernels, for which requests would wait later."""
     compiled = set()
     for layer in experts.layers(modules):
         file = experts.tiles_file_name(layer)
@@ -47,18 +49,20 @@ def use(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
             weight = layer.w2_weight
             states = torch.zeros(1, weight.shape[1], device=weight.device, dtype=layer.params_dtype)
             for size in set(sizes[file].values()) - {0}:
-                run(layer, size, states)
+                run_layer(layer, size, states)
             compiled.add(file)
-        experts.set_expert_kernel(layer, partial(_chosen, sizes[file]))
+        experts.set_expert_kernel(layer, partial(_compute_if_chosen, sizes[file]))
 
 
-def _chosen(sizes: Sizes, call: Call) -> bool:
+def _compute_if_chosen(sizes: Sizes, call: Call) -> bool:
+    """Computes a call if our kernel is the faster one for its rows. Returns whether it did."""
     nearest = min(sizes, key=lambda rows: abs(int(rows) - len(call.states)))
-    return sizes[nearest] > 0 and _compute(call, sizes[nearest])
+    return sizes[nearest] > 0 and _mix_experts(call, sizes[nearest])
 
 
-def _compute(call: Call, size: int) -> bool:
-    few_rows_triton.mix(
+def _mix_experts(call: Call, size: int) -> bool:
+    """Computes a call with our kernel, in blocks of `size` rows. Returns that it did."""
+    few_rows_triton.mix_experts(
         call.states,
         call.state_scale,
         Experts(call.gate_up, call.down, *call.scales),

@@ -1,4 +1,4 @@
-"""Where a server keeps what it measured, for the next start on the same machine."""
+"""Stores what a server measured, for the next start on the same machine."""
 
 import hashlib
 import json
@@ -19,9 +19,9 @@ from vllm_dllm.compat.gpu import driver_version
 RESULT = "measured.json"
 
 
-def folder_of(vllm_config: VllmConfig) -> Path:
-    """One for each GPU, driver, version, and shape of what is measured; may not be there yet. It is
-    the same in all processes of a server."""
+def result_folder(vllm_config: VllmConfig) -> Path:
+    """Returns the folder for this GPU, driver, versions, model and server. It may not exist yet.
+    All processes of a server get the same one."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     assert vllm_config.diffusion_config is not None
     parts = {
@@ -46,7 +46,7 @@ def folder_of(vllm_config: VllmConfig) -> Path:
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
-    """What `write_json` wrote. None: nothing yet, or what cannot be read."""
+    """Returns what was written as `RESULT`. None: nothing yet, or it cannot be read."""
     try:
         found = json.loads((path / RESULT).read_text())
     except (OSError, ValueError):
@@ -55,7 +55,8 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, name: str, value: Any) -> None:
-    """A file of JSON, whole or not at all, whoever else writes it. Raises OSError."""
+    """Writes `value` as JSON to the file `name` in the folder `path`, whole or not at all, even if
+    others write it, too. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True)
     partial = path / f".{name}.{os.getpid()}"
     partial.write_text(json.dumps(value, indent=1))

@@ -1,4 +1,4 @@
-"""Times of kernels that should do the same, without those that fail or do something else."""
+"""Times kernels that should compute the same, and leaves out those that fail or do not."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,17 +12,17 @@ logger = init_logger(__name__)
 
 Name = TypeVar("Name", bound=str)
 Clock = Callable[[Callable[[], Any]], float]
-"""Runs something several times; ms of one run."""
+"""Runs a function several times and returns the ms of one run."""
 
-EQUAL = 1.02  # a candidate is as fast as the best up to this ratio
-_APART = 2.0**-5  # of a tensor's root mean square: what other orders of sums differ by in bf16 and
-# in FP8 is far below it, and a wrong mask or tile far above
+EQUAL = 1.02  # a candidate counts as fast as the best up to this ratio
+_APART = 2.0**-5  # share of a tensor's root mean square: another order of sums in bf16 or FP8
+# differs by far less, and a wrong mask or tile by far more
 
 
 def gpu_clock(run: Callable[[], Any]) -> float:
-    """The median, as steps run it: replayed from a CUDA graph, because the host takes longer to
-    launch a layer's experts than the GPU to compute them, and each time with a cold L2 cache: in a
-    step, other layers come between. `run` has run before."""
+    """Returns the median time of `run` in ms, as in a step: replayed from a CUDA graph, because the
+    host takes longer to launch a layer's experts than the GPU to compute them, and with a cold L2
+    cache, because other layers come in between. `run` must have run before."""
     from triton.testing import do_bench
 
     graph = torch.cuda.CUDAGraph()
@@ -33,22 +33,25 @@ def gpu_clock(run: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class Stopwatch:
+    """Times candidates until its time is over."""
+
     clock: Clock = gpu_clock
-    until: float = float("inf")  # of `time.monotonic`; nothing is timed afterwards
+    until: float = float("inf")  # `time.monotonic()` after which nothing is timed
 
     @classmethod
     def for_seconds(cls, seconds: float, clock: Clock) -> "Stopwatch":
+        """Makes a stopwatch whose time begins now."""
         return cls(clock, time.monotonic() + seconds)
 
     @property
     def is_over(self) -> bool:
         return time.monotonic() >= self.until
 
-    def times(
+    def time_candidates(
         self, what: str, candidates: Mapping[Name, Callable[[], torch.Tensor]]
     ) -> dict[Name, float]:
-        """ms of each candidate that runs and agrees with the first, which is the one in use; the
-        log names the others. Empty where the first one does not run, or the time is over."""
+        """Returns the ms of each candidate that runs and agrees with the first one, which is in use
+        now; the log names the others. Empty if the first one does not run, or the time is over."""
         times: dict[Name, float] = {}
         expected: torch.Tensor | None = None
         for name, run in candidates.items():
@@ -70,6 +73,7 @@ class Stopwatch:
 
 
 def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two results differ by no more than rounding: root mean squares are compared."""
     if found.shape != expected.shape or not found.isfinite().all():
         return False
     off = (found - expected).square().mean().sqrt()
@@ -77,6 +81,6 @@ def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def fastest(times: Mapping[Name, float]) -> Name:
-    """The first of those that are as fast as the best."""
+    """Returns the first candidate that is as fast as the best, up to the ratio `EQUAL`."""
     best = min(times.values())
     return next(name for name, ms in times.items() if ms <= best * EQUAL)

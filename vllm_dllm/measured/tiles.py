@@ -1,14 +1,14 @@
-"""What runs the experts of steps of canvases fastest: the kernel that vLLM chose, its Triton kernel
-with other tiles, or ours for few rows an expert.
+"""Finds what runs the experts of steps of canvases fastest: the kernel that vLLM chose, its Triton
+kernel with other tiles, or ours for few rows an expert.
 
-A canvas gives each expert more rows than decoding does and fewer than a prompt. Tiles that are
-tried are those that `config/tuned` has for any GPU: each is compiled, so they are few.
+A canvas gives each expert more rows than decoding does and fewer than a prompt. The tiles tried are
+those that `config/tuned` has for any GPU: each is compiled, so they are few.
 """
 
 import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,14 +24,21 @@ Table = dict[str, dict[str, int]]
 IN_USE, OURS = "those in use", "ours"
 
 
+class FastestExperts(NamedTuple):
+    """What runs layers of experts fastest, by vLLM's name of the file of their tiles."""
+
+    tables: dict[str, Table]
+    ours: dict[str, Sizes]  # of layers that our kernel is faster for
+    gains: list[str]  # in words
+
+
 def measure_experts(
     modules: Iterable[Any],  # of the model, on its device; those without experts are ignored
     rows: Sequence[int],  # of steps
     stopwatch: Stopwatch,
-) -> tuple[dict[str, Table], dict[str, Sizes], list[str]]:
-    """Returns the tiles for each of `rows` that could be timed, by vLLM's name of the file; which
-    of them our kernel is faster for, by the same names; and the gains in words. Layers of one shape
-    share a file, so that one of them is timed."""
+) -> FastestExperts:
+    """Times one layer of each shape, and returns what is fastest for each of `rows`. Layers of one
+    shape share vLLM's file of tiles, by whose name the results are kept."""
     tables: dict[str, Table] = {}
     ours: dict[str, Sizes] = {}
     gains = []
@@ -41,9 +48,9 @@ def measure_experts(
             continue
         tables[file], ours[file] = {}, {}
         for number in rows:
-            own_tiles, size = _tiles(layer, number), few_rows.block_size(layer, number)
+            own_tiles, size = _tiles_by_name(layer, number), few_rows.block_size(layer, number)
             candidates = _candidates(layer, number, own_tiles, size)
-            found = stopwatch.times(f"experts, {number:,} rows", candidates)
+            found = stopwatch.time_candidates(f"experts, {number:,} rows", candidates)
             if not found:
                 continue
             best = fastest(found)
@@ -53,20 +60,24 @@ def measure_experts(
             if best != IN_USE:
                 gains.append(f"experts at {number:,} rows {found[IN_USE] / found[best]:.2f} times")
     ours = {file: sizes for file, sizes in ours.items() if any(sizes.values())}
-    return {file: table for file, table in tables.items() if table}, ours, gains
+    tables = {file: table for file, table in tables.items() if table}
+    return FastestExperts(tables, ours, gains)
 
 
-def _tiles(layer: Any, number: int) -> dict[str, dict[str, int]]:
-    """Returns those in use and others, by name; none where a layer's kernel has no choice."""
+def _tiles_by_name(layer: Any, number: int) -> dict[str, dict[str, int]]:
+    """Returns the tiles in use and those that we ship, by name; none if the layer's kernel takes no
+    tiles. `number`: rows of a step."""
     if not experts.has_tunable_tiles(layer):
         return {}
     in_use = experts.tiles_in_use(layer, number)
-    return {IN_USE: in_use, **{str(each): each for each in shipped() if each != in_use}}
+    return {IN_USE: in_use, **{str(each): each for each in shipped_tiles() if each != in_use}}
 
 
 def _candidates(
     layer: Any, number: int, own_tiles: dict[str, dict[str, int]], size: int
 ) -> dict[str, Callable[[], torch.Tensor]]:
+    """Returns functions that run a layer with `number` rows, by name: the kernel in use with each
+    of its tiles, and, if `size` is not 0, ours."""
     weight = layer.w2_weight
     states = torch.randn(number, layer.hidden_size, device=weight.device).to(layer.params_dtype)
     candidates: dict[str, Callable[[], torch.Tensor]] = {
@@ -74,12 +85,12 @@ def _candidates(
         for name in own_tiles or (IN_USE,)
     }
     if size:
-        candidates[OURS] = partial(few_rows.run, layer, size, states)
+        candidates[OURS] = partial(few_rows.run_layer, layer, size, states)
     return candidates
 
 
-def shipped() -> list[dict[str, int]]:
-    """All tiles of all files that we ship, each once."""
+def shipped_tiles() -> list[dict[str, int]]:
+    """Returns the tiles of all files that we ship, each once."""
     found: list[dict[str, int]] = []
     for path in sorted(tiles.FOLDER.glob("*.json")):
         for each in json.loads(path.read_text()).values():

@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.attention import use_window_rules
 from vllm_dllm.models import video_frames, vision
-from vllm_dllm.models.expected_weights import ExpectedWeights, wrong_numbers
+from vllm_dllm.models.expected_weights import ExpectedWeights, describe_non_finite
 from vllm_dllm.models.image_processor import (
     IMAGE,
     VIDEO,
@@ -36,9 +36,10 @@ from vllm_dllm.quantization import modelopt
 from vllm_dllm.quantization.config import adapt
 
 
-def num_positions(vllm_config: VllmConfig) -> int:
-    """Rows of the tables of rotary embeddings: those a request can reach, and a canvas more, which
-    the context's end may cut off. All 262,144 of the 26B model take 400 MB in bf16."""
+def num_rotary_positions(vllm_config: VllmConfig) -> int:
+    """Returns the rows of the tables of rotary embeddings: the positions that a request can reach,
+    and a canvas more, which the context's end may cut off. All 262,144 of the 26B model would take
+    400 MB in bf16."""
     model_config = vllm_config.model_config
     served = vllm_config.diffusion_config or model_config.hf_config
     reached = model_config.max_model_len + served.canvas_length
@@ -71,7 +72,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
 
     @staticmethod
     def get_model_state_cls() -> type:
-        """vLLM's hook for per-request state; imported late because it needs the model runner."""
+        """Returns our `ModelState`; imported late because it needs the model runner."""
         from vllm_dllm.step.runner.model_state import DiffusionModelState
 
         return DiffusionModelState
@@ -83,14 +84,14 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         # Full-attention layers have no v_proj, keys serve as values. DiffusionGemma's config does
         # not say so; without the flag Gemma4Model would leave their value projection unset.
         text_config.attention_k_eq_v = True
-        text_config.max_position_embeddings = num_positions(vllm_config)
+        text_config.max_position_embeddings = num_rotary_positions(vllm_config)
         self.config = text_config
         self.quant_config = vllm_config.quant_config = adapt(vllm_config.quant_config, text_config)
 
         self.vision_tower: nn.Module | None = None
         self.embed_vision: nn.Module | None = None
         if model_config.supports_multimodal_inputs:
-            self.vision_tower, self.embed_vision = vision.build(
+            self.vision_tower, self.embed_vision = vision.build_tower(
                 model_config.hf_config, model_config.dtype
             )
         with use_window_rules(vllm_config.attention_config):
@@ -104,7 +105,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         if text_config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(text_config.vocab_size)
-        # Set by who reads the vocabulary itself: whether it is its logits that are asked for next.
+        # Set by the sampler: whether the next logits are canvases', whose vocabulary it reads.
         self.sampler_reads_hidden_states: Callable[[], bool] = lambda: False
         self.self_conditioning = SelfConditioning(
             hidden_size=text_config.hidden_size,
@@ -114,19 +115,23 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str:
+        """Returns the text that stands for an image or a video in a prompt."""
         return VIDEO if modality == "video" else IMAGE  # no other modality gets here
 
     def get_language_model(self) -> nn.Module:
         return self.model
 
     def embed_multimodal(self, **images: Any) -> list[torch.Tensor]:
-        """[tokens, H] of each of n images or videos, made by `ImageProcessor`."""
+        """Returns the embeddings [tokens, H] of each of n images or videos, which `ImageProcessor`
+        has made the tensors `images` of."""
         assert self.vision_tower is not None and self.embed_vision is not None
         if "frame_patches" in images:
             images = video_frames.as_images(images)
         patches, patch_positions = images["patches"], images["patch_positions"]
         counts = images["num_image_tokens"].tolist()  # they stay on the host
-        return vision.encode(self.vision_tower, self.embed_vision, patches, patch_positions, counts)
+        return vision.encode_images(
+            self.vision_tower, self.embed_vision, patches, patch_positions, counts
+        )
 
     def embed_input_ids(
         self,
@@ -135,7 +140,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         *,
         is_multimodal: torch.Tensor | None = None,  # [T] bool, on the host
     ) -> torch.Tensor:
-        """[T, H]: of tokens, scaled by sqrt(H), and in the rows of images what the tower gave."""
+        """Returns embeddings [T, H]: those of tokens, scaled by sqrt(H), and in the rows of images
+        `multimodal_embeddings`."""
         embeddings = self.model.embed_input_ids(input_ids)
         if multimodal_embeddings:
             assert is_multimodal is not None
@@ -152,7 +158,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         inputs_embeds: torch.Tensor | None = None,  # [T, H]
         **kwargs: Any,
     ) -> torch.Tensor | IntermediateTensors:
-        """Final hidden states [T, H]."""
+        """Returns the final hidden states [T, H]."""
         return self.model(
             input_ids=input_ids,
             positions=positions,
@@ -162,8 +168,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         )
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Soft-capped logits [rows, V] fp32 (None on ranks that do not sample), or the hidden
-        states, see `sampler_reads_hidden_states`.
+        """Returns soft-capped logits [rows, V] fp32 (None on ranks that do not sample), or the
+        hidden states, see `sampler_reads_hidden_states`.
 
         The cap is applied in fp32, as the reference does: in a 16-bit type tanh near the cap would
         round the leading tokens together.
@@ -171,7 +177,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         if self.sampler_reads_hidden_states():
             return hidden_states
         logits = self.logits_processor(self.lm_head, hidden_states)
-        return None if logits is None else self.cap(logits)
+        return None if logits is None else self.cap_logits(logits)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a transformers state dict, or a quantised one; encoder and decoder names address
@@ -247,7 +253,7 @@ class _WeightReader:
             if (own_name := self._mapper.map_name(name)) is not None:
                 self._expected.check(own_name, weight)
                 may_be_infinite = own_name.endswith(_CLIPPING_BOUNDS)
-                if not may_be_infinite and (wrong := wrong_numbers(weight)):
+                if not may_be_infinite and (wrong := describe_non_finite(weight)):
                     raise ValueError(wrong)
             if name.endswith(".layer_scalar"):
                 layer = name.partition(".layers.")[2]

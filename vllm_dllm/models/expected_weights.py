@@ -1,10 +1,10 @@
-"""The tensors that a checkpoint must hold for the model as built: names, shapes, types, valid
+"""Checks that a checkpoint holds every tensor that the model needs: names, shapes, types, valid
 scales and finite numbers.
 
 vLLM counts parameters. A parameter assembled from many tensors (q, k and v; all experts) counts as
 loaded after the first, and silently accepts smaller tensors and other types. Here every tensor is
-counted and checked, so that no half-loaded model is served. Nor is one whose weights are not all
-numbers: it would answer nothing, with HTTP 200.
+counted and checked, so that no half-loaded model is served, and none with NaN weights, which would
+answer nothing, with HTTP 200.
 
 Names have the prefixes that the model's `hf_to_vllm_mapper` gives to the checkpoint's.
 """
@@ -31,16 +31,18 @@ FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted when loaded
 _BY_CHANNEL = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
 
 
-class Tensor(NamedTuple):
-    """A tensor of a checkpoint, or one that may replace several."""
+class TensorSpec(NamedTuple):
+    """What a tensor of a checkpoint must look like."""
 
     shape: tuple[int, ...]
     dtypes: set[torch.dtype]
     stands_for: tuple[str, ...] = ()
+    """Names of tensors that this one may replace."""
     equal_in: str = ""
     """The fused linear whose parts must share its value: vLLM uses one for all of them."""
 
-    def complaint(self, tensor: torch.Tensor) -> str | None:
+    def find_mismatch(self, tensor: torch.Tensor) -> str | None:
+        """Returns how `tensor` differs in type or shape, in words; None: it fits."""
         if tensor.dtype not in self.dtypes:
             expected = " or ".join(sorted(str(d).removeprefix("torch.") for d in self.dtypes))
             return f"its type must be {expected}, got {str(tensor.dtype).removeprefix('torch.')}"
@@ -74,7 +76,7 @@ class ExpectedWeights:
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raises ValueError if a tensor does not fit, belongs to a layer that has no use for it, or
         holds an impossible scale."""
-        if complaint := wrong_scale(name.rpartition(".")[2], tensor):
+        if complaint := describe_wrong_scale(name.rpartition(".")[2], tensor):
             raise ValueError(complaint)
         expected = self._expected.get(name)
         if expected is None:
@@ -86,13 +88,13 @@ class ExpectedWeights:
                     f"describes another format, or leaves this layer unquantised"
                 )
             return
-        if complaint := expected.complaint(tensor):
+        if complaint := expected.find_mismatch(tensor):
             raise ValueError(complaint)
         if expected.equal_in and not tensor.is_meta:
             first, value = self._first_of_fused.setdefault(expected.equal_in, (name, tensor.item()))
             if tensor.item() != value:
                 raise ValueError(
-                    f"its value must be that of {in_checkpoint(first)}, {value}, got "
+                    f"its value must be that of {checkpoint_name(first)}, {value}, got "
                     f"{tensor.item()}: vLLM runs the two linears as one. Quantise the bf16 "
                     f"checkpoint with `vllm-dllm quantize --scheme nvfp4`"
                 )
@@ -101,14 +103,14 @@ class ExpectedWeights:
     def check_complete(self) -> None:
         """Raises ValueError if tensors are missing, with their names in checkpoints."""
         if self._missing:
-            first = [in_checkpoint(name) for name in sorted(self._missing)[:_MOST_NAMED]]
+            first = [checkpoint_name(name) for name in sorted(self._missing)[:_MOST_NAMED]]
             rest = len(self._missing) - len(first)
             more = f" and {rest} more" if rest else ""
             raise ValueError(f"no weights for {', '.join(first)}{more}")
 
 
-def in_checkpoint(name: str) -> str:
-    """transformers' name for our model's `name`."""
+def checkpoint_name(name: str) -> str:
+    """Returns transformers' name of our model's tensor `name`."""
     if name.startswith("self_conditioning."):
         return f"model.decoder.{name}"
     if name.startswith(("vision_tower.", "embed_vision.")):
@@ -118,32 +120,35 @@ def in_checkpoint(name: str) -> str:
 
 def _expected_tensors(
     model: nn.Module, packed_modules: Mapping[str, list[str]]
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, TensorSpec]]:
+    """Yields the name of each tensor that may be in a checkpoint, and what it must look like."""
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if isinstance(module, LinearBase):
             if (scheme := _scheme(own)) is not None:
-                for linear, out_features in _linears(name, module, packed_modules):
-                    yield from _of_linear(linear, name, scheme, out_features, module.input_size)
+                for linear, out_features in _fused_parts(name, module, packed_modules):
+                    yield from _linear_tensors(
+                        linear, name, scheme, out_features, module.input_size
+                    )
                     if "bias" in own:
-                        yield f"{linear}.bias", Tensor((out_features,), FLOATS)
+                        yield f"{linear}.bias", TensorSpec((out_features,), FLOATS)
         elif isinstance(module, RoutedExperts):
             own = {n.removeprefix("w13_"): p for n, p in own.items() if n.startswith("w13_")}
             if (scheme := _scheme(own)) is not None:
-                yield from _of_experts(name.removesuffix(".routed_experts"), module, scheme)
+                yield from _expert_tensors(name.removesuffix(".routed_experts"), module, scheme)
         elif isinstance(module, VocabParallelEmbedding):
             if own.keys() == {"weight"}:
                 shape = (module.org_vocab_size, module.embedding_dim)
-                yield f"{name}.weight", Tensor(shape, FLOATS)
+                yield f"{name}.weight", TensorSpec(shape, FLOATS)
         elif not isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
             own |= dict(_loaded_buffers(name, module))
             for kind, tensor in own.items():
-                yield f"{name}.{kind}", Tensor(tuple(tensor.shape), FLOATS)
+                yield f"{name}.{kind}", TensorSpec(tuple(tensor.shape), FLOATS)
 
 
 def _loaded_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's own buffers: the vision tower's are all saved, of the others the layers'
-    scalars."""
+    """Yields a module's own buffers that checkpoints hold: all of the vision tower's, and the
+    layers' scalars."""
     saved = module.state_dict().keys() if name.startswith("vision_tower") else {"layer_scalar"}
     for kind, buffer in module.named_buffers(recurse=False):
         if kind in saved:
@@ -151,7 +156,7 @@ def _loaded_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, torch.T
 
 
 def _scheme(parameters: Mapping[str, torch.Tensor]) -> str | None:
-    """The format of a layer with these parameters; None if it is left to vLLM."""
+    """Returns the format of a layer with these parameters; None if it is left to vLLM."""
     names = parameters.keys() - {"bias"}
     if names == {"weight"} and parameters["weight"].dtype in FLOATS:
         return "unquantised"
@@ -174,37 +179,41 @@ def _scheme(parameters: Mapping[str, torch.Tensor]) -> str | None:
     return None
 
 
-def _of_linear(name: str, fused: str, scheme: str, n: int, k: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one linear with weights [n, k], which vLLM runs as part of `fused`."""
+def _linear_tensors(
+    name: str, fused: str, scheme: str, n: int, k: int
+) -> Iterator[tuple[str, TensorSpec]]:
+    """Yields the tensors of one linear with weights [n, k], which vLLM runs as part of `fused`."""
     e4m3 = {torch.float8_e4m3fn}
     match scheme:
         case "unquantised":
-            kinds = {"weight": Tensor((n, k), FLOATS)}
-        case "fp8":
-            kinds = {"weight": Tensor((n, k), e4m3), "weight_scale": Tensor((n, 1), FLOATS)}
-        case "int8":
-            kinds = {"weight": Tensor((n, k), {torch.int8}), "weight_scale": Tensor((n, 1), FLOATS)}
+            kinds = {"weight": TensorSpec((n, k), FLOATS)}
+        case "fp8" | "int8":
+            dtypes = {torch.int8} if scheme == "int8" else e4m3
+            kinds = {
+                "weight": TensorSpec((n, k), dtypes),
+                "weight_scale": TensorSpec((n, 1), FLOATS),
+            }
         case "w4a16":
             kinds = {
-                "weight_packed": Tensor((n, k // 8), {torch.int32}),
-                "weight_scale": Tensor((n, k // INT4_GROUP_SIZE), FLOATS),
-                "weight_shape": Tensor((2,), {torch.int64, torch.int32}),
+                "weight_packed": TensorSpec((n, k // 8), {torch.int32}),
+                "weight_scale": TensorSpec((n, k // INT4_GROUP_SIZE), FLOATS),
+                "weight_shape": TensorSpec((2,), {torch.int64, torch.int32}),
             }
         case "nvfp4":
             kinds = {
-                "weight_packed": Tensor((n, k // 2), {torch.uint8}),
-                "weight_scale": Tensor((n, k // GROUP_SIZE), e4m3),
-                "weight_global_scale": Tensor((1,), {torch.float32}, equal_in=fused),
-                "input_global_scale": Tensor((1,), {torch.float32}),
+                "weight_packed": TensorSpec((n, k // 2), {torch.uint8}),
+                "weight_scale": TensorSpec((n, k // GROUP_SIZE), e4m3),
+                "weight_global_scale": TensorSpec((1,), {torch.float32}, equal_in=fused),
+                "input_global_scale": TensorSpec((1,), {torch.float32}),
             }
     for kind, tensor in kinds.items():
         yield f"{name}.{kind}", tensor
 
 
-def _linears(
+def _fused_parts(
     name: str, module: LinearBase, packed_modules: Mapping[str, list[str]]
 ) -> Iterator[tuple[str, int]]:
-    """(name, output features) of the linears that vLLM runs as one."""
+    """Yields name and output features of each linear that vLLM runs as part of `module`."""
     parent, _, leaf = name.rpartition(".")
     if isinstance(module, QKVParallelLinear):
         heads = {
@@ -221,34 +230,34 @@ def _linears(
         yield name, module.output_size
 
 
-def _of_experts(name: str, module: RoutedExperts, scheme: str) -> Iterator[tuple[str, Tensor]]:
+def _expert_tensors(
+    name: str, module: RoutedExperts, scheme: str
+) -> Iterator[tuple[str, TensorSpec]]:
+    """Yields the tensors of the experts that this rank holds: of each expert its own, and
+    unquantised ones also as one tensor for all experts."""
     config, expert_map = module.moe_config, module.expert_map
-    count, hidden, inner = (
-        config.num_experts,
-        config.hidden_dim_unpadded,
-        config.intermediate_size,
-    )
+    count, hidden, inner = config.num_experts, config.hidden_dim_unpadded, config.intermediate_size
     local = [e for e in range(count) if expert_map is None or expert_map[e] >= 0]
     sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     for expert in local:
         for part, (n, k) in sizes.items():
             fused = f"{name}.{expert}.{'down' if part == 'down_proj' else 'gate_up'}"
-            yield from _of_linear(f"{name}.{expert}.{part}", fused, scheme, n, k)
+            yield from _linear_tensors(f"{name}.{expert}.{part}", fused, scheme, n, k)
     if scheme == "unquantised":
         for fused, parts, n, k in (
             ("gate_up_proj", ("gate_proj", "up_proj"), 2 * inner, hidden),
             ("down_proj", ("down_proj",), hidden, inner),
         ):
             names = tuple(f"{name}.{e}.{part}.weight" for e in local for part in parts)
-            yield f"{name}.{fused}", Tensor((count, n, k), FLOATS, stands_for=names)
+            yield f"{name}.{fused}", TensorSpec((count, n, k), FLOATS, stands_for=names)
 
 
 _E4M3_NAN = 0x7F  # and with the sign; the type has no infinity
 
 
-def wrong_numbers(weight: torch.Tensor) -> str | None:
-    """What is wrong with a checkpoint's tensor that holds NaN or infinity. Reads it once: a sum is
-    a number unless something in it is not, or it overflows."""
+def describe_non_finite(weight: torch.Tensor) -> str | None:
+    """Returns what to say of a checkpoint's tensor that holds NaN or infinity; None: it is finite.
+    Most tensors are read once: their sum is finite."""
     if weight.is_meta:
         return None
     if weight.dtype == torch.float8_e4m3fn:
@@ -269,21 +278,15 @@ def wrong_numbers(weight: torch.Tensor) -> str | None:
 
 
 SCALES = {
-    "weight_scale",
-    "weight_scale_2",
-    "weight_global_scale",
-    "input_scale",
-    "input_global_scale",
-    "k_scale",
-    "v_scale",
+    *("weight_scale", "weight_scale_2", "weight_global_scale"),
+    *("input_scale", "input_global_scale", "k_scale", "v_scale"),
 }
 """The last parts of the names of scales in checkpoints."""
 
 
-def wrong_scale(kind: str, tensor: torch.Tensor) -> str | None:
-    """Says what is wrong with the values of a tensor of this kind: all scales must be positive
-    numbers, those of groups (e4m3) too. None for tensors that are not scales, and on the meta
-    device."""
+def describe_wrong_scale(kind: str, tensor: torch.Tensor) -> str | None:
+    """Returns what to say of a scale that is not a positive number, those of groups (e4m3)
+    included. None for right ones, for other kinds of tensors, and on the meta device."""
     if kind not in SCALES or tensor.is_meta or not tensor.is_floating_point():
         return None
     values = tensor.float()

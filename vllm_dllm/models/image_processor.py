@@ -1,4 +1,4 @@
-"""How images and videos become part of a prompt: patches for the vision tower, and runs of tokens.
+"""Makes images and videos part of a prompt: patches for the vision tower, and runs of tokens.
 
 Patches are made by transformers' image processor for Pillow. The processors that a checkpoint names
 need torchvision, which a CPU install does not have. The prompt says `<|image|>` once per image;
@@ -40,14 +40,15 @@ IMAGE, VIDEO = "<|image|>", "<|video|>"
 
 
 class ImageProcessingInfo(BaseProcessingInfo):
-    """What vLLM asks about a checkpoint's images, before it sees any."""
+    """Answers vLLM's questions about a checkpoint's images, before it sees any."""
 
     def get_hf_config(self) -> DiffusionGemmaConfig:
         return self.ctx.get_hf_config(DiffusionGemmaConfig)
 
     @cached_property
     def image_processor(self) -> Gemma4ImageProcessorPil | None:
-        """None of a model without vision, or where no processor can be loaded.
+        """Makes patches of images. None for a model without vision, or if no processor can be
+        loaded.
 
         Raises:
             ValueError: --mm-processor-kwargs has another option than `max_soft_tokens`, or the
@@ -63,28 +64,28 @@ class ImageProcessingInfo(BaseProcessingInfo):
                 f"--mm-processor-kwargs may set max_soft_tokens only, got {sorted(options)}. Leave "
                 f"the others out."
             )
-        processor = _load(model_config.model, model_config.revision, most_tokens)
+        processor = _load_image_processor(model_config.model, model_config.revision, most_tokens)
         if processor is not None:
-            _check_fit(processor, self.get_hf_config().vision_config)
+            _check_fits_tower(processor, self.get_hf_config().vision_config)
         return processor
 
     @cached_property
     def frame_processor(self) -> Gemma4ImageProcessorPil:
         """Makes patches of the frames of videos, for a checkpoint that has an `image_processor`."""
         model_config = self.ctx.model_config
-        processor = video_frames.load(model_config.model, model_config.revision)
-        _check_fit(processor, self.get_hf_config().vision_config)
+        processor = video_frames.load_frame_processor(model_config.model, model_config.revision)
+        _check_fits_tower(processor, self.get_hf_config().vision_config)
         return processor
 
     @cached_property
     def video_token_id(self) -> int | None:
-        """None: the tokenizer has no token for frames, or there is no tokenizer."""
+        """The token of a video's frames. None: the tokenizer has none, or there is no tokenizer."""
         tokenizer = self.ctx.tokenizer
         return None if tokenizer is None else tokenizer.get_vocab().get(VIDEO)
 
     @property
     def most_tokens_in_one_piece(self) -> int:
-        """Counts an image, or a frame of a video, with the marks around it."""
+        """The tokens of the longest image or frame, with the marks around it."""
         assert self.image_processor is not None
         processors = (self.image_processor, self.frame_processor)
         return 2 + max(processor.max_soft_tokens for processor in processors)
@@ -94,7 +95,7 @@ class ImageProcessingInfo(BaseProcessingInfo):
             return {}
         limits = self.ctx.get_mm_config().limit_per_prompt
         kinds = ["image"]
-        # Who wants no images and does not speak of videos wants text only.
+        # A server told to take no images, and nothing of videos, takes text only.
         wants_text = "image" in limits and limits["image"].count == 0 and "video" not in limits
         if self.video_token_id is not None and not wants_text:
             kinds.append("video")
@@ -124,9 +125,10 @@ class ImageProcessingInfo(BaseProcessingInfo):
 
 
 @lru_cache(maxsize=4)
-def _load(
+def _load_image_processor(
     model: str, revision: str | None, most_tokens: int | None
 ) -> Gemma4ImageProcessorPil | None:
+    """Loads a checkpoint's image processor; None, with a line in the log, if it has none."""
     options: dict[str, Any] = {"revision": revision or "main"}
     if most_tokens is not None:
         options["max_soft_tokens"] = most_tokens
@@ -139,8 +141,8 @@ def _load(
         return None
 
 
-def _check_fit(processor: Gemma4ImageProcessorPil, tower: PretrainedConfig) -> None:
-    """Raises ValueError when there are images that the tower could not take."""
+def _check_fits_tower(processor: Gemma4ImageProcessorPil, tower: PretrainedConfig) -> None:
+    """Raises ValueError if the processor may make patches that the tower cannot take."""
     names = ("patch_size", "pooling_kernel_size")
     found, expected = ([getattr(one, name) for name in names] for one in (processor, tower))
     # The longest image is one row of image tokens.
@@ -155,7 +157,7 @@ def _check_fit(processor: Gemma4ImageProcessorPil, tower: PretrainedConfig) -> N
 
 
 class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
-    """The largest input that memory is planned for."""
+    """Makes the largest input, for vLLM to plan memory for."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return IMAGE * mm_counts.get("image", 0) + VIDEO * mm_counts.get("video", 0)
@@ -166,7 +168,7 @@ class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
         mm_counts: Mapping[str, int],
         mm_options: MultiModalDummyOptions,
     ) -> MultiModalDataDict:
-        """The largest images and videos of a prompt, for vLLM to see what they take."""
+        """Makes the largest images and videos of a prompt."""
         if self.info.image_processor is None:
             return {}
         frames = self.info.frame_processor
@@ -182,12 +184,14 @@ class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
 
 
 def _largest_size(processor: Gemma4ImageProcessorPil) -> dict[str, int]:
-    """A strip of square units, one per image token: no other shape fills the budget exactly."""
-    unit = _unit(processor)
+    """Returns width and height of the image with most tokens, in pixels: a strip of squares, one
+    for each token, because no other shape fills the budget exactly."""
+    unit = _pixels_a_token(processor)
     return {"width": unit * processor.max_soft_tokens, "height": unit}
 
 
-def _unit(processor: Gemma4ImageProcessorPil) -> int:
+def _pixels_a_token(processor: Gemma4ImageProcessorPil) -> int:
+    """Returns the side of the square that becomes one image token, in pixels."""
     return processor.patch_size * processor.pooling_kernel_size
 
 
@@ -195,7 +199,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
     """Makes patches of a request's images and videos, and room for them in its prompt."""
 
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
-        """The inputs of the vision tower for a prompt's images and videos.
+        """Makes the vision tower's inputs of a prompt's images and videos.
 
         Raises:
             VLLMValidationError: the request has options of its own, or an image has a wrong size.
@@ -221,10 +225,11 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
                 items.get_items("video", VideoProcessorItems),
                 self.info.frame_processor,
             )
-            made |= video_frames.process(videos, processor, partial(_check_size, processor))
+            made |= video_frames.make_patches(videos, processor, partial(_check_size, processor))
         return BatchFeature(made)
 
     def fields(self, made: BatchFeature) -> Mapping[str, MultiModalFieldConfig]:
+        """Returns how the tensors of `process` are split by image and video."""
         images = {
             "patches": MultiModalFieldConfig.batched("image"),
             "patch_positions": MultiModalFieldConfig.batched("image"),
@@ -232,10 +237,10 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
         }
         if "num_frames" not in made:
             return images
-        return images | video_frames.fields(made["num_frames"])
+        return images | video_frames.field_configs(made["num_frames"])
 
     def prompt_updates(self, processed: MultiModalKwargsItems) -> Sequence[PromptUpdate]:
-        """What takes the place of the one token by which a prompt names an image or a video."""
+        """Returns what replaces the one token that stands for an image or a video in a prompt."""
         config, video_token_id = self.info.get_hf_config(), self.info.video_token_id
 
         def image_tokens(index: int) -> PromptUpdateDetails:
@@ -246,7 +251,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
 
         def video_tokens(index: int) -> PromptUpdateDetails:
             encode = partial(self.info.get_tokenizer().encode, add_special_tokens=False)
-            tokens = video_frames.tokens(
+            tokens = video_frames.prompt_tokens(
                 processed["video"][index],
                 encode,
                 config.boi_token_id,
@@ -270,6 +275,6 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
 
 
 def _check_size(processor: Gemma4ImageProcessorPil, width: int, height: int) -> None:
-    """Refuses what a processor that does not scale cannot take."""
+    """Raises VLLMValidationError for an image of a wrong size, if the processor does not scale."""
     if not processor.do_resize:
-        check_size(width, height, _unit(processor), processor.max_soft_tokens)
+        check_size(width, height, _pixels_a_token(processor), processor.max_soft_tokens)

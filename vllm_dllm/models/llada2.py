@@ -12,13 +12,13 @@ from vllm_dllm.models.masked import MaskedModel
 
 
 class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):
-    """Named as in the checkpoints' own modeling_llada2_moe.py."""
+    """LLaDA2.0 to 2.2, named as in the checkpoints' own modeling_llada2_moe.py."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config, routing = vllm_config.model_config.hf_config, None
         if config.expert_capacity:
             routing = BlockRouting(config, vllm_config.scheduler_config.max_num_batched_tokens)
-        with nullcontext() if routing is None else use_routing_function(routing.choose):
+        with nullcontext() if routing is None else use_routing_function(routing.choose_experts):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.routing = routing
 
@@ -26,13 +26,13 @@ class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         if self.routing is not None:
-            self.routing.start(positions)
+            self.routing.number_blocks(positions)
         return super().forward(input_ids, positions, *args, **kwargs)
 
 
 class BlockRouting:
-    """LLaDA2.2's choice of experts: the rows of a block choose `expert_capacity` of them together,
-    and each row its own from these.
+    """Selects experts as LLaDA2.2 does: the rows of a block select `expert_capacity` of them
+    together, and each row its own from these.
 
     Legend: T = rows, E = experts.
     """
@@ -44,14 +44,15 @@ class BlockRouting:
         # [max_num_tokens] int64: the block of each row of a step. It keeps its address.
         self.blocks = torch.zeros(max_num_tokens, dtype=torch.int64)
 
-    def start(self, positions: torch.Tensor) -> None:
-        """Numbers the blocks of a step's rows, by their `positions` [T] int64 in their requests."""
+    def number_blocks(self, positions: torch.Tensor) -> None:
+        """Numbers the blocks of a step's rows, from their `positions` [T] int64 in their
+        requests."""
         begins = positions % self.block_length == 0
         begins[1:] |= positions[1:] != positions[:-1] + 1
         begins[:1] = False
         self.blocks[: len(positions)] = begins.cumsum(dim=0)
 
-    def choose(
+    def choose_experts(
         self,
         hidden_states: torch.Tensor,  # [T, H]
         gating_output: torch.Tensor,  # [T, E]
@@ -60,8 +61,8 @@ class BlockRouting:
         *,
         bias: torch.Tensor,  # [E] fp32, takes part in the choice alone
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [T, topk] fp32 and experts [T, topk] int64. An expert is as good for a block as
-        for the row of it that likes it best."""
+        """Returns weights [T, topk] fp32 and experts [T, topk] int64. An expert's score for a block
+        is its best score for any row of the block."""
         scores = gating_output.float().sigmoid()
         biased = scores + bias
         blocks = self.blocks[: scores.shape[0], None]

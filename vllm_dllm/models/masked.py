@@ -1,4 +1,4 @@
-"""What masked models have in common: a layer stack of vLLM's, seen through blocks."""
+"""The base of masked models: layers of a vLLM model, with attention by blocks."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -15,16 +15,16 @@ from vllm_dllm.quantization.config import adapt_masked
 
 
 class MaskedModel:
-    """Goes before vLLM's class of the same layers."""
+    """Mixed into vLLM's class of the same layers, before it."""
 
     lm_head: Any
     config: Any
     packed_modules_mapping: dict[str, list[str]]
 
     names = WeightsMapper()
-    """From the checkpoints' names to those that vLLM's class loads."""
+    """Maps the checkpoints' names to those that vLLM's class loads."""
     embedding_modules: ClassVar[dict[str, str]] = {}
-    """That adapters may change: none. vLLM expects one row of logits of a request."""
+    """Embeddings that LoRA adapters may change: none. vLLM expects one row of logits a request."""
     streams_vocabulary = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -37,7 +37,7 @@ class MaskedModel:
         vllm_config.lora_config = lora_config
 
     def get_model_state_cls(self) -> type:
-        """vLLM's hook for per-request state; imported late because it needs the model runner."""
+        """Returns the family's `ModelState`; imported late because it needs the model runner."""
         from vllm_dllm.step.masked.masked_state import state_class
 
         family = family_of(type(self).__name__, self.config)
@@ -45,7 +45,7 @@ class MaskedModel:
         return state_class(family)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Raises ValueError if a tensor is missing."""
+        """Loads a checkpoint's tensors. Raises ValueError if one is missing."""
         complete = CompleteWeights(self, self.packed_modules_mapping, self.names)
         loaded = self.load_named_weights(complete.read(weights))
         complete.check_complete(loaded)
@@ -56,10 +56,10 @@ class MaskedModel:
         return super().load_weights(weights)  # type: ignore[misc]
 
     def vocabulary_shard(self) -> tuple[int, torch.Tensor]:
-        """This rank's first token, and weights of the tokens from there on."""
+        """Returns this rank's first token, and the LM head's weights [n, H] from there on."""
         return self.lm_head.shard_indices.org_vocab_start_index, self.lm_head.weight
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """[rows, V] fp32; None on ranks that do not sample."""
+        """Returns logits [rows, V] fp32; None on ranks that do not sample."""
         logits = super().compute_logits(hidden_states)  # type: ignore[misc]
         return None if logits is None else logits.float()

@@ -1,5 +1,5 @@
-"""The config.json of masked models: that of their layers, with a block and a mask. What a file
-leaves out is what the checkpoints' own modelling files do."""
+"""Configurations of masked models: those of their layers, with a block and a mask. Defaults are
+those of the checkpoints' own modelling files."""
 
 from typing import Any
 
@@ -13,11 +13,13 @@ from transformers import (
 
 
 class _Blocks:
+    """Mixed into the configuration of the layers."""
+
     block_size: int
 
     @property
     def canvas_length(self) -> int:
-        """The name by which vLLM knows diffusion models."""
+        """The tokens of a block, under the name by which vLLM knows diffusion models."""
         return self.block_size
 
 
@@ -57,7 +59,8 @@ class NemotronLabsDiffusionConfig(_Blocks, Ministral3Config):
 
     @property
     def llama_4_scaling(self) -> dict[str, float] | None:
-        """The name by which vLLM's layers know how queries grow with their position."""
+        """How queries grow with their position, under the name that vLLM's layers read. None: they
+        do not."""
         rope = self.rope_parameters
         if "llama_4_scaling_beta" not in rope:
             return None

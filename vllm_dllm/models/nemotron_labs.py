@@ -9,12 +9,12 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm_dllm.models.masked import MaskedModel
 
 _NAMES = WeightsMapper(orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."})
-"""Named as in the checkpoints' tensors, to those that vLLM's class has."""
+"""Maps the checkpoints' names to those of vLLM's class."""
 
 
 class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
-    """Named as in the checkpoints' own modeling_nemotron_labs_diffusion.py. A row that sees what is
-    before it alone, a prompt's, has the next token's logits."""
+    """Named as in the checkpoints' own modeling_nemotron_labs_diffusion.py. Causal rows, such as a
+    prompt's, have the next token's logits."""
 
     names = _NAMES
     hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | _NAMES  # of quantised layers, too

@@ -26,7 +26,7 @@ class SelfConditioning(nn.Module):
         inputs_embeds: torch.Tensor,  # [rows, H], scaled token embeddings of the canvas
         soft_embeds: torch.Tensor,  # [rows, H], zero on a canvas' first step
     ) -> torch.Tensor:
-        """Conditioned embeddings [rows, H]."""
+        """Returns the conditioned embeddings [rows, H]."""
         signal = self.pre_norm(soft_embeds)
         gated = F.gelu(self.gate_proj(signal), approximate="tanh") * self.up_proj(signal)
         return self.post_norm(inputs_embeds + self.down_proj(gated))

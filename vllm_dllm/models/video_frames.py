@@ -1,6 +1,6 @@
-"""How a video becomes part of a prompt: its frames are small images, each behind its time.
+"""Makes a video part of a prompt: its frames are small images, each behind its time.
 
-As transformers' `Gemma4VideoProcessor` and `Gemma4Processor.replace_video_token` do it
+This follows transformers' `Gemma4VideoProcessor` and `Gemma4Processor.replace_video_token`
 (`models/gemma4` in transformers): at most 32 frames of at most 70 tokens, unless the checkpoint
 says otherwise, and `00:07 ` before the begin mark of a frame shown at second 7.
 """
@@ -24,19 +24,20 @@ _DEFAULTS = {"max_soft_tokens": 70, "num_frames": MOST_FRAMES}
 
 
 @lru_cache(maxsize=4)
-def load(model: str, revision: str | None) -> Gemma4ImageProcessorPil:
-    """Makes patches of frames by the checkpoint's settings of its video processor; at most
-    `num_frames` of a video."""
+def load_frame_processor(model: str, revision: str | None) -> Gemma4ImageProcessorPil:
+    """Returns the processor that makes patches of frames, by the settings of the checkpoint's video
+    processor. It has `num_frames`, the most of a video."""
     written, _ = BaseVideoProcessor.get_video_processor_dict(model, revision=revision or "main")
     return Gemma4ImageProcessorPil(**(_DEFAULTS | written))
 
 
-def process(
+def make_patches(
     videos: VideoProcessorItems,
     processor: Gemma4ImageProcessorPil,
     check_size: Callable[[int, int], None],  # of a frame, width and height
 ) -> dict[str, torch.Tensor]:
-    """Tensors of n videos by their names; those of frames are of all videos, one after another."""
+    """Returns the tensors of n videos by name. Those of frames hold the frames of all videos, one
+    after another."""
     patches, positions, seconds, num_frames, num_tokens = [], [], [], [], []
     for frames, metadata in videos.get_all():
         seen, times = seen_frames(frames, metadata, processor.num_frames)
@@ -58,8 +59,8 @@ def process(
     }
 
 
-def fields(num_frames: torch.Tensor) -> dict[str, MultiModalFieldConfig]:
-    """How the tensors of `process` are cut up by video."""
+def field_configs(num_frames: torch.Tensor) -> dict[str, MultiModalFieldConfig]:
+    """Returns how the tensors of `make_patches` are split by video."""
     flat, batched = MultiModalFieldConfig.flat_from_sizes, MultiModalFieldConfig.batched
     return {
         "frame_patches": flat("video", num_frames),
@@ -70,14 +71,15 @@ def fields(num_frames: torch.Tensor) -> dict[str, MultiModalFieldConfig]:
     }
 
 
-def tokens(
+def prompt_tokens(
     video: MultiModalKwargsItem,
     encode: Callable[[str], Sequence[int]],
     begin: int,
     frame_token: int,
     end: int,
 ) -> list[int]:
-    """What stands in a prompt for one video."""
+    """Returns the tokens that stand for one video in a prompt: of each frame its time, the begin
+    mark, the frame's tokens and the end mark."""
     frame = [begin, *[frame_token] * int(video["num_frame_tokens"].data), end]
     times = map(timestamp, video["frame_seconds"].data.tolist())
     return list(
@@ -88,7 +90,7 @@ def tokens(
 
 
 def as_images(videos: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of videos under the names of those of images."""
+    """Returns the tensors of `make_patches` under the names that images' tensors have."""
     return {
         "patches": videos["frame_patches"],
         "patch_positions": videos["frame_positions"],

@@ -1,4 +1,4 @@
-"""Images through a checkpoint's vision tower, as rows of the width of token embeddings.
+"""Runs images through a checkpoint's vision tower, to rows as wide as token embeddings.
 
 Tower and projection are transformers' own modules: they are small beside the text layers, run once
 per image, and so compute what the reference computes. Only the tower's MLPs are run by ours, to the
@@ -27,8 +27,8 @@ class InPlaceMLP(Gemma4VisionMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)).mul_(self.up_proj(x)))
 
 
-def build(config: DiffusionGemmaConfig, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """The vision tower and the projection behind it. Their weights are yet to be loaded."""
+def build_tower(config: DiffusionGemmaConfig, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """Makes the vision tower and the projection behind it, without their weights."""
     with no_init_weights():
         tower = AutoModel.from_config(config.vision_config, dtype=dtype)
         projection = DiffusionGemmaMultimodalEmbedder(config.vision_config, config.text_config)
@@ -38,7 +38,7 @@ def build(config: DiffusionGemmaConfig, dtype: torch.dtype) -> tuple[nn.Module, 
     return tower.eval(), projection.to(dtype).eval()
 
 
-def encode(
+def encode_images(
     tower: nn.Module,
     projection: nn.Module,
     patches: torch.Tensor,  # [n, P, 3 * patch_size ** 2], zeros behind an image's last patch

@@ -1,5 +1,5 @@
-"""A model's vocabulary as the sampler reads it: this rank's part, logits of single tokens, expected
-embeddings. It may be sharded over the tensor-parallel ranks.
+"""A model's vocabulary as the sampler reads it: logits of single tokens and expected embeddings. It
+may be sharded over the tensor-parallel ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,8 +38,8 @@ class Vocabulary:
     def softcap(self) -> float | None:
         return self.config.final_logit_softcapping
 
-    def cap(self, logits: torch.Tensor) -> torch.Tensor:
-        """A soft-capped fp32 copy of the LM head's output."""
+    def cap_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns a soft-capped fp32 copy of the LM head's output."""
         capped, cap = logits.to(torch.float32, copy=True), self.softcap
         return capped if cap is None else capped.div_(cap).tanh_().mul_(cap)
 
@@ -59,6 +59,7 @@ class Vocabulary:
         return obstacle is None
 
     def _obstacle_to_streaming(self) -> str | None:
+        """Returns why a large vocabulary cannot be read tile by tile; None: it can."""
         for layer in (self.model.embed_tokens, self.lm_head):
             weight = getattr(layer, "weight", None)  # packed ones have other names
             # The types in which products with the embeddings are computed.
@@ -73,20 +74,21 @@ class Vocabulary:
         return None
 
     def vocabulary_shard(self) -> tuple[int, torch.Tensor]:
-        """This rank's first token, and the embeddings [n, H] from there on."""
+        """Returns this rank's first token, and the embeddings [n, H] from there on."""
         shard = self.model.embed_tokens.shard_indices
         first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
         return first, self.model.embed_tokens.weight[: end - first]
 
     def output_shard(self) -> torch.Tensor:
-        """The LM head's weights [n, H] of the tokens of `vocabulary_shard`."""
+        """Returns the LM head's weights [n, H] of the tokens of `vocabulary_shard`."""
         _, embeddings = self.vocabulary_shard()
         if getattr(self.config, "tie_word_embeddings", True):  # as transformers has it
             return embeddings
         return self.lm_head.weight[: len(embeddings)]
 
     def gather_shards(self, columns: Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Each [rows, B] of this rank's vocabulary -> [rows, B of all], in the tokens' order."""
+        """Gathers columns of all ranks' shards, in the order of their tokens: each [rows, B] ->
+        [rows, B of all ranks]."""
         columns, group = tuple(columns), get_tp_group()
         if group.world_size == 1:
             return columns
@@ -100,7 +102,7 @@ class Vocabulary:
         weight: torch.Tensor,  # [rows] fp32, of exp(logit - maximum)
         maximum: torch.Tensor,  # [rows] fp32
     ) -> torch.Tensor:
-        """The same as `soft_embeddings`, from sums over shards of the vocabulary."""
+        """Returns what `soft_embeddings` does, from sums over this rank's shard."""
         group = get_tp_group()
         if group.world_size > 1:
             top = group.all_gather(maximum[:, None], dim=1).amax(dim=1)
@@ -110,27 +112,28 @@ class Vocabulary:
         soft = total / weight[:, None]
         return soft.to(self.model.embed_tokens.weight.dtype) * self.model.normalizer
 
-    def logits_of(
+    def token_logits(
         self,
         hidden: torch.Tensor,  # [rows, H]
         tokens: torch.Tensor,  # [rows] int64
     ) -> torch.Tensor:
-        """Each row's soft-capped logit [rows] fp32 of its token; MASKED_LOGIT if that is < 0."""
+        """Returns the soft-capped logit [rows] fp32 of each row's token; MASKED_LOGIT where that is
+        < 0."""
         first, _ = self.vocabulary_shard()
         weight, place = self.output_shard(), tokens - first
         is_here = (place >= 0) & (place < len(weight))
         of_tokens = weight[place.clamp(0, len(weight) - 1)]
-        logits = self.cap((hidden.float() * of_tokens.float()).sum(dim=-1))
+        logits = self.cap_logits((hidden.float() * of_tokens.float()).sum(dim=-1))
         logits.masked_fill_(~is_here, MASKED_LOGIT)
         group = get_tp_group()
         return logits if group.world_size == 1 else group.all_gather(logits[:, None]).amax(dim=1)
 
-    def embeddings_of(
+    def mix_embeddings(
         self,
         tokens: torch.Tensor,  # [rows, k] int64
         probs: torch.Tensor,  # [rows, k] fp32
     ) -> torch.Tensor:
-        """The same as `soft_embeddings` [rows, H] if all other tokens have probability 0."""
+        """Returns what `soft_embeddings` does [rows, H] if all other tokens have probability 0."""
         first, weight = self.vocabulary_shard()
         place = tokens - first
         is_here = (place >= 0) & (place < len(weight))
@@ -150,16 +153,15 @@ class Vocabulary:
         logits: torch.Tensor,  # [rows, V] fp32, divided by the step's temperature
         probs: torch.Tensor,  # [rows, V] fp32, their softmax
     ) -> torch.Tensor:
-        """`softmax(logits) @ E * sqrt(H)` [rows, H], the next step's self-conditioning input.
+        """Returns `softmax(logits) @ E * sqrt(H)` [rows, H], the next step's self-conditioning
+        input.
 
         The reference rounds the logits to the model's type, takes the softmax in fp32 and rounds
         again. The vocabulary may be sharded over the tensor-parallel ranks.
         """
         weight = self.model.embed_tokens.weight
         if weight.dtype != logits.dtype:
-            if (
-                weight.dtype == torch.float16
-            ):  # where large biases and low temperatures are infinite
+            if weight.dtype == torch.float16:  # large biases, low temperatures would be infinite
                 logits = logits.clamp(*_FP16_RANGE)
             probs = logits.to(weight.dtype).softmax(dim=-1, dtype=torch.float32)
         shard = self.model.embed_tokens.shard_indices

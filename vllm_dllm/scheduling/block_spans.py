@@ -18,6 +18,8 @@ PREFIX = "vllm_dllm."
 
 @dataclass
 class _Blocks:
+    """What is counted of a request's blocks between steps."""
+
     began_s: float = 0.0  # of the canvas that the request is at; monotonic clock
     accepted: int = 0  # positions, summed over its steps
     num_finished: int = 0
@@ -51,13 +53,14 @@ class BlockSpans:
         # A worker in this process seeds Python's numbers, and every start would have the same ids.
         tracer.id_generator = SystemIds()
 
-    def denoised(
+    def record_step(
         self,
         request: Request,
         row: CanvasRow,
         began_s: float,  # monotonic clock, when the step was scheduled
     ) -> None:
-        """Takes note of a step of `request`, before its output is made."""
+        """Counts a denoise step of `request`, and makes the span of its block if the step finished
+        it. Called before the step's output is made."""
         blocks = self._blocks.setdefault(request, _Blocks())
         if row.step == 1:
             blocks.began_s, blocks.accepted = began_s, 0
@@ -73,14 +76,14 @@ class BlockSpans:
             f"{PREFIX}entropy_nats": row.entropy_nats,
             f"{PREFIX}cause": row.cause,
         }
-        context = self._context(request, start_ns)
+        context = self._parent_context(request, start_ns)
         self._tracer.start_span(NAME, context, attributes=attributes, start_time=start_ns).end()
         blocks.num_finished += 1
 
-    def _context(self, request: Request, start_ns: int) -> Any:
-        """The span that the request's blocks lie in: the client's, or else one that begins a trace.
-        vLLM sends trace headers back with each output, and its own span of the request follows
-        them."""
+    def _parent_context(self, request: Request, start_ns: int) -> Any:
+        """Returns the trace context of the span around the request's blocks: the client's, or one
+        that begins a trace. vLLM sends trace headers back with each output, and its own span of the
+        request follows them."""
         headers = dict(request.trace_headers or {})
         if "traceparent" not in headers:
             root = self._tracer.start_span(ROOT, start_time=start_ns)

@@ -1,5 +1,5 @@
-"""Counts what the metrics show of canvases, from what each step brings the scheduler, and adds it
-to vLLM's statistics of the step."""
+"""Counts canvases for the metrics from each step's output, and adds the counts to vLLM's statistics
+of the step."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +21,8 @@ from vllm_dllm.scheduling.families import CanvasFamily
 
 
 class CanvasCounter:
+    """Counts forwards, denoise steps, finished canvases and commits since the last report."""
+
     def __init__(
         self,
         canvas_width: Callable[[Request], int],
@@ -28,9 +30,10 @@ class CanvasCounter:
         *,
         joins_canvases: bool,
     ) -> None:
-        """`canvas_width`: of the canvas that a request is at, if nothing makes it narrower.
-        `spans`: where the server traces.
-        `joins_canvases`: a block is prefilled next to its successor, not in a forward of its own.
+        """`canvas_width`: returns the width of the canvas that a request is at, in tokens.
+        `spans`: None where the server does not trace.
+        `joins_canvases`: blocks are prefilled next to their successors, not in forwards of their
+        own.
         """
         self._canvas_width, self._spans = canvas_width, spans
         self._joins_canvases = joins_canvases
@@ -38,7 +41,8 @@ class CanvasCounter:
         self._began: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._committed: set[str] = set()  # requests whose block this step committed by itself
 
-    def request_received(self, acceptance: str) -> None:
+    def count_request(self, acceptance: str) -> None:
+        """Counts a new request by its acceptance rule, or by its mode if it verifies drafts."""
         self._counts.requests[acceptance] += 1
 
     def count_step(
@@ -47,9 +51,9 @@ class CanvasCounter:
         output: ModelRunnerOutput,
         requests: Mapping[str, Request],  # those that are not over
     ) -> None:
-        """Counts what a step has brought, before its requests get it, for the metrics, for the
-        `usage` of each request and for its spans. Call it once a step: `block_emitted` reads what
-        it found."""
+        """Counts a step's canvases, for the metrics, for each request's `usage` and for its spans.
+        Called once a step, before requests are updated: `count_emitted_block` reads what it
+        found."""
         self._committed.clear()
         if scheduled.total_num_scheduled_tokens == 0:
             return
@@ -62,11 +66,11 @@ class CanvasCounter:
         for row in numbers.rows():
             request_id = output.req_ids[row.request]
             if row.is_denoised:
-                self._denoised(row, requests.get(request_id), scheduled_at(scheduled))
+                self._count_denoised(row, requests.get(request_id), scheduled_at(scheduled))
             else:
                 self._committed.add(request_id)
 
-    def _denoised(self, row: CanvasRow, request: Request | None, began: float) -> None:
+    def _count_denoised(self, row: CanvasRow, request: Request | None, began: float) -> None:
         """Counts a denoise step of one canvas, and the block if the step finished it."""
         counts = self._counts
         counts.denoise_steps += 1
@@ -76,7 +80,7 @@ class CanvasCounter:
             if row.step == 1:
                 self._began[request] = began
         if self._spans is not None and request is not None:
-            self._spans.denoised(request, row, began)
+            self._spans.record_step(request, row, began)
         if row.cause is None:
             return
         counts.canvases_finished[row.cause] += 1
@@ -86,32 +90,34 @@ class CanvasCounter:
             counts.block_seconds.append(time.monotonic() - self._began.pop(request))
             counts.canvases_cut += row.length < self._canvas_width(request)
 
-    def block_emitted(self, request: Request, *, spares_commit: bool) -> None:
-        """`spares_commit`: no forward is needed to commit it."""
+    def count_emitted_block(self, request: Request, *, spares_commit: bool) -> None:
+        """Counts how a block of `request` is committed: in a forward of its own, shared with the
+        next canvas, or, if `spares_commit`, in none."""
         spared = "none" if spares_commit else "shared" if self._joins_canvases else "own"
         has_own = request.request_id in self._committed
         self._counts.commits["own" if has_own else spared] += 1
 
-    def take(self) -> CanvasCounts:
-        """What was counted since the last call."""
+    def pop_counts(self) -> CanvasCounts:
+        """Returns what was counted since the last call."""
         counts, self._counts = self._counts, CanvasCounts()
         return counts
 
 
 class CountedScheduling(SchedulerHooks):
-    """Added to a scheduler. Counts canvases where vLLM counts anything, and commits that were not
-    run in any case, because vLLM's clients compute with them."""
+    """Mixed into a scheduler. Counts canvases if vLLM logs statistics, and always the commits that
+    were not run, because vLLM's clients compute with them."""
 
-    counter: CanvasCounter | None = None
-    spared_commits: list[int]  # widths, until they are in the statistics
+    counter: CanvasCounter | None = None  # None: vLLM logs no statistics
+    spared_commits: list[int]  # widths of canvases, until they are in the statistics
 
-    def count_for(self, family: CanvasFamily) -> None:
+    def start_counting(self, family: CanvasFamily) -> None:
+        """Makes the counter; comes before all other methods."""
         self.spared_commits = []
         if not self.log_stats:
             return
         traces = self.vllm_config.observability_config.otlp_traces_endpoint is not None
         self.counter = CanvasCounter(
-            family.width,
+            family.canvas_width,
             BlockSpans() if traces else None,
             joins_canvases=family.joins_canvases and not family.is_seeded,
         )
@@ -125,13 +131,13 @@ class CountedScheduling(SchedulerHooks):
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Counts a saved commit as a step, because vLLM's clients compute the denoise steps as all
-        steps minus one commit per canvas. This includes a last block that was committed because
-        its end was not foreseen (`requests/ends.py`)."""
+        """Adds the counts, and each spared commit as a step: vLLM's clients compute the denoise
+        steps as all steps minus one commit per canvas. This includes a last block that was
+        committed because its end was not foreseen (`requests/ends.py`)."""
         if spec_decoding_stats is not None:
             for width in self.spared_commits:
                 spec_decoding_stats.observe_draft(width, num_accepted_tokens=0)
         if self.counter is not None and isinstance(spec_decoding_stats, CanvasSpecDecodingStats):
-            spec_decoding_stats.canvas_counts = vars(self.counter.take())
+            spec_decoding_stats.canvas_counts = vars(self.counter.pop_counts())
         self.spared_commits.clear()
         return super().make_stats(spec_decoding_stats, *args, **kwargs)

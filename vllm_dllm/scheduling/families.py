@@ -1,4 +1,4 @@
-"""What the scheduler asks of a model's family about its canvases."""
+"""Answers the scheduler's questions about canvases, one class for each kind of model."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -28,33 +28,35 @@ class CanvasFamily(ABC):
         """Whether a canvas may share the forward of the tokens before it."""
 
     @abstractmethod
-    def check(self, block_size: int) -> None:
-        """Raises ValueError for a server that cannot hold canvases together. `block_size`: tokens
+    def check_server(self, block_size: int) -> None:
+        """Raises ValueError if the server's settings do not suit the canvases. `block_size`: tokens
         of a page of the KV cache."""
 
     @abstractmethod
-    def width(self, request: Request) -> int:
-        """Tokens of the canvas that `request` is at, or of the one that follows its tokens so
-        far."""
+    def canvas_width(self, request: Request) -> int:
+        """Returns the tokens of the canvas that `request` is at, or of the one that follows its
+        tokens so far."""
 
     def num_recomputed(self, num_known: int) -> int:
-        """How many of so many known tokens every step computes anew until their block is finished:
-        they see what may change."""
+        """Returns how many of the `num_known` known tokens each step computes anew until their
+        block is finished, because they see positions that may change."""
         return 0
 
-    def is_narrow(self, request: Request) -> bool:
-        """Whether the canvas that `request` is at, its first one, is narrower than the next."""
+    def is_partial_block(self, request: Request) -> bool:
+        """Whether the canvas that `request` is at shares its block with the prompt: the next one is
+        wider."""
         return False
 
-    def begins_with_token_of(self, num_known: int) -> bool:
-        """Whether the canvas behind so many known tokens has to wait for the forward of the last
-        one, which foretells its first token."""
+    def waits_for_first_token(self, num_known: int) -> bool:
+        """Whether the canvas behind `num_known` known tokens must wait for the forward of the last
+        one, which predicts its first token."""
         return self.is_seeded and num_known % self.canvas_length == 0
 
-    def drafts_after_block(self, request: Request, joins_commits: bool) -> list[int]:
-        """Placeholders of the canvas after a block that `request` has just got. Those that it has
-        are still that block's. `joins_commits`: the next step prefills the block."""
-        width = 0 if self.is_seeded and joins_commits else self.width(request)
+    def placeholders_after_block(self, request: Request, joins_commits: bool) -> list[int]:
+        """Returns the draft placeholders of the canvas after a block that `request` has just got;
+        `request.spec_token_ids` are still the block's. `joins_commits`: the next step prefills the
+        block."""
+        width = 0 if self.is_seeded and joins_commits else self.canvas_width(request)
         return list(request.spec_token_ids[:width])
 
     def may_narrow(self, request: Request) -> bool:
@@ -63,17 +65,17 @@ class CanvasFamily(ABC):
 
 
 class UniformCanvases(CanvasFamily):
-    """DiffusionGemma's canvases begin as noise, and behind the tokens that are known."""
+    """DiffusionGemma's canvases, which begin as noise behind the known tokens."""
 
     def __init__(self, vllm_config: VllmConfig, canvas_length: int) -> None:
         super().__init__(vllm_config, canvas_length)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.fits_canvases = extension.fit_canvas
 
-    def check(self, block_size: int) -> None:
-        """Any server can."""
+    def check_server(self, block_size: int) -> None:
+        """Accepts every server."""
 
-    def width(self, request: Request) -> int:
+    def canvas_width(self, request: Request) -> int:
         width: int = stock_canvas_width(request, self.canvas_length)
         if fits_canvases(request.sampling_params):
             width = min(width, fitted_width(request.max_tokens - request.num_output_tokens))
@@ -85,15 +87,15 @@ class UniformCanvases(CanvasFamily):
 
 
 class MaskedCanvases(CanvasFamily):
-    """A masked model's canvases are blocks of masks, as long as the served canvas."""
+    """A masked model's canvases, which begin as blocks of masks."""
 
     def __init__(self, vllm_config: VllmConfig, canvas_length: int, masked: MaskedConfig) -> None:
         super().__init__(vllm_config, canvas_length)
         self.vllm_config, self.masked = vllm_config, masked
         self.is_seeded = masked.family.is_seeded
 
-    def check(self, block_size: int) -> None:
-        """Pages must hold whole blocks, and finished blocks are prefilled by our worker."""
+    def check_server(self, block_size: int) -> None:
+        """Raises ValueError unless pages hold whole blocks and our worker prefills blocks."""
         self.masked.check_cache(block_size, "--block-size")
         if (unit := self.vllm_config.cache_config.prefix_match_unit) is not None:
             self.masked.check_cache(unit, "--prefix-match-unit")
@@ -107,39 +109,40 @@ class MaskedCanvases(CanvasFamily):
 
 
 class CausalBlocks(MaskedCanvases):
-    """Known tokens see what is before them alone; blocks begin where the prompt ends."""
+    """Canvases of models whose known tokens are causal. Blocks are counted from the prompt's
+    end."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.joins_canvases = False
 
-    def width(self, request: Request) -> int:
+    def canvas_width(self, request: Request) -> int:
         return int(stock_canvas_width(request, self.canvas_length))
 
 
 class AlignedBlocks(MaskedCanvases):
-    """All tokens see their whole block; blocks are counted from the request's first token, and so a
-    request's first canvas may share its block with the prompt."""
+    """Canvases of models whose tokens all see their whole block. Blocks are counted from the
+    request's first token, so its first canvas may share its block with the prompt."""
 
-    def width(self, request: Request) -> int:
+    def canvas_width(self, request: Request) -> int:
         return self.canvas_length - int(request.num_tokens) % self.canvas_length
 
     def num_recomputed(self, num_known: int) -> int:
         return num_known % self.masked.block_length
 
-    def is_narrow(self, request: Request) -> bool:
-        return self.width(request) < self.canvas_length
+    def is_partial_block(self, request: Request) -> bool:
+        return self.canvas_width(request) < self.canvas_length
 
-    def drafts_after_block(self, request: Request, joins_commits: bool) -> list[int]:
+    def placeholders_after_block(self, request: Request, joins_commits: bool) -> list[int]:
         # The first canvas may have been narrower.
-        return [-1] * (0 if self.is_seeded and joins_commits else self.width(request))
+        return [-1] * (0 if self.is_seeded and joins_commits else self.canvas_width(request))
 
     def may_narrow(self, request: Request) -> bool:
         return True
 
 
 def canvas_family(vllm_config: VllmConfig, canvas_length: int) -> CanvasFamily:
-    """Returns the served model's. `canvas_length`: see `CanvasFamily`."""
+    """Makes the family of the served model. `canvas_length`: see `CanvasFamily`."""
     masked = MaskedConfig.if_masked(vllm_config)
     if masked is None:
         return UniformCanvases(vllm_config, canvas_length)

@@ -1,4 +1,5 @@
-"""What canvases change for prompts: where parts of them end, what their last step gets and says."""
+"""How prompts are scheduled differently for canvases: where chunks end, which blocks their last
+step gets, and when their log-probabilities are sent."""
 
 from collections.abc import Container, Sequence
 from typing import Any
@@ -9,15 +10,15 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 
 class HeldPromptScores:
-    """A prompt's log-probabilities, held back until the request's first block: vLLM expects them
+    """Holds a prompt's log-probabilities back until the request's first block: vLLM expects them
     with the first tokens, which other models sample in the prompt's last step."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, tuple[Any, Any]] = {}
 
-    def hold(self, output: ModelRunnerOutput, requests: Container[str]) -> None:
-        """Takes the scores out of a step's output, and puts those of requests into it that get
-        their first tokens with it. `requests`: those that are not over."""
+    def delay(self, output: ModelRunnerOutput, requests: Container[str]) -> None:
+        """Removes prompt log-probabilities from a step's output, and adds the held ones of requests
+        that get their first tokens with it. `requests`: ids of those that are not over."""
         scores = (output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict)
         for request_id in {*scores[0], *scores[1]}:
             self._by_request[request_id] = tuple(s.pop(request_id, None) for s in scores)
@@ -32,10 +33,10 @@ class HeldPromptScores:
                 del self._by_request[request_id]
 
 
-def before_image(features: Sequence[MultiModalFeatureSpec], end: int) -> int:
-    """`end`, a position in a prompt, or the start of the image or frame that it is inside of; the
-    marks around its tokens belong to it. Its tokens see each other both ways, so they are computed
-    in one piece: no step and no prefix of the cache ends inside."""
+def end_before_image(features: Sequence[MultiModalFeatureSpec], end: int) -> int:
+    """Returns `end`, a position in a prompt, or the start of the image or frame around it, with its
+    marks. An image's tokens see each other both ways, so they are computed in one piece: no step
+    and no cached prefix may end inside."""
     for feature in features:
         position = feature.mm_position
         if position.offset < end < position.offset + position.length:
@@ -48,20 +49,20 @@ def before_image(features: Sequence[MultiModalFeatureSpec], end: int) -> int:
 def append_blocks(
     output: SchedulerOutput, request_id: str, block_ids: tuple[list[int], ...] | None
 ) -> None:
-    """Tells the worker of more cache blocks [KV cache groups][blocks] for the request, in a step
-    that vLLM has built."""
+    """Adds cache blocks, [KV cache groups][blocks], to what a planned step tells the worker of a
+    request. None: nothing is added."""
     if block_ids is None:
         return
     for new in output.scheduled_new_reqs:
         if new.req_id == request_id:
-            new.block_ids = _joined(new.block_ids, block_ids)
+            new.block_ids = _join_block_ids(new.block_ids, block_ids)
             return
     cached = output.scheduled_cached_reqs
     i = cached.req_ids.index(request_id)
-    cached.new_block_ids[i] = _joined(cached.new_block_ids[i], block_ids)
+    cached.new_block_ids[i] = _join_block_ids(cached.new_block_ids[i], block_ids)
 
 
-def _joined(
+def _join_block_ids(
     before: tuple[list[int], ...] | None, added: tuple[list[int], ...]
 ) -> tuple[list[int], ...]:
     if before is None:

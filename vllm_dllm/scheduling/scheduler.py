@@ -1,10 +1,10 @@
-"""Scheduling of canvases: vLLM's scheduler, without the forwards that a request can do without.
+"""Schedules canvases: vLLM's scheduler, without the forwards that a request does not need.
 
-A prompt's last rows and the first denoise step share a forward: their query rows lie side by side,
-the prompt's causal, the canvas' seeing everything. A finished block is emitted by the step that
-finishes it, and its tokens are then prefilled like a prompt's, next to the next canvas: that is its
-commit. The last block is not committed, because nobody would read its keys and values. No canvas is
-wider than the tokens that its request may still get (`families`).
+A prompt's last rows and the first denoise step share a forward: the prompt's rows are causal, and
+the canvas' rows see everything. A finished block is emitted by the step that finishes it, and its
+tokens are then prefilled like a prompt's, next to the next canvas: that is its commit. The last
+block is not committed, because nobody would read its keys and values. No canvas is wider than the
+tokens that its request may still get (`families`).
 """
 
 from dataclasses import replace
@@ -31,14 +31,14 @@ from vllm_dllm.requests.options import carried, is_read_only
 from vllm_dllm.scheduling.canvas_counter import CountedScheduling
 from vllm_dllm.scheduling.fair_share import FairShare
 from vllm_dllm.scheduling.families import canvas_family
-from vllm_dllm.scheduling.prompts import HeldPromptScores, append_blocks, before_image
+from vllm_dllm.scheduling.prompts import HeldPromptScores, append_blocks, end_before_image
 from vllm_dllm.scheduling.spared_forwards import joins_commits, spares_last_commit
 
 logger = init_logger(__name__)
 
 
 class CanvasScheduling(CountedScheduling):
-    """Added to both of vLLM's diffusion schedulers. Python resolves it after `AsyncScheduler`, so
+    """Mixed into both of vLLM's diffusion schedulers. Python resolves it after `AsyncScheduler`, so
     that class' accounting sees the canvases that are added here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,15 +47,14 @@ class CanvasScheduling(CountedScheduling):
         self.spares_last_commit = spares_last_commit(self.vllm_config)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
         self.family = canvas_family(self.vllm_config, self.num_spec_tokens)
-        self.family.check(self.block_size)
+        self.family.check_server(self.block_size)
         self.fair_share = FairShare.from_config(self.vllm_config, config.limits)
         self.joins_commits = joins_commits(self.vllm_config)
-        # Requests whose block the step that just ended has committed: has finished it, too, or
-        # verified it.
-        self._committed: frozenset[str] = frozenset()
-        self._verified: frozenset[str] = frozenset()
-        self._cut: frozenset[str] = frozenset()  # and closed: requests with a form
-        self.count_for(self.family)
+        # Ids of requests, by what the latest step did to them.
+        self._committed: frozenset[str] = frozenset()  # it finished and committed their block
+        self._verified: frozenset[str] = frozenset()  # of these, it verified a draft
+        self._cut: frozenset[str] = frozenset()  # their grammar closed the answer before its end
+        self.start_counting(self.family)
         self._prompt_scores = HeldPromptScores()
 
     def add_request(self, request: Request) -> None:
@@ -72,26 +71,28 @@ class CanvasScheduling(CountedScheduling):
             ).carry(params)
             if self.counter is not None:
                 rule = options.mode if options.is_verified else options.acceptance
-                self.counter.request_received(rule)
+                self.counter.count_request(rule)
         super().add_request(request)
         if self.counter is not None:
             start_step_counts(request, self.num_spec_tokens)
 
     def sitting_out(self) -> list[Request]:
-        """Running requests that leave the next step to others (`FairShare`)."""
+        """Returns running requests that leave the next step to others (`FairShare`)."""
         return self.fair_share.sitting_out(self.running, self.waiting)
 
     def held_back(self) -> list[Request]:
+        """Returns waiting requests that must not start in the next step (`FairShare`)."""
         return self.fair_share.held_back(self.running, self.waiting) if self.waiting else []
 
     def prefill_end(self, request: Request, end: int) -> int:
-        return before_image(request.mm_features, end)
+        """Returns `end`, or the start of the image that it is inside of."""
+        return end_before_image(request.mm_features, end)
 
     # --- a prompt and its first canvas ------------------------------------------------------
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Schedules the canvas of every request whose prefill this step completes, if the token
-        budget and the KV cache have room for it. Otherwise the next step does."""
+        """Adds to a planned step the canvas of every request whose prefill it completes, if the
+        token budget and the KV cache have room for it. Otherwise the next step holds it."""
         if not self.family.joins_canvases:
             return
         most_tokens = min(
@@ -105,7 +106,7 @@ class CanvasScheduling(CountedScheduling):
             computed = request.num_computed_tokens + num_tokens
             if request_id in output.scheduled_spec_decode_tokens or computed < request.num_tokens:
                 continue
-            if self.family.begins_with_token_of(computed):
+            if self.family.waits_for_first_token(computed):
                 continue
             # vLLM's prompt log-probabilities take every row of the request for a prompt row.
             params = request.sampling_params
@@ -115,7 +116,7 @@ class CanvasScheduling(CountedScheduling):
             if num_tokens == 1 and request.num_computed_tokens > 0:
                 continue
             width = min(
-                self.family.width(request),
+                self.family.canvas_width(request),
                 self.max_model_len - computed,
             )
             if not 0 < width <= budget:
@@ -132,13 +133,13 @@ class CanvasScheduling(CountedScheduling):
             output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *new_blocks]
 
     def _drop_partial_canvas(self, output: SchedulerOutput, request: Request) -> int:
-        """Takes back a canvas, behind prefilled tokens, that only partly fitted the budget. Returns
-        its tokens."""
+        """Removes a canvas that follows prefilled tokens and only partly fits the budget. Returns
+        how many tokens that frees."""
         request_id = request.request_id
         num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         num_tokens = output.num_scheduled_tokens[request_id]
         room = self.max_model_len - request.num_computed_tokens - num_tokens
-        width = self.family.width(request)
+        width = self.family.canvas_width(request)
         if not 0 < num_drafts < min(num_tokens, width) or room <= 0:
             return 0
         del output.scheduled_spec_decode_tokens[request_id]
@@ -146,25 +147,26 @@ class CanvasScheduling(CountedScheduling):
         output.total_num_scheduled_tokens -= num_drafts
         return num_drafts
 
-    def take_back_recomputed(self, output: SchedulerOutput, request: Request) -> None:
-        """Known tokens of a step whose block is not known to its end, or not all in the step, see
-        what may change: the next step computes them again."""
+    def uncount_recomputed(self, output: SchedulerOutput, request: Request) -> None:
+        """Takes back from `num_computed_tokens` the known tokens of a block that is not finished:
+        they see positions that may change, so the next step computes them again."""
         num_drafts = len(output.scheduled_spec_decode_tokens.get(request.request_id, ()))
         known = request.num_computed_tokens - num_drafts
         request.num_computed_tokens -= self.family.num_recomputed(known)
 
     def output_arrived(self, output: ModelRunnerOutput) -> None:
-        self._prompt_scores.hold(output, self.requests)
+        """Holds prompt log-probabilities back until the request's first tokens."""
+        self._prompt_scores.delay(output, self.requests)
 
     # --- finished blocks --------------------------------------------------------------------
 
     def block_emitted(self, request: Request, block_length: int) -> None:
-        """`request` goes on after a block: counts its commit, and says from where the next step
-        computes and where its next canvas is."""
+        """Counts the commit of a block after which `request` goes on, and sets where the next step
+        computes from and how wide the next canvas is."""
         is_committed = request.request_id in self._committed
         is_verified = request.request_id in self._verified
         if self.counter is not None:
-            self.counter.block_emitted(request, spares_commit=is_committed)
+            self.counter.count_emitted_block(request, spares_commit=is_committed)
         if (self.joins_commits or is_committed) and not is_verified:
             self.spared_commits.append(block_length)
         if self.joins_commits and not is_committed:
@@ -175,13 +177,13 @@ class CanvasScheduling(CountedScheduling):
                 request.num_tokens - block_length
             )
         joins_commit = self.joins_commits and not is_verified
-        request.spec_token_ids = self.family.drafts_after_block(request, joins_commit)
+        request.spec_token_ids = self.family.placeholders_after_block(request, joins_commit)
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
-        """`request` has ended with a block of which it keeps the first `num_kept` tokens: its keys
-        and values are cached, or left out because no forward has committed them."""
+        """Caches the keys and values of the block that `request` ended with, of which it keeps the
+        first `num_kept` tokens, or leaves them out because no forward has committed them."""
         if self.counter is not None:
-            self.counter.block_emitted(request, spares_commit=True)
+            self.counter.count_emitted_block(request, spares_commit=True)
         if request.num_computed_tokens == 0:
             return  # preempted while this step ran: it has no cache blocks any more
         is_committed = not (self.spares_last_commit or is_read_only(request.sampling_params))
@@ -201,6 +203,7 @@ class CanvasScheduling(CountedScheduling):
             )
 
     def is_cut(self, request: Request) -> bool:
+        """Whether a grammar closed the answer because its tokens ran out."""
         return request.request_id in self._cut
 
     # --- a step's numbers -------------------------------------------------------------------
@@ -208,6 +211,7 @@ class CanvasScheduling(CountedScheduling):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
+        """Counts the step's canvases, and notes which requests' blocks it committed."""
         numbers, req_ids = get_canvas_numbers(model_runner_output), model_runner_output.req_ids
         verified, committed, cut = (
             ((), (), ())
@@ -227,52 +231,53 @@ class CanvasScheduling(CountedScheduling):
 
 
 class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
-    """Schedules steps that wait for the tokens of the one before."""
+    """Schedules each step when the tokens of the one before are known."""
 
-    knows_draft_tokens = True  # only vLLM's way with grammars needs to see them
+    knows_draft_tokens = True  # only vLLM's own grammars need to see them
 
     def output_counted(self, output: SchedulerOutput) -> None:
-        """Sets the next step's drafts: the canvas, whose tokens are on the device."""
+        """Sets the next step's draft placeholders: the canvas, whose tokens are on the device."""
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             if not request.is_prefill_chunk:
-                width = self.family.width(request)
+                width = self.family.canvas_width(request)
                 request.spec_token_ids = [-1] * width
-            self.take_back_recomputed(output, request)
+            self.uncount_recomputed(output, request)
 
 
 class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
-    """Schedules steps before the tokens of the one before are known."""
+    """Schedules each step before the tokens of the one before are known."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Narrows the drafts of running requests, one placeholder per token of the served canvas,
-        to what may still come. vLLM itself narrows them to what the request asks for."""
+        """Schedules a step. Draft placeholders of running requests are first narrowed from the
+        served canvas to the tokens that may still come."""
         for request in self.running:
             if self.family.may_narrow(request):
-                request.spec_token_ids = request.spec_token_ids[: self.family.width(request)]
+                request.spec_token_ids = request.spec_token_ids[: self.family.canvas_width(request)]
         return super().schedule(*args, **kwargs)
 
     def sitting_out(self) -> list[Request]:
-        """Adds those whose canvas shares its blocks with the prompt, while a step of it runs: if
-        that finishes the canvas, the next one is wider. All later ones are whole blocks."""
+        """Adds requests whose canvas shares its block with the prompt, while a step of it runs: if
+        that step finishes the canvas, the next one is wider."""
         waiting_for_block = [
             request
             for request in self.running
-            if request.num_output_placeholders > 0 and self.family.is_narrow(request)
+            if request.num_output_placeholders > 0 and self.family.is_partial_block(request)
         ]
         return [*super().sitting_out(), *waiting_for_block]
 
     def output_counted(self, output: SchedulerOutput) -> None:
+        """Takes back known tokens that the next step computes again."""
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             # Of others no known token is in this step, and their earlier ones may not be counted.
             if request.is_prefill_chunk or self.family.num_recomputed(request.num_tokens):
-                self.take_back_recomputed(output, request)
+                self.uncount_recomputed(output, request)
 
 
 def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> CanvasScheduling:
-    """The `scheduler_cls` of our models (`serving_config`): a factory, because when it is set,
-    vLLM has not yet decided whether to schedule asynchronously."""
+    """Makes the scheduler. It is the `scheduler_cls` of our models (`serving_config`): when that is
+    set, vLLM has not yet decided whether to schedule asynchronously."""
     end_with_parent()  # this is the engine's process
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler_cls = CanvasAsyncScheduler if is_async else CanvasScheduler

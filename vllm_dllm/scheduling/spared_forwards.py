@@ -1,4 +1,4 @@
-"""Which forwards a request can do without. The scheduler decides, and marks each request for the
+"""Says which forwards requests do without. The scheduler decides, and marks each request for the
 worker (`requests.options`), whose copy of the configuration may differ."""
 
 from vllm.config import VllmConfig
@@ -31,8 +31,8 @@ def joins_commits(vllm_config: VllmConfig) -> bool:
 
 
 def has_own_steps(vllm_config: VllmConfig) -> bool:
-    """Whether known tokens and a canvas may share a forward, in one of our workers: others do not
-    know how to read emitted tokens again."""
+    """Whether a canvas may share the forward of emitted tokens: only our workers can read those
+    again."""
     worker_cls = vllm_config.parallel_config.worker_cls
     return joins_canvases(vllm_config) and worker_cls in JOIN_COMMITS
 

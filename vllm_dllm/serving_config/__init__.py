@@ -187,7 +187,7 @@ def finish(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
 def offer_tiles(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     """Lets vLLM find the tiles of experts that the setting `kernel_choice` is for."""
     if extension.kernel_choice == "measured":
-        tiles.offer(folder.folder_of(vllm_config))  # empty before the first start has measured
+        tiles.offer(folder.result_folder(vllm_config))  # empty before the first start has measured
     elif extension.kernel_choice == "shipped":
         tiles.offer()
 

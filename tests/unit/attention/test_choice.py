@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from vllm_dllm.attention.choice import Cell, Choice, Layer, Times
+from vllm_dllm.attention.choice import Choice, LayerKind, Times, Timing
 
-SLIDING, FULL = Layer(256, 16, has_window=True), Layer(512, 16, has_window=False)
+SLIDING, FULL = LayerKind(256, 16, has_window=True), LayerKind(512, 16, has_window=False)
 CANVAS = 256
 LONG = 262_144
 
@@ -17,7 +17,7 @@ def hopper() -> Times:
     return times
 
 
-def chosen(layer: Layer, longest: int = LONG, times: Times | None = None) -> Choice:
+def chosen(layer: LayerKind, longest: int = LONG, times: Times | None = None) -> Choice:
     choice = (times or hopper()).choose(layer, longest)
     assert choice is not None
     return choice
@@ -26,37 +26,38 @@ def chosen(layer: Layer, longest: int = LONG, times: Times | None = None) -> Cho
 def test_the_26b_model_on_hopper() -> None:
     full, sliding = chosen(FULL), chosen(SLIDING)
     for canvases in range(1, 33):
-        assert full.version(canvases * CANVAS) == "fa4"
-        assert sliding.version(canvases * CANVAS) == ("fa4" if canvases >= 4 else "triton")
-    assert sliding.version(4 * CANVAS - 1) == "triton"  # a prompt, or a padded graph
-    assert sliding.version(10_240) == "fa4"
+        assert full.version_for(canvases * CANVAS) == "fa4"
+        assert sliding.version_for(canvases * CANVAS) == ("fa4" if canvases >= 4 else "triton")
+    assert sliding.version_for(4 * CANVAS - 1) == "triton"  # a prompt, or a padded graph
+    assert sliding.version_for(10_240) == "fa4"
     assert str(full) == "FlashAttention-4"
     assert str(sliding) == "Triton, FlashAttention-4 in steps of 1,024 rows and more"
 
 
 def test_a_rank_with_fewer_heads_has_less_work_a_row() -> None:
     halved = chosen(SLIDING._replace(num_heads=8))
-    assert halved.version(7 * CANVAS) == "triton" and halved.version(8 * CANVAS) == "fa4"
-    assert chosen(FULL._replace(num_heads=2)).version(1) == "fa4"
+    assert halved.version_for(7 * CANVAS) == "triton" and halved.version_for(8 * CANVAS) == "fa4"
+    assert chosen(FULL._replace(num_heads=2)).version_for(1) == "fa4"
 
 
 def test_contexts_that_a_server_does_not_allow_say_nothing() -> None:
     """Without a context FlashAttention-4 is the faster even for one canvas."""
-    assert chosen(SLIDING, longest=1000).version(CANVAS) == "fa4"
-    assert chosen(SLIDING, longest=1024).version(CANVAS) == "triton"
+    assert chosen(SLIDING, longest=1000).version_for(CANVAS) == "fa4"
+    assert chosen(SLIDING, longest=1024).version_for(CANVAS) == "triton"
 
 
 @pytest.mark.parametrize(
-    "layer", [SLIDING._replace(has_window=False), FULL._replace(has_window=True), Layer(128, 32, 0)]
+    "layer",
+    [SLIDING._replace(has_window=False), FULL._replace(has_window=True), LayerKind(128, 32, 0)],
 )
-def test_other_layers_and_chips_are_unknown(layer: Layer) -> None:
+def test_other_layers_and_chips_are_unknown(layer: LayerKind) -> None:
     assert hopper().choose(layer, LONG) is None
     for capability in ((8, 0), (10, 0), (12, 0)):
         assert Times.shipped(capability) is None
 
 
 def times(*cells: tuple[int, int, float, float]) -> Times:
-    measured = (Cell(rows, context, {"triton": t, "fa4": f}) for rows, context, t, f in cells)
+    measured = (Timing(rows, context, {"triton": t, "fa4": f}) for rows, context, t, f in cells)
     return Times("a GPU", {(256, True): (16, tuple(measured))})
 
 

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 import vllm_dllm.attention.flash_attention
 import vllm_dllm.attention.gpu
 from vllm_dllm import serving_config
-from vllm_dllm.attention.choice import Choice, Layer
+from vllm_dllm.attention.choice import Choice, LayerKind
 from vllm_dllm.attention.gpu import choose_versions
 from vllm_dllm.measured import folder
 
@@ -30,7 +30,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
     )
 
     def choose(
-        layer: Layer, version: int | None = None, cache: str = "auto", chip: Any = (9, 0)
+        layer: LayerKind, version: int | None = None, cache: str = "auto", chip: Any = (9, 0)
     ) -> tuple[str, bool]:
         config = SimpleNamespace(
             attention_config=AttentionConfig(flash_attn_version=version),
@@ -48,7 +48,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
     return choose
 
 
-SLIDING, FULL = Layer(256, 16, has_window=True), Layer(512, 16, has_window=False)
+SLIDING, FULL = LayerKind(256, 16, has_window=True), LayerKind(512, 16, has_window=False)
 
 
 @pytest.mark.fa4
@@ -158,11 +158,11 @@ def test_kernel_choice_says_whose_times_count(
     gpu = vllm_dllm.attention.gpu
     platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(9, 0))
     monkeypatch.setattr(gpu, "current_platform", platform)
-    monkeypatch.setattr(folder, "folder_of", lambda _: tmp_path)
+    monkeypatch.setattr(folder, "result_folder", lambda _: tmp_path)
 
     def known(choice: str) -> str | None:
         section = {"vllm_dllm": {"kernel_choice": choice}}
-        times = gpu.known_times(SimpleNamespace(additional_config=section))
+        times = gpu.load_times(SimpleNamespace(additional_config=section))
         return None if times is None else times.gpu
 
     assert (known("stock"), known("shipped"), known("measured")) == (None, *2 * ["NVIDIA H200"])

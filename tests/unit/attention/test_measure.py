@@ -32,7 +32,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     monkeypatch.setattr(vllm_dllm.attention.gpu, "choose_versions", lambda *_: (TRITON, None))
     monkeypatch.setattr(
         measuring,
-        "flash_attention_of",
+        "find_flash_attention",
         lambda kind, *_: "it takes no window" if kind.has_window else attention,
     )
     monkeypatch.setattr(measuring, "CONTEXTS", (0, 16, 64, 500))

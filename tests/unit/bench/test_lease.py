@@ -195,9 +195,9 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     bind(
         moe_align_block_size,
         "moe_align_block_size",
-        lambda **given: definition.assign(*given.values()),
+        lambda **given: definition.sort_by_expert(*given.values()),
     )
-    bind(few_rows_triton, "mix", lambda **_: None)
+    bind(few_rows_triton, "mix_experts", lambda **_: None)
     bind(ops, "scaled_fp8_quant", lambda input, **_: (input, torch.ones(len(input), 1)))
     bind(fused_moe, "fused_experts", lambda hidden_states, **_: hidden_states)
     bind(marlin_moe, "fused_marlin_moe", lambda hidden_states, **_: hidden_states)
@@ -216,7 +216,7 @@ def test_experts_call_vllm_s_kernels_as_they_are(bound: list[str]) -> None:
         assert (off is not None) == ("products" in name)
     assert bound.count("cutlass_moe_mm") == 4 and bound.count("fused_experts") == 3
     assert bound.count("fused_marlin_moe") == 1
-    assert bound.count("mix") == bound.count("moe_align_block_size") == 2
+    assert bound.count("mix_experts") == bound.count("moe_align_block_size") == 2
 
 
 def test_linears_call_vllm_s_kernels_as_they_are(bound: list[str]) -> None:

@@ -67,8 +67,8 @@ def run(fast: ModuleType, problem: Problem, size: int, activation: str) -> torch
         rows, scale = definition.quantise(states)
     num_experts, hidden, width = experts.down.shape
     apart = [states.new_full((ids.numel(), n), torch.nan) for n in (width, hidden)]
-    assignment = definition.assign(ids, size, num_experts)
-    fast.mix(rows, scale, experts, weights, assignment, size, activation, *apart, output)
+    assignment = definition.sort_by_expert(ids, size, num_experts)
+    fast.mix_experts(rows, scale, experts, weights, assignment, size, activation, *apart, output)
     return output
 
 
@@ -77,14 +77,16 @@ def exactly(problem: Problem, activation: str) -> tuple[torch.Tensor, torch.Tens
     one of a row's numbers in FP8 makes of it that is rounded the other way."""
     states, experts, weights, ids = problem
     is_fp8 = experts.down_scale is not None
-    x = definition.rounded(states, experts).double()
+    x = definition.round_for_product(states, experts).double()
     found = torch.zeros(3, *states.shape, dtype=torch.float64, device=states.device)
     for token, choices in enumerate(ids.tolist()):
         for weight, expert in zip(weights[token].double(), choices, strict=True):
-            gate_up, down = (part.double() for part in definition.weights_of(experts, expert))
+            gate_up, down = (
+                part.double() for part in definition.dequantise_expert(experts, expert)
+            )
             gate, up = (gate_up @ x[token]).chunk(2)
             inner = (definition.ACTIVATIONS[activation](gate) * up)[None]
-            inner = definition.rounded(inner, experts)[0].double()
+            inner = definition.round_for_product(inner, experts)[0].double()
             found[0, token] += weight * (down @ inner)
             gate, up = (gate_up.abs() @ x[token].abs()).chunk(2)
             found[1, token] += weight * (down.abs() @ (gate * up))
@@ -113,7 +115,7 @@ def test_experts(
     expected, magnitudes, flip = exactly(problem, activation)
     allowed = tolerances.quantised_experts(0.0, dtype) * magnitudes + flip
     tolerances.assert_within(run(fast, problem, size, activation), expected, allowed)
-    tolerances.assert_within(definition.mix(*problem, activation), expected, allowed)
+    tolerances.assert_within(definition.mix_experts(*problem, activation), expected, allowed)
 
 
 @pytest.mark.gpu
@@ -135,8 +137,8 @@ def rms(values: torch.Tensor) -> float:
 
 
 def test_a_layer_that_the_tiles_do_not_divide_is_refused(fast: ModuleType) -> None:
-    assert few_rows_triton.unfit(2816, 704, "gelu_tanh") is None
-    assert "got 2816 and 100" in few_rows_triton.unfit(2816, 100, "silu")
+    assert few_rows_triton.find_obstacle(2816, 704, "gelu_tanh") is None
+    assert "got 2816 and 100" in few_rows_triton.find_obstacle(2816, 100, "silu")
     problem = draw(1, torch.float32, False)
     with pytest.raises(ValueError, match="activation silu or gelu_tanh, got relu2"):
         run(fast, problem, 16, "relu2")

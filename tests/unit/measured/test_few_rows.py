@@ -33,7 +33,7 @@ EXPERTS, HIDDEN, WIDTH, CHOSEN = 4, 128, 64, 2
 def layer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One whose kernel is vLLM's, on a CPU, where `moe_align_block_size` is missing."""
     interpret_kernels(few_rows_triton)
-    monkeypatch.setattr(experts, "moe_align_block_size", definition.assign)
+    monkeypatch.setattr(experts, "moe_align_block_size", definition.sort_by_expert)
     monkeypatch.setattr(experts, "layers", lambda modules: modules)
     monkeypatch.setattr(experts, "tiles_file_name", lambda layer: "a.json")
     config = FusedMoEConfig(
@@ -78,7 +78,7 @@ def assert_right(layer: Any, states: torch.Tensor, found: torch.Tensor) -> None:
     turns = torch.arange(len(states) * CHOSEN) % EXPERTS
     weights = torch.full((len(states), CHOSEN), 1 / CHOSEN)
     own = definition.Experts(layer.w13_weight, layer.w2_weight)
-    expected = definition.mix(states, own, weights, turns.view(-1, CHOSEN), "gelu_tanh")
+    expected = definition.mix_experts(states, own, weights, turns.view(-1, CHOSEN), "gelu_tanh")
     share = 2 * tolerances.product(HIDDEN) + tolerances.product(WIDTH) + tolerances.SHORT
     size = layer.w2_weight.abs().sum(-1).max().item()
     torch.testing.assert_close(found, expected, **tolerances.within(share, size))
@@ -87,7 +87,7 @@ def assert_right(layer: Any, states: torch.Tensor, found: torch.Tensor) -> None:
 def test_vllm_calls_ours(layer: Any) -> None:
     states = torch.randn(12, HIDDEN)
     assert few_rows.block_size(layer, len(states)) == 16
-    assert_right(layer, states, few_rows.run(layer, 16, states))
+    assert_right(layer, states, few_rows.run_layer(layer, 16, states))
     assert "apply" not in vars(layer.quant_method.moe_kernel.fused_experts), "vLLM's own again"
 
 
@@ -111,15 +111,15 @@ def test_steps_go_as_the_nearest_that_was_timed(
 ) -> None:
     sizes, stock = [], []
     kernel = layer.quant_method.moe_kernel.fused_experts
-    mix = few_rows_triton.mix
+    mix = few_rows_triton.mix_experts
 
     def mixed(*args: Any) -> None:
         sizes.append(args[5])
         mix(*args)
 
-    monkeypatch.setattr(few_rows_triton, "mix", mixed)
+    monkeypatch.setattr(few_rows_triton, "mix_experts", mixed)
     monkeypatch.setattr(TritonExperts, "apply", lambda *_, **call: stock.append(call["output"]))
-    few_rows.use([layer], {"a.json": {"8": 16, "64": 0}})
+    few_rows.install_kernels([layer], {"a.json": {"8": 16, "64": 0}})
     assert sizes == [16], "compiled before the first request"
     for tokens, ours in ((3, True), (30, True), (50, False), (300, False)):
         sizes.clear(), stock.clear()

@@ -43,8 +43,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
 def test_all_that_times_depend_on_is_part_of_its_name(
     machine: dict[str, str], tmp_path: Path
 ) -> None:
-    plain = folder.folder_of(config())
-    assert plain == folder.folder_of(config())
+    plain = folder.result_folder(config())
+    assert plain == folder.result_folder(config())
     assert plain.parent == tmp_path / "vllm_dllm" / "kernels"
     assert plain.name.startswith("NVIDIA_H200-")
     others = {plain}
@@ -60,11 +60,11 @@ def test_all_that_times_depend_on_is_part_of_its_name(
     ):
         changed = copy.deepcopy(config())
         setattr(getattr(changed, part), name, value)
-        others.add(folder.folder_of(changed))
+        others.add(folder.result_folder(changed))
     for name in machine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(machine, name, "another")
-            others.add(folder.folder_of(config()))
+            others.add(folder.result_folder(config()))
     assert len(others) == 11
 
 

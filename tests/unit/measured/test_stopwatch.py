@@ -41,7 +41,7 @@ def test_what_is_wrong_or_fails_is_dropped_with_a_line(log: Log) -> None:
         "not a number": gives(1.0, 2.0, float("nan")),
         "fails": raises,
     }
-    times = Stopwatch(clock).times("experts, 256 rows", candidates)
+    times = Stopwatch(clock).time_candidates("experts, 256 rows", candidates)
     assert times == pytest.approx({"in use": 6.0, "rounds otherwise": 6.01})
     assert log == [
         *(
@@ -53,7 +53,7 @@ def test_what_is_wrong_or_fails_is_dropped_with_a_line(log: Log) -> None:
 
 
 def test_where_the_one_in_use_fails_nothing_is_chosen(log: Log) -> None:
-    assert Stopwatch(clock).times("x", {"in use": raises, "other": gives(1.0)}) == {}
+    assert Stopwatch(clock).time_candidates("x", {"in use": raises, "other": gives(1.0)}) == {}
     assert len(log) == 1
 
 
@@ -64,18 +64,18 @@ def test_the_result_in_use_is_kept_from_later_writes(log: Log) -> None:
     def write(number: float) -> Callable[[], torch.Tensor]:
         return lambda: output.fill_(number)
 
-    assert list(Stopwatch(clock).times("x", {"in use": write(1.0), "other": write(2.0)})) == [
-        "in use"
-    ]
+    assert list(
+        Stopwatch(clock).time_candidates("x", {"in use": write(1.0), "other": write(2.0)})
+    ) == ["in use"]
 
 
 def test_nothing_is_timed_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(stopwatch.time, "monotonic", lambda: now[0])
     watch = Stopwatch.for_seconds(15, clock)
-    assert watch.times("x", {"in use": gives(1.0)}) == {"in use": 1.0}
+    assert watch.time_candidates("x", {"in use": gives(1.0)}) == {"in use": 1.0}
     now[0] += 15
-    assert watch.is_over and watch.times("x", {"in use": raises}) == {}
+    assert watch.is_over and watch.time_candidates("x", {"in use": raises}) == {}
 
 
 def test_of_equals_the_first_is_taken() -> None:

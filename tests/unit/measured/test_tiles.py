@@ -37,7 +37,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(experts, "tiles_in_use", lambda layer, rows: STOCK)
     monkeypatch.setattr(experts, "run_with_tiles", kernel.run)
     monkeypatch.setattr(few_rows, "block_size", lambda layer, rows: layer.sizes.get(rows, 0))
-    monkeypatch.setattr(few_rows, "run", kernel.run)
+    monkeypatch.setattr(few_rows, "run_layer", kernel.run)
     return kernel
 
 
@@ -53,13 +53,13 @@ def layer(file: str, has_tiles: bool = True, sizes: dict[int, int] | None = None
     )
 
 
-def shipped() -> list[dict[str, int]]:
+def shipped_tiles() -> list[dict[str, int]]:
     (path,) = FOLDER.glob("*.json")
     return [each for each in json.loads(path.read_text()).values() if isinstance(each, dict)]
 
 
 def test_each_number_of_rows_gets_its_fastest(kernel: Kernel) -> None:
-    best = {256: shipped()[0], 2048: STOCK}
+    best = {256: shipped_tiles()[0], 2048: STOCK}
 
     def clock(run: Any) -> float:
         run()
@@ -68,11 +68,11 @@ def test_each_number_of_rows_gets_its_fastest(kernel: Kernel) -> None:
 
     layers = [layer("E=4,N=2.json"), layer("E=4,N=2.json"), layer("E=4,N=3.json")]
     tables, ours, gains = tiles.measure_experts(layers, (256, 2048), Stopwatch(clock))
-    expected = {"256": shipped()[0], "2048": STOCK}
+    expected = {"256": shipped_tiles()[0], "2048": STOCK}
     assert tables == {"E=4,N=2.json": expected, "E=4,N=3.json": expected} and ours == {}
     assert gains == ["experts at 256 rows 1.30 times"] * 2
     tried = {json.dumps(chosen) for rows, chosen in kernel.ran if rows == 256}
-    assert tried == {json.dumps(each) for each in (STOCK, *shipped())}
+    assert tried == {json.dumps(each) for each in (STOCK, *shipped_tiles())}
 
 
 def test_what_could_not_be_timed_is_left_to_vllm(kernel: Kernel) -> None:

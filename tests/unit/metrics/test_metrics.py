@@ -112,8 +112,8 @@ def counted(*steps: dict[str, Any]) -> CanvasCounts:
         output.canvas_numbers = numbers(**step)
         scheduled: Any = SimpleNamespace(total_num_scheduled_tokens=9, scheduled_at=0.0)
         counter.count_step(scheduled, output, {"b": request})
-    counter.block_emitted(request, spares_commit=False)
-    return counter.take()
+    counter.count_emitted_block(request, spares_commit=False)
+    return counter.pop_counts()
 
 
 class NamedRequest:
@@ -180,8 +180,8 @@ def test_memory_is_what_the_last_step_says(metrics: CanvasMetrics) -> None:
         said = numbers()._replace(sampling_peak_bytes=peak, sampling_bound_bytes=80)
         output.canvas_numbers = said
         counter.count_step(scheduled, output, {})
-        metrics.observe(vars(counter.take()), engine=0)
-    metrics.observe(vars(counter.take()), engine=0)
+        metrics.observe(vars(counter.pop_counts()), engine=0)
+    metrics.observe(vars(counter.pop_counts()), engine=0)
     samples = ours(generate_latest(REGISTRY).decode())
     assert samples["sampling_memory_peak_bytes", frozenset()] == 50
     assert samples["sampling_memory_bound_bytes", frozenset()] == 80

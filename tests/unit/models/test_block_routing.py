@@ -33,10 +33,10 @@ def test_each_block_chooses_together(stale: int) -> None:
     positions = [position for each in requests for position in each]
     rows = torch.randn(len(positions) + 3, HIDDEN, generator=generator)
     routing = BlockRouting(CONFIG, len(rows) + 5)
-    routing.start(torch.tensor(positions + [stale] * 3))
+    routing.number_blocks(torch.tensor(positions + [stale] * 3))
     found = torch.zeros(len(rows), EXPERTS)
     with torch.no_grad():
-        weights, experts = routing.choose(
+        weights, experts = routing.choose_experts(
             rows, rows @ gate.weight.T, 3, True, bias=gate.expert_bias
         )
         found.scatter_(1, experts, weights)

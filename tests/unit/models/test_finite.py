@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vllm_dllm.models.expected_weights import wrong_numbers
+from vllm_dllm.models.expected_weights import describe_non_finite
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -14,33 +14,33 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_one_of_many(dtype: torch.dtype, value: float) -> None:
     weight = torch.ones(300, 70, dtype=dtype)
-    assert wrong_numbers(weight) is None
+    assert describe_non_finite(weight) is None
     weight[299, 3] = value
-    found = wrong_numbers(weight)
+    found = describe_non_finite(weight)
     assert found == f"its numbers must be finite, got 1 of 21000 that are not, the first {value}"
 
 
 def test_infinities_that_cancel() -> None:
-    found = wrong_numbers(torch.tensor([1.0, math.inf, -math.inf]))
+    found = describe_non_finite(torch.tensor([1.0, math.inf, -math.inf]))
     assert found is not None and "got 2 of 3" in found
 
 
 def test_large_numbers_are_numbers() -> None:
     """Their sum is not."""
-    assert wrong_numbers(torch.full((4,), 3e38)) is None
+    assert describe_non_finite(torch.full((4,), 3e38)) is None
 
 
 def test_fp8() -> None:
     weight = torch.linspace(-448, 448, 100).to(torch.float8_e4m3fn)
-    assert wrong_numbers(weight) is None
+    assert describe_non_finite(weight) is None
     for bits in (0x7F, 0xFF):
         wrong = weight.view(torch.uint8).clone()
         wrong[7] = bits
-        found = wrong_numbers(wrong.view(torch.float8_e4m3fn))
+        found = describe_non_finite(wrong.view(torch.float8_e4m3fn))
         assert found is not None and "got 1 of 100 that are not, the first nan" in found
 
 
 def test_what_holds_no_numbers() -> None:
-    assert wrong_numbers(torch.full((4,), 255, dtype=torch.uint8)) is None
-    assert wrong_numbers(torch.empty(4, device="meta")) is None
-    assert wrong_numbers(torch.empty(0)) is None
+    assert describe_non_finite(torch.full((4,), 255, dtype=torch.uint8)) is None
+    assert describe_non_finite(torch.empty(4, device="meta")) is None
+    assert describe_non_finite(torch.empty(0)) is None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_dllm.models.diffusion_gemma import num_positions
+from vllm_dllm.models.diffusion_gemma import num_rotary_positions
 
 CANVAS = 256  # served, of a checkpoint with shorter ones
 
@@ -27,4 +27,4 @@ def config(max_model_len: int, trained: int = 262_144) -> Any:
 def test_a_canvas_more_than_the_context_and_no_more_than_trained(
     max_model_len: int, rows: int
 ) -> None:
-    assert num_positions(config(max_model_len)) == rows
+    assert num_rotary_positions(config(max_model_len)) == rows

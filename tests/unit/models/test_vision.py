@@ -33,7 +33,7 @@ def with_transformers_mlps(tower: torch.nn.Module) -> torch.nn.Module:
 
 @torch.inference_mode()
 def test_same_bits() -> None:
-    tower, _ = vision.build(config(), torch.float32)
+    tower, _ = vision.build_tower(config(), torch.float32)
     draws = torch.Generator().manual_seed(0)
     for parameter in tower.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=draws) / parameter.shape[-1] ** 0.5)

@@ -52,10 +52,12 @@ class Start:
             ("clear_tiles_cache", self.forget),
         ):
             monkeypatch.setattr(kernel_choice, name, value)
-        monkeypatch.setattr(folder, "folder_of", lambda _: path)
+        monkeypatch.setattr(folder, "result_folder", lambda _: path)
         monkeypatch.setattr(kernel_choice.attention, "measure_attention", self.attention)
         monkeypatch.setattr(kernel_choice.tiles, "measure_experts", self.tiles)
-        monkeypatch.setattr(kernel_choice.few_rows, "use", lambda _, ours: self.used.append(ours))
+        monkeypatch.setattr(
+            kernel_choice.few_rows, "install_kernels", lambda _, ours: self.used.append(ours)
+        )
 
     def ranks(self, ranks: Ranks) -> None:
         self.patch.setattr(kernel_choice, "get_tp_group", lambda: ranks)

@@ -55,7 +55,7 @@ class Model(DiffusionGemmaForBlockDiffusion):
         self.model.embed_tokens = SimpleNamespace(weight=embeddings, shard_indices=shard)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.cap(hidden @ self.lm_head.weight.T)
+        return self.cap_logits(hidden @ self.lm_head.weight.T)
 
 
 class Filters:

@@ -73,7 +73,7 @@ class SoftEmbedding:
         kept = probs.sum(dim=-1, keepdim=True)
         if self.dropped is not None:
             self.dropped.count(1 - kept)
-        return self.model.embeddings_of(tokens, probs / kept)
+        return self.model.mix_embeddings(tokens, probs / kept)
 
     def start(
         self,
@@ -86,7 +86,7 @@ class SoftEmbedding:
             return _OfTopTokens(self, self.top_k)
         floor = None
         if self.tolerance and guess is not None:
-            floor = self.model.logits_of(hidden, guess) / temperature.squeeze(-1)
+            floor = self.model.token_logits(hidden, guess) / temperature.squeeze(-1)
         rows, hidden_size = hidden.shape
         _, weight = self.model.vocabulary_shard()
         if hidden.is_cuda and hidden.dtype == weight.dtype and not self.tolerance:

@@ -213,7 +213,7 @@ class StreamedLogits:
     ) -> "VocabReader | FusedVocabReader":
         first_token, weight = self.model.vocabulary_shard()
         if not hidden.is_cuda:
-            return VocabReader(self.model.cap, temperature, draw, first_token)
+            return VocabReader(self.model.cap_logits, temperature, draw, first_token)
         from vllm_dllm.denoise.vocab_stream_triton import FusedVocabReader  # needs Triton
 
         softcap = self.model.softcap

@@ -34,7 +34,7 @@ def measure_kernels(
     extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
     if extension.kernel_choice != "measured":
         return
-    path, ranks = folder.folder_of(vllm_config), get_tp_group()
+    path, ranks = folder.result_folder(vllm_config), get_tp_group()
     known = found = folder.read_result(path)
     if ranks.is_first_rank and known is None:
         found = _measure(vllm_config, model, path, clock)
@@ -45,8 +45,8 @@ def measure_kernels(
         if found != known:  # else they have read it
             for layer in _layers(vllm_config):
                 if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
-                    layer.impl.choose()
-        few_rows.use(model.modules(), found["ours"])
+                    layer.impl.choose_version()
+        few_rows.install_kernels(model.modules(), found["ours"])
 
 
 def _keep(found: dict[str, Any], path: Path) -> bool:
