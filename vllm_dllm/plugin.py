@@ -53,7 +53,7 @@ def _register() -> None:
         install()
     hooks.install()
     if CANVASES in (envs.VLLM_PLUGINS or ()):
-        canvas_feeds.make_folder(envs.VLLM_RPC_BASE_PATH)
+        canvas_feeds.make_socket_folder(envs.VLLM_RPC_BASE_PATH)
     # Last: until here, vLLM must not serve the model.
     ModelRegistry.register_model(
         DIFFUSION_GEMMA,

@@ -80,7 +80,7 @@ def test_cached_pages_hold_whole_blocks_on_gpus(
     """vLLM asks the attention backends once the model is loaded, unless the user has spoken."""
     plugin.register()
     monkeypatch.setattr(serving_config.current_platform, "is_cpu", lambda: False)
-    monkeypatch.setattr(serving_config, "use_our_attention", lambda config: None)
+    monkeypatch.setattr(serving_config, "set_attention_backend", lambda config: None)
     monkeypatch.setattr(
         serving_config.current_platform, "check_and_update_config", lambda config: None
     )
@@ -161,7 +161,7 @@ def on_h100(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         if max_num_seqs is None:
             most = steps.default_max_num_seqs(config)
             config.scheduler_config.max_num_seqs = most
-        steps.choose_steps(config)
+        steps.choose_cuda_graphs(config)
         return config, log[-1]
 
     return choose
@@ -240,7 +240,7 @@ def test_gpus_get_our_worker(is_gpu: bool, worker: str, monkeypatch: pytest.Monk
     platform = SimpleNamespace(is_cuda_alike=lambda: is_gpu)
     monkeypatch.setattr(serving_config, "current_platform", platform)
     config = config_with("auto")
-    serving_config.use_our_classes(config)
+    serving_config.set_scheduler_and_worker(config)
     assert config.parallel_config.worker_cls == worker
 
 
@@ -279,7 +279,7 @@ def test_a_larger_budget_makes_no_longer_chunks_on_gpus(
         model_config=SimpleNamespace(max_model_len=longest),
         scheduler_config=scheduler_config,
     )
-    serving_config.leave_room_beside_prompts(config)
+    serving_config.limit_prompt_chunks(config)
     assert scheduler_config.long_prefill_token_threshold == most
 
 

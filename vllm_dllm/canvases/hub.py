@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from vllm_dllm.config.canvas_feeds import new_name, socket_path, unpack
+from vllm_dllm.config.canvas_feeds import new_random_name, socket_path, unpack_canvases
 
 BUFFER_CANVASES = 32
 _SOCKET_MESSAGES = 64
@@ -58,7 +58,7 @@ class CanvasHub:
     """One socket for all feeds; it listens from the first one on."""
 
     def __init__(self, folder: Path) -> None:
-        self._name = new_name()
+        self._name = new_random_name()
         self._path = socket_path(folder, self._name)
         self._feeds: dict[bytes, Feed] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -72,7 +72,7 @@ class CanvasHub:
         """Gives one request a feed of its own."""
         if self._reader is None:
             self._reader = asyncio.create_task(self._read(self._listen()))
-        topic = new_name()
+        topic = new_random_name()
         feed = self._feeds[topic.encode()] = Feed(f"{self._name}/{topic}")
         try:
             yield feed
@@ -89,7 +89,7 @@ class CanvasHub:
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         try:
             while True:
-                for topic, canvas in unpack(await socket.recv()):
+                for topic, canvas in unpack_canvases(await socket.recv()):
                     if (feed := self._feeds.get(topic)) is None:
                         continue
                     if canvas is None:

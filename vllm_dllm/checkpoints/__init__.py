@@ -10,10 +10,10 @@ SHIPPED_CHECKPOINT = Path(__file__).parent / "diffusiongemma-tiny"
 
 
 def print_folder() -> None:
-    """`vllm-dllm checkpoint`."""
+    """Prints the folder of the shipped checkpoint: `vllm-dllm checkpoint`."""
     print(SHIPPED_CHECKPOINT)
 
 
-def serving_note(checkpoint: Path) -> str | None:
-    """What a checkpoint's config.json tells those who serve it, if anything."""
+def read_serving_note(checkpoint: Path) -> str | None:
+    """Returns what a checkpoint's config.json tells people who serve it, or None."""
     return json.loads((checkpoint / "config.json").read_text()).get("serving_note")

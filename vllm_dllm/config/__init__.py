@@ -1,1 +1,1 @@
-"""Settings of a server, read once at start-up and checked once; one file for each kind."""
+"""Settings of a server, read and checked once at start-up. One file for each kind."""

@@ -1,4 +1,4 @@
-"""The models that we serve, by the name that their `config.json` gives as their architecture."""
+"""The models that we serve, by the architecture that their `config.json` names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,38 +13,39 @@ class Family:
     """A kind of masked models: where its classes are, and what its published loop does."""
 
     module: str
-    """In `models/`, with the model's class, which is named like the architecture."""
+    """Module in `models/` of the model's class, which is named like the architecture."""
     config: str
-    """The class of its config.json, in `models/masked_configs.py`."""
+    """Class of its config.json, in `models/masked_configs.py`."""
     threshold: float
     """Candidates that are more probable are revealed."""
     is_causal: bool = False
-    """Known tokens see what is before them alone, the last one foretells the canvas' first, and
-    blocks begin where the prompt ends. Else all rows see their whole block, and blocks are counted
-    from the prompt's first token.
+    """Known tokens see only tokens before them, the last known token predicts the canvas' first,
+    and blocks begin where the prompt ends. Otherwise all rows see their whole block, and blocks are
+    counted from the prompt's first token.
 
-    With this go two more things of Nemotron's loop: a candidate that is exactly as probable as
-    the threshold is revealed, too; and temperature, top_k, top_p and min_p do not change how
-    probable it is."""
+    Two more things of Nemotron's loop go with this: a candidate exactly as probable as the
+    threshold is revealed, too; and temperature, top_k, top_p and min_p do not change its
+    probability.
+    """
     is_shifted: bool = False
-    """A row's logits are those of the token after it. So the last row of a finished block foretells
-    the next one's first token, which is always the most probable one."""
+    """A row's logits are for the token after it. So the last row of a finished block predicts the
+    next block's first token, for which the most probable one is always taken."""
     sub_block_length: int | None = None
-    """Tokens of a part of the block that is revealed before those behind it. None: no parts."""
+    """Tokens of a part of the block that is revealed before the parts after it. None: no parts."""
     block_key: str = "block_size"
-    """Of the block's length in config.json."""
+    """Key of the block's length in config.json."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """What config.json may not say otherwise: variants whose layers or steps are other ones."""
+    """Values that config.json must have. Variants with others have other layers or steps."""
     edit_probability: float | None = None
-    """Candidates that are more probable replace revealed tokens. None: nothing does."""
+    """Candidates that are more probable replace revealed tokens. None: revealed tokens stay."""
     moves_tokens: bool = False
-    """Two tokens delete the one in their place, or put a mask before it
+    """Two special tokens delete the token in their place, or insert a mask before it
     (`step.masked.levenshtein_step`)."""
 
     @property
     def is_seeded(self) -> bool:
         """Whether a canvas' first token is known before its first step, and a block is finished
-        when nothing is hidden before a token that ends the answer."""
+        when no mask is left before a token that ends the answer."""
         return self.is_causal or self.is_shifted
 
 
@@ -71,7 +72,7 @@ FAMILIES = {
             "use_rmsnorm": True,
             "norm_head": False,
             **_NO_WINDOWS,
-            "image_token_offset": None,  # LLaDA2.0-Uni's, which writes images, too
+            "image_token_offset": None,  # a key of LLaDA2.0-Uni, which also generates images
         },
     ),
     "NemotronLabsDiffusionModel": Family(
@@ -91,15 +92,15 @@ FAMILIES = {
         fixed=_NO_WINDOWS,
     ),
 }
-"""Of masked models, by architecture."""
+"""Families of masked models, by architecture."""
 LLADA22 = replace(
     FAMILIES["LLaDA2MoeModelLM"], threshold=0.5, edit_probability=0.0, moves_tokens=True
 )
-"""LLaDA2.2, whose architecture has the name of 2.0's."""
+"""The family of LLaDA2.2, whose config.json names the architecture of LLaDA2.0."""
 
 
 def family_of(architecture: str, hf_config: Any) -> Family | None:
-    """Returns a checkpoint's family, by its config.json. None: it is no masked model."""
+    """Returns a checkpoint's family by its config.json; None: it is no masked model."""
     family = FAMILIES.get(architecture)
     if family is FAMILIES["LLaDA2MoeModelLM"] and edit_token_ids(hf_config) != (None, None):
         return LLADA22
@@ -107,12 +108,13 @@ def family_of(architecture: str, hf_config: Any) -> Family | None:
 
 
 def edit_token_ids(hf_config: Any) -> tuple[Any, Any]:
-    """What config.json says of the tokens that delete and insert."""
+    """Returns config.json's ids of the tokens that delete and insert, (None, None) if it has
+    none."""
     return getattr(hf_config, "delete_token_id", None), getattr(hf_config, "split_token_id", None)
 
 
 def register_configs() -> None:
-    """Lets transformers read the config.json of masked models. Repeatable."""
+    """Registers the config classes of masked models with transformers. Repeatable."""
     from transformers import AutoConfig  # takes seconds
 
     for family in FAMILIES.values():

@@ -1,9 +1,9 @@
-"""Where canvases go from the process that denoises them to the one whose client watches.
+"""How canvases get from the process that denoises them to the API process whose client watches.
 
 A watched request carries the name of its feed: `SOCKET/TOPIC`, two random numbers. The API process
 listens on the local socket of that name, in a folder that only its owner can read; the worker
-connects to it and marks what it sends with the topic. Nobody can guess either, and a name that is
-no socket of the folder leads nowhere.
+connects to it and marks its messages with the topic. Nobody can guess either, and a name that is no
+socket of the folder is ignored.
 
 The canvases of one step go in one message. The worker sends arrays as they are; the API process
 makes lists and text of them, and gives each canvas to the feed that its topic names.
@@ -23,21 +23,23 @@ import msgspec
 import numpy as np
 
 FOLDER = "DLLM_CANVAS_FOLDER"
-"""Environment variable, which a server's first process hands down to the others. vLLM warns of
-unknown ones that begin as its own do."""
+"""Environment variable with the folder of sockets, set by a server's first process. Its name does
+not begin with VLLM, because vLLM warns of unknown variables that do."""
 FEED = "vllm_dllm_canvas_feed"
-"""Key of `SamplingParams.extra_args`, set by the API process and never by a client's wish."""
+"""Key of `SamplingParams.extra_args` with the feed's name. Only the API process sets it, never a
+client."""
 _NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})")
 _LONGEST_PATH = 107  # bytes, of a local socket
 
 
-def new_name() -> str:
+def new_random_name() -> str:
+    """Returns a random name of a socket or topic, 32 hex digits."""
     return secrets.token_hex(16)
 
 
-def make_folder(base: str) -> None:
-    """Makes the folder below `base` in the first process of a server, to be removed when this
-    process ends. Nothing if a process before this one has made it."""
+def make_socket_folder(base: str) -> None:
+    """Makes the folder of sockets below `base`, and removes it when this process ends. Does nothing
+    if an earlier process has made it."""
     if os.environ.get(FOLDER):
         return
     folder = tempfile.mkdtemp(prefix="vllm-dllm-canvases-", dir=base)  # mode 0700
@@ -52,13 +54,13 @@ def make_folder(base: str) -> None:
 
 
 def socket_folder() -> Path | None:
-    """The folder of this server's sockets. None: canvases cannot be watched here."""
+    """Returns the folder of this server's sockets, or None: canvases cannot be watched here."""
     name = os.environ.get(FOLDER)
     return Path(name) if name else None
 
 
 def socket_path(folder: Path, socket: str) -> Path:
-    """Raises ValueError where the folder's name leaves no room for it."""
+    """Returns the path of a socket. Raises ValueError if it is too long for a local socket."""
     path = folder / socket
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise ValueError(
@@ -69,7 +71,8 @@ def socket_path(folder: Path, socket: str) -> Path:
 
 
 def find_socket(feed: str) -> tuple[Path, bytes] | None:
-    """The socket and topic of a request's feed; None if there is no such socket on this machine."""
+    """Returns socket and topic of a request's feed, or None if there is no such socket on this
+    machine."""
     match, found = _NAME.fullmatch(feed), socket_folder()
     if match is None or found is None:
         return None
@@ -77,25 +80,27 @@ def find_socket(feed: str) -> tuple[Path, bytes] | None:
     return (path, match[2].encode()) if path.is_socket() else None
 
 
-def pack(
+def pack_canvases(
     topics: Sequence[bytes],  # [n]
     numbers: np.ndarray,  # [n, 4] int32: length, block, step, finished
     temperature: np.ndarray,  # [n] float32
-    tokens: np.ndarray,  # [n, C] int32, the first `length` of each
+    tokens: np.ndarray,  # [n, C] int32, valid up to `length`
     entropy_nats: np.ndarray,  # [n, C] float32
     accepted: np.ndarray,  # [n, C] bool
 ) -> bytes:
+    """Returns the message with the n canvases of a step, of which C positions are kept."""
     arrays = (numbers, temperature, tokens, entropy_nats, accepted)
     return msgspec.msgpack.encode((topics, *(array.tobytes() for array in arrays)))
 
 
 def pack_end(topic: bytes) -> bytes:
-    """Nothing more comes: a topic without a canvas."""
+    """Returns the message that ends a feed: a topic without a canvas."""
     return msgspec.msgpack.encode(([topic],))
 
 
-def unpack(message: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Topics, and of each an event's `canvas` without the texts; None: the end."""
+def unpack_canvases(message: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yields the topic of each canvas in a message, and the canvas as in an event, without texts;
+    None: the feed has ended."""
     topics, *arrays = msgspec.msgpack.decode(message)
     if not arrays:
         yield topics[0], None

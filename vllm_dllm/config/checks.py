@@ -1,6 +1,5 @@
-"""Settings and request keys are declared by types, and errors say in one line what is wrong."""
+"""Checks settings and request keys against declared types, with errors of one line."""
 
-import difflib
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import field
@@ -19,15 +18,18 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, Strict, StringConstraints, ValidationError
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 
-MOST = 1 << 30
-"""The largest count of anything: in 32 bits, with room for sums."""
+from vllm_dllm.config.names import describe_unknown_name
+
+MAX_COUNT = 1 << 30
+"""The largest count of anything: fits 32 bits, with room for sums."""
 
 Class = TypeVar("Class")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def settings(cls: type[Class]) -> type[Class]:
-    """Decorates a class of settings, whose fields are checked whenever one is made."""
+    """Decorates a class of settings: a frozen dataclass whose fields are checked when it is
+    made."""
     made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
     return made
 
@@ -35,55 +37,40 @@ def settings(cls: type[Class]) -> type[Class]:
 Boolean = Annotated[bool, Strict()]
 Integer = Annotated[int, Strict()]
 Number = Annotated[float, Strict()]  # an integer, too
-Count = Annotated[Integer, Ge(1), Le(MOST)]
+Count = Annotated[Integer, Ge(1), Le(MAX_COUNT)]
 PathName = Annotated[
     str, Strict(), StringConstraints(min_length=1, pattern=r"^[^\x00]*$"), "a path, a string"
 ]
-"""A text in a type's metadata completes "must be"; other types are described by their bounds."""
+"""A path. A string in a type's metadata completes "must be" in errors; other types are described by
+their bounds."""
 
 
-def read(cls: type[Class], values: Any, place: str = "", remedy: str = "") -> Class:
-    """An instance of `cls`, a class of settings, with these values.
+def parse_settings(cls: type[Class], values: Any, place: str = "", remedy: str = "") -> Class:
+    """Returns an instance of `cls`, a class of settings, with `values`.
 
     Args:
-        values: as JSON has them, an object of the settings' names.
-        place: what comes before a name in errors.
-        remedy: a sentence that ends them.
+        values: an object of the settings' names, as JSON has it.
+        place: prefix of names in errors.
+        remedy: sentence at the end of errors.
 
     Raises:
         ValueError: one line that names the setting, what was expected and what came.
     """
     if not isinstance(values, Mapping):
         name = place.rstrip(". ") or "settings"
-        raise ValueError(f"{name} must be {_expected(cls)}, got {reprlib.repr(values)}.{remedy}")
+        raise ValueError(
+            f"{name} must be {_describe_type(cls)}, got {reprlib.repr(values)}.{remedy}"
+        )
     try:
         return cls(**values)
     except ValidationError as error:
-        raise ValueError(_complaint(error, cls, values, place) + remedy) from None
+        raise ValueError(_describe_error(error, cls, values, place) + remedy) from None
 
 
-def unknown(name: str, known: Iterable[str], place: str = "", shown: str = "") -> str:
-    """What to say of a name that is none of `known`, with the nearest of them. `place` comes before
-    each; `shown` is the name as the user wrote it, where that is not `place` and `name`."""
-    names, came = sorted(known), shown or f"{place}{name}"
-    if near := nearest(name, names):
-        return f"{came} is not known. Did you mean {place}{near}?"
-    return f"{came} is not known. Known are: {', '.join(place + one for one in names)}."
-
-
-def nearest(name: str, known: Iterable[str], likeness: float = 0.65) -> str | None:
-    """The name that may be meant, whatever its case; None if none is like it."""
-    by_plain = {plain(one): one for one in known}
-    near = difflib.get_close_matches(plain(name), by_plain, n=1, cutoff=likeness)
-    return by_plain[near[0]] if near else None
-
-
-def plain(name: str) -> str:
-    """Returns the form in which names are compared."""
-    return name.lower().replace("-", "_")
-
-
-def _complaint(error: ValidationError, cls: type, values: Mapping[str, Any], place: str) -> str:
+def _describe_error(
+    error: ValidationError, cls: type, values: Mapping[str, Any], place: str
+) -> str:
+    """Returns pydantic's first error in one line."""
     first = error.errors(include_url=False)[0]
     if (own := first.get("ctx", {}).get("error")) is not None:  # a check of a class' own
         return str(own)
@@ -94,7 +81,9 @@ def _complaint(error: ValidationError, cls: type, values: Mapping[str, Any], pla
         if is_pydantic_dataclass(kind):
             types = get_type_hints(kind, include_extras=True)
             if step not in types:
-                return unknown(str(step), types, place + "".join(f"{name}." for name in names))
+                return describe_unknown_name(
+                    str(step), types, place + "".join(f"{name}." for name in names)
+                )
             kind = types[str(step)]
         elif get_origin(kind) is tuple:
             kind = get_args(kind)[0]
@@ -104,29 +93,32 @@ def _complaint(error: ValidationError, cls: type, values: Mapping[str, Any], pla
         found = found.get(step) if isinstance(found, Mapping) else first["input"]
     name = place + ".".join(names)
     if first["type"] == "missing":
-        return f"{name} is missing. It must be {_expected(kind)}."
-    return f"{name} must be {_expected(kind)}, got {reprlib.repr(found)}."
+        return f"{name} is missing. It must be {_describe_type(kind)}."
+    return f"{name} must be {_describe_type(kind)}, got {reprlib.repr(found)}."
 
 
-def _expected(kind: Any) -> str:
-    """What completes "must be"."""
+def _describe_type(kind: Any) -> str:
+    """Returns the text that completes "must be" for values of a type."""
     origin, args = get_origin(kind), get_args(kind)
     if is_pydantic_dataclass(kind):
         return f"an object with the keys {sorted(get_type_hints(kind))}"
     if origin is Literal:
         return f"one of {list(args)}"
     if origin is tuple:
-        return f"a list, each {_expected(args[0])}"
+        return f"a list, each {_describe_type(args[0])}"
     if origin is Annotated:
         if said := [text for text in kind.__metadata__ if isinstance(text, str)]:
             return said[0]
-        return _expected(args[0]) + _bounds(kind.__metadata__, "g" if args[0] is float else "d")
+        return _describe_type(args[0]) + _describe_bounds(
+            kind.__metadata__, "g" if args[0] is float else "d"
+        )
     if type(None) in args:
-        return _expected(next(one for one in args if one is not type(None)))
+        return _describe_type(next(one for one in args if one is not type(None)))
     return {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "an object")
 
 
-def _bounds(metadata: Iterable[Any], form: str) -> str:
+def _describe_bounds(metadata: Iterable[Any], form: str) -> str:
+    """Returns bounds such as " >= 1 and <= 8"; `form`: how numbers are formatted."""
     found = []
     for bound in metadata:
         match bound:

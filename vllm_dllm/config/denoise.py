@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le
 from vllm.config import VllmConfig
 
-from vllm_dllm.config.checks import Integer, Number, read, settings
+from vllm_dllm.config.checks import Integer, Number, parse_settings, settings
 
 MOST_STEPS = 1 << 20
 """The largest number of steps, or of tokens a step."""
@@ -22,7 +22,7 @@ Nats = Annotated[Number, Gt(0), Le(MOST_NATS)]
 
 ENTROPY_BOUND_SAMPLER = "EntropyBoundSamplerConfig"
 
-# What the 26B checkpoint ships; quoted in errors so that a reader knows a sane value.
+# The 26B checkpoint's values, quoted in errors as examples.
 _EXAMPLES: dict[str, Any] = {
     "max_denoising_steps": 48,
     "t_min": 0.4,
@@ -61,7 +61,8 @@ class DenoiseConfig:
     def from_generation_config(
         cls, generation_config: Mapping[str, Any], max_denoising_steps: int | None = None
     ) -> "DenoiseConfig":
-        """Reads `generation_config`; `max_denoising_steps`, when given, replaces its value.
+        """Returns the settings of `generation_config`; `max_denoising_steps`, when given, replaces
+        its value.
 
         Raises:
             ValueError: a key is missing or out of range; says which, what came and what to do.
@@ -78,12 +79,12 @@ class DenoiseConfig:
                 )
         values["entropy_bound"] = _entropy_bound(values["sampler_config"])
         known = {key: values[key] for key in cls.__annotations__}
-        return read(cls, known, "generation_config's ", _REMEDY)
+        return parse_settings(cls, known, "generation_config's ", _REMEDY)
 
 
 def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:
-    """The denoising settings: `--diffusion-config` over `--override-generation-config` over the
-    checkpoint's generation_config.json. Raises ValueError for a missing or unusable value."""
+    """Returns the denoising settings: `--diffusion-config` over `--override-generation-config` over
+    the checkpoint's generation_config.json. Raises ValueError for a missing or unusable value."""
     model_config, diffusion_config = vllm_config.model_config, vllm_config.diffusion_config
     assert diffusion_config is not None, "vLLM creates it for every diffusion architecture"
     return DenoiseConfig.from_generation_config(
@@ -96,6 +97,7 @@ def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:
 
 
 def _entropy_bound(sampler_config: Any) -> Any:
+    """Returns the bound of a `sampler_config`. Raises ValueError if that is of another kind."""
     name = sampler_config.get("_cls_name") if isinstance(sampler_config, Mapping) else None
     if name != ENTROPY_BOUND_SAMPLER:
         raise ValueError(

@@ -1,7 +1,7 @@
 """How drafts are made and how many of them are verified, read once at start-up.
 
-`--speculative-config` names the drafter and how many tokens it drafts; what vLLM has no option for
-comes with `--additional-config '{"vllm_dllm": {"drafter": {...}}}'`.
+`--speculative-config` names the drafter and how many tokens it drafts. Settings that vLLM has no
+option for come with `--additional-config '{"vllm_dllm": {"drafter": {...}}}'`.
 """
 
 from typing import Any, Literal
@@ -14,32 +14,33 @@ Schedule = Literal["cosine", "linear", "sqrt"]
 
 @settings
 class DrafterConfig:
-    """Widths count drafted tokens, without the anchor: a block of 16 has a width of 15."""
+    """Settings of a DFlash drafter. Widths count drafted tokens, without the anchor: a block of 16
+    has a width of 15."""
 
     width_policy: WidthPolicy = "fixed"
-    """How many of a request's drafts the target verifies: always `width`; what `predictor` says
-    after the prefill (`blockpilot`); fewer while under 60% of them are accepted, more over 90%,
-    none where steps without drafts make more tokens a second (`acceptance`); what the batch leaves
-    room for (`load`)."""
+    """How many of a request's drafts the target verifies. `fixed`: always `width`. `blockpilot`:
+    what `predictor` says after the prefill. `acceptance`: fewer while under 60% are accepted, more
+    while over 90% are, none where steps without drafts make more tokens a second. `load`: what the
+    batch leaves room for."""
     width: Count | None = None
     """Most drafts that are verified. None: all that are drafted."""
     narrow_draft: Boolean = False
     """Draft no more tokens than will be verified. The mask tokens of a block see each other, so a
     narrower block drafts differently; without this, all are drafted and the rest dropped."""
     load_rows: Count = 128
-    """`load`: tokens of a step that the target computes at about the price of one. A batch whose
-    requests have less than one draft each of them is served without drafts."""
+    """With `load`: tokens of a step that the target computes at about the price of one. A batch
+    that leaves each request less than one draft is served without drafts."""
     predictor: PathName | None = None
-    """`blockpilot`: folder of the predictor."""
+    """With `blockpilot`: folder of the predictor."""
     max_context: Count | None = None
-    """Requests of more tokens than this are served without drafts, and at their price: nothing
-    beyond is stored for the drafter. None: what the drafter's config says that it was trained on
-    (`dflash_config.trained_context`), else no limit."""
+    """Requests with more tokens than this are served without drafts, and cost nothing for the
+    drafter: it stores nothing beyond. None: the length that the drafter's config says it was
+    trained on (`dflash_config.trained_context`), else no limit."""
     draft_window: Count | None = None
     """The drafter sees this many of the last tokens; cache blocks behind them are freed."""
     draft_steps: Count = 1
-    """Passes over a block: each keeps its surest tokens for the next to see. More than one suits
-    drafters trained so; on others they lower acceptance."""
+    """Passes over a block: each keeps its most confident tokens for the next pass to see. More than
+    one suits drafters trained for it; with others, acceptance falls."""
     schedule: Schedule = "cosine"
     """How many tokens each of several passes keeps."""
     buffer: PathName | None = None
@@ -48,7 +49,7 @@ class DrafterConfig:
     buffer_mib: Count = 64
     """Size of `buffer`; its oldest blocks are deleted."""
     buffer_every: Count = 20
-    """One block in this many is written."""
+    """One block of this many is written."""
 
     def __post_init__(self) -> None:
         if (self.width_policy == "blockpilot") != (self.predictor is not None):
@@ -58,8 +59,9 @@ class DrafterConfig:
                 f"{self.width_policy!r} and {self.predictor!r}."
             )
 
-    def widest(self, num_drafted: int) -> int:
-        """Most drafts of a request that are verified, of `num_drafted`, the drafter's.
+    def max_width(self, num_drafted: int) -> int:
+        """Returns the most drafts of a request that are verified, of `num_drafted` that the drafter
+        makes.
 
         Raises:
             ValueError: `width` is more than that.
@@ -73,7 +75,8 @@ class DrafterConfig:
 
 
 def context_limit(config: DrafterConfig, draft_model_config: Any, max_model_len: int) -> int:
-    """Tokens of the longest request that is drafted for. `draft_model_config` is vLLM's.
+    """Returns the tokens of the longest request that is drafted for. `draft_model_config` is
+    vLLM's.
 
     Raises:
         ValueError: the drafter's config has no sensible number.

@@ -1,4 +1,4 @@
-"""What vLLM has no option for: `--additional-config '{"vllm_dllm": {...}}'`."""
+"""Settings that vLLM has no option for: `--additional-config '{"vllm_dllm": {...}}'`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
@@ -13,26 +13,26 @@ from vllm_dllm.config.checks import (
     Integer,
     Number,
     PathName,
-    nearest,
-    read,
+    parse_settings,
     settings,
 )
 from vllm_dllm.config.denoise import MOST_NATS, MOST_STEPS
 from vllm_dllm.config.drafter import DrafterConfig
+from vllm_dllm.config.names import nearest_name
 
 WindowRule = Literal["reference", "symmetric"]
 KernelChoice = Literal["measured", "shipped", "stock"]
 SECTION = "vllm_dllm"
-"""Of vLLM's additional config."""
+"""Key of vLLM's additional config."""
 
 
 @settings
 class RequestLimits:
-    """What one request may ask of a server that serves others at the same time; named like what is
-    limited. A request beyond one is answered with HTTP 400."""
+    """What one request may ask of a server that serves others at the same time. Each limit is named
+    like what it limits. A request beyond a limit is answered with HTTP 400."""
 
     n: Count = 64
-    """Answers: `n` times the prompts of a completion."""
+    """Answers of a request: `n` times the prompts of a completion."""
     prompt_logprobs: Count = 2048
     """Log-probabilities of prompts: their tokens times one more than `prompt_logprobs`."""
     bad_words: Count = 1024
@@ -51,9 +51,8 @@ class RequestLimits:
 
 @settings
 class LoadStage:
-    """How much sooner canvases may be finished while a server is busy: when a step has `canvases`
-    or more, those of requests that allow it are finished by these thresholds, where they are looser
-    than the request's."""
+    """Looser thresholds of convergence while a server is busy: they apply when a step has at least
+    `canvases` canvases, to requests that allow it and whose own thresholds are tighter."""
 
     canvases: Count
     confidence_threshold: Annotated[Number, Ge(0), Le(MOST_NATS)] = 0.0
@@ -71,19 +70,19 @@ class ExtensionConfig:
     W-1 prefix tokens and the whole canvas, as transformers does) or `symmetric` (each row sees W-1
     tokens back and W-1 ahead, as stock vLLM does). A request may override it."""
     trace_path: PathName | None = None
-    """File to which every step's canvases are appended as JSON lines, for watching a canvas
-    denoise. Costs a device-to-host copy a step. Only its owner can read it, for it holds what
-    clients get; lines that the disk does not take are dropped."""
+    """File to which every step's canvases are appended as JSON lines, for watching them. Costs a
+    device-to-host copy a step. Only its owner can read it, because it holds clients' answers. Lines
+    that cannot be written are dropped."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of `requests.options`' keys for requests that leave them out."""
+    """Values of keys of `requests.options`, for requests that do not set them."""
     sampling_memory_mib: Count = 256
-    """Bounds what the sampler takes beside its results, whatever the number of requests."""
+    """Most memory that the sampler takes beside its results, whatever the number of requests."""
     self_conditioning_tolerance: Annotated[Number, Ge(0), Lt(1)] = 0.0
     """Share of a position's probability that its expected embedding may leave out in a step, in
     blocks of 1024 tokens. 0 leaves out nothing."""
     self_conditioning_top_k: Count | None = None
-    """Make the expected embedding of the k most probable tokens alone; the log says how much
-    probability the others had. None: of all tokens."""
+    """Compute expected embeddings from the k most probable tokens alone; the log says how much
+    probability the others had. None: from all tokens."""
     fit_canvas: Boolean = True
     """Denoise no canvas, first or last, wider than the tokens that its request may still get
     (rounded up to 16). The reference always denoises a whole canvas and drops the rest; so does
@@ -97,19 +96,19 @@ class ExtensionConfig:
     limits: RequestLimits = field(default_factory=RequestLimits)
     """What one request may ask for; from an object of its settings."""
     load_stages: tuple[LoadStage, ...] = ()
-    """How much sooner canvases may be finished while the server is busy, for requests that allow it
+    """Looser thresholds while the server is busy, for requests that allow it
     (`diffusion_load_stages`); from a list of objects, see `LoadStage`."""
     kernel_choice: KernelChoice = "shipped"
-    """Which kernels run on a GPU: the fastest by times that are `shipped` with this package, or
-    `measured` by the first start on the machine, for at most 15 s, and kept for later ones; or
-    `stock`: vLLM's own tiles of experts, and attention by Triton."""
+    """Which kernels run on a GPU. `shipped`: the fastest by times that come with this package.
+    `measured`: the fastest by times that the first start on the machine measures, for at most 15 s,
+    and keeps. `stock`: vLLM's own tiles of experts, and attention by Triton."""
     blocks_in_flight: Count = 1
-    """Blocks of a masked model that are denoised together: a block sees those before it unfinished,
-    and reveals early what the model is surer of. They are committed together. More than 1 is for
-    models whose blocks see themselves whole, such as SDAR and LLaDA2."""
+    """Blocks of a masked model that are denoised, and committed, together: a block sees unfinished
+    blocks before it, and reveals early what the model is more certain of. More than 1 is for models
+    whose blocks see themselves whole, such as SDAR and LLaDA2."""
     drain_seconds: Count = 15
-    """For requests in flight to finish when the server is told to stop, unless vLLM's
-    `--shutdown-timeout` says so."""
+    """Time for requests in flight to finish when the server is told to stop, unless vLLM's
+    `--shutdown-timeout` sets it."""
 
     def __post_init__(self) -> None:
         if self.self_conditioning_tolerance and self.self_conditioning_top_k:
@@ -120,15 +119,17 @@ class ExtensionConfig:
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "ExtensionConfig":
-        """Reads the `vllm_dllm` entry of vLLM's additional config; absent means all defaults."""
+        """Returns the settings in the `vllm_dllm` entry of vLLM's additional config; all defaults
+        if it is absent."""
         given = additional_config if isinstance(additional_config, Mapping) else {}
         for name in given:
             _check_place(name, cls.__annotations__)
-        return read(cls, given[SECTION] if given.get(SECTION) is not None else {})
+        return parse_settings(cls, given[SECTION] if given.get(SECTION) is not None else {})
 
 
 def _check_order(stages: Sequence[LoadStage]) -> None:
-    """Raises ValueError for a stage that does not follow the one before it, or is tighter."""
+    """Raises ValueError unless each stage has more canvases than the one before and no tighter
+    threshold."""
     for earlier, later in pairwise(stages):
         if (
             later.canvases <= earlier.canvases
@@ -142,11 +143,12 @@ def _check_order(stages: Sequence[LoadStage]) -> None:
 
 
 def _check_place(name: str, settings: Iterable[str]) -> None:
-    """Raises ValueError for a name beside our section that is meant for it, or for one in it."""
+    """Raises ValueError for an entry beside our section that looks like one of our settings or like
+    the section's name."""
     if name in settings:
         place = f'{{"{SECTION}": {{"{name}": ...}}}}'
         raise ValueError(f"{name} in --additional-config belongs under {SECTION}: '{place}'.")
-    if name != SECTION and (near := nearest(name, (SECTION, *settings), 0.8)) is not None:
+    if name != SECTION and (near := nearest_name(name, (SECTION, *settings), 0.8)) is not None:
         raise ValueError(
             f"{name} in --additional-config is not known. Did you mean {near}? The settings of "
             f"diffusion models are under {SECTION}."

@@ -1,8 +1,8 @@
 """Files that a server writes while it serves.
 
-They hold what clients wrote, so only their owner may read them. A server does not start if they
-cannot be written at all; a disk that fails or fills up later costs the lines it did not take, and
-nothing else.
+They hold clients' texts, so only their owner may read them. A server does not start if they cannot
+be written at all. If the disk fails or fills up later, only the lines that it did not take are
+lost.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ _KIND = "it is a pipe or a socket"
 
 
 class LineFile:
-    """Appends whole lines to a file, which other processes may append to, too."""
+    """Appends whole lines to a file. Other processes may append to it, too."""
 
     def __init__(self, path: Path) -> None:
         """Makes the file if there is none. Raises OSError."""
@@ -26,8 +26,9 @@ class LineFile:
         """Whether the file ends with part of a line."""
 
     def append(self, line: bytes) -> None:
-        """`line` with its line break. Raises OSError if it could not be written whole; then nothing
-        of it stays or, where that is not possible, no other line is joined to it."""
+        """Appends `line`, which has its line break. Raises OSError if it could not be written
+        whole: what was written of it is removed or, where that is not possible, kept apart from the
+        next line."""
         data = b"\n" + line if self.is_cut else line
         written = 0
         try:
@@ -35,12 +36,12 @@ class LineFile:
                 written += os.write(self._file, data[written:])
         except OSError:
             if written:
-                self._take_back(written)
+                self._truncate(written)
             raise
         self.is_cut = False
 
-    def _take_back(self, num_bytes: int) -> None:
-        """Cuts off what was just written, unless another process has written behind it."""
+    def _truncate(self, num_bytes: int) -> None:
+        """Removes the bytes just written, unless another process has appended after them."""
         end = os.lseek(self._file, 0, os.SEEK_CUR)
         with contextlib.suppress(OSError):
             if os.fstat(self._file).st_size == end:

@@ -1,4 +1,4 @@
-"""What a masked model's checkpoint says of its blocks, read and checked once at start-up."""
+"""What a masked model's checkpoint says about its blocks, read and checked once at start-up."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +14,22 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class MaskedConfig:
+    """Blocks and special tokens of a masked model."""
+
     block_length: int
     """Tokens of a block, which see each other."""
     blocks_in_flight: int
     """Blocks of a canvas."""
     mask_id: int
-    """The token that stands for a hidden one."""
+    """The mask token, which hidden positions hold."""
     family: Family
-    """Its threshold holds if neither request nor server says more."""
+    """Its family, whose threshold applies if neither request nor server sets one."""
     edit_tokens: tuple[int, int] | None = None
-    """The tokens that delete and insert, of a family that `moves_tokens`."""
+    """The tokens that delete and insert, for a family that `moves_tokens`."""
 
     @classmethod
     def if_masked(cls, vllm_config: VllmConfig) -> "MaskedConfig | None":
-        """None: not a masked model."""
+        """Returns the model's MaskedConfig, or None if it is not a masked model."""
         model_config = vllm_config.model_config
         if model_config is None or model_config.architecture not in FAMILIES:
             return None
@@ -35,7 +37,7 @@ class MaskedConfig:
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> "MaskedConfig":
-        """Reads `mask_token_id` of config.json. The served canvas is `blocks_in_flight` blocks.
+        """Returns what config.json says. The served canvas is `blocks_in_flight` blocks.
 
         Raises:
             ValueError: a value is missing or impossible; names the file and the key.
@@ -80,9 +82,10 @@ class MaskedConfig:
             )
         return cls(length, in_flight, mask_id, family, edit_tokens)
 
-    def check_cache(self, page: int, option: str) -> None:
-        """Raises ValueError unless cached pages of so many tokens hold whole blocks: keys and
-        values of a part of a block depend on what follows it, unless known tokens are causal."""
+    def check_cache_page(self, page: int, option: str) -> None:
+        """Raises ValueError unless cached pages of `page` tokens hold whole blocks: keys and values
+        of a part of a block depend on the tokens after it, unless known tokens are causal.
+        `option`: the command line's name of `page`."""
         if page % self.block_length != 0 and not self.family.is_causal:
             raise ValueError(
                 f"{option} must be a multiple of the model's block of {self.block_length} tokens "
@@ -91,10 +94,10 @@ class MaskedConfig:
             )
 
     def check_blocks_in_flight(self) -> None:
-        """Warns of blocks that a checkpoint may not be trained for.
+        """Warns if several blocks are in flight, for which the checkpoint may not be trained.
 
         Raises:
-            ValueError: a block cannot begin before the one before it is finished.
+            ValueError: a block cannot begin before the previous one is finished.
         """
         if self.blocks_in_flight == 1:
             return

@@ -1,7 +1,7 @@
-"""Tiles of vLLM's Triton experts for steps of canvases, where vLLM has none of its own.
+"""Tile sizes of vLLM's Triton experts for steps of canvases, where vLLM has none of its own.
 
 Files are named and written as vLLM's, which looks for them in `VLLM_TUNED_CONFIG_FOLDER` before its
-own folder. One step of canvases gives each expert more rows than decoding does and fewer than a
+own folder. A step of canvases gives each expert more rows than decoding does and fewer than a
 prompt, and vLLM ships nothing for the 26B model's experts.
 """
 
@@ -14,8 +14,8 @@ FOLDER = Path(__file__).parent / "tuned"
 VARIABLE = "VLLM_TUNED_CONFIG_FOLDER"
 
 
-def offer(folder: Path = FOLDER) -> None:
-    """Lets this process and those it starts find the tiles of `folder` on a GPU, unless the user
-    named one. Repeatable."""
+def set_tuned_config_folder(folder: Path = FOLDER) -> None:
+    """Makes this process and its children read tile sizes from `folder` on a GPU, unless the user
+    named another. Repeatable."""
     if current_platform.is_cuda():
         os.environ.setdefault(VARIABLE, str(folder))

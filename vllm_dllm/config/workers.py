@@ -1,5 +1,4 @@
-"""The worker classes, and what goes with them, named by string: importing one loads the model
-runner."""
+"""Classes of workers, schedulers and speculators, by name: importing one loads the model runner."""
 
 from collections.abc import Mapping
 
@@ -13,10 +12,10 @@ SPECULATORS = (
     "vllm_dllm.drafters.dflash.WidthDFlashSpeculator",
     "vllm_dllm.drafters.dflash2.CheckedDFlash2Speculator",
 )
-"""Of targets with a DFlash drafter, and with a DFlash2 drafter."""
+"""Speculator classes for a DFlash drafter and for a DFlash2 drafter."""
 
 JOIN_COMMITS = (GPU_WORKER, CPU_WORKER)
-"""Those that take a finished block for a part of its request's prefill."""
+"""Workers that compute a finished block as part of its request's prefill."""
 
 CPU_IMPORTS = (
     "vllm_dllm.plugin",
@@ -24,23 +23,24 @@ CPU_IMPORTS = (
     "vllm_dllm.scheduling.scheduler",
     "vllm_dllm.models.diffusion_gemma",
 )
-"""What the processes of an engine on a CPU import of ours."""
+"""Our modules that the processes of an engine on a CPU import."""
 
 SHORT_SPINS = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "300us"}
-"""Of GNU's OpenMP, whose count takes some 0.3 ms, and of Intel's, where that is preloaded."""
+"""Limits of spinning: of GNU's OpenMP, whose count takes some 0.3 ms, and of Intel's, where that is
+preloaded."""
 
 
 def cpu_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What this environment of an engine on a CPU lacks."""
+    """Returns the variables to add to the environment of an engine on a CPU."""
     variables = {
-        # A worker that compiles does not answer for some minutes; vLLM would say after one that
-        # processes hang. One that hangs while it serves is reported after 300 s.
+        # A worker that compiles does not answer for minutes, and after one minute vLLM would warn
+        # that processes hang. A worker that hangs while it serves is reported after 300 s.
         "VLLM_RINGBUFFER_WARNING_INTERVAL": "600",
     }
     # OpenMP threads that spin while they wait hold cores that other threads need: next to another
-    # busy process on two cores, a denoise step took 200 ms and not 12. Threads that sleep at once
-    # have to be woken for each operation, which took a virtual machine 0.2 to 0.6 ms. So they spin
-    # for about as long as it takes from one operation to the next.
+    # busy process on two cores, a denoise step took 200 ms instead of 12. Threads that sleep at
+    # once have to be woken for each operation, which took 0.2 to 0.6 ms on a virtual machine. So
+    # they spin for about the time between two operations.
     if not {"OMP_WAIT_POLICY", *SHORT_SPINS} & environment.keys():
         variables |= SHORT_SPINS
     return {name: value for name, value in variables.items() if name not in environment}

@@ -25,7 +25,7 @@ class CompleteDrafter(DFlashQwen3ForCausalLM):
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in weights:
-                complete.count(names.map_name(name))
+                complete.count_tensor(names.map_name(name))
                 yield name, weight
 
         super().load_weights(counted())

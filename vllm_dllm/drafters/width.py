@@ -186,7 +186,7 @@ class ByLoad(WidthPolicy):
 
 def make_policy(config: DrafterConfig, num_drafted: int) -> WidthPolicy:
     """The policy of `config` for a drafter of `num_drafted` tokens."""
-    widest = config.widest(num_drafted)
+    widest = config.max_width(num_drafted)
     match config.width_policy:
         case "fixed":
             return WidthPolicy(widest)

@@ -1,2 +1,2 @@
-"""What a server counts of its canvases, from the worker by way of the engine to `/metrics`; and of
-its drafts, which vLLM counts."""
+"""Metrics of canvases, counted by the worker and the engine and shown on `/metrics`; and of drafts,
+which vLLM counts."""

@@ -1,4 +1,4 @@
-"""What a step's canvases have come to, as the worker tells the engine with the tokens."""
+"""Numbers of a step's canvases, which the worker sends to the engine with the tokens."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class CanvasRow(NamedTuple):
-    """What a step says of one canvas."""
+    """Numbers of one canvas in a step."""
 
     request: int  # index in the step's batch
     length: int  # canvas positions
@@ -18,29 +18,32 @@ class CanvasRow(NamedTuple):
 
     @property
     def is_denoised(self) -> bool:
-        """Otherwise the step has committed the canvas, or taken it back."""
+        """Whether the step has denoised the canvas. Otherwise it has committed it, or taken it
+        back."""
         return self.step > 0
 
 
 class CanvasNumbers(NamedTuple):
-    # Lists: small arrays take longer from process to process.
+    # Lists, because sending small arrays between processes takes longer.
+    """Numbers of a step's n canvases, some of which are known before the step has run."""
+
     requests: list[int]  # [n] indices in the step's batch
     lengths: list[int]  # [n] canvas positions
-    names: tuple[str, ...]  # of the values
-    values: np.ndarray  # [names, n] fp32; there when the step's tokens are
+    names: tuple[str, ...]  # names of the rows of `values`
+    values: np.ndarray  # [names, n] fp32; valid when the step's tokens are
     cut: Sequence[int] = ()  # indices in the step's batch: requests whose answer is cut and closed
     sampling_peak_bytes: int = 0  # most that this and all earlier steps took
     sampling_bound_bytes: int = 0
 
     def requests_flagged(self, name: str) -> Iterator[int]:
-        """Indices in the step's batch. "committed": requests whose block the step has finished, and
-        committed, too; "verified": those whose draft it has verified."""
+        """Yields the indices of requests with a flag. "committed": the step has finished and
+        committed their block. "verified": it has verified their draft."""
         if name in self.names:
             flags = self.values[self.names.index(name)].tolist()
             yield from (request for request, flag in zip(self.requests, flags, strict=True) if flag)
 
     def rows(self) -> Iterator[CanvasRow]:
-        """The numbers canvas by canvas."""
+        """Yields the numbers canvas by canvas."""
         # Plain Python: between steps numpy's code is not in the caches.
         of = dict(zip(self.names, self.values.tolist(), strict=True))
         causes = [cause for cause in ("converged", "revealed") if cause in of]

@@ -1,4 +1,4 @@
-"""The metrics on `/metrics` whose names begin with `vllm_dllm:`. docs/metrics.md explains them."""
+"""Metrics on `/metrics` whose names begin with `vllm_dllm:`. docs/metrics.md explains them."""
 
 from bisect import bisect_left
 from collections import Counter as Tally
@@ -62,8 +62,8 @@ HISTOGRAMS = {
 
 @dataclass
 class CanvasCounts:
-    """What the engine's process counts between two messages to an API process: each field for the
-    metric of its name."""
+    """What the engine's process counts between two messages to an API process. Each field is for
+    the metric of its name."""
 
     forwards: int = 0
     denoise_steps: int = 0
@@ -84,13 +84,13 @@ _registered: dict[type, list[Any]] = {}
 
 
 def _unregister(owner: type) -> None:
-    """Takes back what `owner` has registered, as vLLM does: a process may come to make others."""
+    """Unregisters the metrics of `owner`, as vLLM does: a process may make new ones."""
     for metric in _registered.pop(owner, ()):
         REGISTRY.unregister(metric)
 
 
 class CanvasMetrics:
-    """The metrics of the engines whose statistics come to this process."""
+    """Metrics of canvases, of all engines that send statistics to this process."""
 
     def __init__(
         self, labelnames: Sequence[str], labels_by_engine: Mapping[int, Sequence[Any]]
@@ -99,7 +99,7 @@ class CanvasMetrics:
         metrics: dict[str, Any] = {
             name: Counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()
         }
-        # Where several processes take requests, each gets a part of an engine's messages.
+        # With several API processes, each gets a part of an engine's messages.
         metrics |= {
             name: Gauge(PREFIX + name, text, labelnames, multiprocess_mode="mostrecent")
             for name, text in GAUGES.items()
@@ -113,8 +113,8 @@ class CanvasMetrics:
             for name, (label, _, text) in BY_LABEL.items()
         }
         _registered[type(self)] = [*metrics.values(), *by_label.values()]
-        # From the start, because a rate misses what a new series begins with.
-        self._of_engine: dict[int, dict[Any, Any]] = {
+        # All series exist from the start, because a rate misses a new series' first value.
+        self._by_engine: dict[int, dict[Any, Any]] = {
             engine: {name: metric.labels(*labels) for name, metric in metrics.items()}
             | {
                 (name, value): counter.labels(*labels, value)
@@ -125,8 +125,8 @@ class CanvasMetrics:
         }
 
     def observe(self, counts: Mapping[str, Any], engine: int) -> None:
-        """`counts`: the fields of `CanvasCounts`."""
-        metrics = self._of_engine[engine]
+        """Adds `counts`, the fields of `CanvasCounts`, to an engine's metrics."""
+        metrics = self._by_engine[engine]
         for name in COUNTERS:
             metrics[name].inc(counts[name])
         for name in GAUGES:
@@ -152,16 +152,17 @@ DRAFT_HISTOGRAMS = {
 
 
 class CountedHistogram(Histogram):
-    """Takes equal values at once: hundreds of requests have few different ones."""
+    """A histogram that observes equal values at once: hundreds of requests have few different
+    values."""
 
     def observe_many(self, value: int, times: int) -> None:
-        """Observes a value so many times, for which Prometheus' client has no way."""
+        """Observes `value` `times` times, which Prometheus' client has no method for."""
         self._sum.inc(value * times)
         self._buckets[bisect_left(self._upper_bounds, value)].inc(times)
 
 
 class DraftMetrics:
-    """The metrics of the engines whose statistics come to this process."""
+    """Metrics of drafts, of all engines that send statistics to this process."""
 
     def __init__(
         self, labelnames: Sequence[str], labels_by_engine: Mapping[int, Sequence[Any]]
@@ -172,7 +173,7 @@ class DraftMetrics:
             for name, (text, buckets) in DRAFT_HISTOGRAMS.items()
         }
         _registered[type(self)] = [*histograms.values()]
-        self._of_engine = {
+        self._by_engine = {
             engine: {name: h.labels(*labels) for name, h in histograms.items()}
             for engine, labels in labels_by_engine.items()
         }
@@ -180,18 +181,18 @@ class DraftMetrics:
     def observe(
         self, num_verified: int, accepted: Sequence[int], drafted: Sequence[int], engine: int
     ) -> None:
-        """`accepted`, `drafted`: in how many of the `num_verified` drafts each position was
-        accepted, and in how many there was one."""
-        metrics = self._of_engine[engine]
-        for length, times in lengths(num_verified, accepted):
+        """Adds the verifications of an engine's step. `accepted`, `drafted`: in how many of the
+        `num_verified` drafts each position was accepted, and in how many there was one."""
+        metrics = self._by_engine[engine]
+        for length, times in count_run_lengths(num_verified, accepted):
             metrics["acceptance_length"].observe_many(1 + length, times)
-        for width, times in lengths(num_verified, drafted):
+        for width, times in count_run_lengths(num_verified, drafted):
             metrics["draft_width"].observe_many(width, times)
 
 
-def lengths(count: int, reached: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The lengths of `count` runs from the left, and how many have each; `reached[i]` of them have
-    position `i`."""
+def count_run_lengths(count: int, reached: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields each length of `count` runs that start at position 0, and how many runs have it.
+    `reached[i]`: how many of them have position `i`."""
     for length, (longer, further) in enumerate(pairwise((count, *reached, 0))):
         if longer > further:
             yield length, longer - further

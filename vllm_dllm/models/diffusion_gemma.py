@@ -33,7 +33,7 @@ from vllm_dllm.models.image_processor import (
 from vllm_dllm.models.self_conditioning import SelfConditioning
 from vllm_dllm.models.vocabulary import Vocabulary
 from vllm_dllm.quantization import modelopt
-from vllm_dllm.quantization.config import adapt
+from vllm_dllm.quantization.config import adapt_quant_config
 
 
 def num_rotary_positions(vllm_config: VllmConfig) -> int:
@@ -86,7 +86,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         text_config.attention_k_eq_v = True
         text_config.max_position_embeddings = num_rotary_positions(vllm_config)
         self.config = text_config
-        self.quant_config = vllm_config.quant_config = adapt(vllm_config.quant_config, text_config)
+        self.quant_config = vllm_config.quant_config = adapt_quant_config(
+            vllm_config.quant_config, text_config
+        )
 
         self.vision_tower: nn.Module | None = None
         self.embed_vision: nn.Module | None = None
@@ -207,7 +209,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
             absent.add("lm_head")
         written = getattr(self.quant_config, "config", None) or {}
         if (algorithm := written.get(modelopt.READ)) is not None:
-            weights = modelopt.read(weights, algorithm, self.config.num_experts)
+            weights = modelopt.to_compressed_tensors_weights(
+                weights, algorithm, self.config.num_experts
+            )
         expected = ExpectedWeights(self, self.packed_modules_mapping, absent)
         reader = _WeightReader(weights, mapper, expected)
         try:

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm_dllm.attention import use_window_rules
 from vllm_dllm.config.architectures import family_of
 from vllm_dllm.quantization.complete_weights import CompleteWeights
-from vllm_dllm.quantization.config import adapt_masked
+from vllm_dllm.quantization.config import adapt_masked_quant_config
 
 
 class MaskedModel:
@@ -28,7 +28,7 @@ class MaskedModel:
     streams_vocabulary = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        vllm_config.quant_config = adapt_masked(vllm_config.quant_config)
+        vllm_config.quant_config = adapt_masked_quant_config(vllm_config.quant_config)
         lora_config = vllm_config.lora_config
         if current_platform.is_cpu():  # where adapters leave experts as they are
             vllm_config.lora_config = None
@@ -47,7 +47,7 @@ class MaskedModel:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a checkpoint's tensors. Raises ValueError if one is missing."""
         complete = CompleteWeights(self, self.packed_modules_mapping, self.names)
-        loaded = self.load_named_weights(complete.read(weights))
+        loaded = self.load_named_weights(complete.rename_and_count(weights))
         complete.check_complete(loaded)
         return loaded
 

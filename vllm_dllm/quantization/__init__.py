@@ -1,5 +1,5 @@
-"""Checkpoints in the compressed-tensors format: which can be served, and what of them is checked.
+"""Checkpoints in the compressed-tensors format: which can be served, and checks of their weights.
 
-vLLM's own classes read the configuration, hold the weights and, on GPUs, compute. What its build
-for CPUs lacks is in `vllm_dllm/cpu/quantization`.
+vLLM's own classes read the configuration, hold the weights and, on GPUs, compute. Kernels that its
+build for CPUs lacks are in `vllm_dllm/cpu/quantization`.
 """

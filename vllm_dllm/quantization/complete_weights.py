@@ -1,8 +1,8 @@
-"""The tensors that a model needs of its checkpoint, counted one by one.
+"""Checks that a checkpoint has every tensor that a model needs.
 
-vLLM counts what it joined (q, k and v, gate and up, a layer's experts) as loaded after the first
-part, and linear layers and embeddings as loaded whatever came. Here a missing tensor is an error,
-so that no half-loaded model is served.
+vLLM counts joined layers (q, k and v, gate and up, a layer's experts) as loaded after the first
+part, and linear layers and embeddings as loaded in any case. Here a missing tensor is an error, so
+that no half-loaded model is served.
 """
 
 from collections import defaultdict
@@ -17,8 +17,9 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 _MOST_NAMED = 8
 _SAVED = {"weight", "weight_packed", "weight_scale", "bias"}
-"""What checkpoints hold of a layer that may be quantised. Other parameters of such layers may have
-been made for a kernel; but what one part of a joined layer has, all must have."""
+"""Kinds of tensors that checkpoints hold of a layer that may be quantised. Other parameters of such
+layers may have been made for a kernel. But a kind that one part of a joined layer has, all parts
+must have."""
 
 
 class CompleteWeights:
@@ -31,42 +32,44 @@ class CompleteWeights:
         mapper: WeightsMapper,  # from the checkpoint's names to those of `model`
         optional: tuple[str, ...] = (),  # beginnings of names that may be missing
     ) -> None:
-        self._groups = dict(_groups(model, packed_modules))
-        self._needed = [name for name in _needed(model) if not name.startswith(optional)]
+        self._joined_layers = dict(_joined_layers(model, packed_modules))
+        self._required_parameters = [
+            name for name in _required_parameters(model) if not name.startswith(optional)
+        ]
         self._mapper = mapper
         self._found: dict[str, set[str]] = defaultdict(set)  # layer -> its tensors
 
-    def read(
+    def rename_and_count(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights, by the model's names."""
+        """Yields all weights by the model's names."""
         for name, weight in self._mapper.apply(weights):
-            self.count(name)
+            self.count_tensor(name)
             yield name, weight
 
-    def count(self, name: str) -> None:
-        """A tensor has come, by the model's name."""
+    def count_tensor(self, name: str) -> None:
+        """Records that a tensor has come, by the model's name."""
         layer, _, kind = name.rpartition(".")
         self._found[layer].add(kind)
 
     def check_complete(self, loaded: Iterable[str] = ()) -> None:
-        """`loaded`: parameters that came under other names than theirs, too. Raises ValueError if
-        some are missing, with their names in the checkpoint."""
+        """Raises ValueError if tensors are missing, with their names in the checkpoint. `loaded`:
+        parameters that came under other names."""
         known = set(loaded)
         missing = [
             f"{layer}.{kind}"
-            for group in self._groups.values()
+            for group in self._joined_layers.values()
             for kind in sorted(set[str]().union(*(self._found.get(layer, ()) for layer in group)))
             for layer in group
             if kind not in self._found.get(layer, ())
         ]
-        for name in self._needed:
+        for name in self._required_parameters:
             module, _, kind = name.rpartition(".")
-            layers = self._groups.get(module, (module,))
+            layers = self._joined_layers.get(module, (module,))
             kind = kind.removeprefix("w13_").removeprefix("w2_")
             if name not in known and not any(kind in self._found.get(each, ()) for each in layers):
                 missing += [f"{each}.{kind}" for each in layers]
-        if missing := [self._in_checkpoint(name) for name in dict.fromkeys(missing)]:
+        if missing := [self._name_in_checkpoint(name) for name in dict.fromkeys(missing)]:
             rest = len(missing) - _MOST_NAMED
             more = f" and {rest} more" if rest > 0 else ""
             raise ValueError(
@@ -74,21 +77,22 @@ class CompleteWeights:
                 f"{more}. Check that its files are complete and belong together."
             )
 
-    def _in_checkpoint(self, name: str) -> str:
+    def _name_in_checkpoint(self, name: str) -> str:
+        """Returns the checkpoint's name of one of the model's tensors."""
         for old, new in self._mapper.orig_to_new_prefix.items():
             if new is not None and name.startswith(new):
                 return old + name.removeprefix(new)
         return name
 
 
-def _needed(model: nn.Module) -> Iterator[str]:
-    """Parameters that a checkpoint must hold; of tied ones the first."""
+def _required_parameters(model: nn.Module) -> Iterator[str]:
+    """Yields the parameters that a checkpoint must hold; of tied ones only the first."""
     seen = set[int]()
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, BaseKVCacheMethod):
             continue
-        # Scales are made of weights that are quantised while they are loaded.
+        # Weights that are quantised while they are loaded need no scales.
         saved = {"weight", "bias"} if getattr(method, "uses_meta_device", False) else _SAVED
         is_plain = method is None or isinstance(method, UnquantizedLinearMethod)
         for kind, parameter in module.named_parameters(recurse=False):
@@ -99,10 +103,10 @@ def _needed(model: nn.Module) -> Iterator[str]:
                 yield f"{name}.{kind}"
 
 
-def _groups(
+def _joined_layers(
     model: nn.Module, packed_modules: Mapping[str, list[str]]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Layers of `model` that are several in the checkpoint, and the names of those."""
+    """Yields layers of `model` that join several of the checkpoint's, with the names of those."""
     for name, module in model.named_modules():
         parent, _, leaf = name.rpartition(".")
         if isinstance(module, RoutedExperts):

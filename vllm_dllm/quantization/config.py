@@ -21,18 +21,18 @@ from vllm.platforms import current_platform
 
 from vllm_dllm.quantization import layer_names, modelopt
 from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, IN_VLLM
-from vllm_dllm.quantization.schemes import Scheme, check_method, describe, recognize
+from vllm_dllm.quantization.schemes import Scheme, check_method, describe_scheme, recognize_scheme
 
 logger = init_logger(__name__)
 
 LINEAR = torch.nn.Linear(1, 1, device="meta")
-"""What an expert's projection is in a checkpoint."""
+"""Stands for an expert's projection, which is a linear layer in a checkpoint."""
 
 
-def adapt(
+def adapt_quant_config(
     config: QuantizationConfig | None, text_config: PretrainedConfig
 ) -> QuantizationConfig | None:
-    """Changes `config` as DiffusionGemma needs it. On GPUs, methods other than compressed-tensors
+    """Returns `config` as DiffusionGemma needs it. On GPUs, methods other than compressed-tensors
     are returned unchanged, with a warning if they are not ModelOpt's.
 
     Raises:
@@ -41,21 +41,21 @@ def adapt(
     if config is None:
         return None
     if not isinstance(config, CompressedTensorsConfig):
-        first = IN_CHECKPOINT + next(layer_names.linears(text_config))
+        first = IN_CHECKPOINT + next(layer_names.list_linears(text_config))
         has_zero_points = any(getattr(config, name, False) for name in ("zero_point", "has_zp"))
         check_method(first, config.get_name(), has_zero_points, current_platform.is_cpu())
         if config.get_name() not in modelopt.METHODS:
-            _leave_to_vllm(config.get_name(), "all layers that it quantises")
+            _warn_unchecked(config.get_name(), "all layers that it quantises")
         return config
     adapted = _copy(config, ServedCompressedTensors)
-    layer_names.write_out(adapted, text_config)
+    layer_names.add_vllm_names(adapted, text_config)
     adapted.check(text_config)
     return adapted
 
 
-def adapt_masked(config: QuantizationConfig | None) -> QuantizationConfig | None:
-    """Changes `config` as a masked model needs it: what is not of compressed-tensors is vLLM's
-    alone."""
+def adapt_masked_quant_config(config: QuantizationConfig | None) -> QuantizationConfig | None:
+    """Returns `config` as a masked model needs it. Methods other than compressed-tensors are left
+    to vLLM."""
     if not isinstance(config, CompressedTensorsConfig):
         return config
     return _copy(config, CompressedTensorsOfOurs)
@@ -65,6 +65,7 @@ _Kind = TypeVar("_Kind", bound="CompressedTensorsOfOurs")
 
 
 def _copy(config: CompressedTensorsConfig, kind: type[_Kind]) -> _Kind:
+    """Returns `config` as an instance of class `kind`; on CPUs without an fp8 KV cache."""
     kv_cache_scheme = config.kv_cache_scheme
     if kv_cache_scheme is not None and current_platform.is_cpu():
         # vLLM would use an fp8 cache, which the reference window rule cannot read on CPUs.
@@ -85,7 +86,8 @@ def _copy(config: CompressedTensorsConfig, kind: type[_Kind]) -> _Kind:
     return copied
 
 
-def _leave_to_vllm(scheme: str, layers: str) -> None:
+def _warn_unchecked(scheme: str, layers: str) -> None:
+    """Warns once that vLLM alone loads and computes layers, so that they are not checked."""
     logger.warning_once(
         "Quantisation by %s is none of compressed-tensors' that are known here. vLLM loads "
         "and computes %s: missing tensors are not detected, and answers have not been compared "
@@ -95,17 +97,19 @@ def _leave_to_vllm(scheme: str, layers: str) -> None:
     )
 
 
-def _on_cpu() -> Any:
-    """`cpu.quantization.layers`, which nobody on a GPU loads."""
+def _cpu_layers() -> Any:
+    """Returns `cpu.quantization.layers`, which no process on a GPU imports."""
     return import_module("vllm_dllm.cpu.quantization.layers")
 
 
 class CompressedTensorsOfOurs(CompressedTensorsConfig):
-    """vLLM's configuration, plus linears and experts that CPUs can run."""
+    """vLLM's configuration, with linears and experts that CPUs can run."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if current_platform.is_cpu():
-            method: QuantizeMethodBase | None = _on_cpu().choose_layer_method(self, layer, prefix)
+            method: QuantizeMethodBase | None = _cpu_layers().choose_layer_method(
+                self, layer, prefix
+            )
             if method is not None:
                 return method
         return super().get_quant_method(layer, prefix)
@@ -115,24 +119,24 @@ class ServedCompressedTensors(CompressedTensorsOfOurs):
     """The configuration of DiffusionGemma, all of whose layers are known here."""
 
     def check(self, text_config: PretrainedConfig) -> None:
-        """Raises ValueError, naming a layer, for a scheme in use that cannot be served. Logs how
-        the others are computed, if not by one of vLLM's kernels that we know."""
+        """Raises ValueError, naming a layer, for a scheme in use that cannot be served. Logs layers
+        that are emulated or left to vLLM."""
         on_cpu = current_platform.is_cpu()
         for scheme in {id(s): s for s in self.target_scheme_map.values()}.values():
             names = (
                 name
-                for name in layer_names.linears(text_config)
+                for name in layer_names.list_linears(text_config)
                 if self.get_scheme_dict(LINEAR, IN_VLLM + name) is scheme
             )
             if (first := next(names, None)) is None:
                 continue
-            kind = recognize(IN_CHECKPOINT + first, scheme, on_cpu)
+            kind = recognize_scheme(IN_CHECKPOINT + first, scheme, on_cpu)
             has_experts = ".experts." in first or any(".experts." in name for name in names)
             if kind is Scheme.OTHER:
                 layers = f"{IN_CHECKPOINT}{first} and others of this scheme"
-                _leave_to_vllm(describe(scheme), layers)
+                _warn_unchecked(describe_scheme(scheme), layers)
             elif on_cpu:
-                _on_cpu().log_emulation(kind, has_experts)
+                _cpu_layers().log_emulation(kind, has_experts)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         is_embedding = isinstance(layer, VocabParallelEmbedding)

@@ -1,4 +1,4 @@
-"""vLLM's names for the layers that a checkpoint's `quantization_config` names.
+"""Translates the layers that a checkpoint's `quantization_config` names into vLLM's names.
 
 vLLM renames layers that are written in full, but matches patterns (`re:...`) against its own names,
 and it looks for the value projection that full-attention layers lack. So both are written in full
@@ -17,8 +17,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 IN_VLLM, IN_CHECKPOINT = "model.", "model.decoder."
 
 
-def linears(text_config: PretrainedConfig) -> Iterator[str]:
-    """Names the text model's linears that may be quantised, expert by expert, from `layers.` on."""
+def list_linears(text_config: PretrainedConfig) -> Iterator[str]:
+    """Yields names of the text model's linears that may be quantised, from `layers.` on, each
+    expert's own."""
     for i, layer_type in enumerate(text_config.layer_types):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             if name != "v_proj" or layer_type != "full_attention":
@@ -28,23 +29,23 @@ def linears(text_config: PretrainedConfig) -> Iterator[str]:
                 yield f"layers.{i}.{block}.{name}"
 
 
-def write_out(config: CompressedTensorsConfig, text_config: PretrainedConfig) -> None:
+def add_vllm_names(config: CompressedTensorsConfig, text_config: PretrainedConfig) -> None:
     """Adds vLLM's names to `ignore` and the targets of `config`, in place."""
-    names = list(linears(text_config))
+    names = list(list_linears(text_config))
     values = [
         f"layers.{i}.self_attn."
         for i, layer_type in enumerate(text_config.layer_types)
         if layer_type == "full_attention"
     ]
-    config.ignore = [*config.ignore, *_missing(config.ignore, names, values)]
+    config.ignore = [*config.ignore, *_unmatched_names(config.ignore, names, values)]
     schemes: dict[str, Any] = config.target_scheme_map
     for target in list(schemes):
-        for name in _missing([target], names, values):
+        for name in _unmatched_names([target], names, values):
             schemes.setdefault(name, schemes[target])
 
 
-def _missing(patterns: list[str], names: list[str], values: list[str]) -> Iterator[str]:
-    """Gives vLLM's names of layers that the patterns mean but do not match."""
+def _unmatched_names(patterns: list[str], names: list[str], values: list[str]) -> Iterator[str]:
+    """Yields vLLM's names of layers that the patterns mean but do not match."""
     compiled = [re.compile(p.removeprefix("re:")) for p in patterns if p.startswith("re:")]
     in_full = set(patterns)
 

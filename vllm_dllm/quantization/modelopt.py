@@ -1,7 +1,7 @@
 """Checkpoints of NVIDIA's ModelOpt.
 
-On GPUs they are vLLM's own. CPUs run the formats of compressed-tensors: there, config and tensors
-are read as what compressed-tensors would have written of the same numbers.
+On GPUs vLLM runs them itself. CPUs run compressed-tensors' formats, so there config and tensors are
+converted to what compressed-tensors would have written for the same numbers.
 
 Source: vLLM's `modelopt.py`; ModelOpt's `export/unified_export_hf.py` and `quant_utils.py`.
 """
@@ -17,7 +17,7 @@ from vllm.config import ModelConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, linears
+from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, list_linears
 from vllm_dllm.quantization.schemes import GROUP_SIZE
 
 logger = init_logger(__name__)
@@ -25,18 +25,19 @@ logger = init_logger(__name__)
 METHODS = ("modelopt", "modelopt_fp4")
 """vLLM's names of the formats below."""
 READ = "read_from_modelopt"
-"""Key in a configuration of compressed-tensors that was made here."""
+"""Key in a configuration of compressed-tensors that was converted here."""
 
 
-def _args(num_bits: int, strategy: str, **others: Any) -> dict[str, Any]:
+def _quant_args(num_bits: int, strategy: str, **others: Any) -> dict[str, Any]:
+    """Returns the arguments of compressed-tensors' QuantizationArgs for floats."""
     return {"num_bits": num_bits, "type": "float", "strategy": strategy, "symmetric": True} | others
 
 
-_NVFP4 = _args(4, "tensor_group", group_size=GROUP_SIZE)
+_NVFP4 = _quant_args(4, "tensor_group", group_size=GROUP_SIZE)
 _FP8 = {
     "format": "float-quantized",
-    "weights": _args(8, "channel", dynamic=False),
-    "input_activations": _args(8, "token", dynamic=True),
+    "weights": _quant_args(8, "channel", dynamic=False),
+    "input_activations": _quant_args(8, "token", dynamic=True),
 }
 SCHEMES = {
     "NVFP4": {
@@ -47,20 +48,21 @@ SCHEMES = {
     "FP8": _FP8,
     "FP8_PER_CHANNEL_PER_TOKEN": _FP8,
 }
-"""ModelOpt's formats that are served, as compressed-tensors' schemes."""
+"""ModelOpt's formats that are served -> compressed-tensors' schemes."""
 
 
-def prepare(model_config: ModelConfig) -> None:
-    """Where `model_config` is a ModelOpt checkpoint's: changes it, on CPUs, to what these run.
+def adapt_modelopt_config(model_config: ModelConfig) -> None:
+    """Converts the quantization config of a ModelOpt checkpoint on CPUs. Does nothing for other
+    checkpoints.
 
     Raises:
         ValueError: its format is not served; names it.
     """
     hf_config = model_config.hf_config
     written = getattr(hf_config, "quantization_config", None)
-    if not isinstance(written, Mapping) or not _is_modelopts(written):
+    if not isinstance(written, Mapping) or not _is_modelopt_config(written):
         return
-    # config.json has at its top what hf_quant_config.json has one deeper, under other names.
+    # hf_quant_config.json has the same one level deeper than config.json, under other names.
     options = written.get("quantization", written)
     algorithm = str(options.get("quant_algo")).upper()
     excluded = options.get("exclude_modules", options.get("ignore")) or []
@@ -80,27 +82,28 @@ def prepare(model_config: ModelConfig) -> None:
         return
     if algorithm == "FP8":
         logger.info("On CPUs, inputs of FP8 layers are quantised token by token.")
-    hf_config.quantization_config = compressed_tensors(
+    hf_config.quantization_config = to_compressed_tensors_config(
         algorithm, excluded, hf_config.get_text_config()
     )
     model_config.quantization = "compressed-tensors"
 
 
-def _is_modelopts(written: Mapping[str, Any]) -> bool:
+def _is_modelopt_config(written: Mapping[str, Any]) -> bool:
+    """Whether ModelOpt has written a quantization config."""
     producer = written.get("producer")
     name = written.get("quant_method") or (isinstance(producer, Mapping) and producer.get("name"))
     return str(name).lower().startswith("modelopt")
 
 
-def compressed_tensors(
+def to_compressed_tensors_config(
     algorithm: str, excluded: Iterable[str], text_config: PretrainedConfig
 ) -> dict[str, Any]:
-    """The quantization_config of compressed-tensors for a key of `SCHEMES`. Its targets are the
-    linears of the text model in full: nothing else can be quantised here."""
+    """Returns compressed-tensors' quantization_config for a key of `SCHEMES`. Its targets are the
+    text model's linears, by full name: nothing else can be quantised here."""
     patterns = list(excluded)
     targets = [
         name
-        for name in (IN_CHECKPOINT + linear for linear in linears(text_config))
+        for name in (IN_CHECKPOINT + linear for linear in list_linears(text_config))
         if not any(_excludes(pattern, name) for pattern in patterns)
     ]
     scheme = SCHEMES[algorithm]
@@ -115,7 +118,7 @@ def compressed_tensors(
 
 
 def _excludes(pattern: str, name: str) -> bool:
-    """Whether a pattern means a linear in the decoder, whose layers are the encoder's, too. A
+    """Whether a pattern matches a linear of the decoder, whose layers are also the encoder's. A
     pattern without wildcards is a module's name, or its end, as ModelOpt wrote before 0.39."""
     twin = name.replace("model.decoder.", "model.encoder.language_model.", 1)
     if "*" in pattern or "?" in pattern:
@@ -132,27 +135,27 @@ _FUSED = re.compile(
 _CACHE_SCALES = (".k_scale", ".v_scale", ".k_bias", ".v_bias")
 
 
-def read(
+def to_compressed_tensors_weights(
     weights: Iterable[tuple[str, torch.Tensor]], algorithm: str, num_experts: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A ModelOpt checkpoint's tensors as compressed-tensors names them. Scales of its KV cache,
-    which CPUs do not quantise, are left out."""
+    """Yields a ModelOpt checkpoint's tensors as compressed-tensors names them, without scales of
+    the KV cache, which CPUs do not quantise."""
     each = (
         own
         for name, weight in weights
         if not name.endswith(_CACHE_SCALES)
-        for own in _of_each_expert(name, weight, num_experts)
+        for own in _split_experts(name, weight, num_experts)
     )
     if algorithm == "NVFP4":
         return _nvfp4_to_compressed_tensors(each)
     return _fp8_to_compressed_tensors(each)
 
 
-def _of_each_expert(
+def _split_experts(
     name: str, weight: torch.Tensor, num_experts: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Experts that are one tensor: weights [E, N, ...], scales [E, ...] or one for all. Gate and up
-    are the halves of N."""
+    """Yields the tensors of each expert where all experts are one tensor: weights [E, N, ...],
+    scales [E, ...] or one for all. Gate and up are the halves of N."""
     found = _FUSED.fullmatch(name)
     if found is None:
         yield name, weight
@@ -170,7 +173,8 @@ def _of_each_expert(
 def _nvfp4_to_compressed_tensors(
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Global scales multiply in ModelOpt's files, and divide in compressed-tensors'."""
+    """Yields NVFP4 tensors with inverted global scales, which multiply in ModelOpt's files and
+    divide in compressed-tensors'."""
     for name, weight in weights:
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and weight.dtype == torch.uint8:
@@ -186,8 +190,8 @@ def _nvfp4_to_compressed_tensors(
 def _fp8_to_compressed_tensors(
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gives each channel a scale, also where ModelOpt has one for all. Inputs are quantised token
-    by token, without a scale of theirs."""
+    """Yields FP8 tensors with a scale for each channel, also where ModelOpt has one for all. Leaves
+    out scales of inputs, which are quantised token by token."""
     num_channels: dict[str, int] = {}
     waiting: dict[str, torch.Tensor] = {}
     for name, weight in weights:
@@ -203,5 +207,5 @@ def _fp8_to_compressed_tensors(
         if layer in num_channels and layer in waiting:
             scale = waiting.pop(layer).reshape(-1, 1)
             yield f"{layer}.weight_scale", scale.expand(num_channels[layer], 1).contiguous()
-    for layer, scale in waiting.items():  # of no weight: an error, which the model's reader names
+    for layer, scale in waiting.items():  # without a weight, which is then reported as missing
         yield f"{layer}.weight_scale", scale

@@ -1,18 +1,21 @@
-"""Which schemes of compressed-tensors can be served, and the errors for the others."""
+"""Which schemes of compressed-tensors can be served, and errors for the others."""
 
 from enum import Enum
 from typing import Any
 
 from compressed_tensors import CompressionFormat
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 
 GROUP_SIZE = 16
-"""Of NVFP4."""
+"""Values of a group in NVFP4."""
 INT4_GROUP_SIZE = 32
-"""What `vllm-dllm quantize` writes; small checkpoints have no rows of 128."""
+"""Values of a group that `vllm-dllm quantize` writes for W4A16; small checkpoints have no rows of
+128."""
 
 
 class Scheme(Enum):
+    """A way to quantise layers, by its `format` in compressed-tensors."""
+
     FP8_DYNAMIC = "float-quantized"
     """e4m3 weights with a scale per channel, activations quantised token by token."""
     NVFP4 = "nvfp4-pack-quantized"
@@ -25,8 +28,8 @@ class Scheme(Enum):
     """Any other: vLLM may have a GPU kernel for it."""
 
 
-def recognize(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
-    """Recognizes the scheme of a layer in vLLM's dictionary.
+def recognize_scheme(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
+    """Returns the scheme of a layer from vLLM's dictionary of it.
 
     Raises:
         ValueError: it cannot be served, on a CPU or at all.
@@ -35,34 +38,22 @@ def recognize(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
     inputs: QuantizationArgs | None = scheme.get("input_activations")
     layout = scheme.get("format")
     if layout not in [known.value for known in CompressionFormat]:
-        raise _refusal(layer, f"format must be one of compressed-tensors', got {layout!r}")
+        raise _unsupported(layer, f"format must be one of compressed-tensors', got {layout!r}")
     if not weights.symmetric:
-        raise _refusal(layer, f"weights must not have zero points, got {layer}.weight_zero_point")
+        raise _unsupported(
+            layer, f"weights must not have zero points, got {layer}.weight_zero_point"
+        )
     is_fp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP and weights.num_bits == 4
     if is_fp4 and weights.group_size != GROUP_SIZE:
-        raise _refusal(layer, f"group_size must be {GROUP_SIZE}, got {weights.group_size}")
-    if layout == Scheme.FP8_DYNAMIC.value and (
-        _is_fp8(weights, QuantizationStrategy.CHANNEL, dynamic=False)
-        and _is_fp8(inputs, QuantizationStrategy.TOKEN, dynamic=True)
-    ):
-        return Scheme.FP8_DYNAMIC
-    if layout == Scheme.NVFP4.value and _is_nvfp4(weights) and _is_nvfp4(inputs):
-        return Scheme.NVFP4
-    if layout == Scheme.INT8.value and (
-        _is_int(weights, 8, QuantizationStrategy.CHANNEL, dynamic=False)
-        and _is_int(inputs, 8, QuantizationStrategy.TOKEN, dynamic=True)
-    ):
-        return Scheme.INT8
-    if (
-        layout == Scheme.W4A16.value
-        and inputs is None
-        and _is_int(weights, 4, QuantizationStrategy.GROUP, dynamic=False)
-        and weights.group_size == INT4_GROUP_SIZE
-        and weights.actorder is None
-    ):
-        return Scheme.W4A16
+        raise _unsupported(layer, f"group_size must be {GROUP_SIZE}, got {weights.group_size}")
+    is_served = inputs is None or inputs.symmetric
+    if layout == Scheme.W4A16.value:
+        is_served &= weights.actorder is None
+    for kind, formats in _FORMATS.items():
+        if is_served and layout == kind.value and (_format(weights), _format(inputs)) == formats:
+            return kind
     if on_cpu:
-        raise _refusal(layer, f"CPUs cannot run {describe(scheme)}")
+        raise _unsupported(layer, f"CPUs cannot run {describe_scheme(scheme)}")
     return Scheme.OTHER
 
 
@@ -70,13 +61,13 @@ def check_method(layer: str, method: str, has_zero_points: bool, on_cpu: bool) -
     """Raises ValueError if vLLM's `method`, which is not compressed-tensors, cannot be served
     here."""
     if has_zero_points:
-        raise _refusal(layer, f"weights must not have zero points, got {layer}.qzeros")
+        raise _unsupported(layer, f"weights must not have zero points, got {layer}.qzeros")
     if on_cpu:
-        raise _refusal(layer, f"CPUs cannot run the method '{method}'")
+        raise _unsupported(layer, f"CPUs cannot run the method '{method}'")
 
 
-def describe(scheme: dict[str, Any]) -> str:
-    """Says a scheme of vLLM's dictionary in words."""
+def describe_scheme(scheme: dict[str, Any]) -> str:
+    """Returns a scheme of vLLM's dictionary in words."""
     parts = [
         f"{args.num_bits}-bit {args.type} {name}, a scale per {args.strategy}"
         for name, args in (
@@ -88,39 +79,30 @@ def describe(scheme: dict[str, Any]) -> str:
     return f"{scheme.get('format')} ({'; '.join(parts)})"
 
 
-def _is_fp8(args: QuantizationArgs | None, strategy: QuantizationStrategy, dynamic: bool) -> bool:
-    return args is not None and (
-        args.type,
-        args.num_bits,
-        args.strategy,
-        bool(args.dynamic),
-        args.symmetric,
-    ) == (QuantizationType.FLOAT, 8, strategy, dynamic, True)
+def _format(args: QuantizationArgs | None) -> tuple[str, int, str, int | None, bool] | None:
+    """Returns type, bits, strategy, size of groups, and whether scales are dynamic, which may be
+    either in NVFP4. None: not quantised."""
+    if args is None:
+        return None
+    in_nvfp4 = args.strategy == QuantizationStrategy.TENSOR_GROUP
+    group_size = (
+        args.group_size if in_nvfp4 or args.strategy == QuantizationStrategy.GROUP else None
+    )
+    dynamic = bool(args.dynamic) and not in_nvfp4
+    return args.type, args.num_bits, args.strategy, group_size, dynamic
 
 
-def _is_int(
-    args: QuantizationArgs | None, num_bits: int, strategy: QuantizationStrategy, dynamic: bool
-) -> bool:
-    return args is not None and (
-        args.type,
-        args.num_bits,
-        args.strategy,
-        bool(args.dynamic),
-        args.symmetric,
-    ) == (QuantizationType.INT, num_bits, strategy, dynamic, True)
+_FORMATS = {
+    Scheme.FP8_DYNAMIC: (("float", 8, "channel", None, False), ("float", 8, "token", None, True)),
+    Scheme.NVFP4: (("float", 4, "tensor_group", GROUP_SIZE, False),) * 2,
+    Scheme.INT8: (("int", 8, "channel", None, False), ("int", 8, "token", None, True)),
+    Scheme.W4A16: (("int", 4, "group", INT4_GROUP_SIZE, False), None),
+}
+"""Formats of weights and inputs that are served, as `_format` returns them."""
 
 
-def _is_nvfp4(args: QuantizationArgs | None) -> bool:
-    return args is not None and (
-        args.type,
-        args.num_bits,
-        args.strategy,
-        args.group_size,
-        args.symmetric,
-    ) == (QuantizationType.FLOAT, 4, QuantizationStrategy.TENSOR_GROUP, GROUP_SIZE, True)
-
-
-def _refusal(layer: str, complaint: str) -> ValueError:
+def _unsupported(layer: str, complaint: str) -> ValueError:
+    """Returns the error that a layer's scheme cannot be served."""
     return ValueError(
         f"quantization_config of {layer}: {complaint}. FP8_DYNAMIC, NVFP4, int8 (W8A8) "
         f"and W4A16 in groups of {INT4_GROUP_SIZE} can be served: quantise the bf16 checkpoint "

@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint, read without the weights."""
+"""A checkpoint's weight files, read without the weights."""
 
 import json
 import math
@@ -21,32 +21,35 @@ DTYPE_BYTES = UNQUANTISED_BYTES | {"F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I8": 1}
 
 @dataclass(frozen=True)
 class TensorInfo:
+    """Shape and type of a tensor in a file."""
+
     shape: tuple[int, ...]
     dtype: str
-    """The name that safetensors gives it: BF16, F32, ..."""
+    """safetensors' name of the type: BF16, F32, ..."""
 
     @property
     def num_bytes(self) -> int:
+        """Size of the tensor in the file."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[Any]:
-    """Opens safetensors' reader for one file. Errors name the file and, if it was cut short, the
-    first tensor it lacks."""
+    """Opens safetensors' reader for one file. Raises InputError that names the file and, if it was
+    cut short, the first tensor it lacks."""
     try:
         with safe_open(path, "pt") as file:
             yield file
     except SafetensorError as error:
         raise InputError(
-            f"{path} is not a whole safetensors file ({_cut(path) or error}): copy or download it "
-            f"again"
+            f"{path} is not a whole safetensors file ({_describe_truncation(path) or error}): copy "
+            f"or download it again"
         ) from error
 
 
-def _cut(path: Path) -> str | None:
-    """Says where a file was cut short, according to its header, which comes first and says where
-    each tensor is. None if the header itself is incomplete.
+def _describe_truncation(path: Path) -> str | None:
+    """Returns where a file was cut short, according to its header, or None if the header itself is
+    incomplete or nothing is missing.
 
     https://huggingface.co/docs/safetensors, "Format": 8 bytes for the header's length, the header,
     and the tensors at `data_offsets` from its end.
@@ -70,7 +73,7 @@ def _cut(path: Path) -> str | None:
 
 
 def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
-    """Reads, file by file, each tensor's shape and type, whatever types a checkpoint has.
+    """Returns shape and type of each tensor, by file, whatever types a checkpoint has.
 
     Raises InputError, naming the file, if one is missing, cut short or from another checkpoint.
     """
@@ -98,6 +101,8 @@ def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
 
 
 def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
+    """Returns shape and type of each tensor in a file. Raises InputError if one of `wanted` is
+    missing."""
     if not path.exists():
         raise InputError(
             f"{path} is missing: {INDEX_FILE} says that it holds {len(wanted)} tensors; copy or "
@@ -117,6 +122,7 @@ def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file. Raises InputError if it is not JSON."""
     try:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:

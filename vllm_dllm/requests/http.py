@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-from vllm_dllm.config.checks import nearest, plain
 from vllm_dllm.config.extension import SECTION, ExtensionConfig
+from vllm_dllm.config.names import nearest_name, normalize_name
 from vllm_dllm.requests.limits import count_http_request
 from vllm_dllm.requests.options import KEYS, PREFIX, own_values
 from vllm_dllm.requests.prediction import take_openai_prediction
@@ -76,7 +76,7 @@ def _names(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_place(place: str, name: str) -> None:
-    ours = plain(name)
+    ours = normalize_name(name)
     if ours in _ORDINARY:
         return
     if ours == SECTION or (
@@ -89,7 +89,7 @@ def _check_place(place: str, name: str) -> None:
         )
     key = f"{PREFIX}{ours.removeprefix(PREFIX)}"
     if ours.startswith(PREFIX):
-        key = nearest(key, KEYS) or key
+        key = nearest_name(key, KEYS) or key
     elif key not in KEYS:
         return
     raise VLLMValidationError(

@@ -15,9 +15,10 @@ from pydantic import BeforeValidator, Strict
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.config.architectures import Family
-from vllm_dllm.config.checks import Boolean, Integer, Number, plain, read, settings, unknown
+from vllm_dllm.config.checks import Boolean, Integer, Number, parse_settings, settings
 from vllm_dllm.config.denoise import HIGHEST_TEMPERATURE, LOWEST_MAXIMUM, MOST_STEPS, Nats
 from vllm_dllm.config.extension import WindowRule
+from vllm_dllm.config.names import describe_unknown_name, normalize_name
 
 PREFIX = "diffusion_"
 STREAM_CANVASES = f"{PREFIX}stream_canvases"
@@ -197,7 +198,7 @@ def read_keys(
     for key, value in asked.items():
         _check_key(key, value, family)
     own = own_values(asked)  # alone, since a default may be what a key lacks
-    return read(RequestOptions, {**defaults, **own}, PREFIX)
+    return parse_settings(RequestOptions, {**defaults, **own}, PREFIX)
 
 
 def own_values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,7 +212,7 @@ def own_values(given: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in given.items()
         if key in KEYS and value is not None
     }
-    read(RequestOptions, own, PREFIX)
+    parse_settings(RequestOptions, own, PREFIX)
     return own
 
 
@@ -270,7 +271,7 @@ def _check_key(key: str, value: Any, family: Family | None) -> None:
 def _unknown(key: str, known: Iterable[str]) -> str:
     """What to say of a key that is none of `known`."""
     names = [one.removeprefix(PREFIX) for one in known]
-    return unknown(plain(key).removeprefix(PREFIX), names, PREFIX, shown=key)
+    return describe_unknown_name(normalize_name(key).removeprefix(PREFIX), names, PREFIX, shown=key)
 
 
 def carried(params: SamplingParams | None) -> RequestOptions | None:

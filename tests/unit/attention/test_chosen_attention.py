@@ -107,13 +107,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)
     monkeypatch.setattr(serving_config, "current_platform", gpu)
     for name in (
-        "use_our_classes",
-        "leave_room_beside_prompts",
+        "set_scheduler_and_worker",
+        "limit_prompt_chunks",
         "check_token_budget",
         "read_denoise_config",
         "default_max_num_seqs",
-        "choose_steps",
-        "finish",
+        "choose_cuda_graphs",
+        "finish_config",
     ):
         monkeypatch.setattr(serving_config, name, lambda *_: 8)
 

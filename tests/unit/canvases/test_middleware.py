@@ -13,7 +13,7 @@ import zmq.asyncio
 from vllm_dllm.canvases.hub import CanvasHub
 from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams
 from vllm_dllm.config import canvas_feeds
-from vllm_dllm.config.canvas_feeds import FEED, pack, pack_end
+from vllm_dllm.config.canvas_feeds import FEED, pack_canvases, pack_end
 from vllm_dllm.requests.options import STREAM_CANVASES
 
 BODY: dict[str, Any] = {
@@ -52,7 +52,9 @@ class Engine:
                     nothing = np.zeros((2, 2), dtype=np.float32)
                     # The first is of somebody else, who has left.
                     topics = [b"0" * 32, found[1]]
-                    message = pack(topics, numbers, nothing[0], tokens, nothing, tokens == 7)
+                    message = pack_canvases(
+                        topics, numbers, nothing[0], tokens, nothing, tokens == 7
+                    )
                     await socket.send(message)
                 await socket.send(pack_end(found[1]))
         await send(piece(b'data: {"id": "x"}\n\n', more=True))

@@ -15,7 +15,7 @@ def test_a_folder_lasts_as_long_as_the_first_process(tmp_path: Path) -> None:
     program.write_text(
         "import subprocess, sys\n"
         "from vllm_dllm.config import canvas_feeds\n"
-        "canvas_feeds.make_folder(sys.argv[1])\n"
+        "canvas_feeds.make_socket_folder(sys.argv[1])\n"
         "folder = canvas_feeds.socket_folder()\n"
         "if len(sys.argv) == 2:\n"
         "    subprocess.run([sys.executable, *sys.argv, 'child'], check=True)\n"
@@ -34,4 +34,4 @@ def test_a_folder_lasts_as_long_as_the_first_process(tmp_path: Path) -> None:
 
 def test_a_path_that_is_too_long(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^VLLM_RPC_BASE_PATH must leave room .* \(107 bytes"):
-        canvas_feeds.socket_path(tmp_path / ("x" * 100), canvas_feeds.new_name())
+        canvas_feeds.socket_path(tmp_path / ("x" * 100), canvas_feeds.new_random_name())

@@ -42,7 +42,7 @@ def tiles_of(rows: int, dtype: str | None = "fp8_w8a8") -> dict[str, int]:
     ("rows", "n"), [(256, 64), (300, 64), (2048, 128), (4096, 128), (8192, 128)]
 )
 def test_found_by_vllm(rows: int, n: int) -> None:
-    tiles.offer()
+    tiles.set_tuned_config_folder()
     found = tiles_of(rows)
     assert found["BLOCK_SIZE_N"] == n and found["num_warps"] == 4
     assert found["BLOCK_SIZE_M"] == (32 if rows < 1000 else 128)
@@ -51,7 +51,7 @@ def test_found_by_vllm(rows: int, n: int) -> None:
 def test_other_types_keep_vllm_s() -> None:
     before = tiles_of(2048, None)
     forget()
-    tiles.offer()
+    tiles.set_tuned_config_folder()
     assert tiles_of(2048, None) == before
 
 
@@ -62,11 +62,11 @@ def test_every_file_has_a_name_that_vllm_asks_for() -> None:
 
 def test_the_user_s_folder_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tiles.VARIABLE, "/mine")
-    tiles.offer()
+    tiles.set_tuned_config_folder()
     assert os.environ[tiles.VARIABLE] == "/mine"
 
 
 def test_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: False)
-    tiles.offer()
+    tiles.set_tuned_config_folder()
     assert tiles.VARIABLE not in os.environ

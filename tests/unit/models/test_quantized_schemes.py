@@ -158,9 +158,9 @@ def test_schemes_that_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch, logged: 
         config_groups={"group_0": preset}, format="float-quantized", ignore=["lm_head"]
     )
     config = CompressedTensorsConfig.from_config(described.model_dump(mode="json"))
-    assert quantization_config.adapt(config, text_config) is not None
+    assert quantization_config.adapt_quant_config(config, text_config) is not None
     other = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic")
-    assert quantization_config.adapt(other, text_config) is other
+    assert quantization_config.adapt_quant_config(other, text_config) is other
     first, second = logged
     assert re.search(
         r"by float-quantized \(8-bit float weights, a scale per tensor; 8-bit float inputs, a "
@@ -170,7 +170,7 @@ def test_schemes_that_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch, logged: 
     )
     assert second.startswith("Quantisation by fp8 is none of")
     with pytest.raises(ValueError, match=r"zero points, got .*q_proj\.qzeros"):
-        quantization_config.adapt(AutoAWQConfig.from_config(AWQ), text_config)
+        quantization_config.adapt_quant_config(AutoAWQConfig.from_config(AWQ), text_config)
 
 
 def test_other_methods_are_refused_on_a_cpu() -> None:
@@ -179,7 +179,7 @@ def test_other_methods_are_refused_on_a_cpu() -> None:
     with pytest.raises(
         ValueError, match=r"layers\.0\.self_attn\.q_proj: CPUs cannot run the method 'fp8'"
     ):
-        quantization_config.adapt(method, text_config)
+        quantization_config.adapt_quant_config(method, text_config)
 
 
 def test_kv_cache_scales(checkpoints: dict[str, Path], tmp_path: Path) -> None:

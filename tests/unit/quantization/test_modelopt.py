@@ -15,7 +15,7 @@ from tests.paths import CHECKPOINTS
 from tests.unit.tools.quantize.quantized_files import files
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from vllm_dllm.quantization import modelopt
-from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, linears
+from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, list_linears
 from vllm_dllm.tools.plan.capacity import read_shape
 
 NVFP4 = CHECKPOINTS / "diffusiongemma-tiny-NVFP4"
@@ -24,7 +24,7 @@ EXPERTS = "model.decoder.layers.0.experts"
 
 
 def read(weights: dict[str, torch.Tensor], algorithm: str = "NVFP4") -> dict[str, torch.Tensor]:
-    return dict(modelopt.read(weights.items(), algorithm, num_experts=8))
+    return dict(modelopt.to_compressed_tensors_weights(weights.items(), algorithm, num_experts=8))
 
 
 def test_the_shipped_one_is_the_other_converted(tmp_path: Path) -> None:
@@ -121,13 +121,13 @@ def test_other_formats_are_refused_by_name(algorithm: str | None) -> None:
         {"producer": PRODUCER, "quantization": {"quant_algo": algorithm}},
     ):
         with pytest.raises(ValueError, match=f"quant_algo of folder is {algorithm!r}: of ModelOpt"):
-            modelopt.prepare(of_config(**written))
+            modelopt.adapt_modelopt_config(of_config(**written))
 
 
 def test_groups_of_another_size_are_refused() -> None:
     config = of_config(quant_method="modelopt", quant_algo="NVFP4", group_size=32)
     with pytest.raises(ValueError, match="group_size must be 16, got 32 in the NVFP4 of folder"):
-        modelopt.prepare(config)
+        modelopt.adapt_modelopt_config(config)
 
 
 @pytest.mark.parametrize("key", ["ignore", "exclude_modules"])
@@ -145,10 +145,10 @@ def test_what_is_excluded(key: str) -> None:
     deeper = {"producer": PRODUCER, "quantization": options}
     config = of_config(**({"quant_method": "modelopt"} | options if key == "ignore" else deeper))
     text_config = config.hf_config.get_text_config()
-    modelopt.prepare(config)
+    modelopt.adapt_modelopt_config(config)
     made = config.hf_config.quantization_config
     assert config.quantization == made["quant_method"] == "compressed-tensors"
-    names = [IN_CHECKPOINT + name for name in linears(text_config)]
+    names = [IN_CHECKPOINT + name for name in list_linears(text_config)]
     assert made["config_groups"]["group_0"]["targets"] == [
         name for name in names if not name.startswith(tuple(excluded.values()))
     ]

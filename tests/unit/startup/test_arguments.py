@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_dllm.startup.installation import EXAMPLES, check_arguments
+from vllm_dllm.startup.installation import EXAMPLES, check_json_options
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -13,9 +13,9 @@ def test_json_that_is_none(name: str) -> None:
     joined = name.replace("-config", "_config") + "={canvas: 1}"
     for words in ([name, "{canvas: 1}"], [joined]):
         with pytest.raises(SystemExit, match=rf"^Error: {name} must be JSON, got '{{c") as error:
-            check_arguments(["vllm", "serve", "model", *words])
+            check_json_options(["vllm", "serve", "model", *words])
     example = str(error.value).partition(f"as in {name} '")[2].removesuffix("'.")
-    check_arguments(["vllm", "serve", "model", name, json.dumps(json.loads(example))])
+    check_json_options(["vllm", "serve", "model", name, json.dumps(json.loads(example))])
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ def test_json_that_is_none(name: str) -> None:
     ids=["right", "dotted", "another command"],
 )
 def test_others(words: list[str]) -> None:
-    check_arguments(words)
+    check_json_options(words)

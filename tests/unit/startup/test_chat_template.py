@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import CHECKPOINTS
-from vllm_dllm.startup.model_folder import check_chat_template
+from vllm_dllm.startup.chat_template import check_chat_template
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -27,7 +27,7 @@ def test_one_that_does_not_end(tmp_path: Path, write) -> None:
     file = write(tmp_path, ENDLESS)
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(ValueError) as refusal:
-        check_chat_template(tmp_path, most_seconds=0.2)
+        check_chat_template(tmp_path, limit_s=0.2)
     assert str(refusal.value).startswith(
         f"The chat template in {file} must end, got one that was not done with 'Hi' after 0.2 s."
     )

@@ -22,7 +22,7 @@ def completed(
         scheduler_config=SimpleNamespace(scheduler_cls=None),
         parallel_config=SimpleNamespace(worker_cls=STOCK_GPU_WORKER),
     )
-    hooks._complete(config)
+    hooks._set_drafter_classes(config)
     return config.scheduler_config.scheduler_cls, config.parallel_config.worker_cls
 
 
@@ -59,5 +59,5 @@ def test_without_a_drafter_nothing_is_looked_at() -> None:
         scheduler_config=SimpleNamespace(scheduler_cls=None),
         parallel_config=SimpleNamespace(worker_cls=STOCK_GPU_WORKER),
     )
-    hooks._complete(config)
+    hooks._set_drafter_classes(config)
     assert config.parallel_config.worker_cls == STOCK_GPU_WORKER

@@ -12,7 +12,7 @@ import zmq
 
 from tests.processes import HANGS_S
 from vllm_dllm.config import canvas_feeds
-from vllm_dllm.config.canvas_feeds import unpack
+from vllm_dllm.config.canvas_feeds import unpack_canvases
 from vllm_dllm.step.watched import observers
 from vllm_dllm.step.watched.canvas_record import StepCanvases
 from vllm_dllm.step.watched.observers import CanvasObservers
@@ -30,7 +30,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def listener(folder: Path) -> Any:
     """An API process' socket, and its name."""
-    name = canvas_feeds.new_name()
+    name = canvas_feeds.new_random_name()
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
         socket.set(zmq.RCVTIMEO, int(HANGS_S * 1000))
         socket.bind(f"ipc://{folder / name}")
@@ -70,14 +70,14 @@ def step(n: int, number: int = 1, start: int = 3) -> StepCanvases:
 
 def received(socket: Any) -> tuple[bytes, dict[str, Any] | None]:
     """The only canvas of a message."""
-    (found,) = unpack(socket.recv())
+    (found,) = unpack_canvases(socket.recv())
     return found
 
 
 def test_a_client_sees_its_own_canvas(listener: Any) -> None:
     socket, name = listener
     watching = observing()
-    topic = canvas_feeds.new_name()
+    topic = canvas_feeds.new_random_name()
     watching.add_request(request(7, f"{name}/{topic}"))
     watching.add_request(request(5, None))
     assert watching.look_at(batch(4, 5, 7)) and not watching.look_at(batch(4, 5))
@@ -105,8 +105,8 @@ def test_a_client_sees_its_own_canvas(listener: Any) -> None:
 def test_a_step_is_one_message_for_each_process(listener: Any) -> None:
     """Which has the canvases of its own clients, and of nobody else's."""
     socket, name = listener
-    other = canvas_feeds.new_name()
-    topics = [canvas_feeds.new_name() for _ in range(5)]
+    other = canvas_feeds.new_random_name()
+    topics = [canvas_feeds.new_random_name() for _ in range(5)]
     watching = observing()
     with zmq.Context() as context, context.socket(zmq.PULL) as second:
         second.set(zmq.RCVTIMEO, int(HANGS_S * 1000))
@@ -115,7 +115,9 @@ def test_a_step_is_one_message_for_each_process(listener: Any) -> None:
             watching.add_request(request(slot, f"{other if slot == 3 else name}/{topic}"))
         watching.show(step(5), batch(*range(5)), list("abcde"))
         watching.remove_request(0)
-        found = [(t.decode(), c["tokens"]) for t, c in unpack(socket.recv()) if c is not None]
+        found = [
+            (t.decode(), c["tokens"]) for t, c in unpack_canvases(socket.recv()) if c is not None
+        ]
         # The first one commits, and shows nothing.
         assert found == [
             (topics[1], [10, 11, 12, 13]),
@@ -135,7 +137,7 @@ def test_blocks_are_counted(
 ) -> None:
     socket, name = listener
     watching = observing(blocks_are_aligned=aligned)
-    watching.add_request(request(0, f"{name}/{canvas_feeds.new_name()}", prompt_len))
+    watching.add_request(request(0, f"{name}/{canvas_feeds.new_random_name()}", prompt_len))
     for start in starts:
         watching.show(step(1, start=start), batch(0), ["a"])
     assert [received(socket)[1]["block"] for _ in starts] == [0, 1, 2]
@@ -156,7 +158,7 @@ def test_names_that_lead_nowhere(folder: Path, feed: str) -> None:
 def test_of_several_workers_one_speaks(listener: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     watching = observing(trace, speaks=False)
-    watching.add_request(request(0, f"{listener[1]}/{canvas_feeds.new_name()}"))
+    watching.add_request(request(0, f"{listener[1]}/{canvas_feeds.new_random_name()}"))
     assert not watching.look_at(batch(0))
     watching.show(step(1), batch(0), ["a"])
     assert not trace.exists()
@@ -167,14 +169,14 @@ def test_a_reader_that_stands_still_holds_up_nobody(
 ) -> None:
     """The socket fills up, and the thread goes on to who reads."""
     _, name = listener
-    other = canvas_feeds.new_name()
+    other = canvas_feeds.new_random_name()
     monkeypatch.setattr("vllm_dllm.step.watched.canvas_sender.SOCKET_MESSAGES", 1)
     watching = observing()
-    watching.add_request(request(0, f"{name}/{canvas_feeds.new_name()}"))
+    watching.add_request(request(0, f"{name}/{canvas_feeds.new_random_name()}"))
     with zmq.Context() as context, context.socket(zmq.PULL) as reading:
         reading.set(zmq.RCVTIMEO, int(HANGS_S * 1000))
         reading.bind(f"ipc://{Path(canvas_feeds.socket_folder() or '') / other}")
-        watching.add_request(request(1, f"{other}/{canvas_feeds.new_name()}"))
+        watching.add_request(request(1, f"{other}/{canvas_feeds.new_random_name()}"))
         for number in range(2000):
             watching.show(step(1, number), batch(0), ["a"])
         watching.show(step(1, 5000), batch(1), ["b"])
@@ -193,7 +195,7 @@ def test_trace_and_stream_show_the_same(listener: Any, tmp_path: Path) -> None:
     socket, name = listener
     trace = tmp_path / "trace.jsonl"
     watching = observing(trace)
-    watching.add_request(request(1, f"{name}/{canvas_feeds.new_name()}"))
+    watching.add_request(request(1, f"{name}/{canvas_feeds.new_random_name()}"))
     assert watching.look_at(batch(0))
     watching.show(step(3), batch(0, 1, 2), ["a", "b", "c"])
     lines = [json.loads(line) for line in trace.read_text().splitlines()]

@@ -40,7 +40,7 @@ from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8_support
 from vllm_dllm.cpu.quantization import experts as experts  # registers the operations
 from vllm_dllm.cpu.quantization import linear as linear  # registers the kernels for linears
 from vllm_dllm.quantization.config import LINEAR
-from vllm_dllm.quantization.schemes import GROUP_SIZE, Scheme, recognize
+from vllm_dllm.quantization.schemes import GROUP_SIZE, Scheme, recognize_scheme
 
 logger = init_logger(__name__)
 
@@ -64,7 +64,7 @@ def choose_layer_method(
         return UnquantizedFusedMoEMethod(layer.moe_config)
     weights, inputs = scheme["weights"], scheme["input_activations"]
     _check_inputs(scheme)
-    kind = recognize(first, scheme, on_cpu=True)
+    kind = recognize_scheme(first, scheme, on_cpu=True)
     log_emulation(kind, has_experts=True)
     match kind:
         case Scheme.NVFP4:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import zmq
 
-from vllm_dllm.config.canvas_feeds import pack, pack_end
+from vllm_dllm.config.canvas_feeds import pack_canvases, pack_end
 from vllm_dllm.step.watched.canvas_record import StepCanvases
 
 QUEUE_STEPS = 64
@@ -92,7 +92,7 @@ class CanvasSender:
         for path, index in rows.items():
             topics = [watchers[i].topic for i in index]
             some = arrays if len(index) == len(watchers) else [array[index] for array in arrays]
-            self._push(path, pack(topics, *some))
+            self._push(path, pack_canvases(topics, *some))
 
     def _push(self, path: Path, message: bytes) -> None:
         """Sends it, unless the API process does not keep up: then its clients miss this step."""

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, serving_note
+from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, read_serving_note
 from vllm_dllm.errors import InputError, ServerError
 from vllm_dllm.requests.options import STREAM_CANVASES, WATCHING_PLUGINS
 from vllm_dllm.tools.demo import drawing, picture
@@ -178,7 +178,7 @@ class View:
         self.say(f"Log: {server.log}")
         seconds = wait_on_console(server, self._console)
         self.say(f"Ready after {seconds:.0f} s.")
-        if note := serving_note(checkpoint):
+        if note := read_serving_note(checkpoint):
             self.say(note)
 
     def show(self, answer: Answer, steps: Iterator[Step]) -> None:

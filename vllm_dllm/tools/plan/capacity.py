@@ -11,7 +11,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 
 from vllm_dllm.config.architectures import register_configs
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.step_sizes import canvases_at_once
+from vllm_dllm.config.step_sizes import max_canvases_per_step
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import read_json, read_shards
 from vllm_dllm.tools.plan import ELEMENT_BYTES, GPUS
@@ -75,7 +75,7 @@ def make(
         sampling=ExtensionConfig().sampling_memory_mib * MIB,
         state=shape.state_bytes(),
         kv=shape.kv_bytes(context, ELEMENT_BYTES[kv_cache_dtype], ranks, BLOCK_SIZE),
-        in_a_step=canvases_at_once(TOKEN_BUDGET, shape.canvas_length),
+        in_a_step=max_canvases_per_step(TOKEN_BUDGET, shape.canvas_length),
         longest=shape.max_position_embeddings,
         is_26b=(len(shape.layers), shape.hidden_size) == (30, 2816),
     )
