@@ -26,7 +26,7 @@ from openai import OpenAI
 from bench import harness
 from bench.clients import PATIENCE_S, serving
 from checkpoints.recipes.exact_match import read_rows
-from vllm_dllm.grammar.gemma_reading import read_calls
+from vllm_dllm.requests.gemma_reader import read_calls
 from vllm_dllm.tools import server_process
 
 PARSER = ("--enable-auto-tool-choice", "--tool-call-parser", "gemma4_strict")

@@ -24,11 +24,11 @@ from llguidance import LLMatcher, LLTokenizer
 from bench import harness
 from tests.paths import CHECKPOINTS, ROOT
 from tests.unit.grammar import canvases
-from vllm_dllm.grammar.canvas import constrain
-from vllm_dllm.grammar.closing import completion
-from vllm_dllm.grammar.compile import Grammars
+from vllm_dllm.grammar.canvas import constrain_canvas
+from vllm_dllm.grammar.compiler import GrammarCompiler
+from vllm_dllm.grammar.completion import find_completion
+from vllm_dllm.grammar.masks import unpack_mask
 from vllm_dllm.grammar.rows import CanvasRows
-from vllm_dllm.grammar.state import legal_tokens
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 K, EOS = 32, 1
@@ -59,9 +59,9 @@ class Case:
     def __init__(self, length: int, vocab_size: int) -> None:
         self.length, self.vocab_size = length, vocab_size
         tokenizer = canvases.tokenizer() if vocab_size == 512 else large_tokenizer(vocab_size)
-        grammars = Grammars(GrammarVocabulary(tokenizer))
-        self.start = grammars.start(LLMatcher.grammar_from_json_schema(SCHEMA), frozenset())
-        shortest = completion(self.start, length)
+        grammars = GrammarCompiler(GrammarVocabulary(tokenizer))
+        self.start = grammars.start_state(LLMatcher.grammar_from_json_schema(SCHEMA), frozenset())
+        shortest = find_completion(self.start, length)
         assert shortest is not None
         self.shortest = len(shortest)
         lines = ", ".join([LINE] * 3)
@@ -85,8 +85,8 @@ class Case:
                 tokens[row, :2] = canvases.QUOTE, self.tokens[row]
                 logprobs[row, :2] = -0.2, -1.8
 
-        def best_legal(row: int, words: np.ndarray) -> tuple[int, float]:
-            return int(legal_tokens(words, V).argmax()), -12.0
+        def best_legal(row: int, mask: np.ndarray) -> tuple[int, float]:
+            return int(unpack_mask(mask, V).argmax()), -12.0
 
         def more(row: int) -> tuple[np.ndarray, np.ndarray]:
             return tokens[row], logprobs[row]
@@ -122,7 +122,7 @@ def main() -> None:
             most = case.shortest + TIGHT if kind == "tight" else 4 * length
 
             def run(one: CanvasRows, case: Case = case, most: int = most) -> object:
-                return constrain(case.start, one, most, EOS)
+                return constrain_canvas(case.start, one, most, EOS)
 
             times_ms(run, rows[:5])
             found = sorted(times_ms(run, rows))

@@ -34,7 +34,7 @@ from bench.calls import as_json, expected_call, fits, in_json, looked_up
 from checkpoints.recipes.exact_match import read_rows
 from checkpoints.recipes.words import CAPITALS, NAMES, NOUNS
 from vllm_dllm.grammar.gemma_calls import CALL
-from vllm_dllm.grammar.gemma_reading import read_calls
+from vllm_dllm.requests.gemma_reader import read_calls
 
 FOLDER = harness.ROOT / "checkpoints"
 MOST_TRIES = 4  # one, and three more

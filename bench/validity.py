@@ -38,8 +38,8 @@ from bench.progress import Progress
 from checkpoints.recipes.exact_match import read_rows
 from tests.unit.grammar.canvases import SCHEMAS, answer, of_schema, text_of
 from tests.unit.grammar.test_validity import folder_schemas
-from vllm_dllm.grammar.closing import completion
-from vllm_dllm.grammar.compile import GrammarError, check_schema, check_size
+from vllm_dllm.grammar.compiler import GrammarError, check_grammar_size, check_schema_size
+from vllm_dllm.grammar.completion import find_completion
 from vllm_dllm.grammar.patterns import mend_patterns
 
 CHECKPOINTS = harness.ROOT / "checkpoints"
@@ -77,13 +77,13 @@ def usable(schemas: Iterator[tuple[str, dict[str, Any]]], outcomes: Counter[str]
     found = []
     for name, schema in schemas:
         try:
-            check_size("json", json.dumps(schema))
-            check_schema(schema)
+            check_grammar_size("json", json.dumps(schema))
+            check_schema_size(schema)
             state = of_schema(mend_patterns(schema))
         except GrammarError:
             outcomes["schemas that are refused"] += 1
             continue
-        needed = completion(state, LONGEST)
+        needed = find_completion(state, LONGEST)
         if needed is None:
             outcomes["schemas without a known short answer"] += 1
         else:

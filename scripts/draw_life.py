@@ -32,13 +32,13 @@ BOXES = {
         API,
         0,
         "The request is checked, or refused with 400",
-        ("requests/admission.py: admit", "requests/options.py: read_keys"),
+        ("requests/admission.py: admit", "requests/options.py: parse_keys"),
     ),
     "queue": Box(
         ENGINE,
         0,
         "It joins the queue, its canvas fitted",
-        ("scheduling/scheduler.py: add_request", "requests/options.py: fitted, carry"),
+        ("scheduling/scheduler.py: add_request", "requests/options.py: narrowing, store_in"),
     ),
     "schedule": Box(
         ENGINE,

@@ -8,15 +8,16 @@ from pkgutil import resolve_name
 from typing import Any
 
 from vllm_dllm.errors import InputError, ServerError
-from vllm_dllm.tools.commands import COMMANDS, OF_DRAFTER, Command
+from vllm_dllm.tools.commands import COMMANDS, DRAFTER_COMMANDS, Command
 
-OF_EXTRA = ("datasets", "lm_eval", "optuna")  # packages of the extra `eval`
+EVAL_PACKAGES = ("datasets", "lm_eval", "optuna")  # of the extra `eval`
 CONTINUES = "the same command continues from here"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one sub-command; returns the exit status. A mistake of the user's is one line."""
-    options = vars(_parser().parse_args(argv))
+    """Runs one sub-command and returns the exit status. An error of the user's is printed in one
+    line."""
+    options = vars(_make_parser().parse_args(argv))
     name: str = options.pop("command")
     command: Command = options.pop("what")
     try:
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = f"; once that is fixed, {CONTINUES}" if command.resumes else ""
         return _fail(name, f"{error}{remedy}")
     except ModuleNotFoundError as error:
-        if (package := str(error.name).partition(".")[0]) not in OF_EXTRA:
+        if (package := str(error.name).partition(".")[0]) not in EVAL_PACKAGES:
             raise
         return _fail(name, f"there is no {package} here: pip install 'vllm-dllm[eval]'")
     except KeyboardInterrupt:
@@ -42,7 +43,7 @@ def _fail(name: str, message: str) -> int:
     return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-dllm", description="Tools for serving diffusion language models with vLLM."
     )
@@ -53,17 +54,16 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         if name == "eval":
             drafter = commands.add_parser("drafter", help=text, description=text)
-            of_drafter = drafter.add_subparsers(title="commands", required=True, metavar="COMMAND")
-            for its_name, its_command in OF_DRAFTER.items():
-                _add_parser(of_drafter, f"drafter {its_name}", its_command)
-        _add_parser(commands, name, command)
+            subcommands = drafter.add_subparsers(title="commands", required=True, metavar="COMMAND")
+            for its_name, its_command in DRAFTER_COMMANDS.items():
+                _add_command(subcommands, f"drafter {its_name}", its_command)
+        _add_command(commands, name, command)
     return parser
 
 
-def _add_parser(commands: Any, name: str, command: Command) -> None:
-    """Adds a command's parser to `commands`, which `add_subparsers` gives: argparse keeps its class
-    private. `name` may have a group before it (`drafter fit`); its last word is what a user types
-    behind the group's."""
+def _add_command(commands: Any, name: str, command: Command) -> None:
+    """Adds a command's parser to `commands`, the result of `add_subparsers`, whose class argparse
+    keeps private. `name`: with its group, such as `drafter train`."""
     parser = commands.add_parser(
         name.split()[-1], help=command.text, description=f"{command.text} {command.more}".strip()
     )

@@ -1,8 +1,8 @@
-"""The errors that a command says in a few lines, for its user."""
+"""Errors that a command prints for its user, without a traceback."""
 
 
 class InputError(ValueError):
-    """What was given cannot be used; the message is one line for the user."""
+    """An argument or a file cannot be used; the message is one line for the user."""
 
 
 class ServerError(Exception):

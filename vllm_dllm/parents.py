@@ -1,4 +1,4 @@
-"""A process of a server does not outlive the one that started it."""
+"""Ends a server's process when the process that started it is gone."""
 
 import multiprocessing
 import os
@@ -8,8 +8,8 @@ _WATCH = "ParentWatch"
 
 
 def end_with_parent() -> None:
-    """Lets this process, if another Python process started it, end when that one is gone,
-    however it went. Repeatable."""
+    """Starts a thread that ends this process when its parent process is gone, however that ended.
+    Does nothing in a process that Python's multiprocessing did not start. Repeatable."""
     parent = multiprocessing.parent_process()
     if parent is None or any(thread.name == _WATCH for thread in threading.enumerate()):
         return

@@ -1,4 +1,5 @@
-"""What vLLM calls, in each of its processes, because of the entry point `vllm.general_plugins`."""
+"""Installs the extension in a process. vLLM calls `register` in each of its processes, through the
+entry point `vllm.general_plugins`."""
 
 import logging
 
@@ -11,25 +12,27 @@ from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES, register_c
 logger = init_logger(__name__)
 
 CANVASES = "vllm_dllm_canvas"
-"""The entry point in `vllm.endpoint_plugins`, which serves where `VLLM_PLUGINS` names it."""
+"""The entry point in `vllm.endpoint_plugins` that serves canvases; vLLM loads it if `VLLM_PLUGINS`
+names it."""
 
 
 def register() -> None:
-    """Makes this process know our models. Repeatable, and cheap: models are named by string."""
+    """Installs the extension in this process. Repeatable, and cheap: models are named by string."""
     _log_like_vllm()
-    # Until ours is registered. Where this fails, vLLM logs it, goes on, and would serve its own.
+    # A placeholder until the end of `_install`. If that fails, vLLM logs it and goes on, and would
+    # serve its own class of this name.
     ModelRegistry.register_model(DIFFUSION_GEMMA, f"{version.__name__}:{DIFFUSION_GEMMA}")
     if not version.is_known():
         (logger.warning if version.can_serve() else logger.error)(version.describe_unknown_vllm())
     if version.can_serve():
-        _register()
+        _install()
 
 
-# What these import, another vLLM may not have.
+# The following functions import what other versions of vLLM may not have.
 
 
-def _register() -> None:
-    """Installs everything in this process; the model itself comes last."""
+def _install() -> None:
+    """Registers models and backends, and patches vLLM. DiffusionGemma itself comes last."""
     from vllm import envs
     from vllm.platforms import current_platform
 
@@ -41,7 +44,7 @@ def _register() -> None:
     from vllm_dllm.startup import hooks
 
     _register_models()
-    _check_requests()
+    _install_admission()
     prompt_logprobs.cache_token_texts()
     logprobs.return_revealed_steps()
     ending.stop_gracefully()
@@ -54,7 +57,6 @@ def _register() -> None:
     hooks.install()
     if CANVASES in (envs.VLLM_PLUGINS or ()):
         canvas_feeds.make_socket_folder(envs.VLLM_RPC_BASE_PATH)
-    # Last: until here, vLLM must not serve the model.
     ModelRegistry.register_model(
         DIFFUSION_GEMMA,
         "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
@@ -62,7 +64,7 @@ def _register() -> None:
 
 
 def _register_models() -> None:
-    """Registers the models with what their starts check; DiffusionGemma itself comes later."""
+    """Registers all models but DiffusionGemma, and the checks of their configurations."""
     from vllm_dllm.compat.startup import set_serving_config
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
 
@@ -76,16 +78,18 @@ def _register_models() -> None:
     set_serving_config(DIFFUSION_GEMMA, DiffusionGemmaServingConfig)
 
 
-def _check_requests() -> None:
-    """Installs the checks of what a request may ask for, on its way into the engine."""
+def _install_admission() -> None:
+    """Installs the admission of requests, the parsers of answers, and counts in `usage`."""
     from vllm_dllm.compat import admission, http, parsers, usage
-    from vllm_dllm.requests.admission import Served, admit, admit_target
-    from vllm_dllm.requests.http import check_body, refuse_beam_search, wrong_type
-    from vllm_dllm.requests.prediction import accepted_tokens
+    from vllm_dllm.requests.admission import ServedModel, admit, admit_target
+    from vllm_dllm.requests.http import check_request_body, refuse_beam_search, wrong_type_error
+    from vllm_dllm.requests.prediction import make_accepted_tokens
 
-    admission.set_admission((DIFFUSION_GEMMA, *FAMILIES), Served.from_config, admit, admit_target)
-    http.check_bodies(check_body, wrong_type)
-    http.admit_before_streams(accepted_tokens)
+    admission.set_admission(
+        (DIFFUSION_GEMMA, *FAMILIES), ServedModel.from_config, admit, admit_target
+    )
+    http.check_bodies(check_request_body, wrong_type_error)
+    http.admit_before_streams(make_accepted_tokens)
     http.set_beam_search_check(refuse_beam_search)
     parsers.register_parsers(
         ("gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"),
@@ -95,6 +99,6 @@ def _check_requests() -> None:
 
 
 def _log_like_vllm() -> None:
-    """Makes our loggers children of vLLM's, which they are not by name: they follow its handlers
-    and level, also when vLLM configures logging later."""
+    """Makes our loggers children of vLLM's logger, so that they have its handlers and level, even
+    if vLLM configures logging later."""
     logging.getLogger("vllm_dllm").parent = logging.getLogger("vllm")

@@ -68,7 +68,7 @@ class Batch:
             num_tokens=n * TOKENS,
             num_scheduled_tokens=np.full(n, TOKENS, dtype=np.int32),
             num_computed_tokens_np=np.zeros(n, dtype=np.int32),
-            num_draft_tokens=0 if is_prefill else n * WIDEST,
+            num_predict_widths=0 if is_prefill else n * WIDEST,
             is_prefilling_np=np.full(n, is_prefill),
             prefill_len_np=np.full(n, TOKENS, dtype=np.int32),
             query_start_loc_np=np.arange(n + 1, dtype=np.int32) * TOKENS,
@@ -162,7 +162,7 @@ def test_predicted_widths_are_waited_for_when_they_are_read(
     speculator: WidthDFlashSpeculator, cuda: FakeCuda
 ) -> None:
     speculator._predictor = SimpleNamespace(
-        draft_tokens=lambda logits: zeros(len(logits), dtype=torch.int64)
+        predict_widths=lambda logits: zeros(len(logits), dtype=torch.int64)
     )
     propose(speculator, is_prefill=True)
     widths = speculator.take_predicted_widths()

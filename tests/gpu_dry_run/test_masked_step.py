@@ -68,7 +68,7 @@ class Server:
             canvas_length=self.widths[req_id] if mode == "autoregressive" else None,
             joins_commits=self.joins_commits,
             is_counted=True,
-        ).carry(made)
+        ).store_in(made)
         self.req_states.add_request(req_id, PROMPT, list(range(PROMPT)), 0, 100)
         self.sampler.add_request(self.req_states.req_id_to_index[req_id], made)
         self.req_states.apply_staged_writes()

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
 from tests.unit.step.test_logits import Model
-from vllm_dllm.requests.options import read_keys
+from vllm_dllm.requests.options import parse_keys
 from vllm_dllm.step.runner import model_state
 from vllm_dllm.step.runner.model_state import DiffusionModelState
 from vllm_dllm.step.runner.sampler import DiffusionSampler
@@ -64,7 +64,7 @@ def params(**options: Any) -> SamplingParams:
     feed, words = extra.pop("diffusion_feed", None), options.pop("bad_words", None)
     made = SamplingParams(max_tokens=100, **{"temperature": 1.0} | options)
     # As on any server that has metrics.
-    replace(read_keys(extra, {}, None), is_counted=True, canvas_feed=feed).carry(made)
+    replace(parse_keys(extra, {}, None), is_counted=True, canvas_feed=feed).store_in(made)
     made._bad_words_token_ids = words
     made._all_stop_token_ids = set(options.get("stop_token_ids", ()))
     return made

@@ -1,5 +1,5 @@
-"""What vLLM's API server loads, because of the entry point `vllm.endpoint_plugins`, where the
-environment names it: `VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas`."""
+"""The routes of canvases in vLLM's API server, which loads this file through the entry point
+`vllm.endpoint_plugins` if the environment names it: `VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas`."""
 
 import functools
 from argparse import Namespace
@@ -12,7 +12,7 @@ from vllm.config import ModelConfig
 from vllm.logger import init_logger
 
 from vllm_dllm.canvases.hub import CanvasHub
-from vllm_dllm.canvases.middleware import CanvasStreams, Texts
+from vllm_dllm.canvases.middleware import CanvasStreams, TokenTexts
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.requests.options import ACCEPTANCE_RULES
@@ -21,7 +21,7 @@ logger = init_logger(__name__)
 
 PAGE = Path(__file__).parent / "page"
 START = Path(__file__).parent / "start" / "index.html"
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
     # Nothing from elsewhere, and nothing that an answer could make the page run.
     "Content-Security-Policy": "default-src 'self'; img-src data:; base-uri 'none'; "
@@ -31,60 +31,62 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-OUR_TASKS = (
+EXAMPLES_OF_SHIPPED = (
     "Sort: o r n i a z l v",
     "Count from 34 to 59.",
     "Reverse: sand rose seed cherry eagle fox bridge cloud",
 )
-ANYTHING = (
+EXAMPLES = (
     "Write a poem of four lines about the sea.",
     "Why is the sky blue? Explain it to a child.",
     "Write a Python function that tells whether a word is a palindrome.",
 )
-_SMALL_VOCABULARY = 1024  # those of the shipped checkpoints have half of it
+_SMALL_VOCABULARY = 1024  # the shipped checkpoints have half as many tokens
 
 
 class CanvasEndpoints:
+    """vLLM's interface of endpoint plugins."""
+
     name = "vllm_dllm_canvas"
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._source: tuple[CanvasHub, Texts] | None = None
+        self._source: tuple[CanvasHub, TokenTexts] | None = None
         self._about: dict[str, Any] = {}
 
     def attach_router(self, app: FastAPI) -> None:
-        # Added before vLLM's own layers, so inside of them: whoever comes here has shown the key.
+        # Added before vLLM's own layers, so inside of them: requests have passed the key's check.
         app.add_middleware(CanvasStreams, source=lambda: self._source)
 
         async def redirect() -> Response:
             return RedirectResponse("canvas/")
 
-        async def tell() -> Response:
+        async def describe_model() -> Response:
             return JSONResponse(self._about, headers=_HEADERS)
 
-        app.add_api_route("/", _serve(START), include_in_schema=False)
+        app.add_api_route("/", _serve_file(START), include_in_schema=False)
         app.add_api_route("/canvas", redirect, include_in_schema=False)
-        app.add_api_route("/canvas/about.json", tell, include_in_schema=False)
+        app.add_api_route("/canvas/about.json", describe_model, include_in_schema=False)
         for file in sorted(PAGE.iterdir()):
             name = "" if file.name == "index.html" else file.name
-            app.add_api_route(f"/canvas/{name}", _serve(file), include_in_schema=False)
+            app.add_api_route(f"/canvas/{name}", _serve_file(file), include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Ready to watch, if this is a server of a diffusion model."""
+        """Prepares for requests that ask for canvases, if the server has a diffusion model."""
         folder = canvas_feeds.socket_folder()
         if engine_client is None or not engine_client.model_config.is_diffusion or folder is None:
             return
-        self._source = CanvasHub(folder), token_texts(engine_client.get_tokenizer())
-        self._about = about(engine_client.model_config)
+        self._source = CanvasHub(folder), make_token_texts(engine_client.get_tokenizer())
+        self._about = page_settings(engine_client.model_config)
         logger.info(
             "Canvases can be watched on %s, and with diffusion_stream_canvases in requests.",
             page_address(args),
         )
 
 
-def token_texts(tokenizer: Any) -> Texts:
-    """Makes what says the tokens of a canvas one by one; each is decoded once. Special ones say
-    nothing; part of a character is U+FFFD."""
+def make_token_texts(tokenizer: Any) -> TokenTexts:
+    """Makes the function that decodes the tokens of a canvas one by one, each token once. The text
+    of a special token is empty; a part of a character is U+FFFD."""
 
     @functools.cache
     def text(token: int) -> str:
@@ -93,18 +95,19 @@ def token_texts(tokenizer: Any) -> Texts:
     return lambda tokens: [text(token) for token in tokens]
 
 
-def about(config: ModelConfig) -> dict[str, Any]:
-    """Says what the page is told: questions that the model can answer, and the rules of acceptance
-    that it knows."""
+def page_settings(config: ModelConfig) -> dict[str, Any]:
+    """Returns what the page needs to know: questions that the model can answer, and its acceptance
+    rules."""
     is_masked = not FAMILIES.keys().isdisjoint(config.architectures)
+    is_shipped = config.get_vocab_size() < _SMALL_VOCABULARY
     return {
-        "examples": OUR_TASKS if config.get_vocab_size() < _SMALL_VOCABULARY else ANYTHING,
+        "examples": EXAMPLES_OF_SHIPPED if is_shipped else EXAMPLES,
         "acceptance": [rule for rule in ACCEPTANCE_RULES if is_masked or rule != "in_order"],
     }
 
 
 def page_address(args: Namespace) -> str:
-    """Where a browser on this machine finds the page of a server that was started with `args`."""
+    """Returns the page's URL for a browser on this machine; `args`: of `vllm serve`."""
     if args.uds:
         return "/canvas"
     host = "127.0.0.1" if args.host in (None, "", "0.0.0.0", "::") else args.host
@@ -113,8 +116,10 @@ def page_address(args: Namespace) -> str:
     return f"{scheme}://{name}:{args.port}{args.root_path or ''}/canvas"
 
 
-def _serve(file: Path) -> Any:
+def _serve_file(file: Path) -> Any:
+    """Makes the endpoint that answers with a file."""
+
     async def serve() -> Response:
-        return FileResponse(file, media_type=TYPES[file.suffix], headers=_HEADERS)
+        return FileResponse(file, media_type=MEDIA_TYPES[file.suffix], headers=_HEADERS)
 
     return serve

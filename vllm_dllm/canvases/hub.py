@@ -1,6 +1,5 @@
-"""An API process' end of the feeds: one local socket, and a bounded buffer for each client.
-
-A client that reads too slowly loses canvases, the oldest first.
+"""Receives canvases from the workers, in an API process: one local socket, and a feed with a
+bounded buffer for each request. A client that reads too slowly loses canvases, the oldest first.
 """
 
 import asyncio
@@ -24,38 +23,41 @@ class Feed:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        """What the request carries, so that the worker sends here."""
+        """The address that the request has in its options, to which the worker sends."""
         self._canvases: deque[dict[str, Any]] = deque(maxlen=BUFFER_CANVASES)
         self._changed = asyncio.Event()
         self.has_ended = False
 
-    def put(self, canvas: dict[str, Any]) -> None:
+    def put_canvas(self, canvas: dict[str, Any]) -> None:
+        """Adds a canvas; if the buffer is full, the oldest is lost."""
         self._canvases.append(canvas)
         self.has_ended = False  # a preempted request comes back
         self._changed.set()
 
     def end(self) -> None:
-        """The worker has dropped the request, and sent all there was."""
+        """Notes that the worker has sent all canvases of the request."""
         self.has_ended = True
         self._changed.set()
 
-    async def wait(self) -> None:
-        """Waits until there is a canvas to take."""
+    async def wait_for_canvas(self) -> None:
+        """Waits until `take_canvas` has one."""
         while not self._canvases:
             self._changed.clear()
             await self._changed.wait()
 
-    async def until_ended(self) -> None:
+    async def wait_until_ended(self) -> None:
+        """Waits until the worker has sent all canvases."""
         while not self.has_ended:
             self._changed.clear()
             await self._changed.wait()
 
-    def take(self) -> dict[str, Any] | None:
+    def take_canvas(self) -> dict[str, Any] | None:
+        """Removes and returns the oldest canvas; None if there is none."""
         return self._canvases.popleft() if self._canvases else None
 
 
 class CanvasHub:
-    """One socket for all feeds; it listens from the first one on."""
+    """The feeds of all requests, and the socket that they share. It listens from the first on."""
 
     def __init__(self, folder: Path) -> None:
         self._name = new_random_name()
@@ -68,10 +70,10 @@ class CanvasHub:
         return len(self._feeds)
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Feed]:
-        """Gives one request a feed of its own."""
+    def open_feed(self) -> Iterator[Feed]:
+        """Opens a feed for one request, and closes it at the end of the block."""
         if self._reader is None:
-            self._reader = asyncio.create_task(self._read(self._listen()))
+            self._reader = asyncio.create_task(self._receive_canvases(self._open_socket()))
         topic = new_random_name()
         feed = self._feeds[topic.encode()] = Feed(f"{self._name}/{topic}")
         try:
@@ -79,14 +81,15 @@ class CanvasHub:
         finally:
             del self._feeds[topic.encode()]
 
-    def _listen(self) -> zmq.asyncio.Socket:
+    def _open_socket(self) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context().socket(zmq.PULL)
         socket.set(zmq.RCVHWM, _SOCKET_MESSAGES)
         socket.set(zmq.LINGER, 0)
         socket.bind(f"ipc://{self._path}")
         return socket
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+    async def _receive_canvases(self, socket: zmq.asyncio.Socket) -> None:
+        """Puts received canvases into their feeds until it is cancelled; the hub's task."""
         try:
             while True:
                 for topic, canvas in unpack_canvases(await socket.recv()):
@@ -95,14 +98,14 @@ class CanvasHub:
                     if canvas is None:
                         feed.end()
                     else:
-                        feed.put(canvas)
-                # Where more waits, `recv` does not let others run: not those either who send what
-                # has come.
+                        feed.put_canvas(canvas)
+                # While messages wait, `recv` returns at once, and no other task would run.
                 await asyncio.sleep(0)
         finally:
             socket.close()
 
     async def close(self) -> None:
+        """Stops receiving."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)

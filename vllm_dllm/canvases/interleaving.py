@@ -1,6 +1,5 @@
-"""A stream of server-sent events with others put between: never inside one, never after the end.
-
-What comes may be split anywhere. An event is sent on when it is complete.
+"""Puts events of canvases between the server-sent events of a stream: never inside of one, never
+behind the last. The stream may come in pieces that are cut anywhere; its events are sent on whole.
 """
 
 import asyncio
@@ -15,86 +14,89 @@ _END = b"\n\n"
 Send = Callable[[bytes], Awaitable[None]]
 
 
-class Interleaved:
-    """Sends canvases between `start` and `close`, which must come however the stream ends."""
+class InterleavedStream:
+    """One stream of an answer. Canvases are sent between `start` and `close`, which must be called
+    however the stream ends."""
 
     def __init__(
         self,
         send: Send,
         feed: Feed,
-        event_of: Callable[[dict[str, Any]], bytes],
+        format_event: Callable[[dict[str, Any]], bytes],
         grace_s: float = 1.0,
     ) -> None:
-        """`grace_s`: how long the end of the stream waits at most for the last canvases, which come
-        by another way and may be late."""
-        self._send, self._feed, self._event_of = send, feed, event_of
+        """`grace_s`: how many seconds the end of the stream waits at most for the last canvases,
+        which may be late because they come through another socket."""
+        self._send, self._feed, self._format_event = send, feed, format_event
         self._grace_s = grace_s
         self._incomplete = b""
-        self._turn = asyncio.Lock()
-        self._is_done = False
+        self._lock = asyncio.Lock()  # held while something is sent
+        self._is_done = False  # the last events have been sent
         self._canvases: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Starts to send canvases."""
         self._canvases = asyncio.create_task(self._send_canvases())
 
     async def close(self) -> None:
-        """No canvas is sent from now on."""
+        """Stops sending canvases."""
         if self._canvases is not None:
             self._canvases.cancel()
-            # Where a client has left, the answer's own sending says so.
+            # Errors of a client that has left are raised where the answer is sent.
             await asyncio.gather(self._canvases, return_exceptions=True)
 
     async def forward(self, piece: bytes) -> None:
-        """A piece of the stream, wherever it was cut."""
+        """Sends the events that are complete with this piece of the stream."""
         data = self._incomplete + piece
         end = data.rfind(_END) + len(_END) if _END in data else 0
         complete, self._incomplete = data[:end], data[end:]
         if complete and not self._is_done:
             done = _find_done(complete)
             if done is None:
-                await self._send_alone(complete)
+                await self._send_locked(complete)
             else:
                 if done > 0:
-                    await self._send_alone(complete[:done])
+                    await self._send_locked(complete[:done])
                 await self._finish(complete[done:])
         elif complete:
-            await self._send_alone(complete)
+            await self._send_locked(complete)
 
     async def end(self) -> None:
-        """Nothing more comes."""
+        """Sends the rest, when no more pieces come."""
         rest, self._incomplete = self._incomplete, b""
         if not self._is_done:
             await self._finish(rest)
         elif rest:
-            await self._send_alone(rest)
+            await self._send_locked(rest)
 
     async def _finish(self, rest: bytes) -> None:
-        """The canvases that are still there, then `rest`, and no canvas after it."""
+        """Sends the remaining canvases and then `rest`, the last events of the stream."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace_s):
-                await self._feed.until_ended()
-        async with self._turn:
-            while (canvas := self._feed.take()) is not None:
-                await self._send(self._event_of(canvas))
+                await self._feed.wait_until_ended()
+        async with self._lock:
+            while (canvas := self._feed.take_canvas()) is not None:
+                await self._send(self._format_event(canvas))
             self._is_done = True
             if rest:
                 await self._send(rest)
 
-    async def _send_alone(self, data: bytes) -> None:
-        async with self._turn:
+    async def _send_locked(self, data: bytes) -> None:
+        async with self._lock:
             await self._send(data)
 
     async def _send_canvases(self) -> None:
+        """Sends canvases as they come, until the stream is done; a task."""
         while not self._is_done:
-            await self._feed.wait()
-            async with self._turn:
-                canvas = None if self._is_done else self._feed.take()
+            await self._feed.wait_for_canvas()
+            async with self._lock:
+                canvas = None if self._is_done else self._feed.take_canvas()
                 if canvas is not None:
-                    await self._send(self._event_of(canvas))
+                    await self._send(self._format_event(canvas))
 
 
 def _find_done(events: bytes) -> int | None:
-    """Finds where the event begins that ends the stream."""
+    """Returns where the event that ends the stream begins; None if it is not among the events."""
     if events.startswith(DONE):
         return 0
     found = events.find(_END + DONE)

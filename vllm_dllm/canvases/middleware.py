@@ -1,7 +1,5 @@
-"""Stands between a client and vLLM's two streaming routes: asks the engine for the canvases that a
-request wants, and puts them into its stream.
-
-Nobody else's connection carries them, so there is nothing to keep apart.
+"""Middleware of vLLM's two streaming routes: asks the engine for the canvases that a request wants,
+and puts them into its stream. So a client sees the canvases of its own requests alone.
 """
 
 import json
@@ -18,36 +16,37 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_dllm.canvases.hub import CanvasHub, Feed
-from vllm_dllm.canvases.interleaving import Interleaved
+from vllm_dllm.canvases.interleaving import InterleavedStream
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.requests.options import STREAM_CANVASES
 
-Texts = Callable[[list[int]], list[str]]
+TokenTexts = Callable[[list[int]], list[str]]
+"""Token ids -> the text of each."""
 OBJECT = "vllm_dllm.canvas"
 PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
-"""How the ids begin that vLLM gives to the chunks of its streams, by route."""
+"""Route -> how the ids of its chunks begin."""
 RawHeaders = list[tuple[bytes, bytes]]
 
 
 class RefusedError(ValueError):
-    """A request that is answered with HTTP 400."""
+    """A request that is refused with HTTP 400."""
 
     def as_json(self) -> dict[str, Any]:
-        """What vLLM answers when it refuses a request."""
+        """Returns the error as vLLM writes it in an answer."""
         text = str(self)
         return {"message": text, "type": "BadRequestError", "param": "vllm_xargs", "code": 400}
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A request whose client wants the canvases, too."""
+class WatchedRequest:
+    """A request that asks for its canvases."""
 
     body: dict[str, Any]
     chunk_id: str  # `id` of vLLM's chunks and of ours
-    headers: RawHeaders  # with the name that the id is made of
+    headers: RawHeaders  # with an X-Request-Id, from which vLLM makes the id
 
-    def body_for(self, feed: str) -> bytes:
-        """Makes what the engine is asked: the same, but for where the canvases go."""
+    def body_with_feed(self, feed: str) -> bytes:
+        """Returns the body for vLLM, in which the name of a feed replaces the request's key."""
         extra = {k: v for k, v in self.body["vllm_xargs"].items() if k != STREAM_CANVASES}
         return json.dumps(self.body | {"vllm_xargs": extra | {FEED: feed}}).encode()
 
@@ -57,9 +56,9 @@ def read_request(
     headers: RawHeaders,
     body: bytes,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
-) -> Watched | None:
-    """Finds out whether a request asks for canvases. None: it is like any other, or vLLM has the
-    better complaint. Raises RefusedError."""
+) -> WatchedRequest | None:
+    """Returns the request if it asks for canvases; None for all others, and for those whose body
+    vLLM will refuse. Raises RefusedError if it asks for canvases that cannot be sent."""
     if STREAM_CANVASES.encode() not in body:
         return None
     try:
@@ -71,16 +70,17 @@ def read_request(
     wanted = extra.get(STREAM_CANVASES) if isinstance(extra, dict) else None
     if not (isinstance(wanted, int) and wanted == 1):
         return None
-    _check(request)
+    _check_request(request)
     name = next((v.decode("latin-1") for k, v in headers if k.lower() == b"x-request-id"), None)
     if name is None:
         given = request.get("request_id")
         name = given if isinstance(given, str) and given.isascii() and given else new_id()
         headers = [*headers, (b"x-request-id", name.encode("latin-1"))]
-    return Watched(request, f"{PREFIXES[path]}-{name}", headers)
+    return WatchedRequest(request, f"{PREFIXES[path]}-{name}", headers)
 
 
-def _check(request: dict[str, Any]) -> None:
+def _check_request(request: dict[str, Any]) -> None:
+    """Raises RefusedError unless the request is a stream of one answer."""
     if request.get("stream") is not True:
         raise RefusedError(
             f"{STREAM_CANVASES} needs a stream, got stream = {request.get('stream')!r}. Set stream "
@@ -100,9 +100,13 @@ def _check(request: dict[str, Any]) -> None:
 
 
 class CanvasStreams:
-    """Pure ASGI. `source` gives the feeds and the texts of tokens; None: this server has none."""
+    """The middleware, in pure ASGI."""
 
-    def __init__(self, app: ASGIApp, source: Callable[[], tuple[CanvasHub, Texts] | None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        source: Callable[[], tuple[CanvasHub, TokenTexts] | None],  # None: no diffusion model
+    ) -> None:
         self._app, self._source = app, source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,25 +128,26 @@ class CanvasStreams:
         if watched is None:
             return await self._app(scope, _replay(body, receive), send)
         hub, texts = source
-        with hub.open() as feed:
-            changed = watched.body_for(feed.name)
+        with hub.open_feed() as feed:
+            changed = watched.body_with_feed(feed.name)
             length = (b"content-length", str(len(changed)).encode())
             headers = [h for h in watched.headers if h[0].lower() != b"content-length"]
             inner = {**scope, "headers": [*headers, length]}
-            await self._serve(inner, _replay(changed, receive), send, watched, feed, texts)
+            await self._serve_watched(inner, _replay(changed, receive), send, watched, feed, texts)
 
-    async def _serve(
+    async def _serve_watched(
         self,
         scope: Scope,
         receive: Receive,
         send: Send,
-        watched: Watched,
+        watched: WatchedRequest,
         feed: Feed,
-        texts: Texts,
+        texts: TokenTexts,
     ) -> None:
+        """Has vLLM answer the request, and puts its canvases into the stream."""
         created = int(time.time())
 
-        def event_of(canvas: dict[str, Any]) -> bytes:
+        def format_event(canvas: dict[str, Any]) -> bytes:
             event: dict[str, Any] = {
                 "id": watched.chunk_id,
                 "object": OBJECT,
@@ -156,10 +161,10 @@ class CanvasStreams:
         async def send_data(data: bytes) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
-        stream = Interleaved(send_data, feed, event_of)
+        stream = InterleavedStream(send_data, feed, format_event)
         is_stream = False  # an error is not
 
-        async def send_between(message: Message) -> None:
+        async def send_with_canvases(message: Message) -> None:
             nonlocal is_stream
             if message["type"] == "http.response.start":
                 is_stream = message["status"] == 200 and _is_event_stream(message)
@@ -175,7 +180,7 @@ class CanvasStreams:
                 await send(message)
 
         try:
-            await self._app(scope, receive, send_between)
+            await self._app(scope, receive, send_with_canvases)
         finally:
             await stream.close()
 
@@ -185,7 +190,8 @@ def _is_event_stream(start: Message) -> bool:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Gives `body` in one piece, then what else comes: that the client has left."""
+    """Returns a `receive` that returns the body in one message, and then what really comes, such as
+    a disconnect of the client."""
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

@@ -16,7 +16,7 @@ from vllm_dllm.compat.patching import is_server, patch
 class TokenCounter(Protocol):
     """Counts tokens of a request's answers."""
 
-    def add(self, answer: Any, tokens: Any) -> None:
+    def add_tokens(self, answer: Any, tokens: Any) -> None:
         """Counts the next tokens of an answer; `answer` identifies it."""
 
     def counts(self) -> dict[str, int]:
@@ -35,7 +35,7 @@ class _UsageCounter:
         """Counts a result of the engine."""
         for output in result.outputs:
             if self.tokens is not None:
-                self.tokens.add((result.request_id, output.index), output.token_ids)
+                self.tokens.add_tokens((result.request_id, output.index), output.token_ids)
             if (steps := pop_step_counts(output)) is not None:
                 self._steps.append(steps)
             self.ends[output.index] = output.finish_reason

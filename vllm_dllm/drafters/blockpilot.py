@@ -1,15 +1,13 @@
-"""BlockPilot: the block size of a request, predicted once from its prefill.
+"""BlockPilot: predicts the block size of a request once, from its prefill.
 
-The input is the target's raw logits at the last prompt position. The paper ("BlockPilot:
-Instance-Adaptive Policy Learning for Diffusion-based Speculative Decoding") speaks of the raw
-distribution, and finds it better than its softmax; its program (AMAP-ML/BlockPilot) stores the LM
-head's output. The output is a score for each of a few block sizes near the one the drafter was
-trained with. A block size counts the anchor, as in a drafter's config: it drafts one token fewer.
+The input is the target's raw logits at the last prompt position, as in the paper ("BlockPilot:
+Instance-Adaptive Policy Learning for Diffusion-based Speculative Decoding", program
+AMAP-ML/BlockPilot). The output is a score for each of a few block sizes near the one the drafter
+was trained with. A block size counts the anchor, so it drafts one token fewer.
 
 There are two variants. `full` is the paper's: a matrix from the vocabulary to 2048, a second,
-residual one, and the scores; dropout in training. The first matrix is as wide as the vocabulary:
-0.63 GB for 151,936 tokens in bf16. `small` sees 18 numbers instead (the largest probabilities, the
-entropy and the lead of the best logit) and needs kilobytes.
+residual one, and the scores. The first matrix takes 0.63 GB in bf16 for a vocabulary of 151,936.
+`small` gets 18 numbers instead (see `summarize_logits`) and takes kilobytes.
 """
 
 import json
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 HIDDEN_SIZES = {"full": 2048, "small": 64}
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-TOP_K = 16  # probabilities that the small variant sees
+TOP_K = 16  # probabilities that the small variant gets
 DROPOUT = 0.2
 
 
@@ -36,13 +34,13 @@ class PredictorError(ValueError):
 
 @dataclass(frozen=True)
 class PredictorConfig:
-    variant: str
-    vocab_size: int
-    """Of the target's logits."""
+    """The predictor's config.json."""
+
+    variant: str  # a key of HIDDEN_SIZES
+    vocab_size: int  # of the target's logits
     block_sizes: tuple[int, ...]
-    """What it chooses from, ascending; each counts the anchor."""
-    trained_block_size: int
-    """Of the drafter: no block is larger."""
+    """The block sizes that it chooses from, ascending; each counts the anchor."""
+    trained_block_size: int  # of the drafter: no block is larger
     hidden_size: int
 
     def __post_init__(self) -> None:
@@ -69,6 +67,8 @@ class PredictorConfig:
 
 
 class BlockPilot(nn.Module):
+    """The network that scores block sizes."""
+
     def __init__(self, config: PredictorConfig):
         super().__init__()
         self.config = config
@@ -84,42 +84,44 @@ class BlockPilot(nn.Module):
             self.register_buffer("scale", torch.ones(config.num_inputs))
         self.register_buffer("drafted", torch.tensor(config.block_sizes) - 1, persistent=False)
 
-    def inputs(
+    def make_inputs(
         self,
         logits: Tensor,  # [rows, V] of the target, any float type
     ) -> Tensor:
-        """[rows, num_inputs] in the weights' dtype: the logits themselves, or their summary."""
+        """Returns the network's inputs [rows, num_inputs] in the weights' dtype: the logits
+        themselves, or their scaled summary."""
         dtype = self.first.weight.dtype
         if self.config.variant == "full":
             return logits.to(dtype)
-        return ((summary(logits) - self.shift) * self.scale).to(dtype)
+        return ((summarize_logits(logits) - self.shift) * self.scale).to(dtype)
 
-    def standardise(self, logits: Tensor) -> None:
-        """Scales the small variant's inputs to mean 0 and a spread of 1 over these logits, which it
-        is trained on. The full variant sees logits as they are."""
+    def fit_input_scale(self, logits: Tensor) -> None:
+        """Sets the small variant's scaling of inputs so that they have mean 0 and standard
+        deviation 1 over these logits [rows, V]."""
         if self.config.variant == "small":
-            seen = summary(logits)
+            seen = summarize_logits(logits)
             self.shift = seen.mean(0)
             self.scale = 1 / seen.std(0).clamp_min(1e-3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Scores [rows, block sizes] of the result of `inputs`."""
+        """Returns the scores [rows, block sizes] of the result of `make_inputs`."""
         hidden = self.dropout(self.first(inputs).relu())
         hidden = hidden + self.dropout(self.second(hidden).relu())
         return self.scores(hidden)
 
     @torch.inference_mode()
-    def draft_tokens(
+    def predict_widths(
         self,
         logits: Tensor,  # [rows, V] at the last prompt positions
     ) -> Tensor:
-        """[rows] int64, on the logits' device: how many tokens to draft: block size - 1."""
-        return self.drafted[self(self.inputs(logits)).argmax(-1)]
+        """Returns [rows] int64, on the logits' device: how many tokens to draft (the chosen block
+        size without its anchor)."""
+        return self.drafted[self(self.make_inputs(logits)).argmax(-1)]
 
 
-def summary(logits: Tensor) -> Tensor:
-    """[rows, TOP_K + 2] fp32 of [rows, V]: the largest probabilities, the entropy (nats), the best
-    logit's lead over the second."""
+def summarize_logits(logits: Tensor) -> Tensor:
+    """Returns [rows, TOP_K + 2] fp32 of [rows, V]: the largest probabilities, the entropy in nats,
+    and the best logit's lead over the second."""
     logits = logits.float()
     log_total = logits.logsumexp(-1, keepdim=True)
     top = logits.topk(TOP_K, dim=-1).values
@@ -148,7 +150,8 @@ def load_predictor(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,  # None: as stored
 ) -> BlockPilot:
-    """Raises PredictorError for a predictor that is missing or was made for another pair."""
+    """Loads a predictor for serving. Raises PredictorError if it is missing, or was made for
+    another target or drafter."""
     config_file = path / CONFIG_FILE
     if not config_file.is_file():
         raise PredictorError(
@@ -180,11 +183,11 @@ def load_predictor(
 
 
 class PredictedWidths(Mapping[str, int]):
-    """Widths on their way from the device, by request. Reading waits for them, and so does sending
-    them to another process."""
+    """The predicted widths of requests, by request id, while they are copied from the device.
+    Reading them waits for the copy, and so does sending them to another process."""
 
     def __init__(self, request_ids: list[str], widths: torch.Tensor) -> None:
-        """`widths` [num_reqs] int64; starts to copy them."""
+        """Starts to copy `widths` [num_reqs] int64."""
         self._request_ids = request_ids
         self._widths = widths.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event() if widths.is_cuda else None

@@ -1,9 +1,9 @@
-"""Blocks a serving drafter got right and wrong, kept on disk to train it on later.
+"""Keeps the verified blocks of a serving drafter on disk, to train the drafter on them later.
 
-A bounded folder of shards, one JSON object per line. Serving hands over blocks and never waits: a
-thread writes them, and what the queue or the disk cannot take is dropped, counted and logged once.
-Above `max_bytes` the oldest shard is deleted. Half a line is never used: a failed write is undone,
-and an unfinished line left by a killed process is not read.
+The buffer is a folder of shards, with one JSON object per line. Serving never waits: a thread
+writes the blocks, and blocks that the queue or the disk cannot take are dropped, counted and logged
+once. Above `max_bytes` the oldest shard is deleted. No reader sees half a line: a failed write is
+undone, and readers skip the last line of a process that was killed.
 """
 
 import json
@@ -26,12 +26,12 @@ _NUMBER = re.compile(r"blocks-(\d+)")
 
 
 class BlockBuffer:
-    """Where a drafter's blocks go while it serves. One writer thread; `add` may be called by one
-    thread at a time."""
+    """Writes blocks to the folder in a thread of its own. `add_block` may be called by one thread
+    at a time."""
 
     def __init__(self, path: Path, max_bytes: int, every: int = 1):
-        """Keeps one block in `every`. Several processes may share `path`. Raises ValueError where
-        nothing can be kept."""
+        """Keeps one block in `every`. Several processes may share `path`. Raises ValueError if
+        `max_bytes` is too small, or the folder cannot be written."""
         if max_bytes < NUM_SHARDS or every < 1:
             raise ValueError(
                 f"expected a buffer of at least {NUM_SHARDS} bytes that keeps one block in 1 or "
@@ -41,59 +41,64 @@ class BlockBuffer:
         self.path = path
         self.max_bytes = max_bytes
         self.dropped = 0
-        """Blocks that neither queue nor disk could take."""
+        """How many blocks neither the queue nor the disk could take."""
         self._every = every
         self._seen = 0
         self._warned: set[str] = set()
         self._shard: LineFile | None = None
         self._shard_bytes = 0
         self._queue: queue.Queue[tuple[list[int], int, int] | None] = queue.Queue(QUEUE_LENGTH)
-        self._thread = threading.Thread(target=self._write, name="block-buffer", daemon=True)
+        self._thread = threading.Thread(target=self._write_blocks, name="block-buffer", daemon=True)
         self._thread.start()
 
-    def add(self, request_tokens: Sequence[int], start: int, accepted: int) -> None:
-        """Takes a verified block. Neither waits nor raises.
-
-        request_tokens: prompt and answer up to the bonus token, which the target put after the
-        accepted tokens; later tokens are not kept. start: index of the block's anchor.
-        accepted: drafted tokens that the target agreed with.
-        """
+    def add_block(
+        self,
+        request_tokens: Sequence[int],  # prompt and answer; tokens after the block are not kept
+        start: int,  # index of the block's anchor
+        accepted: int,  # drafted tokens that the target accepted
+    ) -> None:
+        """Queues a verified block: the tokens up to the bonus token, which the target put behind
+        the accepted ones. Neither waits nor raises."""
         self._seen += 1
         if self._seen % self._every:
             return
         try:
             self._queue.put_nowait((list(request_tokens[: start + accepted + 2]), start, accepted))
         except queue.Full:
-            self._drop("the queue is full: blocks come faster than they are written")
+            self._count_dropped("the queue is full: blocks come faster than they are written")
 
     def close(self) -> None:
         """Writes what is queued and stops."""
         self._queue.put(None)
         self._thread.join()
 
-    def _write(self) -> None:
+    def _write_blocks(self) -> None:
+        """Writes queued blocks until `close`; the thread's function."""
         while (block := self._queue.get()) is not None:
             tokens, start, accepted = block
             row = {"tokens": tokens, "anchor": start, "accepted": accepted}
             line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
             if len(line) > self.max_bytes // NUM_SHARDS:
-                self._drop(f"a block of {len(line)} bytes is longer than a shard")
+                self._count_dropped(f"a block of {len(line)} bytes is longer than a shard")
                 continue
             try:
-                self._append(line)
+                self._append_line(line)
             except OSError as error:
-                self._drop(f"cannot write to {self.path}: {error}")
+                self._count_dropped(f"cannot write to {self.path}: {error}")
 
-    def _append(self, line: bytes) -> None:
+    def _append_line(self, line: bytes) -> None:
+        """Writes a line to the current shard, or to a new one if it does not fit. Raises
+        OSError."""
         shard_size = self.max_bytes // NUM_SHARDS
         shard = self._shard
-        # A reader would stumble over a line that is not whole, unless it is a file's last.
+        # Only the last line of a file may be cut.
         if shard is None or shard.is_cut or self._shard_bytes + len(line) > shard_size:
-            shard = self._new_shard()
+            shard = self._open_shard()
         shard.append(line)
         self._shard_bytes += len(line)
 
-    def _new_shard(self) -> LineFile:
+    def _open_shard(self) -> LineFile:
+        """Opens a new shard, and deletes old ones to make room for it."""
         self.path.mkdir(OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
         found = (_NUMBER.match(shard.name) for shard in self.path.glob(PATTERN))
         number = max((int(match[1]) for match in found if match), default=0) + 1
@@ -101,11 +106,11 @@ class BlockBuffer:
         if self._shard is not None:
             self._shard.close()
         self._shard, self._shard_bytes = shard, 0
-        self._delete_oldest()
+        self._delete_oldest_shards()
         return shard
 
-    def _delete_oldest(self) -> None:
-        """Leaves room for the new shard to fill up."""
+    def _delete_oldest_shards(self) -> None:
+        """Deletes the oldest shards until the new one may be filled."""
         shards = sorted(self.path.glob(PATTERN))
         used = sum(shard.stat().st_size for shard in shards) + self.max_bytes // NUM_SHARDS
         for shard in shards:
@@ -114,7 +119,8 @@ class BlockBuffer:
             used -= shard.stat().st_size
             shard.unlink()
 
-    def _drop(self, reason: str) -> None:
+    def _count_dropped(self, reason: str) -> None:
+        """Counts a dropped block, and logs the first one of each reason."""
         self.dropped += 1
         kind = reason.split(":")[0]
         if kind not in self._warned:

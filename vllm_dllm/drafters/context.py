@@ -1,4 +1,4 @@
-"""Target states that the drafter has not read yet, kept until it drafts."""
+"""Keeps the target's hidden states until the drafter computes keys and values from them in bulk."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,16 @@ import torch
 
 @dataclass(frozen=True)
 class Context:
-    """The context of n tokens."""
+    """The context of n tokens, from which a drafter computes their keys and values."""
 
-    states: torch.Tensor  # [n, num_layers * hidden_size], the target's, layers side by side
+    states: torch.Tensor  # [n, num_layers * hidden_size] of the target, layers side by side
     positions: torch.Tensor  # [n] int64
-    slots: torch.Tensor  # [num_groups, n] int64, in the drafter's cache
+    slots: torch.Tensor  # [num_groups, n] int64, slot mapping of the drafter's KV cache
 
 
 class PendingContext:
-    """Target states that no draft needs yet, kept so that keys and values are computed in bulk.
-
-    Up to `capacity` tokens, in buffers that are allocated when the first ones arrive.
-    """
+    """The context of at most `capacity` tokens that no draft needs yet. Its buffers are allocated
+    when the first tokens come."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -27,14 +25,16 @@ class PendingContext:
 
     @property
     def room(self) -> int:
+        """How many more tokens fit."""
         return self.capacity - self._num_tokens
 
-    def add(
+    def append(
         self,
         states: list[torch.Tensor],  # of each layer [n, hidden_size]; n at most `room`
         positions: torch.Tensor,  # [n] int64
         slots: torch.Tensor,  # [num_groups, n] int64
     ) -> None:
+        """Copies the context of n tokens behind the others."""
         if self._buffers is None:
             width = sum(each.shape[-1] for each in states)
             self._buffers = Context(
@@ -48,8 +48,9 @@ class PendingContext:
         self._buffers.slots[:, added] = slots
         self._num_tokens = added.stop
 
-    def take(self) -> Context | None:
-        """All of it, to be used before anything is added; None if there is nothing."""
+    def pop_all(self) -> Context | None:
+        """Empties the buffers, and returns views of what was in them, which the next `append`
+        overwrites; None if they were empty."""
         if self._buffers is None or self._num_tokens == 0:
             return None
         taken = slice(0, self._num_tokens)

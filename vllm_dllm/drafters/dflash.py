@@ -1,9 +1,9 @@
-"""vLLM's DFlash speculator, drafting as many tokens for each request as the scheduler asks for.
+"""vLLM's DFlash speculator with a draft width for each request, which the scheduler chooses.
 
-A step's draft is one forward of the drafter over a block per request: the token sampled last,
-followed by mask tokens. The drafter's keys and values for earlier tokens are computed from the
-target's hidden states even while nothing is drafted, so that drafting can resume at any time. While
-it pauses they are computed in bulk; beyond the longest context that is drafted for, not at all.
+A step's draft is one forward of the drafter over a block per request: the token sampled last (the
+anchor), followed by mask tokens. The drafter's keys and values for earlier tokens are computed from
+the target's hidden states even for requests without drafts, so that drafting can resume at any
+time; in bulk then, and not beyond the longest context that is drafted for.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictedWidths, load_predictor
 from vllm_dllm.drafters.context import PendingContext
 from vllm_dllm.drafters.layout import DrafterLayout, DrafterMismatch, check_drafter
-from vllm_dllm.drafters.passes import reveal, reveal_counts
+from vllm_dllm.drafters.passes import choose_revealed, reveal_counts
 
 logger = init_logger(__name__)
 
@@ -35,17 +35,19 @@ PENDING_TOKENS = 256
 
 
 class WidthDFlashSpeculator(DFlashHooks):
+    """The speculator of targets with a DFlash drafter."""
+
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
     ) -> None:
         config = ExtensionConfig.from_additional_config(vllm_config.additional_config).drafter
         draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
         layout = check_drafter(
-            written_config(draft), target.hf_config.to_dict(), draft.model, target.model
+            read_drafter_config(draft), target.hf_config.to_dict(), draft.model, target.model
         )
         check_width(vllm_config.speculative_config.num_speculative_tokens, layout, draft.model)
         if config.draft_window is not None:
-            see_window(draft, config.draft_window)
+            set_draft_window(draft, config.draft_window)
         super().__init__(vllm_config, device)
         self._predictor: BlockPilot | None = None
         if config.predictor is not None:
@@ -68,10 +70,10 @@ class WidthDFlashSpeculator(DFlashHooks):
         # With a KV connector, others may read the cache at any time.
         connected = vllm_config.kv_transfer_config is not None
         self._pending = PendingContext(capacity=0 if connected else PENDING_TOKENS)
-        # How much was computed is known here except for rejected drafts.
+        # Tokens of a request whose context is stored; with room for rejected drafts.
         limit = context_limit(config, draft, target.max_model_len)
         self._num_context = limit + self.num_speculative_steps + 1
-        # Read by the captured graph: tokens to draft for each request of the batch.
+        # [max_num_reqs] int32, read by the captured graph: tokens to draft for each request.
         self._block_widths = torch.full(
             (self.max_num_reqs,), self.num_speculative_steps, dtype=torch.int32, device=device
         )
@@ -81,7 +83,8 @@ class WidthDFlashSpeculator(DFlashHooks):
 
     @torch.inference_mode()
     def step_begins(self, output: SchedulerOutput, widths: dict[str, int]) -> None:
-        """`widths`: tokens to draft after the coming step for each of its requests, 0 for none."""
+        """Prepares for the step that `output` schedules. `widths`: tokens to draft after it for
+        each of its requests, 0 for none."""
         # Cache blocks change hands, or are found by other requests, only when requests change.
         come = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
         if come or widths.keys() != self._widths.keys():
@@ -112,27 +115,29 @@ class WidthDFlashSpeculator(DFlashHooks):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Drafts [num_reqs, num_speculative_tokens] int64; the arguments are vLLM's. Rows of
-        requests that ask for no draft are undefined."""
+        """Returns the drafts [num_reqs, num_speculative_tokens] int64. The arguments are vLLM's.
+        Rows of requests without a draft are undefined."""
         inputs = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled)
         # Ranks of data parallelism draft together.
         if dummy_run or self.dp_size > 1:
             return super().propose(input_batch, *inputs, *args, dummy_run=dummy_run, **kwargs)
         if self._predictor is not None:
             self._predict_widths(input_batch, last_hidden_states)
-        # A custom scheduler asks for no widths, so everything is drafted.
+        # A custom scheduler sends no widths: then all drafts are as wide as possible.
         widest = self.num_speculative_steps
         widths = np.array([self._widths.get(name, widest) for name in input_batch.req_ids])
         wanted = widths > 0
         if wanted.any():
-            wanted &= ~self._ended(input_batch, num_sampled)
+            wanted &= ~self._have_stopped(input_batch, num_sampled)
         (rows,) = np.nonzero(wanted)
         if self._narrows:
             async_tensor_h2d(widths[rows], out=self._block_widths[: len(rows)], dtype=torch.int32)
         if len(rows) == input_batch.num_reqs:
             self._store_pending()
             return super().propose(input_batch, *inputs, *args, **kwargs)
-        self._keep_context(input_batch, last_hidden_states, aux_hidden_states, len(rows) > 0)
+        self._store_or_keep_context(
+            input_batch, last_hidden_states, aux_hidden_states, len(rows) > 0
+        )
         if len(rows) == 0:
             return self.draft_tokens[: input_batch.num_reqs]
         drafts = torch.zeros_like(self.draft_tokens[: input_batch.num_reqs])
@@ -140,16 +145,16 @@ class WidthDFlashSpeculator(DFlashHooks):
         drafts[chosen] = self.propose_for_requests(rows, input_batch, *inputs, *args, **kwargs)
         return drafts
 
-    def _keep_context(
+    def _store_or_keep_context(
         self,
         input_batch: InputBatch,
         last_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
         drafts_follow: bool,
     ) -> None:
-        """Stores the context, or keeps it until a draft needs it. Tokens too far into their request
-        for a draft to follow are skipped. Those before are stored in any case, since other requests
-        may begin with the same tokens and find them cached."""
+        """Stores the context of this step's tokens in the KV cache, or keeps it until a draft needs
+        it. Tokens beyond the longest context that is drafted for are skipped. All tokens before are
+        stored, since another request may find them in the prefix cache."""
         counts = input_batch.num_scheduled_tokens
         stored = np.clip(self._num_context - input_batch.num_computed_tokens_np, 0, counts)
         chosen = None
@@ -173,15 +178,16 @@ class WidthDFlashSpeculator(DFlashHooks):
             self._store_pending()
             self.store_context(torch.cat(states, dim=-1), positions, slots)
         else:
-            self._pending.add(states, positions, slots)
+            self._pending.append(states, positions, slots)
 
     def _store_pending(self) -> None:
-        if (context := self._pending.take()) is not None:
+        """Stores the context that was kept."""
+        if (context := self._pending.pop_all()) is not None:
             self.store_context(context.states, context.positions, context.slots)
 
-    def _ended(self, input_batch: InputBatch, num_sampled: torch.Tensor) -> np.ndarray:
-        """[num_reqs] bool: requests that this step's tokens have stopped, as far as is known
-        without waiting for a GPU."""
+    def _have_stopped(self, input_batch: InputBatch, num_sampled: torch.Tensor) -> np.ndarray:
+        """Returns [num_reqs] bool: requests that a stop token of this step has ended. On a GPU,
+        whose tokens the host would have to wait for, none."""
         ended = np.zeros(input_batch.num_reqs, dtype=bool)
         if self.device.type != "cpu":
             return ended
@@ -199,8 +205,8 @@ class WidthDFlashSpeculator(DFlashHooks):
     def generate_draft(
         self, num_reqs: int, forward: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
-        """Drafts in several passes, each of which reveals the surest positions, if the settings ask
-        for that."""
+        """Drafts in several forwards, each of which reveals the most confident positions. Returns
+        the drafts [num_reqs, num_speculative_tokens] int32; None for the usual single forward."""
         if len(self._reveal_counts) == 1:
             return None
         width = self.num_speculative_steps
@@ -212,13 +218,13 @@ class WidthDFlashSpeculator(DFlashHooks):
             logits = self.compute_draft_logits(hidden, 0).float()
             best, tokens = logits.max(dim=-1)
             confidence = (best - logits.logsumexp(dim=-1)).view(num_reqs, width)
-            revealed = reveal(confidence, masked, count)
+            revealed = choose_revealed(confidence, masked, count)
             drafts.copy_(torch.where(revealed, tokens.view(num_reqs, width).int(), drafts))
             masked &= ~revealed
         return drafts
 
     def _predict_widths(self, input_batch: InputBatch, hidden_states: torch.Tensor) -> None:
-        """Asks the predictor about the requests whose prefill this step has finished."""
+        """Predicts the draft widths of the requests whose prefill this step has finished."""
         assert self._predictor is not None
         ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         prefilled = input_batch.is_prefilling_np & (ends >= input_batch.prefill_len_np)
@@ -229,11 +235,11 @@ class WidthDFlashSpeculator(DFlashHooks):
         indices = async_tensor_h2d(last_tokens, device=self.device, dtype=torch.int64)
         logits = self._target.compute_logits(hidden_states[indices])
         self._predicted = PredictedWidths(
-            [input_batch.req_ids[row] for row in rows], self._predictor.draft_tokens(logits)
+            [input_batch.req_ids[row] for row in rows], self._predictor.predict_widths(logits)
         )
 
     def take_predicted_widths(self) -> Mapping[str, int]:
-        """What the last step predicted."""
+        """Returns the widths that the last step predicted, by request id, and forgets them."""
         predicted, self._predicted = self._predicted, {}
         return predicted
 
@@ -244,15 +250,15 @@ class WidthDFlashSpeculator(DFlashHooks):
             )
 
 
-def written_config(draft_model_config: Any) -> Mapping[str, Any]:
-    """Reads the drafter's config.json: vLLM's configuration of it lacks its block size."""
+def read_drafter_config(draft_model_config: Any) -> Mapping[str, Any]:
+    """Returns the drafter's config.json. vLLM's configuration of it lacks the block size."""
     model, revision = draft_model_config.model, draft_model_config.revision
     written = get_hf_file_to_dict("config.json", model, revision)
     return written or draft_model_config.hf_config.to_dict()
 
 
 def check_width(num_drafted: int, layout: DrafterLayout, drafter: str) -> None:
-    """Raises DrafterMismatch for blocks wider than those the drafter was trained with."""
+    """Raises DrafterMismatch if blocks would be wider than those the drafter was trained with."""
     if layout.block_size is not None and num_drafted > layout.block_size - 1:
         raise DrafterMismatch(
             f"num_speculative_tokens of --speculative-config is {num_drafted}, but the drafter "
@@ -261,11 +267,10 @@ def check_width(num_drafted: int, layout: DrafterLayout, drafter: str) -> None:
         )
 
 
-def see_window(draft_model_config: Any, window: int) -> None:
-    """Limits the drafter of a configuration to the last `window` tokens and its block.
-
-    vLLM then manages its cache like that of any layer with a sliding window.
-    """
+def set_draft_window(draft_model_config: Any, window: int) -> None:
+    """Changes the drafter's configuration so that it sees the last `window` tokens and its block.
+    vLLM then manages its cache like that of other layers with a sliding window. Raises ValueError
+    if the drafter was made for a narrower window."""
     hf_config = draft_model_config.hf_config
     settings = dict(getattr(hf_config, "dflash_config", None) or {})
     own = settings.get("swa_window_size") or getattr(hf_config, "sliding_window", None)
@@ -285,11 +290,11 @@ def narrow_blocks(
     widths: torch.Tensor,  # [R] int32, tokens to draft, at least 1
     num_drafted: int,  # tokens that every block has rows for
 ) -> None:
-    """Hides the mask tokens beyond `widths` from the rest of their block. Their rows are still
-    computed, so that all requests have the same number; what they draft is not used.
+    """Hides the mask tokens beyond `widths` from the other rows of their block. Their own rows are
+    still computed, so that all requests have the same number of rows; their drafts are not used.
 
-    Rows see all keys up to a length, and there must be at least as many keys as rows: where the
-    context is shorter than what would be hidden, the block stays wider.
+    Attention needs at least as many keys as rows, so a block stays wider if its context is shorter
+    than the mask tokens to hide.
     """
     narrower = (seq_lens - (num_drafted - widths)).clamp_(min=num_drafted + 1)
     torch.minimum(narrower, seq_lens, out=seq_lens)

@@ -1,4 +1,4 @@
-"""What a DFlash drafter says of its layout, and whether it fits its target.
+"""Reads the config of a DFlash drafter, and checks that the drafter fits its target.
 
 Drafters come in two layouts. z-lab's keep `dflash_config` next to Qwen3's own fields; RedHatAI's,
 written by the `speculators` library, keep those under `transformer_layer_config` and count the
@@ -37,7 +37,8 @@ def read_layout(
     name: str,
     needed: Collection[str] = (),  # more keys that a drafter of this kind has
 ) -> DrafterLayout:
-    """Raises DrafterMismatch if the config is not a DFlash drafter's, or not complete."""
+    """Reads a drafter's config. Raises DrafterMismatch if it is not that of a DFlash drafter, or
+    not complete."""
     is_speculators = "transformer_layer_config" in config
     inner = config["transformer_layer_config"] if is_speculators else config
     options = config if is_speculators else {**config, **(config.get("dflash_config") or {})}
@@ -75,10 +76,10 @@ def check_drafter(
     target: str,
     needed: Collection[str] = (),  # keys, as in `read_layout`
 ) -> DrafterLayout:
-    """The drafter's layout, if it fits the target.
+    """Returns the drafter's layout.
 
     Raises:
-        DrafterMismatch: naming both sides of everything that does not fit.
+        DrafterMismatch: the drafter does not fit the target; names all differences.
     """
     layout = read_layout(drafter_config, drafter, needed)
     text = target_config.get("text_config") or target_config

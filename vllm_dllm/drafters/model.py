@@ -1,4 +1,4 @@
-"""vLLM's DFlash drafters, of which no tensor may be missing."""
+"""vLLM's models of DFlash drafters, with a check that no weight is missing."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,10 +12,10 @@ from vllm_dllm.quantization.complete_weights import CompleteWeights
 
 
 class CompleteDrafter(DFlashQwen3ForCausalLM):
-    """Goes before vLLM's class of the same layers."""
+    """vLLM's DFlash model that refuses incomplete weights."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError if a tensor is missing, but for those that targets share."""
+        """Loads the weights. Raises ValueError if one is missing that the target does not share."""
         names = WeightsMapper(
             orig_to_new_prefix={"": "model."},
             orig_to_new_substr=self.model.hf_to_vllm_mapper.orig_to_new_substr,
@@ -33,8 +33,10 @@ class CompleteDrafter(DFlashQwen3ForCausalLM):
 
 
 class DFlash2DraftModel(CompleteDrafter, DFlash2Qwen3ForCausalLM):
-    """vLLM's own."""
+    """The model of DFlash2 drafters."""
 
 
 class DFlashDraftModel(CompleteDrafter):
+    """The model of DFlash drafters."""
+
     model_cls = KeyNormOfEachLayer

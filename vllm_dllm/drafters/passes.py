@@ -1,14 +1,12 @@
-"""How many positions a drafter reveals in each step, if it unmasks its block in several steps.
+"""Chooses which positions a drafter reveals in each step, if it unmasks its block in several steps.
 
-One step for the whole block is the default, and what a DFlash drafter is trained for: refining took
-τ from 6.18 to about 2.5 in the TPU port, whose drafter had never seen predicted tokens in a block.
+One step for the whole block is the default, and what a DFlash drafter is trained for: several steps
+took τ from 6.18 to about 2.5 in the TPU port, whose drafter had never seen predicted tokens in a
+block.
 
-A schedule says which share of the block is still masked when a share t of the steps is done. The
-article these come from (AitherOS, "DFlash", 2026) gives a formula for the cosine, and says that it
-yields the counts [6, 5, 3, 2] for 16 positions in 4 steps. It yields [1, 4, 5, 6]: few positions
-first, while there is nothing to go by. We keep the formula, which is also MaskGIT's
-(arXiv:2202.04200, section 3.2). No cosine yields the article's counts; the mirrored one, most
-positions first, yields [6, 5, 4, 1].
+The schedules are from an article (AitherOS, "DFlash", 2026). Its formula for the cosine, which is
+also MaskGIT's (arXiv:2202.04200, section 3.2), reveals [1, 4, 5, 6] of 16 positions in 4 steps, and
+not [6, 5, 3, 2] as the article says. We keep the formula.
 """
 
 import math
@@ -23,11 +21,11 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda t: 1 - t,
     "sqrt": lambda t: math.sqrt(1 - t),
 }
-"""Share of the block still masked at the share t of steps done; 1 at 0, and 0 at 1."""
+"""Schedule -> function of the share of steps done: the share of the block that is still masked."""
 
 
 def reveal_counts(num_masked: int, num_steps: int = 1, schedule: str = "cosine") -> list[int]:
-    """How many positions each step reveals: at least one, and all of them together.
+    """Returns how many positions each step reveals: at least one, and `num_masked` in all.
 
     Raises:
         ValueError: for an unknown schedule, or more steps than positions.
@@ -45,13 +43,13 @@ def reveal_counts(num_masked: int, num_steps: int = 1, schedule: str = "cosine")
     return [before - after for before, after in pairwise(remaining)]
 
 
-def reveal(
+def choose_revealed(
     confidence: Tensor,  # [num_reqs, block] floats, of the token guessed at each position
     masked: Tensor,  # [num_reqs, block] bool
     count: int | Tensor,  # positions to reveal of each request, [num_reqs] int64 if they differ
 ) -> Tensor:
-    """[num_reqs, block] bool: the masked positions a step reveals. These are the most confident
-    ones, of equals the first, or all if a request has no more than `count`."""
+    """Returns [num_reqs, block] bool: the `count` masked positions of each request with the highest
+    confidence, of equal ones the first; all if there are no more."""
     lowest = torch.finfo(confidence.dtype).min
     ranked = torch.where(masked, confidence.clamp_min(lowest), -math.inf)
     order = ranked.argsort(dim=-1, descending=True, stable=True)

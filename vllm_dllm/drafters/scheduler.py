@@ -1,8 +1,8 @@
 """vLLM's schedulers with a draft width for each request.
 
-The scheduler decides, because it knows the batch, what was accepted and how long each request is.
-Drafts beyond a request's width are not scheduled. With each step, the worker is told how many
-tokens to draft for each request.
+The scheduler chooses the widths, because it knows the batch, how many drafts were accepted, and how
+long each request is. It sends them to the worker with each step. Drafts beyond a request's width
+are not verified.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,9 @@ from vllm_dllm.parents import end_with_parent
 logger = init_logger(__name__)
 
 
-class _DraftWidths(drafting.DraftSchedulerHooks):
+class _DraftWidthMixin(drafting.DraftSchedulerHooks):
+    """The part of both schedulers that chooses widths."""
+
     def __init__(self, *args: object, **kwargs: object) -> None:
         end_with_parent()  # this is the engine's process
         super().__init__(*args, **kwargs)
@@ -42,7 +44,7 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
             )
         self._clock = StepClock()
         self._just_verified: str | None = None
-        self._asked: dict[str, int] = {}  # tokens to draft after a request's last scheduled step
+        self._draft_widths: dict[str, int] = {}  # by request: sent with its last scheduled step
         logger.info(
             "Verifying at most %d of %d drafted tokens per request (width policy: %s), for "
             "requests of up to %d tokens (drafter.max_context).",
@@ -52,48 +54,49 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
             self._max_context,
         )
 
-    def room(self, request: Request) -> int:
-        """How many drafts `request` can use: the target adds one token of its own to those it
-        accepts."""
+    def max_useful_width(self, request: Request) -> int:
+        """Returns how many drafts `request` can use. The target adds one token of its own to those
+        it accepts."""
         if request.num_tokens > self._max_context:
             return 0
         return max(request.max_tokens - request.num_output_tokens - 1, 0)
 
     def draft_width(self, request: Request) -> int:
-        """The width of the next draft of `request`."""
+        """Returns the width of the next draft of `request`."""
         width = self._policy.width(request.request_id, len(self.running))
-        return min(width, self.room(request))
+        return min(width, self.max_useful_width(request))
 
     def verified_width(self, request: Request) -> int:
-        # No more than was asked for, even if the policy has changed its mind.
-        return min(self._asked.get(request.request_id, 0), self.draft_width(request))
+        # The policy may have a wider one by now, but no more tokens were drafted.
+        return min(self._draft_widths.get(request.request_id, 0), self.draft_width(request))
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Sets how many tokens are drafted after this step: none during a prefill."""
+        """Adds to a step how many tokens to draft after it for each request: none during a
+        prefill."""
         scheduled = output.num_scheduled_tokens
         requests = {request_id: self.requests[request_id] for request_id in scheduled}
         could_draft = [
             request_id
             for request_id, request in requests.items()
             if request.num_computed_tokens + scheduled[request_id] >= request.num_tokens
-            and self.room(request) > 0
+            and self.max_useful_width(request) > 0
         ]
         self._policy.step_scheduled(could_draft, len(requests))
         widths = dict.fromkeys(requests, 0)
         widths |= {request_id: self.draft_width(requests[request_id]) for request_id in could_draft}
-        self._asked |= widths
+        self._draft_widths |= widths
         drafting.set_draft_widths(output, widths)
-        self._clock.scheduled(step_of(output, widths), scheduled)
+        self._clock.step_scheduled(describe_step(output, widths), scheduled)
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        self._policy.verified(request_id, num_drafts, num_accepted)
+        self._policy.draft_verified(request_id, num_drafts, num_accepted)
         self._just_verified = request_id
 
     def block_emitted(self, request: Request, block_length: int) -> None:
         # The tokens of a verification arrive right after their number.
         if self._buffer is not None and self._just_verified == request.request_id:
             anchor = request.num_tokens - block_length - 1
-            self._buffer.add(request.all_token_ids, anchor, block_length - 1)
+            self._buffer.add_block(request.all_token_ids, anchor, block_length - 1)
         self._just_verified = None
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
@@ -108,17 +111,17 @@ class _DraftWidths(drafting.DraftSchedulerHooks):
     def output_arrived(self, output: ModelRunnerOutput) -> None:
         for request_id, width in drafting.predicted_widths(output).items():
             if request_id in self.requests:
-                self._policy.predicted(request_id, width)
-        if (ended := self._clock.arrived()) is not None:
-            self._policy.step_timed(*ended)
+                self._policy.width_predicted(request_id, width)
+        if (timed := self._clock.step_answered()) is not None:
+            self._policy.step_timed(*timed)
 
     def request_freed(self, request: Request) -> None:
-        self._asked.pop(request.request_id, None)
-        self._policy.ended(request.request_id)
+        self._draft_widths.pop(request.request_id, None)
+        self._policy.request_ended(request.request_id)
 
 
-def step_of(output: SchedulerOutput, widths: Mapping[str, int]) -> Step:
-    """The step that `output` schedules, followed by drafts of `widths`."""
+def describe_step(output: SchedulerOutput, widths: Mapping[str, int]) -> Step:
+    """Returns the size of the step that `output` schedules, followed by drafts of `widths`."""
     drafts = output.scheduled_spec_decode_tokens
     num_rows = num_prefilled = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -129,9 +132,10 @@ def step_of(output: SchedulerOutput, widths: Mapping[str, int]) -> Step:
     return Step(num_rows, num_prefilled, sum(width > 0 for width in widths.values()))
 
 
-class DraftWidthScheduler(_DraftWidths, drafting.StockScheduler):
-    """Saves the engine a round trip to the worker after each step: it knows how many tokens are
-    drafted, and only the worker needs to know which, unless a grammar constrains them."""
+class DraftWidthScheduler(_DraftWidthMixin, drafting.StockScheduler):
+    """The scheduler without asynchronous scheduling. It spares the engine a round trip to the
+    worker after each step: it knows how many tokens are drafted, and needs to know which only if a
+    grammar constrains them."""
 
     _knows_drafts = False
 
@@ -145,12 +149,12 @@ class DraftWidthScheduler(_DraftWidths, drafting.StockScheduler):
             drafting.set_placeholder_drafts(self, output)
 
 
-class DraftWidthAsyncScheduler(_DraftWidths, drafting.StockAsyncScheduler):
-    pass
+class DraftWidthAsyncScheduler(_DraftWidthMixin, drafting.StockAsyncScheduler):
+    """The scheduler with asynchronous scheduling."""
 
 
-def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> _DraftWidths:
-    """The `scheduler_cls` of targets with a DFlash drafter."""
+def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> _DraftWidthMixin:
+    """Makes the scheduler of a target with a DFlash drafter; its `scheduler_cls`."""
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler_cls = DraftWidthAsyncScheduler if is_async else DraftWidthScheduler
     return scheduler_cls(vllm_config, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""How long a step takes with and without drafts, learnt from the steps so far."""
+"""Predicts how long a step takes with and without drafts, from the steps so far."""
 
 import time
 from collections import deque
@@ -11,23 +11,25 @@ from scipy.optimize import nnls
 
 @dataclass(frozen=True)
 class Step:
+    """The size of a step."""
+
     num_rows: int
-    """Tokens of decoding requests: one each, plus the drafts that are verified."""
+    """Tokens of decoding requests: one each, and the drafts to verify."""
     num_prefilled: int
     """Tokens of prompts."""
     num_drafted: int
-    """Requests drafted for at the end of the step."""
+    """Requests that are drafted for at the end of the step."""
 
     @property
-    def parts(self) -> tuple[float, ...]:
-        """The terms of its time, up to factors; each at least 0."""
+    def time_terms(self) -> tuple[float, ...]:
+        """Numbers of at least 0, of which the step's time is a weighted sum."""
         drafts = self.num_drafted > 0
         return (1.0, self.num_rows, self.num_prefilled, float(drafts), self.num_drafted)
 
 
 class StepCosts:
-    """Fits seconds to `Step.parts`: factors of at least 0 that explain recent steps, with errors
-    relative to a step's time, and little weight for slow outliers."""
+    """Fits the weights of `Step.time_terms` to the times of recent steps. Weights are at least 0,
+    errors relative to a step's time, and slow outliers count little."""
 
     MEMORY = 64  # steps of each kind, so that a kind that no longer occurs is not forgotten
     LEAST = 4  # steps of each kind needed before a fit
@@ -36,7 +38,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._samples: dict[bool, deque[tuple[tuple[float, ...], float]]] = {
             drafts: deque(maxlen=self.MEMORY) for drafts in (False, True)
-        }
+        }  # terms and seconds of steps, by whether they drafted
         self._factors: list[float] = []
         self._num_new = 0
         self.num_fits = 0
@@ -45,8 +47,9 @@ class StepCosts:
     def lacks_steps_without_drafts(self) -> bool:
         return len(self._samples[False]) < self.LEAST
 
-    def add(self, step: Step, seconds: float) -> None:
-        self._samples[step.num_drafted > 0].append((step.parts, seconds))
+    def add_step(self, step: Step, seconds: float) -> None:
+        """Remembers how long a step took; fits again when half of the steps are new."""
+        self._samples[step.num_drafted > 0].append((step.time_terms, seconds))
         self._num_new += 1
         # A fit takes 0.5 ms.
         if 2 * self._num_new >= sum(map(len, self._samples.values())):
@@ -72,30 +75,32 @@ class StepCosts:
         self.num_fits += 1
 
     @property
-    def known(self) -> bool:
-        """Whether there is enough data for `seconds`."""
+    def are_known(self) -> bool:
+        """Whether there have been enough steps for `predict_seconds`."""
         return self.num_fits > 0
 
-    def seconds(self, num_rows: float, num_drafted: int) -> float:
-        """What a step without prefill takes."""
+    def predict_seconds(self, num_rows: float, num_drafted: int) -> float:
+        """Returns how long a step without prefill takes."""
         base, row, _, any_draft, draft = self._factors
         return base + row * num_rows + any_draft * (num_drafted > 0) + draft * num_drafted
 
 
 class StepClock:
-    """Times the steps of a busy engine: the time from one step's answer to the next."""
+    """Times the steps of a busy engine, each from the previous step's answer to its own."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._scheduled: deque[tuple[Step, Collection[str]]] = deque()
         self._last: tuple[float, Collection[str]] = (0.0, ())
 
-    def scheduled(self, step: Step, request_ids: Collection[str]) -> None:
+    def step_scheduled(self, step: Step, request_ids: Collection[str]) -> None:
+        """Remembers a step that is sent to the worker."""
         self._scheduled.append((step, request_ids))
 
-    def arrived(self) -> tuple[Step, float] | None:
-        """The oldest step on its way has been answered. Returns it and the seconds it took, or None
-        if the engine may have been idle before it."""
+    def step_answered(self) -> tuple[Step, float] | None:
+        """Returns the step whose answer has come, which is the oldest of those remembered, and the
+        seconds it took. Returns None if the engine may have been idle before: it has no request of
+        the previous step."""
         step, request_ids = self._scheduled.popleft()
         (since, before), self._last = self._last, (self._now(), request_ids)
         if set(before).isdisjoint(request_ids):

@@ -1,7 +1,7 @@
-"""How many of a request's drafts the target verifies: one class per policy.
+"""Policies that choose how many tokens are drafted for a request, and verified by the target.
 
-A policy is asked for a width before each draft and told the outcome. Widths count drafts; 0 means
-that the request is served without drafts.
+The scheduler asks the policy for a width before each draft, and tells it the outcome. A width of 0
+serves the request without drafts.
 """
 
 from dataclasses import dataclass
@@ -11,34 +11,35 @@ from vllm_dllm.drafters.step_costs import Step, StepCosts
 
 
 class WidthPolicy:
-    """Always the widest. Base class of the others."""
+    """The policy `fixed`: always the widest. Base class of the others."""
 
     def __init__(self, widest: int) -> None:
         self.widest = widest
 
     def width(self, request_id: str, num_requests: int) -> int:
-        """The width of the next draft of a request in a batch of `num_requests`."""
+        """Returns the width of a request's next draft, in a batch of `num_requests`."""
         return self.widest
 
     def step_scheduled(self, request_ids: list[str], num_requests: int) -> None:
-        """A step of `num_requests` is on its way, after which `request_ids` could be drafted for.
-        Widths asked for from now on are for that draft."""
+        """Is called when a step of `num_requests` is scheduled, after which `request_ids` can be
+        drafted for. `width` is then about that draft."""
 
     def step_timed(self, step: Step, seconds: float) -> None:
-        """How long a step took."""
+        """Is called when it is known how long a step took."""
 
-    def verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """The target accepted `num_accepted` of `num_drafts` > 0."""
+    def draft_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        """Is called when the target has accepted `num_accepted` of `num_drafts` > 0."""
 
-    def predicted(self, request_id: str, width: int) -> None:
-        """A predictor has looked at the request's prefill."""
+    def width_predicted(self, request_id: str, width: int) -> None:
+        """Is called when the predictor has chosen a width for a request."""
 
-    def ended(self, request_id: str) -> None:
-        """Nothing more will be asked about the request."""
+    def request_ended(self, request_id: str) -> None:
+        """Is called when a request has left."""
 
 
-class Predicted(WidthPolicy):
-    """What the predictor says, once per request; the widest until then."""
+class PredictedWidth(WidthPolicy):
+    """The policy `blockpilot`: the width that the predictor chose for the request; the widest until
+    then."""
 
     def __init__(self, widest: int) -> None:
         super().__init__(widest)
@@ -47,37 +48,39 @@ class Predicted(WidthPolicy):
     def width(self, request_id: str, num_requests: int) -> int:
         return self._widths.get(request_id, self.widest)
 
-    def predicted(self, request_id: str, width: int) -> None:
+    def width_predicted(self, request_id: str, width: int) -> None:
         # A request that is prefilled again after a preemption keeps its width.
         self._widths.setdefault(request_id, min(width, self.widest))
 
-    def ended(self, request_id: str) -> None:
+    def request_ended(self, request_id: str) -> None:
         self._widths.pop(request_id, None)
 
 
 @dataclass
-class _Course:
-    """How a request's drafts have done: each counts half as much as the next one."""
+class _AcceptanceHistory:
+    """A request's width, and how many of its drafts were accepted: averages in which each draft
+    counts half as much as the next one."""
 
     width: int
-    accepted: float
-    """Tokens of a draft."""
-    share: float = 1.0
-    """Of the drafted tokens."""
+    num_accepted: float
+    """Accepted tokens of a draft."""
+    share_accepted: float = 1.0
+    """Accepted share of the drafted tokens."""
 
-    def verified(self, num_drafts: int, num_accepted: int) -> None:
-        self.accepted = (self.accepted + num_accepted) / 2
-        self.share = (self.share + num_accepted / num_drafts) / 2
+    def add_draft(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts a verified draft."""
+        self.num_accepted = (self.num_accepted + num_accepted) / 2
+        self.share_accepted = (self.share_accepted + num_accepted / num_drafts) / 2
 
 
-class ByAcceptance(WidthPolicy):
-    """Drafts for those requests with which the batch makes the most tokens per second, judging by
-    how many of their drafts were accepted and how long steps with and without drafts took.
+class AcceptanceWidth(WidthPolicy):
+    """The policy `acceptance`: drafts for the requests with which the batch yields the most tokens
+    per second, by how many of their drafts were accepted and how long steps took.
 
     A request's width shrinks by a quarter, rounded up, while under `LOW` of its drafts are
-    accepted, and grows by as much over `HIGH`. A new request is expected to do as well as recent
-    ones. Requests left out are tried again every `TRY_EVERY` steps, and less and less often while
-    nothing is drafted at all.
+    accepted, and grows by as much over `HIGH`. A new request starts with the average of recent
+    ones. Requests that are not drafted for are tried again every `TRY_EVERY` steps, and less and
+    less often while nothing is drafted at all.
     """
 
     LOW, HIGH = 0.6, 0.9
@@ -87,13 +90,14 @@ class ByAcceptance(WidthPolicy):
 
     def __init__(self, widest: int) -> None:
         super().__init__(widest)
-        self._courses: dict[str, _Course] = {}
-        self._accepted_by_all = float(widest)
+        self._histories: dict[str, _AcceptanceHistory] = {}
+        self._num_accepted_of_all = float(widest)  # tokens of a draft, averaged over requests
         self._costs = StepCosts()
-        self._chosen: set[str] = set()
-        self._judged: tuple[list[str], int, int] | None = None
-        self._judgement: set[str] = set()
-        self._since_try = self._since_plain = 0
+        self._chosen: set[str] = set()  # requests to draft for after the scheduled step
+        # The last result of `_paying_requests`, and what it was computed for.
+        self._paying_key: tuple[list[str], int, int] | None = None
+        self._paying: set[str] = set()
+        self._since_try = self._since_plain = 0  # steps
         self._pause = self.TRY_EVERY
 
     def step_scheduled(self, request_ids: list[str], num_requests: int) -> None:
@@ -101,15 +105,17 @@ class ByAcceptance(WidthPolicy):
         self._since_plain += 1
         if not request_ids:
             return
-        self._chosen = self._choose(request_ids, num_requests)
+        self._chosen = self._choose_requests(request_ids, num_requests)
         if not self._chosen:
             self._since_plain = 0
 
-    def _choose(self, request_ids: list[str], num_requests: int) -> set[str]:
+    def _choose_requests(self, request_ids: list[str], num_requests: int) -> set[str]:
+        """Returns the requests to draft for: those that pay; now and then none, to learn what a
+        step without drafts costs; now and then all, to try the others again."""
         few = self._costs.lacks_steps_without_drafts
         if self._since_plain >= (self.LEARN_EVERY if few else self.PLAIN_EVERY):
             return set()
-        paying = self._paying(request_ids, num_requests)
+        paying = self._paying_requests(request_ids, num_requests)
         if paying:
             self._pause = self.TRY_EVERY
         if len(paying) < len(request_ids):
@@ -118,63 +124,69 @@ class ByAcceptance(WidthPolicy):
             if not paying:
                 self._pause = min(2 * self._pause, self.TRY_LEAST)
             for request_id in set(request_ids) - paying:
-                self._course(request_id).width = self.widest
-            self._judged = None
+                self._history(request_id).width = self.widest
+            self._paying_key = None
         self._since_try = 0
         return set(request_ids)
 
-    def _paying(self, request_ids: list[str], num_requests: int) -> set[str]:
-        """The requests worth drafting for; all of them while the costs are unknown."""
-        judged = (request_ids, num_requests, self._costs.num_fits)
-        if judged != self._judged:  # nor has anything been verified since
-            self._judged, self._judgement = judged, self._judge(request_ids, num_requests)
-        return self._judgement
+    def _paying_requests(self, request_ids: list[str], num_requests: int) -> set[str]:
+        """Returns the requests that are worth drafting for, as `_find_paying_requests` does; once
+        for equal arguments, if nothing has been verified since."""
+        key = (request_ids, num_requests, self._costs.num_fits)
+        if key != self._paying_key:
+            self._paying_key = key
+            self._paying = self._find_paying_requests(request_ids, num_requests)
+        return self._paying
 
-    def _judge(self, request_ids: list[str], num_requests: int) -> set[str]:
-        if not self._costs.known:
+    def _find_paying_requests(self, request_ids: list[str], num_requests: int) -> set[str]:
+        """Returns the requests with which a step yields the most tokens per second, those with the
+        most accepted tokens first; all while the costs are unknown."""
+        if not self._costs.are_known:
             return set(request_ids)
-        courses = [(self._course(request_id), request_id) for request_id in request_ids]
-        courses.sort(key=lambda course: -course[0].accepted)
+        histories = [(self._history(request_id), request_id) for request_id in request_ids]
+        histories.sort(key=lambda pair: -pair[0].num_accepted)
         # Plain Python: caches are cold between steps, and loading numpy's code takes 0.4 ms.
         num_rows = num_tokens = float(num_requests)
-        best_rate, num_best = num_tokens / self._costs.seconds(num_rows, 0), 0
-        for num_drafted, (course, _) in enumerate(courses, start=1):
-            num_rows += course.width
-            num_tokens += course.accepted
-            rate = num_tokens / self._costs.seconds(num_rows, num_drafted)
+        best_rate, num_best = num_tokens / self._costs.predict_seconds(num_rows, 0), 0
+        for num_drafted, (history, _) in enumerate(histories, start=1):
+            num_rows += history.width
+            num_tokens += history.num_accepted
+            rate = num_tokens / self._costs.predict_seconds(num_rows, num_drafted)
             if rate > best_rate:
                 best_rate, num_best = rate, num_drafted
-        return {request_id for _, request_id in courses[:num_best]}
+        return {request_id for _, request_id in histories[:num_best]}
 
     def step_timed(self, step: Step, seconds: float) -> None:
-        self._costs.add(step, seconds)
+        self._costs.add_step(step, seconds)
 
-    def _course(self, request_id: str) -> _Course:
-        if request_id not in self._courses:
-            self._courses[request_id] = _Course(self.widest, self._accepted_by_all)
-        return self._courses[request_id]
+    def _history(self, request_id: str) -> _AcceptanceHistory:
+        """Returns a request's history; a new one begins with the average of all requests."""
+        if request_id not in self._histories:
+            self._histories[request_id] = _AcceptanceHistory(self.widest, self._num_accepted_of_all)
+        return self._histories[request_id]
 
     def width(self, request_id: str, num_requests: int) -> int:
-        return self._course(request_id).width if request_id in self._chosen else 0
+        return self._history(request_id).width if request_id in self._chosen else 0
 
-    def verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        self._accepted_by_all += (1 - self.MEMORY) * (num_accepted - self._accepted_by_all)
-        self._judged = None
-        course = self._course(request_id)
-        course.verified(num_drafts, num_accepted)
-        change = -(-course.width // 4)
-        if course.share < self.LOW:
-            course.width = max(course.width - change, 1)
-        elif course.share > self.HIGH:
-            course.width = min(course.width + change, self.widest)
+    def draft_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        change = num_accepted - self._num_accepted_of_all
+        self._num_accepted_of_all += (1 - self.MEMORY) * change
+        self._paying_key = None
+        history = self._history(request_id)
+        history.add_draft(num_drafts, num_accepted)
+        quarter = -(-history.width // 4)
+        if history.share_accepted < self.LOW:
+            history.width = max(history.width - quarter, 1)
+        elif history.share_accepted > self.HIGH:
+            history.width = min(history.width + quarter, self.widest)
 
-    def ended(self, request_id: str) -> None:
-        self._courses.pop(request_id, None)
-        self._judged = None
+    def request_ended(self, request_id: str) -> None:
+        self._histories.pop(request_id, None)
+        self._paying_key = None
 
 
-class ByLoad(WidthPolicy):
-    """Gives as many drafts as keep the step within `num_rows` tokens, shared evenly."""
+class LoadWidth(WidthPolicy):
+    """The policy `load`: as many drafts as keep a step within `num_rows` tokens, shared evenly."""
 
     def __init__(self, widest: int, num_rows: int) -> None:
         super().__init__(widest)
@@ -185,14 +197,14 @@ class ByLoad(WidthPolicy):
 
 
 def make_policy(config: DrafterConfig, num_drafted: int) -> WidthPolicy:
-    """The policy of `config` for a drafter of `num_drafted` tokens."""
+    """Makes the policy that the settings name, for a drafter of `num_drafted` tokens."""
     widest = config.max_width(num_drafted)
     match config.width_policy:
         case "fixed":
             return WidthPolicy(widest)
         case "blockpilot":
-            return Predicted(widest)
+            return PredictedWidth(widest)
         case "acceptance":
-            return ByAcceptance(widest)
+            return AcceptanceWidth(widest)
         case "load":
-            return ByLoad(widest, config.load_rows)
+            return LoadWidth(widest, config.load_rows)

@@ -1,4 +1,4 @@
-"""The worker of targets with a DFlash drafter, on GPUs. On CPUs it is `cpu/worker.py`."""
+"""The GPU worker of targets with a DFlash drafter. CPUs have `cpu/worker.py`."""
 
 from typing import Any
 
@@ -12,6 +12,8 @@ from vllm_dllm.config.workers import SPECULATORS
 
 
 class DraftWorker(Worker):
+    """vLLM's worker that passes draft widths between the scheduler and the speculator."""
+
     def init_device(self) -> None:
         drafting.set_speculator_classes(*SPECULATORS)
         super().init_device()

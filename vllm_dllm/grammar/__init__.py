@@ -1,10 +1,18 @@
-"""Grammars on a canvas: which tokens of it are emitted, so that an answer always has its form.
+"""Structured outputs: replaces the best guesses of a canvas so that the answer fits its grammar.
 
-A canvas of uniform noise decides every position anew in each step, so only what is emitted must be
-legal. Each step walks the grammar along the best guess and repairs what it rejects; the path `g`
-takes the guess' place. No engine and no tensors of a device in here: token ids and
-log-probabilities of the most probable tokens come as NumPy arrays.
+The model predicts every position of a canvas again in each step, so only the emitted tokens must be
+legal. In each step `canvas.py` finds a legal path through the rows:
+
+- `walk.py` goes along the best guesses and repairs what the grammar rejects. Where that is
+  improbable, `best_first_search.py` and then `beam_search.py` look for a better path.
+- `cutting.py` cuts the path where the answer can still be completed, with the searches of
+  `completion.py`.
+- `run.py` does both for masked models, whose tokens stay once they are revealed.
+
+`state.py` is an answer's place in its grammar, and `compiler.py` makes the first one. There is no
+engine in here, and no tensor of a device: predictions come as NumPy arrays.
 
 Legend: L = rows of a canvas, K = most probable tokens of each row, V = vocabulary size,
 W = ceil(V / 32) words of a mask, whose bit `t % 32` of word `t // 32` is 1 if token t is legal.
+A sequence that begins "behind" a token begins with the next one.
 """

@@ -1,38 +1,45 @@
-"""A canvas in one step: which tokens it stands for, and what is legal in each of its rows."""
+"""A canvas under a grammar in one step: which legal tokens take the place of its best guesses."""
 
 from dataclasses import dataclass
 
-from vllm_dllm.grammar.beam import search
-from vllm_dllm.grammar.closing import cut_to_fit
+from vllm_dllm.grammar.beam_search import beam_search
+from vllm_dllm.grammar.best_first_search import best_first_search
+from vllm_dllm.grammar.cutting import cut_to_fit
 from vllm_dllm.grammar.rows import CanvasRows, Path
 from vllm_dllm.grammar.state import GrammarState
-from vllm_dllm.grammar.walk import StuckError, masks_along
+from vllm_dllm.grammar.walk import StuckError, trace_path, walk_best_guesses
+
+MAX_WALK_COST_NATS = 2.0
+"""A search follows a walk whose repairs of confident rows cost more. Where the model is sure of
+nothing yet, a better path is worth little, and the next step changes it."""
+_ROWS_BEFORE_REPAIR = 24
+"""How far before the first repair the wrong token may be."""
 
 
 @dataclass(frozen=True)
-class Constrained:
-    """What a grammar makes of one canvas."""
+class ConstrainedCanvas:
+    """The legal tokens of one canvas, and what they mean for the next one."""
 
-    path: Path  # fewer tokens than rows if the answer ends: the rows behind are free
-    next_forced: list[int]  # how the block behind it has to begin
-    ended: bool
-    is_cut: bool  # and closed: the model wanted more than its tokens hold
+    path: Path  # if the answer ends, it may be shorter than the canvas: the rows behind are free
+    next_forced: list[int]  # tokens that the next canvas has to begin with
+    ended: bool  # the path ends the answer
+    is_cut: bool  # the answer was cut and closed, because not all of it fits into its tokens
 
 
-def constrain(
-    start: GrammarState,  # at the canvas' first row; not moved, but given a plan
+def constrain_canvas(
+    start: GrammarState,  # at the canvas' first row; only its plan and found completions change
     rows: CanvasRows,
-    num_tokens: int,  # that the answer may still get, this canvas' among them
-    stop: int | None,  # the token that ends an answer which was cut; None: none does
-) -> Constrained:
-    """A legal path through the canvas, from which the answer can be completed within
+    num_tokens: int,  # that the answer may still get, from the canvas' first on
+    stop: int | None,  # appended to an answer that is cut; None: nothing is
+) -> ConstrainedCanvas:
+    """Returns a legal path through the canvas, from which the answer can be completed within
     `num_tokens`.
 
     Raises:
         StuckError: there is none.
     """
     num_rows = min(len(rows), num_tokens)
-    path, end = search(start, rows, num_rows)
+    path, end = find_path(start, rows, num_rows)
     tokens = cut_to_fit(start, path, end, num_tokens)
     if tokens is None and path.is_stuck:
         raise StuckError("no token is legal")
@@ -40,5 +47,24 @@ def constrain(
         if stop is not None:
             tokens = [*tokens, stop]
         end = start.copy()
-        path = masks_along(end, rows, tokens[:num_rows])
-    return Constrained(path, end.forced_tokens(), end.has_ended, is_cut=tokens is not None)
+        path = trace_path(end, rows, tokens[:num_rows])
+    return ConstrainedCanvas(path, end.forced_tokens(), end.has_ended, is_cut=tokens is not None)
+
+
+def find_path(start: GrammarState, rows: CanvasRows, num_rows: int) -> tuple[Path, GrammarState]:
+    """Returns a cheap legal path through the first `num_rows` rows, and the state behind it: that
+    of a walk along the best guesses, or if its repairs cost much, a cheaper one that a search
+    finds. Does not move `start`."""
+    end = start.copy()
+    path = walk_best_guesses(end, rows, num_rows)
+    if path.confident_cost_nats <= MAX_WALK_COST_NATS and not path.is_stuck:
+        return path, end
+    first_repair = len(path.tokens) if path.first_repair is None else path.first_repair
+    num_kept = max(path.num_reasoning, first_repair - _ROWS_BEFORE_REPAIR)
+    prefix = path.tokens[:num_kept]
+    found = best_first_search(start, rows, num_rows, prefix)
+    found = found or beam_search(start, rows, num_rows, prefix)
+    if found is None or (found.cost_nats >= path.cost_nats and not path.is_stuck):
+        return path, end
+    end = start.copy()
+    return trace_path(end, rows, found.tokens), end

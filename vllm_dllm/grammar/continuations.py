@@ -1,40 +1,42 @@
-"""How an answer that is to be closed may go on."""
+"""Tokens that a search for a completion tries next, those first that close the answer soonest."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from vllm_dllm.grammar.state import GrammarState, legal_tokens
+from vllm_dllm.grammar.masks import unpack_mask
+from vllm_dllm.grammar.state import GrammarState
 
 
-def continuations(state: GrammarState, thorough: bool = False) -> Iterator[list[int]]:
-    """What may come next, the most promising first. `thorough`: every legal character is tried, as
-    where any of several letters goes on and one of them ends."""
+def promising_continuations(state: GrammarState, thorough: bool = False) -> Iterator[list[int]]:
+    """Yields what may come next, the most promising first: all forced tokens at once, or one token
+    at a time. `thorough`: also every legal character, since of several letters that may come only
+    one may lead to the end."""
     if state.reasoning is not None:
-        yield from ([end] for end in state.ends_of_reasoning())
+        yield from ([end] for end in state.reasoning_ends())
         return
     if forced := state.forced_tokens():
         yield forced
         return
     vocabulary, is_legal = state.vocabulary, state.closing_tokens()
     characters = vocabulary.characters
-    orders: tuple[tuple[np.ndarray, int], ...]
+    orders: tuple[tuple[np.ndarray, int], ...]  # tokens in order, and how many to try
     if _is_free_text(state, is_legal):
         orders = (
-            (vocabulary.specials, 2),
-            (vocabulary.ends_of_strings, 6),
+            (vocabulary.special_tokens, 2),
+            (vocabulary.string_closers, 6),
             (vocabulary.longest_first, 2),
         )
     else:
         orders = (
-            (vocabulary.specials, 2),
-            (vocabulary.closers, 2),
+            (vocabulary.special_tokens, 2),
+            (vocabulary.bracket_closers, 2),
             (characters, 6),
-            (vocabulary.structure, 4),
+            (vocabulary.punctuation, 4),
             (vocabulary.longest_first, 4),
         )
     if thorough:
-        orders = (*orders, (characters, len(characters)), (vocabulary.blanks, 2))
+        orders = (*orders, (characters, len(characters)), (vocabulary.spaces, 2))
     tried: set[int] = set()
     for order, count in orders:
         for token in order[is_legal[order]][:count].tolist():
@@ -43,15 +45,29 @@ def continuations(state: GrammarState, thorough: bool = False) -> Iterator[list[
                 yield [token]
 
 
+def all_continuations(state: GrammarState) -> list[list[int]] | None:
+    """Returns everything that may come next: the forced tokens, or each legal character and special
+    token. Returns None if that does not cover all legal texts, whitespace apart."""
+    if forced := state.forced_tokens():
+        return [forced]
+    vocabulary, is_legal = state.vocabulary, state.closing_tokens()
+    singles = np.concatenate((vocabulary.special_tokens, vocabulary.characters))
+    tokens = singles[is_legal[singles]] if state.reasoning is None else singles[:0]
+    first_bytes = {vocabulary.token_bytes[token][:1] for token in np.flatnonzero(is_legal)}
+    first_bytes -= {vocabulary.token_bytes[token] for token in tokens}
+    first_bytes -= {b" ", b"\t", b"\r", b"\n", b""}
+    return None if first_bytes or not len(tokens) else [[token] for token in tokens.tolist()]
+
+
 def _is_free_text(
     state: GrammarState,
     is_legal: np.ndarray,  # [V] bool
 ) -> bool:
-    """Whether this is inside of a string or the like: most characters that the request does not
-    exclude are legal."""
+    """Returns whether the state is inside of a string or the like: most characters that the request
+    does not exclude are legal."""
     characters = state.vocabulary.characters
-    possible = len(characters)
+    num_possible = len(characters)
     if state.exclusions is not None:
-        allowed = legal_tokens(state.exclusions.allowed_mask, state.vocabulary.size)
-        possible = int(allowed[characters].sum())
-    return 2 * int(is_legal[characters].sum()) > possible
+        allowed = unpack_mask(state.exclusions.allowed_mask, state.vocabulary.size)
+        num_possible = int(allowed[characters].sum())
+    return 2 * int(is_legal[characters].sum()) > num_possible

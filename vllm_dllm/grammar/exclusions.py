@@ -1,4 +1,4 @@
-"""Tokens that an answer may not have, whatever its grammar says."""
+"""Tokens that a request excludes from its answer, whatever its grammar says."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,61 +7,58 @@ from functools import cached_property
 
 import numpy as np
 
+from vllm_dllm.grammar.masks import pack_mask, remove_tokens_
+
 Word = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Exclusions:
-    """What one request excludes."""
+    """One request's `allowed_token_ids` and `bad_words`."""
 
     vocab_size: int
     allowed: frozenset[int] | None  # None: all tokens
-    words: frozenset[Word]  # of one token or more; none is ever spelt
+    words: frozenset[Word]  # bad words, of one token or more
 
     @cached_property
-    def reach(self) -> int:
-        """Tokens before a position that decide whether a token completes a word there."""
+    def lookback(self) -> int:
+        """How many tokens before a position decide whether a token completes a bad word there."""
         return max((len(word) - 1 for word in self.words), default=0)
 
-    def excludes(self, token: int, before: Sequence[int]) -> bool:
-        """Whether `token` may not follow the tokens `before`."""
+    def excludes(self, token: int, previous: Sequence[int]) -> bool:
+        """Returns whether `token` must not follow the tokens `previous`."""
         if self.allowed is not None and token not in self.allowed:
             return True
-        return (token,) in self.words or token in self._completing(before)
+        return (token,) in self.words or token in self._tokens_completing_words(previous)
 
-    def remove_from(
+    def remove_from_(
         self,
-        mask: np.ndarray,  # [W] uint32, a bit for each token, changed in place
-        before: Sequence[int],
+        mask: np.ndarray,  # [W] uint32, changed in place
+        previous: Sequence[int],
     ) -> None:
-        """Leaves the tokens that may follow the tokens `before`."""
+        """Removes the tokens from the mask that must not follow the tokens `previous`."""
         mask &= self.allowed_mask
-        for token in self._completing(before):
-            mask[token >> 5] &= ~np.uint32(1 << (token & 31))
+        remove_tokens_(mask, self._tokens_completing_words(previous))
 
     @cached_property
     def allowed_mask(self) -> np.ndarray:
-        """[W] uint32, a bit for each token: set where it is allowed and is no excluded word by
-        itself. Words of several tokens depend on what is before them, see `remove_from`."""
-        padded = np.zeros(-(-self.vocab_size // 32) * 32, dtype=bool)
-        padded[: self.vocab_size] = self.allowed is None
-        for token in self.allowed or ():
-            padded[token] = True
-        for word in self.words:
-            if len(word) == 1:
-                padded[word[0]] = False
-        return np.packbits(padded, bitorder="little").view(np.uint32)
+        """The mask [W] uint32 of the tokens that are allowed and are no bad word by themselves. Bad
+        words of several tokens depend on the tokens before, see `remove_from_`."""
+        is_allowed = np.full(self.vocab_size, self.allowed is None)
+        is_allowed[list(self.allowed or ())] = True
+        is_allowed[[word[0] for word in self.words if len(word) == 1]] = False
+        return pack_mask(is_allowed)
 
     @cached_property
-    def _by_previous(self) -> dict[int, list[Word]]:
-        """Words of several tokens, by the last token but one."""
+    def _words_by_last_but_one(self) -> dict[int, list[Word]]:
+        """Bad words of several tokens, by their last token but one."""
         found: dict[int, list[Word]] = defaultdict(list)
         for word in self.words:
             if len(word) > 1:
                 found[word[-2]].append(word)
         return found
 
-    def _completing(self, before: Sequence[int]) -> set[int]:
-        """The tokens that complete a word behind the tokens `before`."""
-        words = self._by_previous.get(before[-1], ()) if before else ()
-        return {word[-1] for word in words if tuple(before[1 - len(word) :]) == word[:-1]}
+    def _tokens_completing_words(self, previous: Sequence[int]) -> set[int]:
+        """Returns the tokens that would complete a bad word behind the tokens `previous`."""
+        words = self._words_by_last_but_one.get(previous[-1], ()) if previous else ()
+        return {word[-1] for word in words if tuple(previous[1 - len(word) :]) == word[:-1]}

@@ -1,21 +1,20 @@
-"""Gemma 4's calls, `<|tool_call>call:f{k:<|"|>v<|"|>}<tool_call|>`, as rules of a Lark grammar, so
-that their arguments fit a JSON schema.
+"""Writes the tool calls of Gemma 4 as rules of a Lark grammar, so that arguments fit a JSON schema.
 
-Strings stand as they are between two `<|"|>`, which is one token; numbers, booleans and null are
-JSON's; keys have no quotation marks and come in the order in which the model's template writes
-them.
+A call is `<|tool_call>call:f{k:<|"|>v<|"|>}<tool_call|>`. Strings are written without escapes
+between two `<|"|>`, which is one token. Numbers, booleans and null are those of JSON. Keys have no
+quotation marks and come in the order in which the model's template writes them.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
 
-from vllm_dllm.grammar.lark import LarkRules, literal
+from vllm_dllm.grammar.lark import LarkRules, quote_literal
 from vllm_dllm.grammar.patterns import FORMATS
-from vllm_dllm.grammar.schema_forms import KIND_OF_KEY, KINDS, Form, SchemaError, Schemas
+from vllm_dllm.grammar.schema_forms import KIND_OF_KEY, KINDS, Form, JsonSchema, SchemaError
 
 CALL, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 ANY = r"/(?s:.*)/"
@@ -29,13 +28,13 @@ _ANYTHING = "anything"  # no reference, which would begin with "#"
 
 def calls_rule(
     lark: LarkRules,
-    functions: Mapping[str, Any],  # the JSON schema of each one's arguments, by name
+    functions: Mapping[str, Any],  # name -> JSON schema of its arguments
     *,
     at_least_one: bool,
     stop_after_first: bool,
 ) -> str:
-    """The body of a rule for calls of these functions; without `at_least_one`, for free text with
-    or without calls behind it.
+    """Returns the body of a rule for calls of these functions. Without `at_least_one` it allows
+    free text, with or without calls behind it.
 
     Raises:
         SchemaError: a name or a schema cannot be used; says which, and where.
@@ -47,94 +46,98 @@ def calls_rule(
         if not _PLAIN_KEY.fullmatch(name):
             raise SchemaError(f"function {name!r}: its name must be letters, digits, '_' or '-'")
         try:
-            arguments = _Arguments(lark, schema).rule()
+            arguments = _ArgumentRules(lark, schema).add_arguments_rule()
         except SchemaError as error:
             raise SchemaError(f"function {name!r}: {error}") from error
-        bodies.append(f"{literal(f'call:{name}')} {arguments}")
-    call = lark.add(f"{CALL} ({' | '.join(bodies)}) {END}")
+        bodies.append(f"{quote_literal(f'call:{name}')} {arguments}")
+    call = lark.add_rule(f"{CALL} ({' | '.join(bodies)}) {END}")
     several = call if stop_after_first else f"{call}+"
     if at_least_one:
         return several
-    text = lark.terminal(f"{_SOME_TEXT} & {_without(CALL)}")
+    text = lark.add_terminal(f"{_SOME_TEXT} & {_texts_without(CALL)}")
     return f"{text}? ({several})?"
 
 
-def _without(text: str) -> str:
-    """What has a token's name in it, spelt with others, would be read as that token."""
+def _texts_without(text: str) -> str:
+    """Returns an expression of all texts that do not contain `text`. A parser would read the name
+    of a special token as that token, even if other tokens spell it."""
     return f"~/(?s:.*){regex_to_lark(re.escape(text))}(?s:.*)/"
 
 
-class _Arguments:
-    """The form of one function's arguments."""
+class _ArgumentRules:
+    """Adds rules for the arguments of one function. Methods named `..._rule` return the name of a
+    rule, those named `..._body` what a rule says."""
 
     def __init__(self, lark: LarkRules, schema: Any) -> None:
-        self._lark, self._schemas = lark, Schemas(schema)
-        self._referred: dict[str, str] = {}  # names of rules, by reference
+        self._lark, self._schemas = lark, JsonSchema(schema)
+        self._rule_by_reference: dict[str, str] = {}
 
-    def rule(self) -> str:
-        """The name of the rule for all arguments, in braces."""
+    def add_arguments_rule(self) -> str:
+        """Adds the rule for all arguments, in braces."""
         root = self._schemas.root
         forms = [form for form in self._schemas.forms(root, "#") if form.kind == "object"]
         if not forms:
             raise SchemaError("# must be the schema of an object")
-        return self._lark.add(" | ".join(self._object(form) for form in forms))
+        return self._lark.add_rule(" | ".join(self._object_body(form) for form in forms))
 
-    def _value(self, schema: Any, path: str) -> str:
-        """The name of the rule for a value."""
+    def _value_rule(self, schema: Any, path: str) -> str:
+        """Adds the rule for the values of a schema; one rule for all references to a schema."""
         reference = self._schemas.reference(schema)
         if reference is None:
-            return self._lark.add(self._body(schema, path))
-        if reference not in self._referred:
-            name = self._referred[reference] = self._lark.reserve()
-            self._lark.define(name, self._body(self._schemas.at(reference, path), reference))
-        return self._referred[reference]
+            return self._lark.add_rule(self._value_body(schema, path))
+        if reference not in self._rule_by_reference:
+            name = self._rule_by_reference[reference] = self._lark.reserve_rule()
+            referred = self._schemas.resolve(reference, path)
+            self._lark.define_rule(name, self._value_body(referred, reference))
+        return self._rule_by_reference[reference]
 
-    def _body(self, schema: Any, path: str) -> str:
-        """The body of a rule for the values that a schema allows."""
+    def _value_body(self, schema: Any, path: str) -> str:
+        """Writes the values of a schema."""
         if schema is True or schema == {}:
-            return self._anything()
+            return self._any_value_rule()
         if path.count("/") > _DEEPEST:
             raise SchemaError(f"{path[:80]}... must not refer to itself beside other keys")
         if (union := self._schemas.union(schema, path)) is not None:
-            return " | ".join(self._value(one, place) for one, place in union)
-        return " | ".join(self._of_form(form) for form in self._schemas.forms(schema, path))
+            return " | ".join(self._value_rule(one, place) for one, place in union)
+        return " | ".join(self._form_body(form) for form in self._schemas.forms(schema, path))
 
-    def _anything(self) -> str:
-        if _ANYTHING not in self._referred:
-            name = self._referred[_ANYTHING] = self._lark.reserve()
-            forms = [self._of_form(Form(kind, {}, "#")) for kind in KINDS]
-            self._lark.define(name, " | ".join(forms))
-        return self._referred[_ANYTHING]
+    def _any_value_rule(self) -> str:
+        """Adds the rule for any value."""
+        if _ANYTHING not in self._rule_by_reference:
+            name = self._rule_by_reference[_ANYTHING] = self._lark.reserve_rule()
+            forms = [self._form_body(Form(kind, {}, "#")) for kind in KINDS]
+            self._lark.define_rule(name, " | ".join(forms))
+        return self._rule_by_reference[_ANYTHING]
 
-    def _of_form(self, form: Form) -> str:
-        """The body of a rule for the values of one form."""
+    def _form_body(self, form: Form) -> str:
+        """Writes the values of one form."""
         if form.kind in ("integer", "number", "boolean", "null"):
             limits = {k: v for k, v in form.schema.items() if KIND_OF_KEY.get(k) == "number"}
             limits = limits if form.kind in ("integer", "number") else {}
             return f"%json {json.dumps({**limits, 'type': form.kind, **_NO_SPACES})}"
-        if form.kind not in _BY_KIND:
+        if form.kind not in _BODY_BY_KIND:
             raise SchemaError(f"{form.path}/type must be a type of JSON, got {form.kind!r}")
-        return f"({_BY_KIND[form.kind](self, form)})"
+        return f"({_BODY_BY_KIND[form.kind](self, form)})"
 
-    def _values(self, form: Form) -> str:
-        return " | ".join(_written(value, form.path) for value in form.schema["enum"])
+    def _enum_body(self, form: Form) -> str:
+        return " | ".join(_value_literal(value, form.path) for value in form.schema["enum"])
 
-    def _string(self, form: Form) -> str:
-        schema, parts = form.schema, [_without(QUOTE)]
+    def _string_body(self, form: Form) -> str:
+        schema, parts = form.schema, [_texts_without(QUOTE)]
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         if least or most != "":
             if most != "" and most < least:
                 raise SchemaError(f"{form.path}/maxLength must be at least {least}, got {most}")
             parts.insert(0, f"/(?s:.{{{least},{most}}})/")
         if "pattern" in schema:
-            parts.insert(0, f"/{_found_in_text(schema['pattern'], f'{form.path}/pattern')}/")
+            parts.insert(0, f"/{_whole_text_pattern(schema['pattern'], f'{form.path}/pattern')}/")
         if schema.get("format") in FORMATS:
             parts.insert(0, f"/{regex_to_lark(FORMATS[schema['format']])}/")
         if len(parts) == 1:
             parts.insert(0, ANY)
-        return f"{QUOTE} {self._lark.terminal(' & '.join(parts))} {QUOTE}"
+        return f"{QUOTE} {self._lark.add_terminal(' & '.join(parts))} {QUOTE}"
 
-    def _array(self, form: Form) -> str:
+    def _array_body(self, form: Form) -> str:
         schema, path = form.schema, form.path
         first, items = schema.get("prefixItems", []), schema.get("items", True)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
@@ -144,18 +147,20 @@ class _Arguments:
             raise SchemaError(f"{path}/minItems must be at most {most}, got {least}")
         if most == 0:
             return '"[]"'
-        ones = [self._value(one, f"{path}/prefixItems/{i}") for i, one in enumerate(first[:most])]
+        ones = [
+            self._value_rule(one, f"{path}/prefixItems/{i}") for i, one in enumerate(first[:most])
+        ]
         if ones and least <= len(ones):
-            return f'"[" {_separated(ones)} "]"'
-        item = self._value(items, f"{path}/items")
+            return f'"[" {_join_with_commas(ones)} "]"'
+        item = self._value_rule(items, f"{path}/items")
         if ones:
-            return f'"[" {_separated([*ones, *[item] * (least - len(ones))])} "]"'
-        rest = _repeated(f'"," {item}', least - 1, None if most is None else most - 1)
+            return f'"[" {_join_with_commas([*ones, *[item] * (least - len(ones))])} "]"'
+        rest = _repeat(f'"," {item}', least - 1, None if most is None else most - 1)
         return f'"[" {item} {rest} "]"' if least else f'"[" ({item} {rest})? "]"'
 
-    def _object(self, form: Form) -> str:
-        """Makes an object of the properties that are named; where none is, of any that may be
-        added."""
+    def _object_body(self, form: Form) -> str:
+        """Writes an object of the properties that the schema names; if it names none, of any that
+        it lets be added."""
         schema, path = form.schema, form.path
         named, required = dict(schema.get("properties", {})), schema.get("required", [])
         added = schema.get("additionalProperties", True)
@@ -168,54 +173,58 @@ class _Arguments:
         if not named:
             if added is False:
                 return '"{}"'
-            value = self._value(added, f"{path}/additionalProperties")
-            pair = f'{self._lark.terminal(_KEY)} ":" {value}'
+            value = self._value_rule(added, f"{path}/additionalProperties")
+            pair = f'{self._lark.add_terminal(_KEY)} ":" {value}'
             return f'"{{" ({pair} ("," {pair})*)? "}}"'
-        return f'"{{" {self._pairs(named, required, path)} "}}"'
+        return f'"{{" {self._pairs_rule(named, required, path)} "}}"'
 
     def _check_counts(self, form: Form, least: int, most: int) -> None:
-        """An object gets at least what is required, and at most what is named."""
+        """Raises SchemaError for a bound of the properties' number that `least` and `most`, which
+        the rules keep, do not imply."""
         for key, holds in (("minProperties", least.__ge__), ("maxProperties", most.__le__)):
             if key in form.schema and not holds(form.schema[key]):
                 raise SchemaError(f"{form.path}/{key} is not supported in the arguments of calls")
 
-    def _pairs(self, named: Mapping[str, Any], required: Sequence[str], path: str) -> str:
-        """Makes pairs in the order of the model's template, jinja's `dictsort`."""
-        first = rest = '""'  # of those that are still to come: before the first one, and behind it
+    def _pairs_rule(self, named: Mapping[str, Any], required: Sequence[str], path: str) -> str:
+        """Adds the rule for pairs in the order of the model's template, jinja's `dictsort`."""
+        # From the last pair to the first: rules for the pairs so far, if no pair is before them,
+        # and if one is.
+        first = rest = '""'
         for name in sorted(named, key=str.lower, reverse=True):
-            pair = self._lark.add(
-                f"{_key(name, path)} {self._value(named[name], f'{path}/properties/{name}')}"
-            )
+            value = self._value_rule(named[name], f"{path}/properties/{name}")
+            pair = self._lark.add_rule(f"{_key_literal(name, path)} {value}")
             begun = f"{pair} {rest}"
             if name in required:
-                first, rest = self._lark.add(begun), self._lark.add(f'"," {begun}')
+                first, rest = self._lark.add_rule(begun), self._lark.add_rule(f'"," {begun}')
             else:
-                first = self._lark.add(f"{begun} | {first}")
-                rest = self._lark.add(f'("," {pair})? {rest}')
+                first = self._lark.add_rule(f"{begun} | {first}")
+                rest = self._lark.add_rule(f'("," {pair})? {rest}')
         return first
 
 
-_BY_KIND: dict[str, Callable[[_Arguments, Form], str]] = {
-    "values": _Arguments._values,
-    "string": _Arguments._string,
-    "array": _Arguments._array,
-    "object": _Arguments._object,
+_BODY_BY_KIND: dict[str, Callable[[_ArgumentRules, Form], str]] = {
+    "values": _ArgumentRules._enum_body,
+    "string": _ArgumentRules._string_body,
+    "array": _ArgumentRules._array_body,
+    "object": _ArgumentRules._object_body,
 }
 
 
-def _key(name: str, path: str) -> str:
+def _key_literal(name: str, path: str) -> str:
+    """Writes the name of a property and the colon behind it."""
     if _PLAIN_KEY.fullmatch(name):
-        return literal(f"{name}:")
+        return quote_literal(f"{name}:")
     if QUOTE in name:
         raise SchemaError(f"{path}/properties has a name with {QUOTE} in it, got {name!r}")
-    return f'{QUOTE} {literal(name)} {QUOTE} ":"'
+    return f'{QUOTE} {quote_literal(name)} {QUOTE} ":"'
 
 
-def _separated(parts: Sequence[str]) -> str:
+def _join_with_commas(parts: Iterable[str]) -> str:
     return ' "," '.join(parts)
 
 
-def _repeated(rule: str, least: int, most: int | None) -> str:
+def _repeat(rule: str, least: int, most: int | None) -> str:
+    """Writes `least` to `most` repetitions of a rule; None: any number from `least` on."""
     least = max(least, 0)
     if most is None:
         return f"({rule}){{{least},{least}}} ({rule})*" if least else f"({rule})*"
@@ -223,26 +232,27 @@ def _repeated(rule: str, least: int, most: int | None) -> str:
     return f"({rule}){{{least},{most}}}" if most else ""
 
 
-def _written(value: Any, path: str) -> str:
-    """Writes a value as the model does."""
+def _value_literal(value: Any, path: str) -> str:
+    """Writes one value as the model does."""
     if isinstance(value, str):
         if QUOTE in value:
             raise SchemaError(f"{path} has a text with {QUOTE} in it, got {value!r}")
-        return f"{QUOTE} {literal(value)} {QUOTE}" if value else f"{QUOTE} {QUOTE}"
+        return f"{QUOTE} {quote_literal(value)} {QUOTE}" if value else f"{QUOTE} {QUOTE}"
     if isinstance(value, list):
-        return f'"[" {_separated([_written(one, path) for one in value])} "]"'
+        return f'"[" {_join_with_commas([_value_literal(one, path) for one in value])} "]"'
     if isinstance(value, dict):
-        names = sorted(value, key=str.lower)
-        pairs = [f"{_key(name, path)} {_written(value[name], path)}" for name in names]
-        return f'"{{" {_separated(pairs)} "}}"'
-    return literal(json.dumps(value))
+        keys = sorted(value, key=str.lower)
+        pairs = [f"{_key_literal(name, path)} {_value_literal(value[name], path)}" for name in keys]
+        return f'"{{" {_join_with_commas(pairs)} "}}"'
+    return quote_literal(json.dumps(value))
 
 
-def _found_in_text(pattern: str, path: str) -> str:
-    """The expression of all texts in which `pattern` is found, as JSON schema means it."""
+def _whole_text_pattern(pattern: str, path: str) -> str:
+    """Returns the expression of all texts that contain a match of `pattern`: JSON schema's patterns
+    are not anchored, Lark's are."""
     begins, ends = pattern.startswith("^"), bool(re.search(r"(?<!\\)(\\\\)*\$$", pattern))
     inner = pattern[begins : len(pattern) - ends]
-    if (begins or ends) and _has_alternatives(inner):
+    if (begins or ends) and _has_outer_alternatives(inner):
         raise SchemaError(f"{path} must have its alternatives in parentheses, got {pattern!r}")
     try:
         inner = regex_to_lark(inner)
@@ -251,8 +261,8 @@ def _found_in_text(pattern: str, path: str) -> str:
     return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
 
 
-def _has_alternatives(pattern: str) -> bool:
-    """Outside of parentheses."""
+def _has_outer_alternatives(pattern: str) -> bool:
+    """Returns whether a pattern has a `|` outside of parentheses."""
     depth = 0
     for sign in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
         depth += (sign == "(") - (sign == ")")

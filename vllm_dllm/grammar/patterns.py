@@ -1,9 +1,9 @@
-r"""Patterns of JSON schemas, as llguidance takes them.
+r"""Mends the patterns of JSON schemas where llguidance reads them differently.
 
-llguidance 1.7.6 lets `\\` and `\"` stand for a character of any class that has all control
-characters, even if it excludes backslashes and quotation marks: `"a\\b"` fits `^[^\\]*$`. A class
-that lacks one of them means what it says, so none has NUL here. Its formats of times take what
-Python's readers do not (`FORMATS`), so a pattern stands beside them.
+llguidance 1.7.6 lets `\\` and `\"` match any class that has all control characters, even if it
+excludes backslashes and quotation marks: `"a\\b"` fits `^[^\\]*$`. A class that lacks a control
+character means what it says, so NUL is excluded from each. llguidance's formats of times allow what
+Python's readers do not, so a pattern is added to them (`FORMATS`).
 """
 
 import re
@@ -21,20 +21,20 @@ FORMATS = {
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
 FORMATS["date-time"] = f"({FORMATS['date']})T{FORMATS['time']}"
-"""What the formats of JSON schema stand for, so that Python reads them: by `fromisoformat` of its
-dates and times, by `uuid` and by `ipaddress`. Regular expressions of the whole text.
-
-llguidance's have years from 0, leap seconds, the 29th of any February and a small `t` and `z`.
+"""Format of JSON schema -> regular expression of the whole text. Python reads what it allows: by
+`fromisoformat` of dates and times, by `uuid` and by `ipaddress`. llguidance's own formats also
+allow the year 0, leap seconds, any 29 February, and a small `t` and `z`.
 """
 
 _TIMES = ("date", "time", "date-time")
-_VALUES = ("enum", "const", "default", "examples")
-"""What holds no schemas."""
+_VALUE_KEYS = ("enum", "const", "default", "examples")
+"""Keys whose values are no schemas."""
 _NEGATED_CLASS = re.compile(r"\\.|\[\^((?:\\.|[^\]\\])+)\]|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 def mend_patterns(schema: Any) -> Any:
-    """A copy of the schema whose patterns mean to llguidance what they say."""
+    """Returns a copy of a JSON schema in which llguidance reads the patterns and the formats of
+    times as JSON schema means them."""
     if isinstance(schema, list):
         return [mend_patterns(entry) for entry in schema]
     if not isinstance(schema, dict):
@@ -46,7 +46,7 @@ def mend_patterns(schema: Any) -> Any:
         elif key == "patternProperties" and isinstance(value, dict):
             found[key] = {mend_pattern(name): mend_patterns(of) for name, of in value.items()}
         else:
-            found[key] = value if key in _VALUES else mend_patterns(value)
+            found[key] = value if key in _VALUE_KEYS else mend_patterns(value)
     if (name := found.get("format")) in _TIMES:
         time = {"pattern": f"^({FORMATS[name]})$"}
         found["allOf"] = [*found["allOf"], time] if isinstance(found.get("allOf"), list) else [time]
@@ -54,13 +54,14 @@ def mend_patterns(schema: Any) -> Any:
 
 
 def mend_pattern(pattern: str) -> str:
-    """Excludes NUL from each class that excludes anything."""
-    return _NEGATED_CLASS.sub(_without_nul, pattern)
+    """Returns the pattern with NUL excluded from each negated class, such as `[^a]`."""
+    return _NEGATED_CLASS.sub(_exclude_nul, pattern)
 
 
-def _without_nul(match: re.Match[str]) -> str:
+def _exclude_nul(match: re.Match[str]) -> str:
+    """Returns the replacement for a match of `_NEGATED_CLASS`."""
     excluded = match.group(1)
-    # An escape, or a class that names what it has, or one that was mended before.
+    # No negated class but an escape or a plain class; or a class that was mended before.
     if excluded is None or excluded.startswith(r"\x00["):
         return match.group()
     inner = rf"\{excluded}" if excluded.startswith("^") else excluded

@@ -1,17 +1,20 @@
-"""What comes before an answer that has a form: free text, up to a token that ends it."""
+"""The reasoning before an answer that has a form: free text, up to a token that ends it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Reasoning:
+    """Names the tokens that begin and end a model's reasoning."""
+
     ends: frozenset[int]
-    """Tokens, each of which ends it wherever it stands."""
+    """Tokens each of which ends the reasoning."""
     opening: frozenset[int] = frozenset()
-    """Those of them that are the answer's first token, too, such as one that begins a tool call."""
+    """The tokens of `ends` that are also the first token of the answer, such as one that begins a
+    tool call."""
     begins: frozenset[int] = frozenset()
-    """Tokens that begin it, which only the first token of all may be: a parser takes what comes
-    before them for a part of the answer, and that has no form."""
+    """Tokens that begin the reasoning. Only the first token of all may be one: a parser would count
+    text before it as a part of the answer, and that text has no form."""
     is_open: bool = True
-    """Whether the answer begins in it. If not, one of `begins` may open it; any other first token
-    is the answer's own."""
+    """Whether the prompt has begun the reasoning. If not, a first token of `begins` begins it; any
+    other first token belongs to the answer."""

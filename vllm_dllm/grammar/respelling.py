@@ -1,4 +1,4 @@
-"""A completion that was found character by character, in as few tokens as spell it."""
+"""Respells a completion that was found character by character in fewer tokens."""
 
 from collections.abc import Mapping
 from itertools import groupby
@@ -6,53 +6,55 @@ from itertools import groupby
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
-LONGER = 4
-"""A completion may be so many times longer before it is respelt."""
+MAX_SHRINKAGE = 4
+"""How many times more tokens a completion may have before it is respelt than after."""
 
 
-def respelled(start: GrammarState, tokens: list[int]) -> list[int]:
-    """The same bytes in as few tokens as spell them, since a grammar is one of bytes, or in fewer
-    still with whitespace between them, if that is legal: many tokenizers have a token for `": "`
-    and none for `":`. The tokens as they are, if one of those is excluded or would end the answer,
-    or they are too few."""
+def respell(start: GrammarState, tokens: list[int]) -> list[int]:
+    """Returns the text of `tokens`, which complete the answer at `start`, in as few tokens as
+    possible. Whitespace is added where that saves tokens and is legal: many tokenizers have a token
+    for `": "` and none for `":`. Returns `tokens` if no other spelling is legal."""
     vocabulary = start.vocabulary
-    ways = [_fewest(vocabulary, tokens, vocabulary.by_bytes)]
-    with_blanks = _fewest(vocabulary, tokens, vocabulary.by_bytes_or_stripped)
-    if len(with_blanks) < len(ways[0]):
-        ways.insert(0, with_blanks)
-    for fewest in ways:
+    spellings = [_spell_with_fewest(vocabulary, tokens, vocabulary.token_by_bytes)]
+    with_spaces = _spell_with_fewest(vocabulary, tokens, vocabulary.token_by_stripped_bytes)
+    if len(with_spaces) < len(spellings[0]):
+        spellings.insert(0, with_spaces)
+    for spelling in spellings:
         end = start.copy()
-        is_free = start.stops.isdisjoint(fewest) and end.consume_text(fewest) == len(fewest)
-        if is_free and end.is_complete():
-            return fewest
+        has_no_stop = start.stops.isdisjoint(spelling)
+        if has_no_stop and end.consume_tokens(spelling) == len(spelling) and end.is_complete():
+            return spelling
     return tokens
 
 
-def _fewest(
-    vocabulary: GrammarVocabulary, tokens: list[int], spelling: Mapping[bytes, int]
+def _spell_with_fewest(
+    vocabulary: GrammarVocabulary, tokens: list[int], token_by_bytes: Mapping[bytes, int]
 ) -> list[int]:
-    """Other tokens with the text of `tokens`, as few as `spelling` has them for."""
+    """Returns the fewest tokens of `token_by_bytes` with the text of `tokens`. Special tokens stay
+    where they are."""
     token_bytes = vocabulary.token_bytes
     fewest: list[int] = []
     for is_text, run in groupby(tokens, lambda token: bool(token_bytes[token])):
         if is_text:
             text = b"".join(token_bytes[token] for token in run)
-            fewest += _spelt(text, spelling, vocabulary.longest)
+            fewest += _tokenize_with_fewest(text, token_by_bytes, vocabulary.longest_token_bytes)
         else:
             fewest += run
     return fewest
 
 
-def _spelt(text: bytes, spelling: Mapping[bytes, int], longest: int) -> list[int]:
-    """The fewest tokens of `spelling` whose bytes are `text`; the longest has `longest`."""
-    spelt: dict[int, list[int]] = {0: []}  # by the end in the text
+def _tokenize_with_fewest(
+    text: bytes, token_by_bytes: Mapping[bytes, int], longest_token_bytes: int
+) -> list[int]:
+    """Returns the fewest tokens of `token_by_bytes` whose bytes are `text`."""
+    best: dict[int, list[int]] = {0: []}  # by the end in the text
     for end in range(1, len(text) + 1):
         begins = [
             begin
-            for begin in range(max(0, end - longest), end)
-            if begin in spelt and text[begin:end] in spelling
+            for begin in range(max(0, end - longest_token_bytes), end)
+            if begin in best and text[begin:end] in token_by_bytes
         ]
         if begins:
-            begin = min(begins, key=lambda begin: len(spelt[begin]))
-            spelt[end] = [*spelt[begin], spelling[text[begin:end]]]
-    return spelt[len(text)]
+            begin = min(begins, key=lambda begin: len(best[begin]))
+            best[end] = [*best[begin], token_by_bytes[text[begin:end]]]
+    return best[len(text)]

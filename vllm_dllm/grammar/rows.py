@@ -1,33 +1,35 @@
-"""What a model says of the rows of a canvas, as far as a walk needs it."""
+"""What the model predicts for the rows of a canvas, and a legal path through them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-BestLegal = Callable[[int, np.ndarray], tuple[int, float]]
-"""Of a row and the mask [W] of its legal tokens, of which there are some: the most probable one,
-and its log-probability."""
-
-
+BestLegalToken = Callable[[int, np.ndarray], tuple[int, float]]
+"""(row, mask [W] of at least one token) -> the most probable token of the mask, and its
+log-probability."""
 MoreTokens = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""Of a row: its `DEEP` most probable tokens [k] int64, the best first, and their log-probabilities
-[k] fp32."""
-DEEP = 512
-CLEAR = 0.9
-"""The probability from which on the K tokens of a row say enough of it."""
+"""row -> its `MORE_TOKENS` most probable tokens [k] int64, the best first, and their
+log-probabilities [k] fp32."""
+MORE_TOKENS = 512
+_ENOUGH_PROBABILITY = 0.9
+"""A search looks at the K tokens of a row alone if their probabilities add up to this."""
 
 
 @dataclass(frozen=True)
 class CanvasRows:
+    """The model's predictions for the L rows of a canvas."""
+
     tokens: np.ndarray  # [L, K] int64, the most probable first
     logprobs: np.ndarray  # [L, K] fp32
-    best_legal: BestLegal  # for rows whose K tokens are all illegal
-    more: MoreTokens  # for rows whose K tokens leave much open
+    best_legal: BestLegalToken  # for rows whose K tokens are all illegal
+    more: MoreTokens  # for rows whose K tokens have little probability
 
-    def of_row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens worth a look for a path that is to be cheap, and their log-probabilities."""
-        if np.exp(self.logprobs[row]).sum() >= CLEAR:
+    def candidates(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens [k] int64 of a row that a search for a cheap path looks at, the best
+        first, and their log-probabilities [k] fp32."""
+        if np.exp(self.logprobs[row]).sum() >= _ENOUGH_PROBABILITY:
             return self.tokens[row], self.logprobs[row]
         return self.more(row)
 
@@ -35,24 +37,32 @@ class CanvasRows:
         return len(self.tokens)
 
 
+class FoundPath(NamedTuple):
+    """The tokens of a path that a search has found, one for each row from the canvas' first on."""
+
+    tokens: list[int]
+    cost_nats: float  # how much less probable they are than the rows' best guesses
+
+
 @dataclass
 class Path:
-    """The tokens that a canvas stands for: legal, from its first row on, one per row."""
+    """Legal tokens, one for each row from the canvas' first on, and what is known of these rows."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cost_nats: float = 0.0
-    """How much less probable they are than the rows' best guesses."""
+    """How much less probable the tokens are than the rows' best guesses."""
     masks: dict[int, np.ndarray] = field(default_factory=dict)
-    """Row -> [W] uint32, the legal tokens behind the path's tokens before it. Rows that the model
-    is sure of have none: their distribution stays as it is."""
+    """Row -> [W] uint32, the tokens that are legal behind the path's tokens before this row. Rows
+    that the model is sure of have no mask: their distribution stays as it is."""
     num_reasoning: int = 0
-    """How many of its first tokens are reasoning."""
+    """How many of the first tokens are reasoning."""
     forced: set[int] = field(default_factory=set)
     """Rows that have one legal token."""
     is_stuck: bool = False
-    """No token is legal behind them, and the answer has not ended."""
+    """Whether no token is legal behind these tokens, though the answer has not ended."""
     first_repair: int | None = None
     """The first row whose best guess is illegal."""
     confident_cost_nats: float = 0.0
-    """Of the repairs where the best guess is more probable than all others together."""
+    """The part of `cost_nats` from rows whose best guess is more probable than all other tokens
+    together."""

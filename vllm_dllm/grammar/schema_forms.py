@@ -1,8 +1,8 @@
-"""A JSON schema taken apart: references followed, combinations multiplied out, so that each form of
-a value can be written down by its type alone.
+"""Splits a JSON schema into forms, each of one type: follows references, and multiplies out
+combinations such as `anyOf`.
 
-A form may allow fewer values than its schema, never others: objects get no properties but those
-that are named.
+A form may allow fewer values than its schema, never others: an object has only the properties that
+the schema names.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _NOTES = {
     *("title", "description", "default", "examples", "example", "deprecated", "readOnly"),
     *("writeOnly", "$comment", "$schema", "$id", "$defs", "definitions", "nullable", "strict"),
 }
-"""Keys that say nothing of a value, or hold schemas that others refer to."""
+"""Keys that do not restrict a value."""
 _REFUSED = {
     *("not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies"),
     *("patternProperties", "propertyNames", "uniqueItems", "contains", "minContains"),
@@ -39,48 +39,50 @@ KIND_OF_KEY = {
     ),
 }
 KINDS = ("string", "number", "boolean", "null", "array", "object")
-_MOST_FORMS = 1000
+_MAX_FORMS = 1000
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be used; says where, and why."""
+    """A schema that cannot be used; the message says where, and why."""
 
 
 class Form(NamedTuple):
-    """One kind that a value may be of. An empty `schema` allows any value of that kind."""
+    """Values of one type. An empty `schema` allows any value of that type."""
 
     kind: str  # one of KINDS, "integer", or "values" of an enumeration
     schema: dict[str, Any]
     path: str
 
 
-class Schemas:
-    """The schemas inside of one, `root`, which its references are about."""
+class JsonSchema:
+    """A whole JSON schema, `root`. Methods take a schema inside of it and its path (JSON pointer),
+    which errors name."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
 
     def forms(self, schema: Any, path: str) -> list[Form]:
-        """What a value may be."""
-        plain = self._plain(schema, path, ())
-        found = [form for one, place in plain for form in self._by_kind(one, place)]
+        """Returns the forms of a schema: a value has to fit one of them. Raises SchemaError if
+        there are none, or the schema cannot be split."""
+        alternatives = self._multiply_out(schema, path, ())
+        found = [form for one, place in alternatives for form in _split_by_type(one, place)]
         if not found:
             raise SchemaError(f"{path} allows no value")
         return found
 
     def reference(self, schema: Any) -> str | None:
-        """Where `schema` refers to, if it does nothing else."""
+        """Returns the `$ref` of a schema that has nothing else to say; None for other schemas."""
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             return schema["$ref"] if not (schema.keys() - _NOTES - {"$ref"}) else None
         return None
 
     def union(self, schema: Any, path: str) -> list[tuple[Any, str]] | None:
-        """The schemas of which a value has to fit one, and their paths, if `schema` says nothing
-        else."""
-        asked = schema.keys() - _NOTES if isinstance(schema, dict) else set()
-        if len(asked) != 1 or not asked <= {"anyOf", "oneOf", "allOf"}:
+        """Returns the alternatives of a schema, and their paths, if it consists of `anyOf`, `oneOf`
+        or an `allOf` of one schema; None for other schemas."""
+        keys = schema.keys() - _NOTES if isinstance(schema, dict) else set()
+        if len(keys) != 1 or not keys <= {"anyOf", "oneOf", "allOf"}:
             return None
-        (key,) = asked
+        (key,) = keys
         _check_keys(schema, path)
         alternatives = schema[key]
         if key == "oneOf":
@@ -89,8 +91,8 @@ class Schemas:
             return None
         return [(one, f"{path}/{key}/{i}") for i, one in enumerate(alternatives)]
 
-    def at(self, reference: str, path: str) -> Any:
-        """The schema that a reference leads to. Raises SchemaError if it leads nowhere."""
+    def resolve(self, reference: str, path: str) -> Any:
+        """Returns the schema that a reference leads to. Raises SchemaError if it leads nowhere."""
         found = self.root
         if not reference.startswith("#"):
             raise SchemaError(f"{path}/$ref must begin with '#', got {reference!r}")
@@ -101,10 +103,11 @@ class Schemas:
             found = found[part]
         return found
 
-    def _plain(
+    def _multiply_out(
         self, schema: Any, path: str, followed: tuple[str, ...]
     ) -> Iterator[tuple[dict[str, Any], str]]:
-        """The schemas without references and combinations, one of which a value has to fit."""
+        """Yields schemas without references and combinations, and their paths: a value fits
+        `schema` if it fits one of them. `followed`: references on the way here."""
         if schema is False:
             return
         if schema is True:
@@ -118,7 +121,7 @@ class Schemas:
             if reference in followed:
                 raise SchemaError(f"{path}/$ref refers to itself, got {reference!r}")
             followed = (*followed, reference)
-            factors.append([(self.at(reference, path), f"{path}/$ref")])
+            factors.append([(self.resolve(reference, path), f"{path}/$ref")])
         for key in ("allOf", "anyOf", "oneOf"):
             if key in schema:
                 ones = [(one, f"{path}/{key}/{i}") for i, one in enumerate(schema[key])]
@@ -128,61 +131,69 @@ class Schemas:
         found = [(own, path)]
         for factor in factors:
             alternatives = [
-                plain for one, place in factor for plain in self._plain(one, place, followed)
+                plain for one, place in factor for plain in self._multiply_out(one, place, followed)
             ]
-            if len(found) * len(alternatives) > _MOST_FORMS:
-                raise SchemaError(f"{path} must have at most {_MOST_FORMS} forms. Simplify it")
+            if len(found) * len(alternatives) > _MAX_FORMS:
+                raise SchemaError(f"{path} must have at most {_MAX_FORMS} forms. Simplify it")
             found = [
-                (_merged(before, plain, place), place)
+                (_merge_schemas(before, plain, place), place)
                 for before, _ in found
                 for plain, place in alternatives
             ]
         yield from found
 
     def _check_one_of(self, alternatives: list[Any], path: str) -> None:
-        """Checks that no value fits two of them."""
+        """Raises SchemaError unless it is certain that no value fits two of the alternatives."""
         plain = [
-            [schema for schema, _ in self._plain(one, f"{path}/{i}", ())]
+            [schema for schema, _ in self._multiply_out(one, f"{path}/{i}", ())]
             for i, one in enumerate(alternatives)
         ]
         for i, ones in enumerate(plain):
             for others in plain[:i]:
-                if not all(self._are_disjoint(a, b) for a in ones for b in others):
+                if not all(_are_disjoint(a, b) for a in ones for b in others):
                     raise SchemaError(
                         f"{path} must have alternatives that differ in their type, or in a "
                         "required property of one value. Use anyOf"
                     )
 
-    def _are_disjoint(self, a: dict[str, Any], b: dict[str, Any]) -> bool:
-        """Whether it is certain that no value fits both schemas."""
-        if _differ(_values(a), _values(b)):
-            return True
-        kinds = [{_wide(kind) for kind in _kinds(schema)} for schema in (a, b)]
-        if kinds[0].isdisjoint(kinds[1]):
-            return True
-        if kinds != [{"object"}, {"object"}]:
-            return False
-        shared = {*a.get("required", ())} & {*b.get("required", ())}
-        return any(
-            _differ(*(_values(schema.get("properties", {}).get(name)) for schema in (a, b)))
-            for name in shared
-        )
 
-    def _by_kind(self, schema: dict[str, Any], path: str) -> Iterator[Form]:
-        """A schema without unions as forms: its values, or a form for each type."""
-        if (values := _values(schema)) is not None:
-            fitting = [value for value in values if _is_of(value, _types(schema))]
-            if others := schema.keys() - {"enum", "const", "type"}:
-                raise SchemaError(f"{path}/{min(others)} is not supported beside enum or const")
-            if fitting:
-                yield Form("values", {"enum": fitting}, path)
-            return
-        for kind in _kinds(schema):
-            yield Form(kind, {k: v for k, v in schema.items() if k != "type"}, path)
+def _are_disjoint(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Returns whether it is certain that no value fits both schemas."""
+    if _are_disjoint_enums(_enum_values(a), _enum_values(b)):
+        return True
+    kinds = [
+        {"number" if kind == "integer" else kind for kind in _possible_types(schema)}
+        for schema in (a, b)
+    ]
+    if kinds[0].isdisjoint(kinds[1]):
+        return True
+    if kinds != [{"object"}, {"object"}]:
+        return False
+    shared = {*a.get("required", ())} & {*b.get("required", ())}
+    return any(
+        _are_disjoint_enums(
+            *(_enum_values(schema.get("properties", {}).get(name)) for schema in (a, b))
+        )
+        for name in shared
+    )
+
+
+def _split_by_type(schema: dict[str, Any], path: str) -> Iterator[Form]:
+    """Yields the forms of a schema without combinations: one of its enumerated values, or one for
+    each type."""
+    if (values := _enum_values(schema)) is not None:
+        fitting = [value for value in values if _has_type(value, _listed_types(schema))]
+        if others := schema.keys() - {"enum", "const", "type"}:
+            raise SchemaError(f"{path}/{min(others)} is not supported beside enum or const")
+        if fitting:
+            yield Form("values", {"enum": fitting}, path)
+        return
+    for kind in _possible_types(schema):
+        yield Form(kind, {k: v for k, v in schema.items() if k != "type"}, path)
 
 
 def _check_keys(schema: dict[str, Any], path: str) -> None:
-    """Raises SchemaError for a key whose value has another type, or that calls cannot keep."""
+    """Raises SchemaError for a key whose value has the wrong type, or that is not supported."""
     for key, value in schema.items():
         name, types = _EXPECTED.get(key, ("", (object,)))
         if not isinstance(value, types) or (isinstance(value, bool) and int in types):
@@ -193,8 +204,9 @@ def _check_keys(schema: dict[str, Any], path: str) -> None:
         raise SchemaError(f"{path}/unevaluatedProperties must be false")
 
 
-def _merged(a: dict[str, Any], b: dict[str, Any], path: str) -> dict[str, Any]:
-    """What both ask for."""
+def _merge_schemas(a: dict[str, Any], b: dict[str, Any], path: str) -> dict[str, Any]:
+    """Returns one schema for the values that fit both. Raises SchemaError where keys cannot be
+    combined."""
     if "properties" in a and "properties" in b and ("additionalProperties" in {**a, **b}):
         raise SchemaError(
             f"{path}/additionalProperties is not supported where objects are combined"
@@ -208,13 +220,14 @@ def _merged(a: dict[str, Any], b: dict[str, Any], path: str) -> dict[str, Any]:
         elif key == "properties" and found[key].keys().isdisjoint(value):
             found[key] = {**found[key], **value}
         elif key == "type":
-            found[key] = _common(_types(a) or [], _types(b) or [])
+            found[key] = _common_types(_listed_types(a) or [], _listed_types(b) or [])
         else:
             raise SchemaError(f"{path}/{key} is not supported where another schema has it, too")
     return found
 
 
-def _values(schema: Any) -> list[Any] | None:
+def _enum_values(schema: Any) -> list[Any] | None:
+    """Returns the values that a schema enumerates; None if it does not."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -222,43 +235,40 @@ def _values(schema: Any) -> list[Any] | None:
     return schema.get("enum")
 
 
-def _differ(values: list[Any] | None, others: list[Any] | None) -> bool:
-    """Whether both are enumerations, without a value in common."""
+def _are_disjoint_enums(values: list[Any] | None, others: list[Any] | None) -> bool:
+    """Returns whether both are enumerations and have no value in common."""
     return (
         values is not None and others is not None and not any(value in others for value in values)
     )
 
 
-def _types(schema: dict[str, Any]) -> list[str] | None:
+def _listed_types(schema: dict[str, Any]) -> list[str] | None:
+    """Returns the types that a schema lists under `type`; None if it has no `type`."""
     kinds = schema.get("type")
     return [kinds] if isinstance(kinds, str) else kinds
 
 
-def _kinds(schema: dict[str, Any]) -> list[str]:
-    """Returns the types of a schema; if it names none, those that its keys are about; if there are
-    none, all."""
-    if (values := _values(schema)) is not None:
-        return [kind for kind in KINDS if any(_is_of(value, [kind]) for value in values)]
-    if (types := _types(schema)) is not None:
+def _possible_types(schema: dict[str, Any]) -> list[str]:
+    """Returns the types that a schema lists; if it lists none, those that its keys are about; if
+    there are none, all."""
+    if (values := _enum_values(schema)) is not None:
+        return [kind for kind in KINDS if any(_has_type(value, [kind]) for value in values)]
+    if (types := _listed_types(schema)) is not None:
         return types
     of_keys = dict.fromkeys(KIND_OF_KEY[key] for key in schema if key in KIND_OF_KEY)
     return list(of_keys) or list(KINDS)
 
 
-def _wide(kind: str) -> str:
-    return "number" if kind == "integer" else kind
-
-
-def _common(a: list[str], b: list[str]) -> list[str]:
-    """The types that are in both."""
+def _common_types(a: list[str], b: list[str]) -> list[str]:
+    """Returns the types that are in both lists; an integer is a number, too."""
     found = [kind for kind in a if kind in b]
     if "integer" in {*a, *b} and all({*types} & {"integer", "number"} for types in (a, b)):
         found = [*(kind for kind in found if kind != "integer"), "integer"]
     return found
 
 
-def _is_of(value: Any, types: list[str] | None) -> bool:
-    """Whether a value is of one of these types of JSON schema; None: any."""
+def _has_type(value: Any, types: list[str] | None) -> bool:
+    """Returns whether a value has one of these types of JSON schema; None: any."""
     if types is None:
         return True
     if value is None or isinstance(value, bool):

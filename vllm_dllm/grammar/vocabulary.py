@@ -1,4 +1,7 @@
-"""What the grammars know of a tokenizer: its tokens' bytes, and which of them end things."""
+"""What the grammars know of a tokenizer: its tokens' bytes, and which tokens end or part things.
+
+Arrays are computed once, at first use. Arrays of tokens are int64.
+"""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -7,20 +10,23 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from vllm_dllm.grammar.gemma_calls import CALL, END
+from vllm_dllm.grammar.masks import pack_mask
 
 _SPACE = b" \t\r\n"
 _CHARACTERS = [b'"', *(bytes([c]) for c in (*range(0x30, 0x3A), *range(0x21, 0x7F)) if c != 0x22)]
 
 
 class GrammarVocabulary:
+    """The vocabulary of one llguidance tokenizer."""
+
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.tokenizer = tokenizer
         self.size = tokenizer.vocab_size
-        self.num_words = (self.size + 31) // 32
+        self.mask_length = (self.size + 31) // 32  # W
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """[V]; empty for special tokens, which no text spells."""
+        """The bytes of each of the V tokens; empty for special tokens, which no text spells."""
         tokenizer = self.tokenizer
         return [
             b"" if tokenizer.is_special_token(token) else tokenizer.decode_bytes([token])
@@ -28,75 +34,61 @@ class GrammarVocabulary:
         ]
 
     @cached_property
-    def all_words(self) -> np.ndarray:
-        """[W] uint32, a mask of all tokens. Not to be changed."""
-        bits = np.arange(self.num_words * 32) < self.size
-        return np.packbits(bits, bitorder="little").view(np.uint32)
+    def full_mask(self) -> np.ndarray:
+        """The mask [W] uint32 of all tokens. Do not change it."""
+        return pack_mask(np.ones(self.size, dtype=bool))
 
     @cached_property
-    def spaces(self) -> np.ndarray:
-        """[V] int32: characters of tokens that are whitespace alone, 0 for the others."""
+    def num_spaces(self) -> np.ndarray:
+        """[V] int32: the characters of tokens that are whitespace alone; 0 for the others."""
         found = [len(text) if not text.strip(_SPACE) else 0 for text in self.token_bytes]
         return np.array(found, dtype=np.int32)
 
     @cached_property
-    def closers(self) -> np.ndarray:
-        """Tokens that may close arrays and objects outside of strings, the longest first."""
-        return self._longest_of(lambda text: not text.strip(b"}])>"))
+    def call_begin(self) -> int | None:
+        """The token that begins a tool call of Gemma 4, if the vocabulary has one."""
+        return self._find_special_token(CALL)
 
     @cached_property
-    def ends_of_strings(self) -> np.ndarray:
-        """Tokens that may end a string, those first that close the most behind it."""
-        return self._longest_of(lambda text: text[:1] == b'"' and not text[1:].strip(b"}])>"))
+    def call_end(self) -> int | None:
+        """The token that ends a tool call of Gemma 4, if the vocabulary has one."""
+        return self._find_special_token(END)
 
-    @cached_property
-    def specials(self) -> np.ndarray:
-        """Special tokens. Where a grammar has one, it mostly ends something."""
-        is_special = self.tokenizer.is_special_token
-        return np.array([t for t in range(self.size) if is_special(t)], dtype=np.int64)
-
-    @cached_property
-    def call_tokens(self) -> tuple[int | None, int | None]:
-        """The tokens that begin and end a call of Gemma 4; None where the vocabulary has none."""
-        return self._special(CALL), self._special(END)
-
-    def _special(self, name: str) -> int | None:
+    def _find_special_token(self, name: str) -> int | None:
         tokens = self.tokenizer.tokenize_str(name)
         is_one = len(tokens) == 1 and self.tokenizer.decode_str(tokens) == name
         return tokens[0] if is_one else None
 
-    @cached_property
-    def structure(self) -> np.ndarray:
-        """Tokens of several signs that part or open things, the longest first."""
-        return self._longest_of(lambda text: len(text) > 1 and not text.strip(b'{["]}:, '))
+    # --- tokens that a search for a completion tries ------------------------------------------
 
     @cached_property
-    def blanks(self) -> np.ndarray:
+    def special_tokens(self) -> np.ndarray:
+        """All special tokens. Where a grammar has one, it mostly ends something."""
+        is_special = self.tokenizer.is_special_token
+        return np.array([t for t in range(self.size) if is_special(t)], dtype=np.int64)
+
+    @cached_property
+    def bracket_closers(self) -> np.ndarray:
+        """Tokens that may close arrays and objects outside of strings, the longest first."""
+        return self._find_longest_first(lambda text: not text.strip(b"}])>"))
+
+    @cached_property
+    def string_closers(self) -> np.ndarray:
+        """Tokens that may end a string. Those that also close the most brackets come first."""
+        return self._find_longest_first(
+            lambda text: text[:1] == b'"' and not text[1:].strip(b"}])>")
+        )
+
+    @cached_property
+    def punctuation(self) -> np.ndarray:
+        """Tokens of several characters of JSON's punctuation, the longest first."""
+        return self._find_longest_first(lambda text: len(text) > 1 and not text.strip(b'{["]}:, '))
+
+    @cached_property
+    def spaces(self) -> np.ndarray:
         """Tokens of whitespace alone, the shortest first."""
-        blank = np.flatnonzero(self.spaces)
-        return blank[np.argsort(self.spaces[blank], kind="stable")]
-
-    @cached_property
-    def by_bytes(self) -> dict[bytes, int]:
-        return {text: token for token, text in enumerate(self.token_bytes) if text}
-
-    @cached_property
-    def by_bytes_or_stripped(self) -> dict[bytes, int]:
-        """Tokens by their bytes, and those with whitespace, such as `": "`, by their bytes
-        without it, too. Where two tokens compete, the one that is spelt so wins."""
-        found = {text.translate(None, _SPACE): token for text, token in self.by_bytes.items()}
-        found.pop(b"", None)
-        return {**found, **self.by_bytes}
-
-    @cached_property
-    def longest(self) -> int:
-        """Bytes of the longest token."""
-        return max(map(len, self.token_bytes))
-
-    @cached_property
-    def longest_first(self) -> np.ndarray:
-        """[V] int64: all tokens."""
-        return self._longest_of(lambda text: True)
+        spaces = np.flatnonzero(self.num_spaces)
+        return spaces[np.argsort(self.num_spaces[spaces], kind="stable")]
 
     @cached_property
     def characters(self) -> np.ndarray:
@@ -105,7 +97,33 @@ class GrammarVocabulary:
         order = sorted(tokens, key=lambda t: _CHARACTERS.index(self.token_bytes[t]))
         return np.array(order, dtype=np.int64)
 
-    def _longest_of(self, is_one: Callable[[bytes], bool]) -> np.ndarray:
-        tokens = [t for t, text in enumerate(self.token_bytes) if is_one(text)]
+    @cached_property
+    def longest_first(self) -> np.ndarray:
+        """All V tokens, the longest first."""
+        return self._find_longest_first(lambda text: True)
+
+    def _find_longest_first(self, is_wanted: Callable[[bytes], bool]) -> np.ndarray:
+        """Returns the tokens whose bytes are wanted, the longest first."""
+        tokens = [t for t, text in enumerate(self.token_bytes) if is_wanted(text)]
         tokens.sort(key=lambda t: -len(self.token_bytes[t]))
         return np.array(tokens, dtype=np.int64)
+
+    # --- tokens by their text -----------------------------------------------------------------
+
+    @cached_property
+    def token_by_bytes(self) -> dict[bytes, int]:
+        """A token of each text that is one token."""
+        return {text: token for token, text in enumerate(self.token_bytes) if text}
+
+    @cached_property
+    def token_by_stripped_bytes(self) -> dict[bytes, int]:
+        """A token of each text that is one token, with or without whitespace: `":` finds `": "`. A
+        token without whitespace wins."""
+        found = {text.translate(None, _SPACE): token for text, token in self.token_by_bytes.items()}
+        found.pop(b"", None)
+        return {**found, **self.token_by_bytes}
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.token_bytes))

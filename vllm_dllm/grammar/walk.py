@@ -1,177 +1,175 @@
-"""Walks a grammar along the best guesses of a canvas: what is legal is taken, what is not gives way
-to the most probable legal token."""
+"""Walks a grammar along the best guesses of a canvas: a legal guess is kept, and an illegal one
+gives way to the row's most probable legal token."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
-from vllm_dllm.grammar.rows import CanvasRows, Path
-from vllm_dllm.grammar.state import (
-    MOST_SPACES,
-    GrammarState,
-    is_forced,
-    is_legal,
-    legal_tokens,
-    words_of,
+from vllm_dllm.grammar.masks import (
+    has_one_token,
+    has_token,
+    mask_of_tokens,
+    pack_mask,
+    unpack_mask,
 )
+from vllm_dllm.grammar.rows import CanvasRows, Path
+from vllm_dllm.grammar.state import GrammarState
 
-SURE = math.log(0.99)
-"""Log-probability from which on a legal best guess needs no mask: what is illegal in that row has
+SURE_LOGPROB = math.log(0.99)
+"""A row whose best guess is legal and at least as probable gets no mask: what is illegal in it has
 hardly any probability."""
+_CONFIDENT_LOGPROB = math.log(0.5)
+MAX_SPACES = 32
+"""Characters of whitespace in a row, from tokens of nothing else. JSON allows any number, and a
+model that is unsure of what follows would write it to the end of the canvas."""
 
-CONFIDENT = math.log(0.5)
+
+class StuckError(RuntimeError):
+    """No token is legal though the grammar is incomplete; mostly a limit of llguidance."""
 
 
-def walk(state: GrammarState, rows: CanvasRows, num_rows: int) -> Path:
-    """Along the first `num_rows` rows, or to the token that ends the answer, or to a dead end.
-    Moves `state`.
+def walk_best_guesses(state: GrammarState, rows: CanvasRows, num_rows: int) -> Path:
+    """Returns a path through the first `num_rows` rows, or to the token that ends the answer, or to
+    a dead end. Moves `state` behind it.
 
-    A stretch of rows that the model is sure of is consumed in one call; every other row has its
+    Rows in succession that the model is sure of are consumed in one call. Every other row has its
     mask computed, which its entropy and its candidate need anyway.
     """
     path = Path()
-    unsure = unsure_rows(state, rows, num_rows)
+    unsure = find_unsure_rows(state, rows, num_rows)
     guesses, best = rows.tokens[:, 0].tolist(), rows.logprobs[:, 0].tolist()
-    row = think(state, rows, num_rows, path)
+    row = _walk_reasoning(state, rows, num_rows, path)
     while row < num_rows and not state.has_ended and not path.is_stuck:
-        stretch_end = int(unsure[np.searchsorted(unsure, row)])
-        if stretch_end > row:
-            count = state.consume_text(guesses[row:stretch_end])
+        next_unsure = int(unsure[np.searchsorted(unsure, row)])
+        if next_unsure > row:
+            count = state.consume_tokens(guesses[row:next_unsure])
             path.tokens += guesses[row : row + count]
             path.logprobs += best[row : row + count]
             row += count
             if row == num_rows:
                 break
-        if not take_best_legal(state, rows, row, path):
+        if not _append_best_legal_token(state, rows, row, path):
             path.is_stuck = True
             break
         row += 1
     return path
 
 
-def think(state: GrammarState, rows: CanvasRows, num_rows: int, path: Path) -> int:
-    """Takes the rows of the reasoning, if there is any, as they are; where the model would stop,
-    the reasoning ends. Returns the first row behind it. Moves `state`."""
+def _walk_reasoning(state: GrammarState, rows: CanvasRows, num_rows: int, path: Path) -> int:
+    """Appends the best guesses of the rows of reasoning, if there is any, to the path; a stop token
+    gives way to a token that ends the reasoning. Returns the first row behind it. Moves `state`."""
     row = 0
     while row < num_rows and state.reasoning is not None:
         guess = int(rows.tokens[row, 0])
         token: int | None = guess
-        if not state.allows(guess):
-            path.masks[row] = words = state.mask()
-            ends = state.ends_of_reasoning() if guess in state.stops else []
-            chosen = best_legal_token(
-                rows, row, words_of(state.vocabulary.size, ends) if ends else words
-            )
-            token = None if chosen is None else chosen[0]
-        if token is None or not state.consume(token):
+        if not state.allows_token(guess):
+            path.masks[row] = mask = state.compute_mask()
+            if guess in state.stops and (ends := state.reasoning_ends()):
+                mask = mask_of_tokens(ends, state.vocabulary.size)
+            choice = _best_legal_token(rows, row, mask)
+            token = None if choice is None else choice.token
+        if token is None or not state.consume_token(token):
             path.is_stuck = True
             break
         path.tokens.append(token)
-        path.logprobs.append(logprob_of(state, rows, row, token))
+        path.logprobs.append(_token_logprob(state, rows, row, token))
         row += 1
     path.num_reasoning = row
     return row
 
 
-def unsure_rows(state: GrammarState, rows: CanvasRows, num_rows: int) -> np.ndarray:
-    """Returns the rows, rising, whose best guess is not as good as decided, or is whitespace or a
-    stop token; and `num_rows`."""
+def find_unsure_rows(state: GrammarState, rows: CanvasRows, num_rows: int) -> np.ndarray:
+    """Returns the rows [n] int64, rising, whose best guess is less probable than `SURE_LOGPROB`,
+    or is whitespace or a stop token; and `num_rows` as the last entry."""
     guess = rows.tokens[:num_rows, 0]
-    unsure = rows.logprobs[:num_rows, 0] < SURE
-    unsure |= state.vocabulary.spaces[guess] > 0
+    unsure = rows.logprobs[:num_rows, 0] < SURE_LOGPROB
+    unsure |= state.vocabulary.num_spaces[guess] > 0
     for stop in state.stops:
         unsure |= guess == stop
     return np.append(np.flatnonzero(unsure), num_rows)
 
 
-def take_best_legal(state: GrammarState, rows: CanvasRows, row: int, path: Path) -> bool:
-    """Takes the row's most probable legal token. False: there is none."""
-    words = legal_words(state)
-    if (chosen := best_legal_token(rows, row, words)) is None:
+def _append_best_legal_token(state: GrammarState, rows: CanvasRows, row: int, path: Path) -> bool:
+    """Appends the row's most probable legal token to the path, and moves `state`. Returns False if
+    no token is legal."""
+    mask = mask_with_few_spaces(state)
+    if (choice := _best_legal_token(rows, row, mask)) is None:
         return False
-    token, logprob, rank = chosen
-    path.masks[row] = words
-    if is_forced(words):
+    path.masks[row] = mask
+    if has_one_token(mask):
         path.forced.add(row)
-    if rank != 0:
+    if choice.rank != 0:
         best = float(rows.logprobs[row, 0])
-        path.cost_nats += best - logprob
-        if best > CONFIDENT:
-            path.confident_cost_nats += best - logprob
+        path.cost_nats += best - choice.logprob
+        if best > _CONFIDENT_LOGPROB:
+            path.confident_cost_nats += best - choice.logprob
         if path.first_repair is None:
             path.first_repair = row
-    path.tokens.append(token)
-    path.logprobs.append(logprob)
-    consumed = state.consume(token)
-    assert consumed, f"the mask has token {token}, which the grammar then rejects"
+    path.tokens.append(choice.token)
+    path.logprobs.append(choice.logprob)
+    consumed = state.consume_token(choice.token)
+    assert consumed, f"the mask has token {choice.token}, which the grammar then rejects"
     return True
 
 
-def legal_words(state: GrammarState) -> np.ndarray:
-    """The state's mask [W], without whitespace where there has been enough of it.
+def mask_with_few_spaces(state: GrammarState) -> np.ndarray:
+    """Returns the mask [W] uint32 of the tokens that may come next. Behind `MAX_SPACES` characters
+    of whitespace it has no more whitespace, unless nothing else is legal.
 
     Raises:
         StuckError: the matcher has given up.
     """
-    words = state.mask()
+    mask = state.compute_mask()
     if state.error:
         raise StuckError(state.error)
-    if state.spaces >= MOST_SPACES and state.reasoning is None:
-        forbid_spaces_(state, words)
-    return words
+    if state.num_spaces >= MAX_SPACES and state.reasoning is None:
+        vocabulary = state.vocabulary
+        others = unpack_mask(mask, vocabulary.size) & (vocabulary.num_spaces == 0)
+        if others.any():
+            mask = pack_mask(others)
+    return mask
 
 
-def best_legal_token(
-    rows: CanvasRows, row: int, words: np.ndarray
-) -> tuple[int, float, int] | None:
-    """Token, log-probability and rank of the row's most probable legal token; rank K: behind the
-    K most probable ones. None: no token is legal."""
+class _Choice(NamedTuple):
+    token: int
+    logprob: float
+    rank: int  # among the row's tokens, the best has 0; K: it is none of the K most probable ones
+
+
+def _best_legal_token(rows: CanvasRows, row: int, mask: np.ndarray) -> _Choice | None:
+    """Returns the row's most probable token of the mask [W]; None if the mask is empty."""
     for rank, token in enumerate(rows.tokens[row].tolist()):
-        if is_legal(words, token):
-            return token, float(rows.logprobs[row, rank]), rank
-    if not words.any():
+        if has_token(mask, token):
+            return _Choice(token, float(rows.logprobs[row, rank]), rank)
+    if not mask.any():
         return None
-    token, logprob = rows.best_legal(row, words)
-    return token, logprob, rows.tokens.shape[1]
+    return _Choice(*rows.best_legal(row, mask), rows.tokens.shape[1])
 
 
-def forbid_spaces_(state: GrammarState, words: np.ndarray) -> None:
-    """Unless whitespace alone is legal."""
-    size = state.vocabulary.size
-    others = legal_tokens(words, size) & (state.vocabulary.spaces == 0)
-    if others.any():
-        padded = np.zeros(len(words) * 32, dtype=bool)
-        padded[:size] = others
-        words[:] = np.packbits(padded, bitorder="little").view(np.uint32)
-
-
-def masks_along(state: GrammarState, rows: CanvasRows, tokens: list[int]) -> Path:
-    """The masks of a path that was found otherwise. Moves `state`."""
+def trace_path(state: GrammarState, rows: CanvasRows, tokens: list[int]) -> Path:
+    """Returns the path of these legal tokens, with its masks. Moves `state` behind it."""
     path = Path()
     for row, token in enumerate(tokens):
         best = logprob = float(rows.logprobs[row, 0])
         is_free = state.reasoning is not None
         path.num_reasoning += is_free
-        if token != rows.tokens[row, 0] or (best < SURE and not is_free):
-            words = legal_words(state)
-            path.masks[row] = words
-            if is_forced(words):
+        if token != rows.tokens[row, 0] or (best < SURE_LOGPROB and not is_free):
+            path.masks[row] = mask = mask_with_few_spaces(state)
+            if has_one_token(mask):
                 path.forced.add(row)
-            logprob = logprob_of(state, rows, row, token)
+            logprob = _token_logprob(state, rows, row, token)
             path.cost_nats += best - logprob
         path.tokens.append(token)
         path.logprobs.append(logprob)
-        consumed = state.consume(token)
+        consumed = state.consume_token(token)
         assert consumed, f"token {token} of a path is illegal"
     return path
 
 
-def logprob_of(state: GrammarState, rows: CanvasRows, row: int, token: int) -> float:
-    found = np.flatnonzero(rows.tokens[row] == token)
-    if len(found):
-        return float(rows.logprobs[row, found[0]])
-    return rows.best_legal(row, words_of(state.vocabulary.size, [token]))[1]
-
-
-class StuckError(RuntimeError):
-    """No token is legal though the grammar is incomplete; mostly a limit of llguidance."""
+def _token_logprob(state: GrammarState, rows: CanvasRows, row: int, token: int) -> float:
+    """Returns a token's log-probability in a row, also if it is none of the K most probable."""
+    (ranks,) = np.nonzero(rows.tokens[row] == token)
+    if len(ranks):
+        return float(rows.logprobs[row, ranks[0]])
+    return rows.best_legal(row, mask_of_tokens([token], state.vocabulary.size))[1]

@@ -32,7 +32,12 @@ from vllm.multimodal.processing.processor import (
 
 from vllm_dllm.compat.media_processor import ProcessorHooks
 from vllm_dllm.models import video_frames
-from vllm_dllm.requests.media import MOST, check_media, check_options, check_size
+from vllm_dllm.requests.media import (
+    MAX_ITEMS,
+    check_image_size,
+    check_media_count,
+    check_no_processor_options,
+)
 
 logger = init_logger(__name__)
 
@@ -99,10 +104,10 @@ class ImageProcessingInfo(BaseProcessingInfo):
         wants_text = "image" in limits and limits["image"].count == 0 and "video" not in limits
         if self.video_token_id is not None and not wants_text:
             kinds.append("video")
-        return {kind: None if kind in limits else MOST[kind] for kind in kinds}
+        return {kind: None if kind in limits else MAX_ITEMS[kind] for kind in kinds}
 
     def validate_num_items(self, modality: str, num_items: int) -> None:
-        check_media(modality, num_items, self.allowed_mm_limits)
+        check_media_count(modality, num_items, self.allowed_mm_limits)
 
     def get_supported_mm_processor_kwargs(self) -> dict[str, set[str]]:
         return {}  # of requests
@@ -204,7 +209,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
         Raises:
             VLLMValidationError: the request has options of its own, or an image has a wrong size.
         """
-        check_options(options)
+        check_no_processor_options(options)
         made: dict[str, Any] = {}
         counts = items.get_all_counts()  # 0 of a kind in what vLLM warms up with
         if counts.get("image"):
@@ -277,4 +282,4 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
 def _check_size(processor: Gemma4ImageProcessorPil, width: int, height: int) -> None:
     """Raises VLLMValidationError for an image of a wrong size, if the processor does not scale."""
     if not processor.do_resize:
-        check_size(width, height, _pixels_a_token(processor), processor.max_soft_tokens)
+        check_image_size(width, height, _pixels_a_token(processor), processor.max_soft_tokens)

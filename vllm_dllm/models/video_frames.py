@@ -17,10 +17,10 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem
 from vllm.multimodal.parse import VideoProcessorItems
 
-from vllm_dllm.requests.media import MOST_FRAMES, seen_frames, timestamp
+from vllm_dllm.requests.media import MAX_FRAMES, format_timestamp, sample_frames
 
 # Of transformers' `Gemma4VideoProcessor`, which cannot be imported without torchvision.
-_DEFAULTS = {"max_soft_tokens": 70, "num_frames": MOST_FRAMES}
+_DEFAULTS = {"max_soft_tokens": 70, "num_frames": MAX_FRAMES}
 
 
 @lru_cache(maxsize=4)
@@ -40,7 +40,7 @@ def make_patches(
     after another."""
     patches, positions, seconds, num_frames, num_tokens = [], [], [], [], []
     for frames, metadata in videos.get_all():
-        seen, times = seen_frames(frames, metadata, processor.num_frames)
+        seen, times = sample_frames(frames, metadata, processor.num_frames)
         height, width = seen.shape[1:3]
         check_size(width, height)
         for frame in seen:  # one by one: the processor copies what it gets, and frames are large
@@ -81,7 +81,7 @@ def prompt_tokens(
     """Returns the tokens that stand for one video in a prompt: of each frame its time, the begin
     mark, the frame's tokens and the end mark."""
     frame = [begin, *[frame_token] * int(video["num_frame_tokens"].data), end]
-    times = map(timestamp, video["frame_seconds"].data.tolist())
+    times = map(format_timestamp, video["frame_seconds"].data.tolist())
     return list(
         chain.from_iterable(
             [*encode(f" {time} " if i else f"{time} "), *frame] for i, time in enumerate(times)

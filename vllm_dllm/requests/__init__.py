@@ -1,1 +1,1 @@
-"""What a client may ask of a diffusion model, and where its answer ends."""
+"""Requests: checks what a client asks of a diffusion model, and finds where its answer ends."""

@@ -1,4 +1,5 @@
-"""The one way of a request into the engine: what it asks for is checked, and made its options."""
+"""Admits requests to the engine: checks what each asks for, and makes its `RequestOptions`. All
+requests come this way."""
 
 import reprlib
 from collections.abc import Callable, Mapping
@@ -13,33 +14,33 @@ from vllm_dllm.compat.admission import KEYS_OF_VLLM
 from vllm_dllm.config.architectures import Family, family_of
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
-from vllm_dllm.requests.grammar import check_structured_outputs
-from vllm_dllm.requests.limits import check_asked, check_resolved
+from vllm_dllm.requests.limits import check_request_limits, check_token_limits
 from vllm_dllm.requests.numbers import (
-    check_choices,
+    check_allowed_tokens,
+    check_first_token,
     check_numbers,
     check_sampler_limits,
-    check_vocabulary,
 )
 from vllm_dllm.requests.options import (
-    OF_STEPS,
     PREFIX,
+    STEP_KEYS,
     STREAM_CANVASES,
     WATCHING_PLUGINS,
     RequestOptions,
-    read_keys,
+    parse_keys,
     server_defaults,
 )
-from vllm_dllm.requests.prediction import ids_of
+from vllm_dllm.requests.prediction import encode_prediction
+from vllm_dllm.requests.structured_outputs import check_structured_outputs
 
 Resolve = Callable[[SamplingParams], Any]
-"""vLLM's own part: checks what it knows, and gives its request. That has a copy of the parameters,
-with stop tokens, and with bad words as tokens."""
+"""vLLM's own part of the admission: checks the parameters, and returns vLLM's request. That has a
+copy of them, with stop tokens, and with bad words as tokens."""
 
 
 @dataclass(frozen=True)
-class Served:
-    """What there is to ask of a server."""
+class ServedModel:
+    """What a server offers, which requests are checked against."""
 
     config: VllmConfig
     tokenizer: Any  # None: --skip-tokenizer-init
@@ -48,11 +49,11 @@ class Served:
     family: Family | None  # of a masked model
     blocks_in_flight: int  # of a masked model
     defaults: Mapping[str, Any]  # of options that requests leave out
-    limits: RequestLimits | None  # None: offline, nobody waits for others
+    limits: RequestLimits | None  # None: offline, where nobody waits for others
 
     @classmethod
-    def from_config(cls, config: VllmConfig, tokenizer: Any, *, to_many: bool) -> "Served":
-        """What a server of this configuration offers. `to_many`: its clients wait for others."""
+    def from_config(cls, config: VllmConfig, tokenizer: Any, *, to_many: bool) -> "ServedModel":
+        """Reads vLLM's configuration. `to_many`: of a server, whose clients wait for each other."""
         assert config.diffusion_config is not None, "vLLM makes it for diffusion architectures"
         extension = ExtensionConfig.from_additional_config(config.additional_config)
         family = family_of(config.model_config.architecture, config.model_config.hf_config)
@@ -68,25 +69,26 @@ class Served:
         )
 
 
-def admit(params: SamplingParams, served: Served, resolve: Resolve) -> Any:
-    """vLLM's request of `params`, whose own parameters carry its `RequestOptions`.
+def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
+    """Checks a request for a diffusion model, and returns vLLM's request, whose parameters have its
+    `RequestOptions` in them.
 
     Raises:
         VLLMValidationError: becomes HTTP 400; names the key or the parameter, what was expected
             and what came.
     """
-    options = asked_options(params, served)
+    options = parse_options(params, served)
     if served.limits is not None:
-        check_asked(served.limits, params, options)
+        check_request_limits(served.limits, params, options)
     if served.family is not None and not served.family.is_causal:
-        _check_prompt(params)
+        _check_no_prompt_logprobs(params)
     if options.read_only:
-        params = _one_canvas(params, options.canvas_length or served.canvas_length)
+        params = _limit_to_one_canvas(params, options.canvas_length or served.canvas_length)
     request = resolve(params)
     own = request.sampling_params
     check_numbers(own)
-    check_choices(own, is_constrained=options.constrained)
-    check_vocabulary(own, served.vocab_size)
+    check_allowed_tokens(own, is_constrained=options.constrained)
+    check_first_token(own, served.vocab_size)
     if own.structured_outputs is not None:
         check_structured_outputs(
             own,
@@ -99,30 +101,33 @@ def admit(params: SamplingParams, served: Served, resolve: Resolve) -> Any:
     if options.mode == "autoregressive":
         options = replace(options, canvas_length=1)  # the token that is known
     if isinstance(options.prediction, str):
-        options = replace(options, prediction=ids_of(options.prediction, served.tokenizer))
+        prediction = encode_prediction(options.prediction, served.tokenizer)
+        options = replace(options, prediction=prediction)
     if served.limits is not None:
         num_tokens = len(request.prompt_token_ids or ())
-        check_resolved(served.limits, own, options, num_tokens, served.vocab_size)
-    options.carry(own)
+        check_token_limits(served.limits, own, options, num_tokens, served.vocab_size)
+    options.store_in(own)
     return request
 
 
 def admit_target(params: SamplingParams, resolve: Resolve) -> Any:
-    """The same of a model with a drafter, which vLLM's own sampler serves. It has no options."""
+    """Checks a request for a target with a drafter, and returns vLLM's request. vLLM's sampler
+    serves it, so it has no `RequestOptions`."""
     request = resolve(params)
     check_numbers(request.sampling_params)
-    check_choices(request.sampling_params)
+    check_allowed_tokens(request.sampling_params)
     check_sampler_limits(request.sampling_params)
     return request
 
 
-def asked_options(params: SamplingParams, served: Served) -> RequestOptions:
-    """Raises VLLMValidationError for what no request may ask of this model."""
+def parse_options(params: SamplingParams, served: ServedModel) -> RequestOptions:
+    """Reads the `diffusion_*` keys of a request. Raises VLLMValidationError for what no request may
+    ask of this model."""
     extra = params.extra_args or {}
     given = {key: value for key, value in extra.items() if key not in KEYS_OF_VLLM}
     feed = given.pop(FEED, None)
     try:
-        options = read_keys(given, served.defaults, served.family)
+        options = parse_keys(given, served.defaults, served.family)
         _check_mode(options, given)
         _check_canvas(options, served, params)
     except ValueError as error:
@@ -132,7 +137,7 @@ def asked_options(params: SamplingParams, served: Served) -> RequestOptions:
 
 def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
     """Raises ValueError for a key of this request that its mode has no use for."""
-    if options.is_verified and (useless := OF_STEPS & given.keys()):
+    if options.is_verified and (useless := STEP_KEYS & given.keys()):
         key = min(useless)
         raise ValueError(
             f"{key} is about what steps of diffusion reveal, got {given[key]!r} with "
@@ -140,8 +145,9 @@ def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_canvas(options: RequestOptions, served: Served, params: SamplingParams) -> None:
-    """Raises ValueError for what this model's canvas or vocabulary does not have."""
+def _check_canvas(options: RequestOptions, served: ServedModel, params: SamplingParams) -> None:
+    """Raises ValueError for options that do not fit the served canvas or vocabulary, or each
+    other."""
     length, vocab_size = served.canvas_length, served.vocab_size
     width = options.canvas_length or length
     if width > length:
@@ -200,8 +206,9 @@ def _check_canvas(options: RequestOptions, served: Served, params: SamplingParam
         )
 
 
-def _check_prompt(params: SamplingParams) -> None:
-    """Checks a request to a model whose known tokens see their whole block."""
+def _check_no_prompt_logprobs(params: SamplingParams) -> None:
+    """Raises VLLMValidationError if a request asks for log-probabilities of its prompt, for a model
+    whose known tokens see their whole block."""
     if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
         raise VLLMValidationError(
             "prompt_logprobs is not possible with a masked model: a row of the prompt has seen its "
@@ -210,9 +217,9 @@ def _check_prompt(params: SamplingParams) -> None:
         )
 
 
-def _one_canvas(params: SamplingParams, width: int) -> SamplingParams:
-    """One canvas is the whole answer of a request that only reads. EOS does not end it, for it may
-    stand in a slot of noise."""
+def _limit_to_one_canvas(params: SamplingParams, width: int) -> SamplingParams:
+    """Returns a copy of the parameters of a read-only request, whose answer is one canvas of
+    `width` tokens. EOS does not end it, since it may be anywhere in the canvas."""
     most = min(params.max_tokens or width, width)
     if params.min_tokens > most:  # which the engine would fail to decode
         raise VLLMValidationError(

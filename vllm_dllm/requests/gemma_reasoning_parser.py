@@ -1,25 +1,27 @@
-"""`--reasoning-parser gemma4`: what Gemma 4 thinks and what it answers, the same streamed or not.
+"""`--reasoning-parser gemma4`: splits an answer of Gemma 4 into reasoning and content.
 
-vLLM's own differs between the two, and shows markers, where stop strings are looked for or an
-answer is cut. This one replaces it under its name.
+It replaces vLLM's parser of this name, which gives other results for streams than for whole answers
+and shows markers where a stop string or `max_tokens` cuts the answer.
 """
 
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.reasoning.gemma4_engine_reasoning_parser import Gemma4ParserReasoningAdapter
 
 from vllm_dllm.compat.parsers import begins_in_reasoning
-from vllm_dllm.grammar.gemma_reading import MARKERS, cut_marker, overlap
+from vllm_dllm.requests.gemma_reader import MARKERS, is_cut_marker, overlap_length
 
 BEGIN, END = "<|channel>", "<channel|>"
-_HEAD = "thought\n"  # of what is thought; says nothing
+_HEAD = "thought\n"  # before the reasoning; not shown
 
 
 class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
+    """vLLM's interface of reasoning parsers."""
+
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
         missing = [name for name in (BEGIN, END) if name not in self.vocab]
@@ -28,25 +30,25 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
                 f"gemma4 needs a tokenizer with the tokens {BEGIN} and {END}, got one without "
                 f"{' and '.join(missing)}. Leave --reasoning-parser out: this model does not reason"
             )
-        self._reader = self._start(begins_open=False)
-        self._tokens: Counter[int | None] = Counter()
+        self._reader = self._make_reader(begins_open=False)
+        self._tokens: Counter[int | None] = Counter()  # that have come in the stream
 
-    def _start(self, *, begins_open: bool) -> "ReasoningReader":
+    def _make_reader(self, *, begins_open: bool) -> "ReasoningReader":
         markers = {BEGIN, END, *MARKERS, *self.model_tokenizer.all_special_tokens}
         return ReasoningReader(markers, begins_open=begins_open)
 
     def adjust_initial_state_from_prompt(self, prompt_token_ids: Sequence[int]) -> None:
         super().adjust_initial_state_from_prompt(prompt_token_ids)
-        self._reader = self._start(begins_open=begins_in_reasoning(self))
+        self._reader = self._make_reader(begins_open=begins_in_reasoning(self))
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
         begins_open = END in model_output and BEGIN not in model_output.partition(END)[0]
-        reader = self._start(begins_open=begins_open)
-        reasoning, content = reader.read(model_output)
+        reader = self._make_reader(begins_open=begins_open)
+        begun = reader.read_piece(model_output)
         stops = getattr(request, "stop", None) or []
         stops = [stops] if isinstance(stops, str) else stops
-        last = reader.finish(is_cut=cut_marker(reader.rest, reader.markers, stops))
-        return reasoning + last[0] or None, content + last[1] or None
+        rest = reader.finish(is_cut=is_cut_marker(reader.rest, reader.markers, stops))
+        return begun.reasoning + rest.reasoning or None, begun.content + rest.content or None
 
     def extract_reasoning_streaming(
         self,
@@ -58,49 +60,57 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
         delta_token_ids: Sequence[int],
     ) -> DeltaMessage | None:
         self._tokens.update(delta_token_ids)
-        return _delta(*self._reader.read(delta_text))
+        return _delta_message(self._reader.read_piece(delta_text))
 
     def has_engine_confirmed_reasoning_end(self) -> bool:
         return self._reader.has_ended
 
     def finish_streaming(self) -> DeltaMessage | None:
-        """vLLM asks for it behind the last text. Only a stop string cuts a token's text."""
+        """Returns what is left when the stream has ended. A rest is a cut marker if the marker's
+        token has come more often than its text: only a stop string cuts a token's text."""
         reader = self._reader
         begun = [marker for marker in reader.markers if marker.startswith(reader.rest)]
         is_cut = any(self._tokens[self.vocab.get(one)] > reader.seen[one] for one in begun)
-        return _delta(*reader.finish(is_cut=is_cut))
+        return _delta_message(reader.finish(is_cut=is_cut))
+
+
+class Texts(NamedTuple):
+    """The reasoning and the content of a piece of an answer."""
+
+    reasoning: str
+    content: str
 
 
 class ReasoningReader:
-    """Reads one answer, in as many pieces as it comes in. From the first marker of calls on, all is
-    content, which others read."""
+    """Reads one answer, piece by piece. From the first marker of a tool call on, all is content,
+    markers too: the tool parser reads them."""
 
     def __init__(self, markers: Collection[str], *, begins_open: bool) -> None:
         self.markers = markers
         self._marker = re.compile("|".join(map(re.escape, markers)))
         self._thinks = begins_open
-        self._head = ""  # that has come of `_HEAD`, as long as it may be one
+        self._head = ""  # the beginning of the reasoning, as long as it may be `_HEAD`
         self._knows_head = False
-        self.rest = ""  # which only what follows tells what it is
-        self._blank = ""  # whitespace that is no content before a call
-        self.has_ended = False
+        self.rest = ""  # may be the beginning of a marker
+        self._spaces = ""  # whitespace, which is not shown before a call
+        self.has_ended = False  # the reasoning
         self.seen: Counter[str] = Counter()  # markers
 
-    def read(self, text: str) -> tuple[str, str]:
-        """What the next piece says: what is thought, and content."""
+    def read_piece(self, text: str) -> Texts:
+        """Reads the next piece. Returns what is now known of the reasoning and the content."""
         reasoning = content = ""
         text, at = self.rest + text, 0
         self.rest = ""
 
-        def take(piece: str) -> None:
+        def append(piece: str) -> None:
             nonlocal reasoning, content
             if self._thinks:
-                reasoning += self._without_head(piece)
+                reasoning += self._strip_head(piece)
             else:
                 content += piece
 
         while not self.has_ended and (marker := self._marker.search(text, at)):
-            take(text[at : marker.start()])
+            append(text[at : marker.start()])
             at = marker.end()
             self.seen[marker.group()] += 1
             if marker.group() == BEGIN:
@@ -110,21 +120,25 @@ class ReasoningReader:
             elif marker.group() in MARKERS:
                 self.has_ended, self._thinks, at = True, False, marker.start()
         if not self.has_ended:
-            held = max((overlap(text[at:], one) for one in self.markers), default=0)
-            self.rest, text = text[len(text) - held :], text[: len(text) - held]
-        take(text[at:])
-        content, self._blank = self._blank + content, ""
+            length = max((overlap_length(text[at:], one) for one in self.markers), default=0)
+            self.rest, text = text[len(text) - length :], text[: len(text) - length]
+        append(text[at:])
+        content, self._spaces = self._spaces + content, ""
         if not self.has_ended:
-            self._blank = content[len(content.rstrip()) :]
-        return reasoning, content[: len(content) - len(self._blank)]
+            self._spaces = content[len(content.rstrip()) :]
+        return Texts(reasoning, content[: len(content) - len(self._spaces)])
 
-    def finish(self, *, is_cut: bool) -> tuple[str, str]:
-        """The rest. `is_cut`: it is the beginning of a marker."""
+    def finish(self, *, is_cut: bool) -> Texts:
+        """Ends the answer, and returns the rest of it. `is_cut`: the rest is the beginning of a
+        marker, which is not shown."""
         rest, self.rest = "" if is_cut else self.rest, ""
-        blank, self._blank = self._blank, ""
-        return (self._without_head(rest), blank) if self._thinks else ("", blank + rest)
+        spaces, self._spaces = self._spaces, ""
+        if self._thinks:
+            return Texts(self._strip_head(rest), spaces)
+        return Texts("", spaces + rest)
 
-    def _without_head(self, piece: str) -> str:
+    def _strip_head(self, piece: str) -> str:
+        """Returns a piece of the reasoning without `_HEAD`, which may come in several pieces."""
         if self._knows_head:
             return piece
         self._head += piece
@@ -134,7 +148,7 @@ class ReasoningReader:
         return self._head.removeprefix(_HEAD)
 
 
-def _delta(reasoning: str, content: str) -> DeltaMessage | None:
-    if not reasoning and not content:
+def _delta_message(texts: Texts) -> DeltaMessage | None:
+    if not any(texts):
         return None
-    return DeltaMessage(reasoning=reasoning or None, content=content or None)
+    return DeltaMessage(reasoning=texts.reasoning or None, content=texts.content or None)

@@ -1,14 +1,14 @@
-"""`--tool-call-parser gemma4_strict`: Gemma 4's calls, with arguments that always fit their schema.
+"""`--tool-call-parser gemma4_strict`: tool calls of Gemma 4 whose arguments fit their schema.
 
-vLLM's own `gemma4` reads what the model happens to write. This one asks for a grammar besides: free
-text until a call begins, from there on only what the functions' schemas allow.
+vLLM's own `gemma4` reads what the model happens to write. This parser also constrains the answer by
+a grammar: free text until a call begins, from there on only what the functions' schemas allow.
 """
 
 import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.entrypoints.generate.base.protocol import (
     DeltaFunctionCall,
@@ -28,20 +28,21 @@ from vllm.tool_parsers.abstract_tool_parser import Tool, ToolParser
 from vllm.tool_parsers.utils import get_function_tools
 
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
-from vllm_dllm.grammar.gemma_reading import MARKERS, Call, GemmaReader
+from vllm_dllm.requests.gemma_reader import MARKERS, Call, GemmaReader
 
 logger = init_logger(__name__)
 
 _MARKER = re.compile(r"<\|[^<>]+>|<[^<>]+\|>")
-"""What Gemma 4 calls the tokens that no text has. Its vocabulary has others beside its words."""
+"""Names of Gemma 4's special tokens. Other added tokens are words."""
 
 
 class GemmaToolParser(ToolParser):
+    """vLLM's interface of tool parsers."""
+
     supports_required_and_named = False  # in vLLM's JSON form
     holds_calls_to_schemas = True
-    engine_based_streaming = (
-        True  # what is text comes from here, too, also where none may be called
-    )
+    # The parser also streams the text around calls, even if the request has no tools.
+    engine_based_streaming = True
 
     def __init__(self, tokenizer: TokenizerLike, tools: list[Tool] | None = None) -> None:
         super().__init__(tokenizer, tools)
@@ -56,11 +57,11 @@ class GemmaToolParser(ToolParser):
         self._num_calls = 0
 
     def adjust_request(self, request: Any) -> Any:
-        """Holds the answer to a chat or a response to the form of calls."""
+        """Constrains the answer to a chat or a response by a grammar of the calls it may have."""
         if not request.tools or request.tool_choice == "none":
             return request
         request.skip_special_tokens = False
-        calls = wanted_calls(request)
+        calls = calls_format(request)
         if calls is None:
             return request
         form: dict[str, Any] = calls
@@ -69,7 +70,7 @@ class GemmaToolParser(ToolParser):
             logger.warning_once("structured outputs are left out where a call must come.")
         elif others is not None:
             required = {**calls, "at_least_one": True}
-            form = {"type": "or", "elements": [required, _format_of(others)]}
+            form = {"type": "or", "elements": [required, _structured_outputs_format(others)]}
         tag = StructuredOutputsParams(structural_tag=json.dumps({"format": form}))
         request.structured_outputs = tag
         if hasattr(request, "response_format"):
@@ -80,8 +81,8 @@ class GemmaToolParser(ToolParser):
 
     def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
         reader = self._reader_for(request)
-        text, calls = reader.read(model_output)
-        text += reader.finish(_stops(request))
+        text, calls = reader.read_piece(model_output)
+        text += reader.finish(_stop_strings(request))
         found = [
             ToolCall(function=FunctionCall(name=call.name, arguments=call.arguments))
             for call in calls
@@ -100,36 +101,39 @@ class GemmaToolParser(ToolParser):
         delta_token_ids: Sequence[int],
         request: Any,
     ) -> DeltaMessage | None:
-        """A call comes whole: nobody knows before whether it will be cut."""
+        """Returns what the next piece of the stream adds. A call is sent whole, because it may
+        still turn out to be unfinished."""
         if self._reader is None:
-            self._reader, self._stops = self._reader_for(request), _stops(request)
-        text, calls = self._reader.read(delta_text)
+            self._reader, self._stops = self._reader_for(request), _stop_strings(request)
+        text, calls = self._reader.read_piece(delta_text)
         if not text and not calls:
             return None
         first, self._num_calls = self._num_calls, self._num_calls + len(calls)
         return DeltaMessage(
             content=text or None,
-            tool_calls=[_whole_call(i, call) for i, call in enumerate(calls, first)],
+            tool_calls=[_tool_call_delta(i, call) for i, call in enumerate(calls, first)],
         )
 
     def finish_streaming(self) -> DeltaMessage | None:
-        """vLLM asks for it behind the last text."""
+        """Returns what is left when the stream has ended."""
         rest = "" if self._reader is None else self._reader.finish(self._stops)
         return DeltaMessage(content=rest) if rest else None
 
     def _reader_for(self, request: Any) -> GemmaReader:
-        markers = _markers_of(self.model_tokenizer)
+        markers = _find_markers(self.model_tokenizer)
         return GemmaReader(markers, reads_calls=request.tool_choice != "none")
 
 
 @lru_cache(maxsize=8)
-def _markers_of(tokenizer: TokenizerLike) -> frozenset[str]:
+def _find_markers(tokenizer: TokenizerLike) -> frozenset[str]:
+    """Returns the special tokens that are not shown to a client."""
     named = filter(_MARKER.fullmatch, tokenizer.get_added_vocab())
     return MARKERS.union(tokenizer.all_special_tokens, named)
 
 
-def _format_of(wanted: StructuredOutputsParams) -> dict[str, Any]:
-    """vLLM would turn a grammar into xgrammar's."""
+def _structured_outputs_format(wanted: StructuredOutputsParams) -> dict[str, Any]:
+    """Returns a request's structured outputs as a format of structural tags. vLLM would translate a
+    grammar into xgrammar's dialect."""
     if wanted.grammar is not None:
         return {"type": "grammar", "grammar": wanted.grammar}
     found = structured_outputs_to_format(wanted)
@@ -137,49 +141,54 @@ def _format_of(wanted: StructuredOutputsParams) -> dict[str, Any]:
     return found.model_dump()
 
 
-def _stops(request: Any) -> list[str]:
+def _stop_strings(request: Any) -> list[str]:
     stop = getattr(request, "stop", None) or []
     return [stop] if isinstance(stop, str) else stop
 
 
-def _whole_call(index: int, call: Call) -> DeltaToolCall:
+def _tool_call_delta(index: int, call: Call) -> DeltaToolCall:
     function = DeltaFunctionCall(name=call.name, arguments=call.arguments)
     return DeltaToolCall(index=index, id=make_tool_call_id(), type="function", function=function)
 
 
-def wanted_calls(request: Any) -> dict[str, Any] | None:
-    """Says which calls a chat or a response may have, as a format of structural tags
-    (`structural_tag.py`); None: none at all.
+def calls_format(request: Any) -> dict[str, Any] | None:
+    """Returns the calls that a chat or a response may have, as a format of structural tags
+    (`structural_tag.py`); None if it may have none.
 
     Raises:
-        VLLMValidationError: there is no function of that name.
+        VLLMValidationError: `tool_choice` names a function that is not among the tools.
     """
     functions = {}
     for tool in get_function_tools(request.tools):
         function = getattr(tool, "function", tool)
         functions[function.name] = function.parameters or {"type": "object", "properties": {}}
-    choice = request.tool_choice
-    names, must_come, is_single = _choice(choice, functions)
-    if unknown := [name for name in names if name not in functions]:  # of allowed_tools
+    choice = _parse_tool_choice(request.tool_choice, functions)
+    if unknown := [name for name in choice.names if name not in functions]:  # of allowed_tools
         raise VLLMValidationError(
             f"tool_choice must name one of the tools {sorted(functions)}, got {unknown[0]!r}.",
             parameter="tool_choice",
         )
-    if not names:
+    if not choice.names:
         return None
     return {
         "type": "gemma4_calls",
-        "functions": [{"name": name, "parameters": functions[name]} for name in names],
-        "at_least_one": must_come,
-        "stop_after_first": is_single or request.parallel_tool_calls is False,
+        "functions": [{"name": name, "parameters": functions[name]} for name in choice.names],
+        "at_least_one": choice.is_required,
+        "stop_after_first": choice.is_single or request.parallel_tool_calls is False,
     }
 
 
-def _choice(choice: Any, functions: dict[str, Any]) -> tuple[list[str], bool, bool]:
-    """The functions that may be called, whether one must be, and whether only once."""
+class _ToolChoice(NamedTuple):
+    names: list[str]  # of the functions that may be called
+    is_required: bool  # one of them must be called
+    is_single: bool  # and only once
+
+
+def _parse_tool_choice(choice: Any, functions: dict[str, Any]) -> _ToolChoice:
+    """Reads a request's `tool_choice`, given its functions by name."""
     if choice in (None, "auto", "required"):
-        return list(functions), choice == "required", False
+        return _ToolChoice(list(functions), choice == "required", False)
     if choice.type == "allowed_tools":
         names = [tool.get("name", "") for tool in choice.tools]
-        return names, choice.mode == "required", False
-    return [getattr(choice, "function", choice).name], True, True
+        return _ToolChoice(names, choice.mode == "required", False)
+    return _ToolChoice([getattr(choice, "function", choice).name], True, True)

@@ -1,5 +1,5 @@
-"""What a client may ask for over HTTP that a diffusion model cannot give, or that stands where
-nobody looks for it. vLLM answers these with 200 and without what was asked for.
+"""Refuses HTTP requests for what a diffusion model cannot do, or with a key in the wrong place.
+vLLM would answer them with 200, and ignore what they ask for.
 """
 
 import reprlib
@@ -10,43 +10,46 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_dllm.config.extension import SECTION, ExtensionConfig
 from vllm_dllm.config.names import nearest_name, normalize_name
-from vllm_dllm.requests.limits import count_http_request
-from vllm_dllm.requests.options import KEYS, PREFIX, own_values
-from vllm_dllm.requests.prediction import take_openai_prediction
+from vllm_dllm.requests.limits import begin_http_request
+from vllm_dllm.requests.options import KEYS, PREFIX, parse_values
+from vllm_dllm.requests.prediction import move_openai_prediction
 
-_CONTENT = frozenset(
+_CONTENT_NAMES = frozenset(
     {
         *("messages", "prompt", "input", "instructions", "system", "documents", "metadata"),
         *("tools", "functions", "response_format", "structured_outputs", "text", "prediction"),
     }
 )
-"""What a user wrote; it may have any names in it."""
-_ORDINARY = {"defaults", "limits", "logprobs", "prediction"}
-"""Names that may be others' where ours would be misplaced."""
+"""Fields with a user's own content, which may have any names in it."""
+_COMMON_NAMES = {"defaults", "limits", "logprobs", "prediction"}
+"""Names of our settings and keys that others use as well, so they are not misplaced."""
 
 
-def check_body(body: dict[str, Any], *, parses_tool_calls: bool, forces_tool_calls: bool) -> None:
-    """Checks a request for an answer, on any route, before anything is made of it. May change it.
-    `parses_tool_calls`: the server looks for calls in the answers; `forces_tool_calls`: it can
-    hold an answer to the form of a call.
+def check_request_body(
+    body: dict[str, Any], *, parses_tool_calls: bool, forces_tool_calls: bool
+) -> None:
+    """Checks the body of a request for an answer, on any route, before vLLM reads it. Moves
+    OpenAI's `prediction` to our key. `parses_tool_calls`: the server looks for calls in the
+    answers; `forces_tool_calls`: it can constrain an answer to a call.
 
     Raises:
         VLLMValidationError: answered with HTTP 400; says what came and what to do.
     """
-    count_http_request()
-    for place, name in _names(body):
+    begin_http_request()
+    for place, name in _names_in_body(body):
         _check_place(place, name)
     if isinstance(keys := body.get("vllm_xargs"), dict):
-        _check_types(keys)
+        _check_xargs(keys)
     if body.get("use_beam_search"):
         refuse_beam_search()
-    take_openai_prediction(body)
-    # A completion has no tools; what it says under that name is as unknown as any other.
+    move_openai_prediction(body)
+    # Completions have no tools: vLLM ignores that name in them.
     if body.get("tools") and "prompt" not in body:
         _check_tool_choice(body.get("tool_choice"), parses_tool_calls, forces_tool_calls)
 
 
 def refuse_beam_search() -> None:
+    """Raises VLLMValidationError for a request for beam search."""
     raise VLLMValidationError(
         "Beam search (use_beam_search) is not possible with a diffusion model: a beam grows token "
         "by token, a canvas is denoised whole. Leave it out; for several answers set n.",
@@ -54,9 +57,8 @@ def refuse_beam_search() -> None:
     )
 
 
-def wrong_type(parameter: str, value: Any) -> VLLMValidationError:
-    """Makes the error for a value in a body that is no object, list or string where one is
-    expected."""
+def wrong_type_error(parameter: str, value: Any) -> VLLMValidationError:
+    """Returns the error for a parameter of a body whose value has the wrong type."""
     return VLLMValidationError(
         f"{parameter} has another type than is expected, got {reprlib.repr(value)}. Correct it or "
         f"leave it out.",
@@ -64,20 +66,22 @@ def wrong_type(parameter: str, value: Any) -> VLLMValidationError:
     )
 
 
-def _names(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """The names in a body, each with the object that it is in; not those in `vllm_xargs`, which are
-    checked with their values, nor what a user wrote."""
+def _names_in_body(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the names in a body, each behind the path of the object that it is in. Names in
+    `vllm_xargs`, which `_check_xargs` checks, and in a user's content are left out."""
     for name, inner in value.items() if isinstance(value, dict) else ():
         if (place, name) == ("", "vllm_xargs"):
             continue
         yield place, name
-        if name not in _CONTENT:
-            yield from _names(inner, f"{place}.{name}" if place else name)
+        if name not in _CONTENT_NAMES:
+            yield from _names_in_body(inner, f"{place}.{name}" if place else name)
 
 
 def _check_place(place: str, name: str) -> None:
+    """Raises VLLMValidationError for a name outside of `vllm_xargs` that is one of our settings or
+    keys, or nearly so. `place`: the path of the object that it is in."""
     ours = normalize_name(name)
-    if ours in _ORDINARY:
+    if ours in _COMMON_NAMES:
         return
     if ours == SECTION or (
         ours in ExtensionConfig.__annotations__ and f"{PREFIX}{ours}" not in KEYS
@@ -100,16 +104,18 @@ def _check_place(place: str, name: str) -> None:
     )
 
 
-def _check_types(keys: dict[str, Any]) -> None:
-    """vLLM takes `true` for 1 in `vllm_xargs`, and complains of an object in a line for each type
-    that it would take."""
+def _check_xargs(keys: dict[str, Any]) -> None:
+    """Raises VLLMValidationError for a key in `vllm_xargs` whose value has the wrong type or is out
+    of range. vLLM reads `true` as 1, and complains of an object in one line for each type that it
+    expects."""
     try:
-        own_values(keys)
+        parse_values(keys)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
 
 
 def _check_tool_choice(choice: Any, parses_tool_calls: bool, forces_tool_calls: bool) -> None:
+    """Raises VLLMValidationError for a `tool_choice` that needs another tool parser."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in (None, "auto", "none"):
         if forces_tool_calls:

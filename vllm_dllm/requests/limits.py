@@ -1,7 +1,7 @@
-"""What one request may ask of a server that serves others at the same time.
+"""Limits what one request may cost a server that serves others at the same time.
 
-All functions raise VLLMValidationError, which becomes HTTP 400 and names the limit, what came and
-the setting.
+The checks raise VLLMValidationError, which becomes HTTP 400 and names the limit, what came and the
+setting.
 """
 
 from contextvars import ContextVar
@@ -16,7 +16,7 @@ from vllm_dllm.requests.options import RequestOptions
 
 @dataclass
 class _Total:
-    """Adds up the prompts of one HTTP request."""
+    """Sums over the prompts of one HTTP request."""
 
     answers: int = 0
     prompt_logprobs: int = 0
@@ -25,13 +25,15 @@ class _Total:
 _total: ContextVar[_Total | None] = ContextVar("of this task's HTTP request", default=None)
 
 
-def count_http_request() -> None:
-    """What this task admits from now on is one HTTP request's."""
+def begin_http_request() -> None:
+    """Starts the sums over an HTTP request, whose prompts this task admits from now on."""
     _total.set(_Total())
 
 
-def check_asked(limits: RequestLimits, params: SamplingParams, options: RequestOptions) -> None:
-    """Checks one prompt's parameters before anything is made of them."""
+def check_request_limits(
+    limits: RequestLimits, params: SamplingParams, options: RequestOptions
+) -> None:
+    """Checks the parameters of one prompt as the client sent them."""
     total = _total.get() or _Total()
     total.answers += params.n
     _check_limit("n", "answers", total.answers, limits.n)
@@ -47,19 +49,19 @@ def check_asked(limits: RequestLimits, params: SamplingParams, options: RequestO
         )
 
 
-def check_resolved(
+def check_token_limits(
     limits: RequestLimits,
     params: SamplingParams,
     options: RequestOptions,
     num_prompt_tokens: int,
     vocab_size: int,
 ) -> None:
-    """Checks them again when bad words and prediction are tokens."""
+    """Checks the parameters of one prompt, whose bad words and prediction are tokens by now."""
     words = params.bad_words_token_ids or ()
     _check_limit("bad_words", "tokens", sum(map(len, words)), limits.bad_words)
-    _check_limit("prediction", "tokens", len(options.predicted), limits.prediction)
+    _check_limit("prediction", "tokens", len(options.prediction_tokens), limits.prediction)
     if (count := params.prompt_logprobs) is not None:
-        # For each token so many, and one for the token itself; -1 stands for the vocabulary.
+        # `count` for each token, and one for the token itself; -1 means the whole vocabulary.
         total = _total.get() or _Total()
         total.prompt_logprobs += num_prompt_tokens * (vocab_size if count < 0 else count + 1)
         most = limits.prompt_logprobs

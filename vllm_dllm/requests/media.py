@@ -1,10 +1,8 @@
-"""What a prompt may hold beside text: how many images and videos, of what size, and which frames of
-a video the model sees.
+"""Checks the images and videos of a prompt, and chooses which frames of a video the model sees.
 
-All checks raise VLLMValidationError, which becomes HTTP 400. So does whatever cannot be read: bytes
-from outside may be anything, and decoders raise anything when they are damaged. Frames and their
-times are those of transformers' `Gemma4VideoProcessor` and `Gemma4Processor.replace_video_token`
-(`models/gemma4` in transformers).
+All checks raise VLLMValidationError, which becomes HTTP 400. So does a file that cannot be decoded:
+decoders raise any error for damaged bytes. Frames and their times are those of transformers'
+`Gemma4VideoProcessor` and `Gemma4Processor.replace_video_token` (`models/gemma4` in transformers).
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,14 +17,14 @@ import requests
 from PIL import UnidentifiedImageError
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
-MOST: Mapping[str, int] = {"image": 16, "video": 2}
-"""Per prompt, unless --limit-mm-per-prompt says otherwise: a server keeps them all in memory. Two
-videos of 32 frames have as many image tokens as 16 images."""
+MAX_ITEMS: Mapping[str, int] = {"image": 16, "video": 2}
+"""The most per prompt, unless --limit-mm-per-prompt says otherwise: a server keeps them all in
+memory. Two videos of 32 frames have as many image tokens as 16 images."""
 
 
-def check_media(modality: str, count: int, most: Mapping[str, int]) -> None:
-    """Checks one kind: image, video, audio. `most`: of each kind that the model takes on this
-    server, empty where the checkpoint reads text."""
+def check_media_count(modality: str, count: int, most: Mapping[str, int]) -> None:
+    """Checks that a prompt may have `count` items of a modality: image, video or audio. `most`: the
+    most items of each modality on this server; empty for a checkpoint that reads text only."""
     if not most:
         raise VLLMValidationError(
             f"This checkpoint reads text only, got {count} {modality}(s): it has no vision tower, "
@@ -53,20 +51,20 @@ def check_media(modality: str, count: int, most: Mapping[str, int]) -> None:
         )
 
 
-def check_size(width: int, height: int, unit: int, most_tokens: int) -> None:
-    """Checks the size of an image, in pixels, that is not scaled: `unit` x `unit` pixels become a
-    token."""
-    if width % unit or height % unit or width * height > most_tokens * unit**2:
+def check_image_size(width: int, height: int, unit: int, max_tokens: int) -> None:
+    """Checks the size in pixels of an image for a model that does not scale images: `unit` x `unit`
+    pixels become a token."""
+    if width % unit or height % unit or width * height > max_tokens * unit**2:
         raise VLLMValidationError(
             f"This checkpoint takes images as they are: both sides must be multiples of {unit} "
-            f"pixels, with at most {most_tokens * unit**2} pixels in all, got {width} x {height}. "
+            f"pixels, with at most {max_tokens * unit**2} pixels in all, got {width} x {height}. "
             f"Scale or crop the image.",
             parameter="image",
         )
 
 
-def check_options(options: Mapping[str, object]) -> None:
-    """A request's own settings of the image processor."""
+def check_no_processor_options(options: Mapping[str, object]) -> None:
+    """Checks that a request has no settings of its own for the image processor."""
     if options:
         raise VLLMValidationError(
             f"mm_processor_kwargs are a setting of the server for this model, got "
@@ -75,25 +73,26 @@ def check_options(options: Mapping[str, object]) -> None:
         )
 
 
-MOST_FRAMES = 32
-"""transformers' `num_frames`, where a checkpoint does not say another one."""
-_FPS = 24.0  # transformers', of a video that does not say how many frames it shows a second
+MAX_FRAMES = 32
+"""transformers' default of `num_frames`."""
+_DEFAULT_FPS = 24.0  # transformers', for videos that do not say it
 
 
-def even_indices(total: int, count: int) -> list[int]:
-    """`count` of `total` frames, as transformers' `default_sample_indices_fn` takes them."""
+def sample_frame_indices(total: int, count: int) -> list[int]:
+    """Returns the indices of `count` of `total` frames, as transformers'
+    `default_sample_indices_fn` takes them."""
     return [i * total // count for i in range(count)]
 
 
-def seen_frames(
+def sample_frames(
     frames: Any,  # [n, height, width, 3] uint8
     metadata: Mapping[str, Any],
     most: int,
 ) -> tuple[np.ndarray, list[float]]:
-    """Returns at most `most` frames, and the second that each is shown at.
+    """Returns at most `most` frames of a video, and the second at which each is shown.
 
     Raises:
-        VLLMValidationError: when this is no video, or `metadata` are not those of its frames.
+        VLLMValidationError: `frames` are not a video, or `metadata` do not fit them.
     """
     frames = np.asarray(frames)
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or frames.size == 0:
@@ -110,84 +109,89 @@ def seen_frames(
             f"{len(indices)}. Leave it out, or correct it.",
             parameter="video",
         )
-    kept = even_indices(len(frames), min(most, len(frames)))
-    fps = metadata.get("fps") or _FPS
-    fps = fps if fps > 0 else _FPS  # damaged files say anything
+    kept = sample_frame_indices(len(frames), min(most, len(frames)))
+    fps = metadata.get("fps") or _DEFAULT_FPS
+    fps = fps if fps > 0 else _DEFAULT_FPS  # damaged files say anything
     return frames[kept], [indices[i] / fps for i in kept]
 
 
-def timestamp(seconds: float) -> str:
+def format_timestamp(seconds: float) -> str:
+    """Returns minutes and seconds as `03:07`."""
     return f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
 
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of media, and the words for it."""
+class MediaKind:
+    """Images or videos: the words for them in errors, and the checks that both share."""
 
-    name: str  # in vLLM's parts of a message, too: image_url
+    name: str  # also in the parts of a message: image_url
     one: str
     whole: str  # what to send instead of a damaged one
     example: str  # of a data URL
 
-    def refused(self, why: str) -> VLLMValidationError:
+    def error(self, why: str) -> VLLMValidationError:
         return VLLMValidationError(why, parameter=f"{self.name}_url")
 
-    def check_size(self, num_bytes: int) -> None:
-        if num_bytes > MOST_BYTES:
-            raise self.refused(
-                f"{self.one} may have at most {MOST_BYTES} bytes, got {num_bytes}. Send a smaller "
+    def check_num_bytes(self, num_bytes: int) -> None:
+        if num_bytes > MAX_BYTES:
+            raise self.error(
+                f"{self.one} may have at most {MAX_BYTES} bytes, got {num_bytes}. Send a smaller "
                 f"one."
             )
 
-    def check_type(self, media_type: str) -> None:
+    def check_media_type(self, media_type: str) -> None:
+        """Checks a MIME type; an empty one is allowed."""
         if media_type and not media_type.lower().startswith(f"{self.name}/"):
-            raise self.refused(
+            raise self.error(
                 f"{self.one}'s media type must begin with {self.name}/, got {media_type[:32]!r}. "
                 f"Send {self.whole}."
             )
 
     def check_file(self, path: Path) -> None:
+        """Checks that a file exists and is not too large."""
         if not path.is_file():
-            raise self.refused(
+            raise self.error(
                 f"{self.one}'s file must exist, and {path} does not. Correct the path."
             )
-        self.check_size(path.stat().st_size)
+        self.check_num_bytes(path.stat().st_size)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
+        """Turns all errors of a decoder, in its block, into VLLMValidationError."""
         try:
             yield
         except (VLLMClientError, MemoryError):  # the latter is no fault of the client's
             raise
         except Exception as error:
-            raise self.refused(
+            raise self.error(
                 f"The {self.name} cannot be read: {_reason(error)}. Send {self.whole}."
             ) from error
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
+        """Turns errors of a bad URL or connection, in its block, into VLLMValidationError."""
         try:
             yield
         except (OSError, aiohttp.ClientError, requests.RequestException) as error:
-            raise self.refused(
+            raise self.error(
                 f"The {self.name} cannot be fetched: {_reason(error)}. Check its URL, or send the "
                 f"{self.name} itself as {self.example}"
             ) from error
         except ValueError as error:
             if isinstance(error, VLLMClientError):
                 raise
-            raise self.refused(
+            raise self.error(
                 f"The {self.name}'s URL cannot be used: {_reason(error)}. Correct it."
             ) from error
 
 
-IMAGE = Kind(
+IMAGE = MediaKind(
     "image", "An image", "a whole picture, in PNG or JPEG for example", "data:image/png;base64,…"
 )
-VIDEO = Kind(
+VIDEO = MediaKind(
     "video", "A video", "a whole video, in MP4 or WebM for example", "data:video/mp4;base64,…"
 )
 

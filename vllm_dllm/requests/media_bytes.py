@@ -1,9 +1,9 @@
-"""Bytes of images and videos, read with care.
+"""Reads images and videos from bytes that anybody may have sent.
 
-Pillow opens a picture's header first, and what is too large or moves is refused before it is
-decoded. A video's frames come through vLLM's decoder, or as JPEGs one by one. FFmpeg, which is
-behind OpenCV, also plays lists that name other files and addresses. So the first bytes must be
-those of a container that holds its pictures itself.
+Images that are too large, and animations, are refused by their header, before they are decoded. A
+video's frames come through vLLM's decoder, or as JPEGs one by one. FFmpeg, which OpenCV uses, also
+plays lists that name other files and addresses. So a video must begin like a container file, which
+has its pictures in it.
 """
 
 from io import BytesIO
@@ -19,24 +19,27 @@ from vllm.multimodal.video import VideoBackend
 from vllm.multimodal.video_decoders.base import VideoSourceMetadata, VideoTargetMetadata
 from vllm.multimodal.video_decoders.opencv import cv2
 
-from vllm_dllm.requests.media import IMAGE, MOST_BYTES, MOST_FRAMES, VIDEO, even_indices
+from vllm_dllm.requests.media import IMAGE, MAX_BYTES, MAX_FRAMES, VIDEO, sample_frame_indices
 
-MOST_PIXELS = 50_000_000
-"""150 MB when it is decoded."""
+MAX_PIXELS = 50_000_000
+"""The most pixels of an image, which take 150 MB when it is decoded."""
 
 
 class CarefulImageIO(ImageMediaIO):
-    most_pixels = MOST_PIXELS
+    """vLLM's reader of images, with checks before it decodes. Errors are VLLMValidationError."""
+
+    max_pixels = MAX_PIXELS
 
     @classmethod
-    def like(cls, media_io: ImageMediaIO) -> "CarefulImageIO":
+    def with_options_of(cls, media_io: ImageMediaIO) -> "CarefulImageIO":
+        """Makes a reader with the options of one of vLLM's."""
         return cls(media_io.image_mode, **media_io.kwargs)
 
     def get_max_bytes(self) -> int:
-        return MOST_BYTES
+        return MAX_BYTES
 
     def load_base64(self, media_type: str, data: str) -> Any:
-        IMAGE.check_type(media_type)
+        IMAGE.check_media_type(media_type)
         return super().load_base64(media_type, data)
 
     def load_file(self, filepath: Path) -> Any:
@@ -44,7 +47,7 @@ class CarefulImageIO(ImageMediaIO):
         return super().load_file(filepath)
 
     def load_bytes(self, data: bytes) -> Any:
-        IMAGE.check_size(len(data))
+        IMAGE.check_num_bytes(len(data))
         with IMAGE.decoding():
             try:
                 with open_image(BytesIO(data)) as image:
@@ -54,53 +57,59 @@ class CarefulImageIO(ImageMediaIO):
                 raise self._too_large("more") from error
 
     def _check_header(self, image: Image.Image) -> None:
-        if image.width * image.height > self.most_pixels:
+        if image.width * image.height > self.max_pixels:
             raise self._too_large(f"{image.width} x {image.height}")
         # A photograph of several sizes is no animation: cameras write such JPEGs.
         if image.format not in ("JPEG", "MPO") and getattr(image, "is_animated", False):
-            raise IMAGE.refused(
+            raise IMAGE.error(
                 "An image must be a single picture, got several frames or pages. Send the one that "
                 "is meant."
             )
 
     def _too_large(self, size: str) -> VLLMValidationError:
-        return IMAGE.refused(
-            f"An image may have at most {self.most_pixels} pixels, got {size}. Send a smaller one: "
+        return IMAGE.error(
+            f"An image may have at most {self.max_pixels} pixels, got {size}. Send a smaller one: "
             f"the model sees it much smaller anyway."
         )
 
 
-MOST_FRAME_PIXELS = 10_000_000
-"""More than 4K has. As many frames as the model sees are 960 MB when they are decoded."""
-MOST_FILE_FRAMES = 108_000
-"""An hour, with 30 a second: frames between those that the model sees are decoded, too."""
+MAX_FRAME_PIXELS = 10_000_000
+"""More than 4K. The frames that the model sees take 960 MB when they are decoded."""
+MAX_FILE_FRAMES = 108_000
+"""An hour of 30 frames a second. Frames that the model does not see are decoded, too."""
 
 
-class Frame(CarefulImageIO):
-    most_pixels = MOST_FRAME_PIXELS
+class CarefulFrameIO(CarefulImageIO):
+    """The reader of single frames, which are JPEGs."""
+
+    max_pixels = MAX_FRAME_PIXELS
 
 
 class CarefulVideoIO(VideoMediaIO):
+    """vLLM's reader of videos, with checks before it decodes. Errors are VLLMValidationError."""
+
     @classmethod
-    def like(cls, media_io: VideoMediaIO) -> "CarefulVideoIO":
+    def with_options_of(cls, media_io: VideoMediaIO) -> "CarefulVideoIO":
+        """Makes a reader with the options of one of vLLM's."""
         asked = media_io.num_frames
-        num_frames = asked if 0 < asked < MOST_FRAMES else MOST_FRAMES
-        made = cls(Frame.like(media_io.image_io), num_frames, **media_io.kwargs)
-        # vLLM's uniform one is used unless the user has chosen another.
+        num_frames = asked if 0 < asked < MAX_FRAMES else MAX_FRAMES
+        image_io = CarefulFrameIO.with_options_of(media_io.image_io)
+        made = cls(image_io, num_frames, **media_io.kwargs)
+        # A user may have chosen another loader than vLLM's default.
         is_default = type(media_io.video_loader) is VideoBackend
-        made.video_loader = EvenFrames() if is_default else media_io.video_loader
+        made.video_loader = EvenFramesBackend() if is_default else media_io.video_loader
         return made
 
     def get_max_bytes(self) -> int:
-        return MOST_BYTES
+        return MAX_BYTES
 
     def load_base64(self, media_type: str, data: str) -> Any:
-        VIDEO.check_type(media_type)
+        VIDEO.check_media_type(media_type)
         if media_type.lower() != "video/jpeg":
             return super().load_base64(media_type, data)
-        VIDEO.check_size(len(data) * 3 // 4)
+        VIDEO.check_num_bytes(len(data) * 3 // 4)
         if (count := data.count(",") + 1) > self.num_frames:
-            raise VIDEO.refused(
+            raise VIDEO.error(
                 f"A video of single JPEGs may have at most {self.num_frames} frames, got {count}. "
                 f"Leave some out."
             )
@@ -112,9 +121,9 @@ class CarefulVideoIO(VideoMediaIO):
         return super().load_file(filepath)
 
     def load_bytes(self, data: bytes) -> Any:
-        VIDEO.check_size(len(data))
-        if not _holds_its_pictures(data):
-            raise VIDEO.refused(
+        VIDEO.check_num_bytes(len(data))
+        if not _is_container(data):
+            raise VIDEO.error(
                 "A video must be an MP4, MOV, WebM, Matroska or AVI file, got another format. "
                 "Convert it, or send its frames as data:video/jpeg;base64,… with a comma between "
                 "two."
@@ -123,7 +132,8 @@ class CarefulVideoIO(VideoMediaIO):
             return super().load_bytes(data)
 
 
-def _holds_its_pictures(data: bytes) -> bool:
+def _is_container(data: bytes) -> bool:
+    """Returns whether a file begins like a container of video."""
     return (
         data[4:8] == b"ftyp"  # MP4, MOV
         or data[:4] == b"\x1a\x45\xdf\xa3"  # WebM, Matroska
@@ -131,41 +141,42 @@ def _holds_its_pictures(data: bytes) -> bool:
     )
 
 
-class EvenFrames(VideoBackend):
-    """vLLM's decoder of files, for the frames that transformers' processor takes of a video."""
+class EvenFramesBackend(VideoBackend):
+    """vLLM's decoder of video files, for the frames that transformers' processor takes."""
 
     @classmethod
     def compute_frames_index_to_sample(
         cls, source: VideoSourceMetadata, target: VideoTargetMetadata, **_: Any
     ) -> list[int]:
         total = source.total_frames_num
-        if not 0 < total <= MOST_FILE_FRAMES:
-            raise VIDEO.refused(
-                f"A video's file must have 1 to {MOST_FILE_FRAMES} frames, got {total}. Send a "
+        if not 0 < total <= MAX_FILE_FRAMES:
+            raise VIDEO.error(
+                f"A video's file must have 1 to {MAX_FILE_FRAMES} frames, got {total}. Send a "
                 f"whole one, a part of it, or one with fewer frames a second."
             )
         count = min(target.num_frames, total)
         if target.fps > 0:
             count = min(count, max(1, int(source.duration * target.fps)))
-        return even_indices(total, count)
+        return sample_frame_indices(total, count)
 
     @classmethod
     def read_frames(
         cls, cap: Any, frame_idx: list[int], total_frames_num: int, **options: Any
     ) -> tuple[np.ndarray, list[int]]:
-        """Raises VLLMValidationError when frames are too large, or more than one of them is
-        damaged. A file's header may count a frame that is none."""
+        """Decodes the frames `frame_idx`, and returns them and the indices of those that could be
+        decoded. Raises VLLMValidationError if frames are too large, or more than one of them is
+        damaged: a file's header may count one frame too many."""
         width, height = (
             int(cap.get(side)) for side in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
         )
-        if width * height > MOST_FRAME_PIXELS:
-            raise VIDEO.refused(
-                f"A video's frames may have at most {MOST_FRAME_PIXELS} pixels, got {width} x "
+        if width * height > MAX_FRAME_PIXELS:
+            raise VIDEO.error(
+                f"A video's frames may have at most {MAX_FRAME_PIXELS} pixels, got {width} x "
                 f"{height}. Send a smaller one: the model sees them much smaller anyway."
             )
         frames, found = super().read_frames(cap, frame_idx, total_frames_num, **options)
         if not found or len(found) < len(frame_idx) - 1:
-            raise VIDEO.refused(
+            raise VIDEO.error(
                 f"The video cannot be read: {len(frame_idx)} frames of it were to be seen, and "
                 f"{len(found)} can be. Send {VIDEO.whole}."
             )

@@ -1,7 +1,5 @@
-"""Where images and videos of a request come from: data URLs, and what a server was told to read.
-
-Everything else is refused in words, with HTTP 400.
-"""
+"""Loads the images and videos of a request from data URLs, and from the files and web addresses
+that the server was started to read. Other URLs are refused with HTTP 400."""
 
 import os
 from typing import Any
@@ -13,69 +11,71 @@ from vllm.multimodal.media import (
     VideoMediaIO,
 )
 
-from vllm_dllm.requests.media import IMAGE, VIDEO, Kind
+from vllm_dllm.requests.media import IMAGE, VIDEO, MediaKind
 from vllm_dllm.requests.media_bytes import CarefulImageIO, CarefulVideoIO
 
 CONNECTOR = "vllm_dllm"
 _CONNECTOR_VARIABLE = "VLLM_MEDIA_CONNECTOR"
 
 
-def read_carefully() -> None:
-    """This process reads media by `CarefulConnector`, unless the user chose a connector."""
+def use_careful_connector() -> None:
+    """Makes `CarefulConnector` this process' media connector, unless the user chose another."""
     os.environ.setdefault(_CONNECTOR_VARIABLE, CONNECTOR)
 
 
 @MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)
 class CarefulConnector(MediaConnector):
-    """vLLM's, for servers that anybody may send images and videos to."""
+    """vLLM's media connector, for servers that anybody may send images and videos to."""
 
     def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
-        kind = _kind(media_io)
-        self._check_source(url, kind)
+        kind = _media_kind(media_io)
+        self._check_url(url, kind)
         with kind.fetching():
-            return super().load_from_url(url, _careful(media_io), **options)
+            return super().load_from_url(url, _careful_media_io(media_io), **options)
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
-        kind = _kind(media_io)
-        self._check_source(url, kind)
+        kind = _media_kind(media_io)
+        self._check_url(url, kind)
         with kind.fetching():
-            return await super().load_from_url_async(url, _careful(media_io), **options)
+            return await super().load_from_url_async(url, _careful_media_io(media_io), **options)
 
-    def _check_source(self, url: str, kind: Kind) -> None:
+    def _check_url(self, url: str, kind: MediaKind) -> None:
+        """Raises VLLMValidationError for a URL that this server does not read."""
         scheme = url.partition(":")[0].lower()
         if scheme in ("http", "https"):
             if not self.allowed_media_domains:
-                raise kind.refused(
+                raise kind.error(
                     f"{kind.one}'s URL must be a data URL on this server, got a web address: it "
                     f"fetches nothing. Send the {kind.name} itself as {kind.example}, or start "
                     f"the server with --allowed-media-domains."
                 )
         elif scheme == "file":
             if self.allowed_local_media_path is None:
-                raise kind.refused(
+                raise kind.error(
                     f"{kind.one}'s URL must be a data URL on this server, got a file: it reads "
                     f"none. Send the {kind.name} itself as {kind.example}, or start the server "
                     f"with --allowed-local-media-path."
                 )
         elif scheme != "data":
-            raise kind.refused(
+            raise kind.error(
                 f"{kind.one}'s URL must begin with data:, file: or https:, got {url[:32]!r}. Send "
                 f"the {kind.name} itself as {kind.example}"
             )
         elif not url.partition(",")[0].lower().endswith(";base64"):
-            raise kind.refused(
+            raise kind.error(
                 f"{kind.one}'s data URL must be in base64, got {url[:32]!r}. Send it as "
                 f"{kind.example}"
             )
 
 
-def _kind(media_io: Any) -> Kind:
+def _media_kind(media_io: Any) -> MediaKind:
     return VIDEO if isinstance(media_io, VideoMediaIO) else IMAGE
 
 
-def _careful(media_io: Any) -> Any:
+def _careful_media_io(media_io: Any) -> Any:
+    """Returns our reader in the place of vLLM's."""
     if isinstance(media_io, VideoMediaIO):
-        return CarefulVideoIO.like(media_io)
+        return CarefulVideoIO.with_options_of(media_io)
     if isinstance(media_io, ImageMediaIO):
-        return CarefulImageIO.like(media_io)
+        return CarefulImageIO.with_options_of(media_io)
     return media_io

@@ -1,7 +1,8 @@
-"""Sampling parameters that no sampler can serve.
+"""Refuses sampling parameters that no sampler can serve.
 
-vLLM's own, which serves the targets of drafters, checks some of this in the worker, where a mistake
-ends the engine with everybody's requests.
+vLLM's sampler, which serves the targets of drafters, checks some of them in the worker, where an
+error ends the engine with everybody's requests. All checks raise VLLMValidationError, which becomes
+HTTP 400.
 """
 
 import math
@@ -14,16 +15,12 @@ from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_
 
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**63 - 1
 LARGEST_PENALTY = 1e6
-"""In fp32 a logit times or over this is a number, and not 0; vLLM's excluded ones are infinite."""
+"""In fp32 a logit times or divided by this is finite and not 0."""
 
 
 def check_numbers(params: SamplingParams) -> None:
-    """Admission check of any model of ours.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; a number would make logits infinite, or no number,
-            or is more than the worker has room for.
-    """
+    """Checks the numbers of a request for any model: a seed that the worker has no room for, or a
+    number that would make logits infinite or NaN, is an error."""
     last = params.n - 1  # of several answers, the i-th has the seed + i
     if params.seed is not None and not SMALLEST_SEED <= params.seed <= LARGEST_SEED - last:
         raise VLLMValidationError(
@@ -48,11 +45,8 @@ def check_numbers(params: SamplingParams) -> None:
 
 
 def check_sampler_limits(params: SamplingParams) -> None:
-    """Admission check of models that vLLM's sampler serves; `params` as the engine will see them.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; a list is longer than the sampler has room for.
-    """
+    """Checks a request for a model that vLLM's sampler serves, whose bad words are tokens by now: a
+    list of tokens that is longer than the sampler has room for is an error."""
     stops = params.all_stop_token_ids if params.min_tokens > 0 else ()
     bad_words = sum(map(len, params.bad_words_token_ids or ()))
     for key, count, most, remedy in (
@@ -68,13 +62,9 @@ def check_sampler_limits(params: SamplingParams) -> None:
             )
 
 
-def check_choices(params: SamplingParams, *, is_constrained: bool = False) -> None:
-    """Admission check of the tokens that a request may choose among: of a constrained one its
-    `logprob_token_ids`.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; `bad_words` or `min_tokens` exclude them all.
-    """
+def check_allowed_tokens(params: SamplingParams, *, is_constrained: bool = False) -> None:
+    """Checks the tokens that a request allows: it is an error if `bad_words` or `min_tokens`
+    exclude them all. `is_constrained`: they are its `logprob_token_ids`."""
     key = "logprob_token_ids" if is_constrained else "allowed_token_ids"
     allowed = set(getattr(params, key) or ())
     if not allowed:
@@ -96,12 +86,9 @@ def check_choices(params: SamplingParams, *, is_constrained: bool = False) -> No
         )
 
 
-def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Admission check that some token can begin an answer.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; `bad_words` and `min_tokens` exclude them all.
-    """
+def check_first_token(params: SamplingParams, vocab_size: int) -> None:
+    """Checks that a token can begin the answer: it is an error if `bad_words` and `min_tokens`
+    exclude the whole vocabulary."""
     excluded = {word[0] for word in params.bad_words_token_ids or [] if len(word) == 1}
     if params.min_tokens > 0:
         excluded |= params.all_stop_token_ids

@@ -1,9 +1,9 @@
-"""What a request asks of a diffusion model beside vLLM's sampling parameters.
+"""The options of a request: what it asks of a diffusion model beside vLLM's sampling parameters.
 
-A field of `RequestOptions` that is an `Asked` one is a key of a request: `vllm_xargs`, offline
-`SamplingParams.extra_args`, has it with `diffusion_` before its name. docs/requests.md says what
-each means. One `RequestOptions` is made of each request (`requests.admission`), travels with its
-parameters, and is what the scheduler and the worker read.
+A field of `RequestOptions` that is marked as a `RequestKey` is a key that clients send, with
+`diffusion_` before its name: in `vllm_xargs`, or offline in `SamplingParams.extra_args`.
+docs/requests.md says what each means. Each request gets one `RequestOptions`
+(`requests.admission`), which travels with its parameters to the scheduler and the worker.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,28 +22,28 @@ from vllm_dllm.config.names import describe_unknown_name, normalize_name
 
 PREFIX = "diffusion_"
 STREAM_CANVASES = f"{PREFIX}stream_canvases"
-"""Served by the API process (`vllm_dllm.canvases`), which takes it out of the requests that it
-serves. The engine sees it only where nobody does."""
+"""The key that asks for canvases in a stream. The API process (`vllm_dllm.canvases`) serves it and
+removes it from the request; where that does not happen, admission refuses it."""
 PREDICTION = f"{PREFIX}prediction"
 WATCHING_PLUGINS = "VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas"
 MASKED_ENTROPY_BOUND = 0.35  # nats, SDAR's
-CARRIED = "vllm_dllm"
-"""Where `extra_args` has a request's options, once it is admitted."""
-_READ_BY_VLLM = {f"{PREFIX}{name}" for name in ("canvas_length", "max_steps", "read_only")}
-"""Keys that its schedulers look at."""
-WIDTH_STEP = 16  # tokens: few different widths, and a little room after the last token
+OPTIONS_KEY = "vllm_dllm"
+"""The entry of `extra_args` that has the options of an admitted request."""
+_KEYS_FOR_VLLM = {f"{PREFIX}{name}" for name in ("canvas_length", "max_steps", "read_only")}
+"""Keys that vLLM's schedulers read."""
+WIDTH_STEP = 16  # tokens: narrowed canvases are multiples of it, so there are few widths
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Marks a field that a request may ask for."""
+class RequestKey:
+    """Marks a field of `RequestOptions` that clients may send."""
 
     by_server: bool = False
-    """A server may have a default for it: `--additional-config`, `defaults`."""
+    """Whether a server may have a default for it: `--additional-config`, `defaults`."""
     masked: bool = False
-    """Masked models know it."""
+    """Whether masked models have it."""
     uniform: bool = True
-    """DiffusionGemma, whose canvases begin as noise, does."""
+    """Whether DiffusionGemma, whose canvases begin as noise, has it."""
 
 
 # JSON's booleans arrive as 0 and 1 in vllm_xargs.
@@ -66,50 +66,51 @@ Mode = Literal["diffusion", "self_speculation", "autoregressive"]
 
 @settings
 class RequestOptions:
-    """What one request asks for. None: the server's setting."""
+    """The options of one request. None means the server's setting."""
 
-    max_steps: Annotated[_Count | None, Asked(by_server=True, masked=True)] = None
-    canvas_length: Annotated[_Count | None, Asked()] = None
-    seed_canvas: Annotated[_Tokens | None, Asked()] = None
-    prediction: Annotated[_Text, Asked()] = field(default_factory=list)
-    """Token ids, once the request is admitted."""
-    pinned: Annotated[_Positions, Asked()] = field(default_factory=list)
-    read_only: Annotated[_Flag, Asked()] = False
-    constrained: Annotated[_Flag, Asked()] = False
-    window_rule: Annotated[WindowRule | None, Asked(by_server=True)] = None
-    t_min: Annotated[_Temperature | None, Asked(by_server=True)] = None
-    t_max: Annotated[_Temperature | None, Asked(by_server=True)] = None
-    acceptance: Annotated[AcceptanceRule, Asked(by_server=True, masked=True)] = "entropy_bound"
-    entropy_bound: Annotated[Nats | None, Asked(by_server=True, masked=True)] = None
-    accept_probability: Annotated[_Probability, Asked(by_server=True, masked=True)] = 0.9
-    accept_tokens: Annotated[_Count | None, Asked(by_server=True, masked=True)] = None
+    max_steps: Annotated[_Count | None, RequestKey(by_server=True, masked=True)] = None
+    canvas_length: Annotated[_Count | None, RequestKey()] = None
+    seed_canvas: Annotated[_Tokens | None, RequestKey()] = None
+    prediction: Annotated[_Text, RequestKey()] = field(default_factory=list)
+    """A text becomes token ids when the request is admitted."""
+    pinned: Annotated[_Positions, RequestKey()] = field(default_factory=list)
+    read_only: Annotated[_Flag, RequestKey()] = False
+    constrained: Annotated[_Flag, RequestKey()] = False
+    window_rule: Annotated[WindowRule | None, RequestKey(by_server=True)] = None
+    t_min: Annotated[_Temperature | None, RequestKey(by_server=True)] = None
+    t_max: Annotated[_Temperature | None, RequestKey(by_server=True)] = None
+    acceptance: Annotated[AcceptanceRule, RequestKey(by_server=True, masked=True)] = "entropy_bound"
+    entropy_bound: Annotated[Nats | None, RequestKey(by_server=True, masked=True)] = None
+    accept_probability: Annotated[_Probability, RequestKey(by_server=True, masked=True)] = 0.9
+    accept_tokens: Annotated[_Count | None, RequestKey(by_server=True, masked=True)] = None
     edit_probability: Annotated[
-        _ProbabilityOrZero | None, Asked(by_server=True, masked=True, uniform=False)
+        _ProbabilityOrZero | None, RequestKey(by_server=True, masked=True, uniform=False)
     ] = None
-    edit_steps: Annotated[_Count, Asked(by_server=True, masked=True, uniform=False)] = 16
-    """LLaDA2.1's."""
-    blocks_in_flight: Annotated[_Count | None, Asked(masked=True, uniform=False)] = None
-    mode: Annotated[Mode, Asked(by_server=True, masked=True, uniform=False)] = "diffusion"
-    confidence_threshold: Annotated[Nats | None, Asked(by_server=True)] = None
-    stability_threshold: Annotated[_CountOrNone | None, Asked(by_server=True)] = None
-    judge_answer_only: Annotated[_Flag | None, Asked(by_server=True)] = None
-    """None: as `judges_answer_only` says."""
-    load_stages: Annotated[_CountOrNone, Asked(by_server=True)] = 0
-    logprobs: Annotated[Literal["unmask"] | None, Asked(masked=True, uniform=False)] = None
-    """unmask: of the step that revealed a token. None: of the one that finished its block."""
-    stream_canvases: Annotated[_Flag, Asked(masked=True)] = False
+    edit_steps: Annotated[_Count, RequestKey(by_server=True, masked=True, uniform=False)] = 16
+    """16 is LLaDA2.1's."""
+    blocks_in_flight: Annotated[_Count | None, RequestKey(masked=True, uniform=False)] = None
+    mode: Annotated[Mode, RequestKey(by_server=True, masked=True, uniform=False)] = "diffusion"
+    confidence_threshold: Annotated[Nats | None, RequestKey(by_server=True)] = None
+    stability_threshold: Annotated[_CountOrNone | None, RequestKey(by_server=True)] = None
+    judge_answer_only: Annotated[_Flag | None, RequestKey(by_server=True)] = None
+    """None: see `judges_answer_only`."""
+    load_stages: Annotated[_CountOrNone, RequestKey(by_server=True)] = 0
+    logprobs: Annotated[Literal["unmask"] | None, RequestKey(masked=True, uniform=False)] = None
+    """unmask: those of the step that revealed a token. None: of the step that finished its
+    block."""
+    stream_canvases: Annotated[_Flag, RequestKey(masked=True)] = False
 
-    # The scheduler's, which the worker's copy of the configuration may not agree with.
+    # Set by the scheduler, since the worker's copy of the configuration may differ from its own.
     joins_commits: Boolean = False
-    """It commits a finished block beside its successor."""
+    """Whether a finished block is committed beside its successor's first step."""
     fits_canvases: Boolean = False
-    """It narrows canvases to the tokens that may still come."""
+    """Whether canvases are narrowed to the tokens that may still come."""
     is_counted: Boolean = False
-    """The metrics count this request's canvases."""
+    """Whether the metrics count this request's canvases."""
     reasoning: tuple[frozenset[int], frozenset[int], frozenset[int], bool] | None = None
-    """The fields of a `Reasoning` that comes before the form of the answer."""
+    """The fields of `grammar.reasoning.Reasoning`, for reasoning before a structured output."""
     canvas_feed: str | None = None
-    """Where the API process waits for this request's canvases."""
+    """The feed on which the API process waits for this request's canvases."""
 
     def __post_init__(self) -> None:
         if (self.t_min is None) != (self.t_max is None):
@@ -129,7 +130,7 @@ class RequestOptions:
             )
 
     @property
-    def predicted(self) -> list[int]:
+    def prediction_tokens(self) -> list[int]:
         """The tokens of an admitted request's prediction."""
         assert not isinstance(self.prediction, str), "admission encodes it"
         return self.prediction
@@ -141,72 +142,67 @@ class RequestOptions:
 
     @property
     def judges_answer_only(self) -> bool:
-        """Whether what follows the answer's end is not waited for: an expected answer's is not."""
+        """Whether positions behind the answer's end do not keep a canvas from finishing. By default
+        they do not if the request predicts its answer."""
         return bool(self.prediction if self.judge_answer_only is None else self.judge_answer_only)
 
-    def fitted(self, max_tokens: int | None, canvas_length: int) -> dict[str, Any]:
-        """Changes for a request that may get fewer tokens than a canvas holds. Later canvases may
-        be narrowed, too, unless it names a width or a canvas."""
+    def narrowing(self, max_tokens: int | None, canvas_length: int) -> dict[str, Any]:
+        """Returns fields to replace so that canvases are no wider than the request's remaining
+        tokens need; none for a request that chooses its own width or canvas."""
         if max_tokens is None or self.read_only or self.canvas_length or self.seed_canvas:
             return {}
-        width = fitted_width(max_tokens)
+        width = narrowed_width(max_tokens)
         narrow = {"canvas_length": width} if width < canvas_length else {}
         return narrow | {"fits_canvases": True}
 
-    def carry(self, params: SamplingParams) -> None:
-        """Puts these options in the place of the keys that they were made of."""
+    def store_in(self, params: SamplingParams) -> None:
+        """Stores these options in `extra_args`, in the place of the keys that they were made of."""
         kept = {
             key: value
             for key, value in (params.extra_args or {}).items()
-            if not key.startswith(PREFIX) or key in _READ_BY_VLLM
+            if not key.startswith(PREFIX) or key in _KEYS_FOR_VLLM
         }
         if self.canvas_length is not None:
             kept[f"{PREFIX}canvas_length"] = self.canvas_length
-        own = {name: value for name, value in vars(self).items() if value != _PLAIN[name]}
-        params.extra_args = kept | {CARRIED: own}
+        own = {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
+        params.extra_args = kept | {OPTIONS_KEY: own}
 
 
-KEYS: Mapping[str, Asked] = {
-    f"{PREFIX}{name}": asked
+KEYS: Mapping[str, RequestKey] = {
+    f"{PREFIX}{name}": mark
     for name, kind in get_type_hints(RequestOptions, include_extras=True).items()
-    for asked in getattr(kind, "__metadata__", ())
-    if isinstance(asked, Asked)
+    for mark in getattr(kind, "__metadata__", ())
+    if isinstance(mark, RequestKey)
 }
-"""Of a request, in the order of docs/requests.md."""
-OF_STEPS = {key for key, asked in KEYS.items() if asked.masked} - {f"{PREFIX}mode", STREAM_CANVASES}
+"""The keys of a request, in the order of docs/requests.md."""
+STEP_KEYS = {key for key, mark in KEYS.items() if mark.masked} - {f"{PREFIX}mode", STREAM_CANVASES}
 """Keys about what a masked model's steps reveal."""
 ACCEPTANCE_RULES: tuple[str, ...] = get_args(AcceptanceRule)
 MODES: tuple[str, ...] = get_args(Mode)
-_PLAIN = vars(RequestOptions())
+_DEFAULTS = vars(RequestOptions())
 
 
-def read_keys(
-    given: Mapping[str, Any], defaults: Mapping[str, Any], family: Family | None
+def parse_keys(
+    given: Mapping[str, Any],  # the request's keys
+    defaults: Mapping[str, Any],  # for keys that it leaves out, from `server_defaults`
+    family: Family | None,  # of a masked model; None: DiffusionGemma
 ) -> RequestOptions:
-    """The options of a request.
-
-    Args:
-        given: its keys.
-        defaults: the server's values for those that it leaves out, from `server_defaults`.
-        family: of a masked model; None: DiffusionGemma.
+    """Checks the keys of a request, and returns its options.
 
     Raises:
-        ValueError: a key is unknown, not for this model, or its value out of range; its first word
-            is the key.
+        ValueError: a key is unknown, not for this model, or its value out of range; the first word
+            of the message is the key.
     """
     asked = {key: value for key, value in given.items() if value is not None}
     for key, value in asked.items():
         _check_key(key, value, family)
-    own = own_values(asked)  # alone, since a default may be what a key lacks
+    own = parse_values(asked)  # without defaults, which must not complete a request's keys
     return parse_settings(RequestOptions, {**defaults, **own}, PREFIX)
 
 
-def own_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the values of known keys, by name without `diffusion_`.
-
-    Raises:
-        ValueError: one has another type or is out of range; its first word is the key.
-    """
+def parse_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of known keys, by field of `RequestOptions`. Raises ValueError, with the
+    key as its first word, if a value has the wrong type or is out of range."""
     own = {
         key.removeprefix(PREFIX): value
         for key, value in given.items()
@@ -217,16 +213,17 @@ def own_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def server_defaults(given: Mapping[str, Any], family: Family | None) -> Mapping[str, Any]:
-    """The values of options that a request leaves out: the server's, and a masked family's.
+    """Returns the values of options that a request leaves out, by field: those of the server's
+    configuration, `given`, before those of a masked family.
 
     Raises:
-        ValueError: as `read_keys`, and for a key of which a server has no default.
+        ValueError: see `parse_keys`; also for a key that a server has no default for.
     """
-    known = [key for key, asked in KEYS.items() if asked.by_server]
+    known = [key for key, mark in KEYS.items() if mark.by_server]
     for key in given:
         if key not in known:
-            raise ValueError(_unknown(key, known))
-    read_keys(given, {}, family)
+            raise ValueError(_unknown_key_message(key, known))
+    parse_keys(given, {}, family)
     own = {key.removeprefix(PREFIX): value for key, value in given.items() if value is not None}
     if family is None:
         return own
@@ -241,15 +238,16 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> Mapping[
 
 
 def _check_key(key: str, value: Any, family: Family | None) -> None:
-    if (asked := KEYS.get(key)) is None:
-        raise ValueError(_unknown(key, KEYS))
-    if family is not None and not asked.masked:
-        known = sorted(key for key, asked in KEYS.items() if asked.masked)
+    """Raises ValueError for a key that is unknown, or not for this model."""
+    if (mark := KEYS.get(key)) is None:
+        raise ValueError(_unknown_key_message(key, KEYS))
+    if family is not None and not mark.masked:
+        known = sorted(key for key, mark in KEYS.items() if mark.masked)
         raise ValueError(
             f"{key} is not for masked models, got {value!r}. Leave it out; they take "
             f"{', '.join(known)}."
         )
-    if family is None and not asked.uniform:
+    if family is None and not mark.uniform:
         raise ValueError(f"{key} is for masked models, got {value!r}. Leave it out.")
     if key == f"{PREFIX}mode" and family is not None and not family.is_causal:
         raise ValueError(
@@ -268,32 +266,33 @@ def _check_key(key: str, value: Any, family: Family | None) -> None:
         )
 
 
-def _unknown(key: str, known: Iterable[str]) -> str:
-    """What to say of a key that is none of `known`."""
+def _unknown_key_message(key: str, known: Iterable[str]) -> str:
+    """Returns the error message for a key that is none of `known`."""
     names = [one.removeprefix(PREFIX) for one in known]
     return describe_unknown_name(normalize_name(key).removeprefix(PREFIX), names, PREFIX, shown=key)
 
 
-def carried(params: SamplingParams | None) -> RequestOptions | None:
-    """Returns the options of an admitted request, and None for one that was not admitted, as a
-    warm-up's."""
-    own = _own(params)
+def load_options(params: SamplingParams | None) -> RequestOptions | None:
+    """Returns the options that admission stored in a request's parameters; None for a request that
+    was not admitted, such as a warm-up."""
+    own = _stored_fields(params)
     return None if own is None else RequestOptions(**own)
 
 
 def is_read_only(params: SamplingParams | None) -> bool:
-    """Whether an admitted request emits its first canvas without a commit and then ends."""
-    return (_own(params) or {}).get("read_only", False)
+    """Returns whether an admitted request emits its first canvas without a commit and then ends."""
+    return (_stored_fields(params) or {}).get("read_only", False)
 
 
 def fits_canvases(params: SamplingParams | None) -> bool:
-    return (_own(params) or {}).get("fits_canvases", False)
+    """Returns `RequestOptions.fits_canvases` of an admitted request."""
+    return (_stored_fields(params) or {}).get("fits_canvases", False)
 
 
-def _own(params: SamplingParams | None) -> Mapping[str, Any] | None:
-    return None if params is None else (params.extra_args or {}).get(CARRIED)
+def _stored_fields(params: SamplingParams | None) -> Mapping[str, Any] | None:
+    return None if params is None else (params.extra_args or {}).get(OPTIONS_KEY)
 
 
-def fitted_width(num_tokens: Any) -> Any:
-    """Width of a canvas for this many tokens that may still come; a number or a tensor."""
+def narrowed_width(num_tokens: Any) -> Any:
+    """Returns the width of a canvas for as many tokens as may still come; numbers or tensors."""
     return (num_tokens + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP

@@ -1,5 +1,5 @@
-"""Predicted outputs, as OpenAI's clients send them: what they expect the answer of a chat to be;
-and how much of it the answers took, for `usage`."""
+"""Predicted outputs, in which a client says what it expects the answer to be: reads OpenAI's
+`prediction`, and counts how much of it the answers have, for `usage`."""
 
 import reprlib
 from collections import defaultdict
@@ -12,23 +12,24 @@ from vllm.sampling_params import SamplingParams
 from vllm_dllm.requests.options import PREDICTION
 
 
-def ids_of(prediction: str | list[int], tokenizer: Any) -> list[int]:
-    """A prediction as the engine reads it."""
+def encode_prediction(prediction: str | list[int], tokenizer: Any) -> list[int]:
+    """Returns the token ids of a prediction."""
     if isinstance(prediction, list):
         return prediction
     return tokenizer.encode(prediction, add_special_tokens=False)
 
 
-def take_openai_prediction(body: dict[str, Any]) -> None:
-    """OpenAI's `prediction` in a request's body becomes our key, unless the request has both.
+def move_openai_prediction(body: dict[str, Any]) -> None:
+    """Writes OpenAI's `prediction` in a request's body to our key in `vllm_xargs`.
 
     Raises:
-        VLLMValidationError: becomes HTTP 400; it is not of the published form.
+        VLLMValidationError: becomes HTTP 400; it is not of the published form, or our key is there
+            as well.
     """
     prediction = body.get("prediction")
     if prediction is None:
         return
-    text = _text_of(prediction)
+    text = _prediction_text(prediction)
     if text is None:
         raise VLLMValidationError(
             'prediction must be {"type": "content", "content": ...} with a text or a list of '
@@ -37,7 +38,7 @@ def take_openai_prediction(body: dict[str, Any]) -> None:
         )
     own = body.get("vllm_xargs") or {}
     if not isinstance(own, dict):
-        return  # which vLLM refuses
+        return  # vLLM refuses it
     if own.get(PREDICTION) is not None:
         raise VLLMValidationError(
             f"prediction and {PREDICTION} in vllm_xargs are the same. Leave one out.",
@@ -46,7 +47,8 @@ def take_openai_prediction(body: dict[str, Any]) -> None:
     body["vllm_xargs"] = {**own, PREDICTION: text}
 
 
-def _text_of(prediction: Any) -> str | None:
+def _prediction_text(prediction: Any) -> str | None:
+    """Returns the text of OpenAI's `prediction`; None if it is not of the published form."""
     if not isinstance(prediction, Mapping) or prediction.get("type") != "content":
         return None
     content = prediction.get("content")
@@ -60,15 +62,14 @@ def _text_of(prediction: Any) -> str | None:
 
 
 class AcceptedTokens:
-    """Counts what any number of answers that grow take of one prediction.
+    """Counts the tokens of one prediction that appear in a request's answers while they grow.
 
     OpenAI calls the prediction's tokens that appear in the completion accepted, the others
-    rejected. Here those appear that are a longest common subsequence of the two: text may be added
-    or left out.
+    rejected. Here these are the tokens of a longest common subsequence of the two: text may be
+    added or left out.
 
-    Bit i of a row stands for token i of the prediction, and is 0 where one more token of the
-    answer so far is found: H. Hyyro, "Bit-parallel LCS-length computation revisited" (2004). A
-    token of an answer costs a sum of integers of as many bits.
+    Each answer has a row of bits, one for each token of the prediction. The number of zeros is the
+    length of the subsequence: H. Hyyro, "Bit-parallel LCS-length computation revisited" (2004).
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
@@ -76,10 +77,10 @@ class AcceptedTokens:
         self._places: dict[int, int] = defaultdict(int)
         for place, token in enumerate(prediction):
             self._places[token] |= 1 << place
-        self._rows: dict[Any, int] = {}
+        self._rows: dict[Any, int] = {}  # by answer
 
-    def add(self, answer: Any, tokens: Sequence[int]) -> None:
-        """`tokens` are the next of the answer that `answer` names."""
+    def add_tokens(self, answer: Any, tokens: Sequence[int]) -> None:
+        """Counts the next tokens of an answer; `answer`: any name of it."""
         row = self._rows.get(answer, self._all)
         for token in tokens:
             if places := self._places.get(token):
@@ -97,7 +98,7 @@ class AcceptedTokens:
         }
 
 
-def accepted_tokens(params: SamplingParams, tokenizer: Any) -> AcceptedTokens | None:
+def make_accepted_tokens(params: SamplingParams, tokenizer: Any) -> AcceptedTokens | None:
     """Makes a counter for a request, after its checks; None if it predicts nothing."""
     prediction = (params.extra_args or {}).get(PREDICTION)
-    return None if prediction is None else AcceptedTokens(ids_of(prediction, tokenizer))
+    return None if prediction is None else AcceptedTokens(encode_prediction(prediction, tokenizer))

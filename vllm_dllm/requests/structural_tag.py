@@ -1,7 +1,8 @@
-"""Structural tags as a Lark grammar: in the form of xgrammar, which vLLM's tool parsers write, with
-a format of our own for Gemma 4's calls, and in the older one, of `structures` and `triggers`.
+"""Translates structural tags into Lark grammars: those in xgrammar's form, which vLLM's tool
+parsers write, and those in the older form, with `structures` and `triggers`. A format of our own,
+`gemma4_calls`, stands for the tool calls of Gemma 4.
 
-vLLM hands llguidance the older form only, and has it take triggers in angle brackets for tokens.
+vLLM translates the older form only, and takes triggers in angle brackets for special tokens.
 """
 
 import json
@@ -12,24 +13,25 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from vllm_dllm.grammar.gemma_calls import calls_rule
-from vllm_dllm.grammar.lark import LarkRules, literal
+from vllm_dllm.grammar.lark import LarkRules, quote_literal
 
 _ANY_TEXT = r"/(.|\n)*/"
 
 
-def to_lark(tag: Mapping[str, Any]) -> str:
-    """The grammar of `{"format": ...}` or `{"structures": [...], "triggers": [...]}`.
+def structural_tag_to_lark(tag: Mapping[str, Any]) -> str:
+    """Returns the grammar of `{"format": ...}` or `{"structures": [...], "triggers": [...]}`.
 
     Raises:
-        ValueError: a format is unknown, or one of its options; says where.
-        KeyError: a format lacks something.
+        ValueError: a format or one of its options is unknown; the message says where.
+        KeyError: a format lacks a key.
     """
     lark = LarkRules()
-    return lark.text(_format(lark, tag["format"] if "format" in tag else _older(tag), "format"))
+    node = tag["format"] if "format" in tag else _convert_older_form(tag)
+    return lark.to_text(_add_format_rule(lark, node, "format"))
 
 
-def _older(tag: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The format that the older form means."""
+def _convert_older_form(tag: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the format in xgrammar's form that a tag of the older form means."""
     tags = [
         {
             "begin": structure["begin"],
@@ -43,14 +45,17 @@ def _older(tag: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
 
 
-def _format(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    """The name of the rule for a node."""
+def _add_format_rule(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
+    """Adds the rule for a format, at `path` in the tag, and returns its name."""
     kind = node["type"]
     if kind not in _FORMATS:
         raise ValueError(f"{path}.type must be one of {sorted(_FORMATS)}, got {kind!r}")
     if node.get("excludes"):
         raise ValueError(f"{path}.excludes is not supported, got {node['excludes']!r}")
-    return lark.add(_FORMATS[kind](lark, node, path))
+    return lark.add_rule(_FORMATS[kind](lark, node, path))
+
+
+# Each of the following functions returns the body of the rule for formats of one type.
 
 
 def _json_schema(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
@@ -76,22 +81,25 @@ def _choice(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
 
 
 def _elements(lark: LarkRules, node: Mapping[str, Any], path: str) -> list[str]:
+    """Adds the rules for the elements of a format, and returns their names."""
     return [
-        _format(lark, element, f"{path}.elements[{i}]")
+        _add_format_rule(lark, element, f"{path}.elements[{i}]")
         for i, element in enumerate(node["elements"])
     ]
 
 
 def _repeated(sign: str) -> Callable[[LarkRules, Mapping[str, Any], str], str]:
+    """Returns the function for content that is followed by `?`, `+` or `*`."""
+
     def body(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-        return f"{_format(lark, node['content'], f'{path}.content')}{sign}"
+        return f"{_add_format_rule(lark, node['content'], f'{path}.content')}{sign}"
 
     return body
 
 
 def _tag(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
     _check_begin(node, path)
-    return f"{literal(node['begin'])} {_inside(lark, node, path)}"
+    return f"{quote_literal(node['begin'])} {_content_and_end(lark, node, path)}"
 
 
 def _check_begin(node: Mapping[str, Any], path: str) -> None:
@@ -99,21 +107,22 @@ def _check_begin(node: Mapping[str, Any], path: str) -> None:
         raise ValueError(f"{path}.begin must be text, got {node['begin']!r}")
 
 
-def _inside(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    """A tag's content and its end."""
+def _content_and_end(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
+    """Writes a tag behind its `begin`."""
     ends = [node["end"]] if isinstance(node["end"], str) else node["end"]
     if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
         raise ValueError(f"{path}.end must be text, or a list of texts, got {node['end']!r}")
     content = node["content"]
     if content["type"] == "any_text" and all(ends):  # up to the first end
-        options = (lark.add(f"{_ANY_TEXT} {literal(end)}", "[lazy]") for end in ends)
+        options = (lark.add_rule(f"{_ANY_TEXT} {quote_literal(end)}", "[lazy]") for end in ends)
         return f"({' | '.join(options)})"
-    return f"{_format(lark, content, f'{path}.content')} ({' | '.join(map(literal, ends))})"
+    content_rule = _add_format_rule(lark, content, f"{path}.content")
+    return f"{content_rule} ({' | '.join(map(quote_literal, ends))})"
 
 
 def _triggered_tags(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    """Free text in which a trigger begins one of its tags. Where one tag must come, it comes at
-    once, as in xgrammar."""
+    """Writes free text in which a trigger begins one of its tags. Where one tag must come, it comes
+    at once, as in xgrammar."""
     free, at_once = [], []
     for i, tag in enumerate(node["tags"]):
         place = f"{path}.tags[{i}]"
@@ -124,29 +133,29 @@ def _triggered_tags(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
             raise ValueError(
                 f"{place}.begin must start with one of {node['triggers']}, got {begin!r}"
             )
-        inside = _inside(lark, tag, place)
-        head = lark.add(f"{_ANY_TEXT} {literal(trigger)}", "[lazy]")
-        free.append(lark.add(f"{head} {literal(begin[len(trigger) :])} {inside}"))
-        at_once.append(lark.add(f"{literal(begin)} {inside}"))
+        inside = _content_and_end(lark, tag, place)
+        head = lark.add_rule(f"{_ANY_TEXT} {quote_literal(trigger)}", "[lazy]")
+        free.append(lark.add_rule(f"{head} {quote_literal(begin[len(trigger) :])} {inside}"))
+        at_once.append(lark.add_rule(f"{quote_literal(begin)} {inside}"))
     later, first = f"({' | '.join(free)})", f"({' | '.join(at_once)})"
-    text = lark.add(lark.terminal(_ANY_TEXT))
+    text = lark.add_rule(lark.add_terminal(_ANY_TEXT))
     if node.get("stop_after_first"):
         return first if node.get("at_least_one") else f"{later} | {text}"
     return f"{first} {later}* {text}" if node.get("at_least_one") else f"{later}* {text}"
 
 
 def _tags_with_separator(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    tags = [_format(lark, tag, f"{path}.tags[{i}]") for i, tag in enumerate(node["tags"])]
-    one = lark.add(" | ".join(tags))
+    tags = [_add_format_rule(lark, tag, f"{path}.tags[{i}]") for i, tag in enumerate(node["tags"])]
+    one = lark.add_rule(" | ".join(tags))
     if node.get("stop_after_first"):
         return one if node.get("at_least_one") else f"{one}?"
-    several = f"{one} ({literal(node['separator'])} {one})*"
+    several = f"{one} ({quote_literal(node['separator'])} {one})*"
     return several if node.get("at_least_one") else f"({several})?"
 
 
 def _gemma4_calls(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    """Ours, for Gemma 4's own syntax of calls: `functions`, each with its `name` and the JSON
-    schema of its `parameters`."""
+    """Writes tool calls in Gemma 4's syntax. The format has `functions`, each with its `name` and
+    the JSON schema of its `parameters`."""
     return calls_rule(
         lark,
         {one["name"]: one["parameters"] for one in node["functions"]},
@@ -156,7 +165,7 @@ def _gemma4_calls(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
 
 
 _FORMATS: dict[str, Callable[[LarkRules, Mapping[str, Any], str], str]] = {
-    "const_string": lambda lark, node, path: literal(node["value"]),
+    "const_string": lambda lark, node, path: quote_literal(node["value"]),
     "json_schema": _json_schema,
     "any_text": lambda lark, node, path: _ANY_TEXT,
     "regex": _regex,

@@ -9,7 +9,7 @@ from vllm.v1.request import Request
 from vllm_dllm.compat.scheduler import stock_canvas_width
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import MaskedConfig
-from vllm_dllm.requests.options import fits_canvases, fitted_width
+from vllm_dllm.requests.options import fits_canvases, narrowed_width
 from vllm_dllm.scheduling.spared_forwards import has_own_steps, joins_canvases
 
 
@@ -78,7 +78,7 @@ class UniformCanvases(CanvasFamily):
     def canvas_width(self, request: Request) -> int:
         width: int = stock_canvas_width(request, self.canvas_length)
         if fits_canvases(request.sampling_params):
-            width = min(width, fitted_width(request.max_tokens - request.num_output_tokens))
+            width = min(width, narrowed_width(request.max_tokens - request.num_output_tokens))
         return width
 
     def may_narrow(self, request: Request) -> bool:

@@ -26,8 +26,8 @@ from vllm_dllm.compat.scheduler import (
 )
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.parents import end_with_parent
-from vllm_dllm.requests.ends import was_foreseen
-from vllm_dllm.requests.options import carried, is_read_only
+from vllm_dllm.requests.ends import was_stop_foreseen
+from vllm_dllm.requests.options import is_read_only, load_options
 from vllm_dllm.scheduling.canvas_counter import CountedScheduling
 from vllm_dllm.scheduling.fair_share import FairShare
 from vllm_dllm.scheduling.families import canvas_family
@@ -60,15 +60,15 @@ class CanvasScheduling(CountedScheduling):
     def add_request(self, request: Request) -> None:
         """Adds to the options of a request what this scheduler will do with it."""
         params = request.sampling_params
-        if (options := carried(params)) is not None:
-            fitted = options.fitted(params.max_tokens, self.num_spec_tokens)
+        if (options := load_options(params)) is not None:
+            fitted = options.narrowing(params.max_tokens, self.num_spec_tokens)
             replace(
                 options,
                 **(fitted if self.family.fits_canvases else {}),
                 joins_commits=self.joins_commits,
                 is_counted=self.counter is not None,
                 reasoning=self.structured_output_manager.open_reasoning(request),
-            ).carry(params)
+            ).store_in(params)
             if self.counter is not None:
                 rule = options.mode if options.is_verified else options.acceptance
                 self.counter.count_request(rule)
@@ -188,7 +188,7 @@ class CanvasScheduling(CountedScheduling):
             return  # preempted while this step ran: it has no cache blocks any more
         is_committed = not (self.spares_last_commit or is_read_only(request.sampling_params))
         if self.joins_commits:
-            is_committed &= was_foreseen(request, num_kept, self.max_model_len)
+            is_committed &= was_stop_foreseen(request, num_kept, self.max_model_len)
         if not is_committed:
             # The last block's keys and values are from a denoise step, and no prompt may reuse
             # them: what is computed ends before it, apart from placeholders of a step in flight.

@@ -20,7 +20,8 @@ def prepare_images(vllm_config: VllmConfig) -> None:
     """Gives a step room for a whole image, or a whole frame of a video, which the scheduler does
     not cut, and limits what is read from image bytes. Where images cannot be served, leaves out the
     vision tower and logs why."""
-    from vllm_dllm.requests.media_url import read_carefully  # not for the start of other servers
+    # Not for the start of other servers.
+    from vllm_dllm.requests.media_url import use_careful_connector
 
     config, mm_config = vllm_config.scheduler_config, vllm_config.model_config.multimodal_config
     assert mm_config is not None
@@ -38,7 +39,7 @@ def prepare_images(vllm_config: VllmConfig) -> None:
         # engine never got, and the next request with one of them is answered with HTTP 500
         # (`docs/upstream/refused-images.md`). So the API server keeps them.
         mm_config.mm_processor_cache_type = PROCESSOR_ONLY
-    read_carefully()
+    use_careful_connector()
 
 
 def find_image_obstacle(vllm_config: VllmConfig, num_tokens: int) -> str | None:

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
-from vllm_dllm.requests.options import fitted_width
+from vllm_dllm.requests.options import narrowed_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
@@ -218,5 +218,5 @@ class CanvasStep(ABC):
         ):
             return None
         room = self.max_model_len - starts
-        width = torch.minimum(numbers.width, fitted_width(numbers.fitted_end - starts))
+        width = torch.minimum(numbers.width, narrowed_width(numbers.fitted_end - starts))
         return batch.lengths != torch.minimum(width, room)

@@ -11,8 +11,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.config.architectures import family_of
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.denoise import noise
-from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, stop_tokens
-from vllm_dllm.requests.options import RequestOptions, carried, server_defaults
+from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, foreseen_stop_tokens
+from vllm_dllm.requests.options import RequestOptions, load_options, server_defaults
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns
 from vllm_dllm.step.asked.grammars import CanvasGrammars
 from vllm_dllm.step.asked.logprobs import StepLogprobs
@@ -77,7 +77,7 @@ class StepRequests:
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
         """Takes a new request, or one that comes back after a preemption."""
-        options = carried(params) or self._unadmitted  # a warm-up's
+        options = load_options(params) or self._unadmitted  # a warm-up's
         self.joins_commits = options.joins_commits
         self.are_counted = options.is_counted
         self.sampling_states.add_request(slot, params)
@@ -115,7 +115,7 @@ class StepRequests:
         end, max_tokens = self.max_model_len, request.params.max_tokens
         if max_tokens is not None:
             end = min(end, request.prompt_len + max_tokens)
-        return end, stop_tokens(request.params)
+        return end, foreseen_stop_tokens(request.params)
 
     def remove_request(self, slot: int) -> None:
         """Nothing that the slot's request asked for is kept."""

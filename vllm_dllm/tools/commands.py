@@ -239,7 +239,7 @@ COMMANDS = {
     ),
 }
 
-OF_DRAFTER = {
+DRAFTER_COMMANDS = {
     "train": Command(
         "vllm_dllm.tools.drafter.train:train",
         "Train a DFlash drafter for your model, ready for `vllm serve`. After an interruption the "

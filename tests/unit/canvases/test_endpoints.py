@@ -16,12 +16,12 @@ from vllm.entrypoints.serve.middleware.register import init_entrypoints_middlewa
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
 from vllm_dllm.canvases.endpoints import (
-    ANYTHING,
-    OUR_TASKS,
+    EXAMPLES,
+    EXAMPLES_OF_SHIPPED,
     PAGE,
     CanvasEndpoints,
+    make_token_texts,
     page_address,
-    token_texts,
 )
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import FEED
@@ -140,8 +140,8 @@ def test_the_start_page_links_to_what_is_there() -> None:
 @pytest.mark.parametrize(
     ("architecture", "vocab_size", "examples", "has_in_order"),
     [
-        ("SDARForCausalLM", 512, OUR_TASKS, True),
-        ("DiffusionGemmaForBlockDiffusion", 262_144, ANYTHING, False),
+        ("SDARForCausalLM", 512, EXAMPLES_OF_SHIPPED, True),
+        ("DiffusionGemmaForBlockDiffusion", 262_144, EXAMPLES, False),
     ],
 )
 def test_the_page_offers_what_the_model_can_do(
@@ -174,5 +174,5 @@ def test_where_the_page_is(address: dict[str, Any], page: str) -> None:
 
 
 def test_texts() -> None:
-    texts = token_texts(Tokenizer())
+    texts = make_token_texts(Tokenizer())
     assert texts([5, 0, 5, 9]) == ["<5>", "", "<5>", "<9>"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_dllm.canvases.hub import BUFFER_CANVASES, Feed
-from vllm_dllm.canvases.interleaving import Interleaved
+from vllm_dllm.canvases.interleaving import InterleavedStream
 
 ANSWER = (
     b'data: {"text": "a"}\n\n',
@@ -38,11 +38,11 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def interleaved(feed: Feed, sent: list[bytes], grace_s: float = 0.0) -> Interleaved:
+def interleaved(feed: Feed, sent: list[bytes], grace_s: float = 0.0) -> InterleavedStream:
     async def send(data: bytes) -> None:
         sent.append(data)
 
-    return Interleaved(send, feed, event, grace_s)
+    return InterleavedStream(send, feed, event, grace_s)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 20, 1000])
@@ -54,11 +54,11 @@ def test_wherever_the_stream_is_cut(size: int) -> None:
         stream.start()
         whole = b"".join(ANSWER)
         for i in range(0, len(whole), size):
-            feed.put(canvas(i))
+            feed.put_canvas(canvas(i))
             await settle()
             await stream.forward(whole[i : i + size])
         await stream.end()
-        feed.put(canvas(-1))
+        feed.put_canvas(canvas(-1))
         await settle()
         await stream.close()
         found = events(sent)
@@ -76,13 +76,13 @@ def test_the_end_waits_for_the_last_canvases() -> None:
         feed = Feed("any")
         stream = interleaved(feed, sent, grace_s=60)
         stream.start()
-        feed.put(canvas(1, finished=True))
+        feed.put_canvas(canvas(1, finished=True))
         feed.end()  # of a request that is preempted
-        feed.put(canvas(2))
+        feed.put_canvas(canvas(2))
         end = asyncio.create_task(stream.forward(b"".join(ANSWER)))
         await settle()
         assert not end.done()
-        feed.put(canvas(3, finished=True))
+        feed.put_canvas(canvas(3, finished=True))
         feed.end()
         await end
         await stream.close()
@@ -97,7 +97,7 @@ def test_a_stream_without_an_end_mark() -> None:
         feed = Feed("any")
         stream = interleaved(feed, sent)
         await stream.forward(b"data: part")
-        feed.put(canvas(1))
+        feed.put_canvas(canvas(1))
         await stream.end()
         assert sent == [event(canvas(1)), b"data: part"]
 
@@ -114,13 +114,13 @@ def test_a_slow_client_misses_the_oldest_canvases_and_nothing_of_the_answer() ->
             sent.append(data)
 
         feed = Feed("any")
-        stream = Interleaved(send, feed, event, 0.0)
+        stream = InterleavedStream(send, feed, event, 0.0)
         stream.start()
-        feed.put(canvas(0))
+        feed.put_canvas(canvas(0))
         await settle()  # the first is on its way
         answer = asyncio.create_task(stream.forward(b"".join(ANSWER)))
         for step in range(1, 100):
-            feed.put(canvas(step, finished=step == 99))
+            feed.put_canvas(canvas(step, finished=step == 99))
         may_send.set()
         await answer
         await stream.close()
@@ -138,9 +138,9 @@ def test_nothing_is_sent_to_who_has_left() -> None:
             raise OSError("gone")
 
         feed = Feed("any")
-        stream = Interleaved(send, feed, event, 0.0)
+        stream = InterleavedStream(send, feed, event, 0.0)
         stream.start()
-        feed.put(canvas(1))
+        feed.put_canvas(canvas(1))
         await settle()
         with pytest.raises(OSError, match="gone"):
             await stream.forward(ANSWER[0])

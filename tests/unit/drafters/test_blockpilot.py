@@ -16,7 +16,7 @@ from vllm_dllm.drafters.blockpilot import (
     PredictorError,
     load_predictor,
     save_predictor,
-    summary,
+    summarize_logits,
 )
 
 pytestmark = pytest.mark.numerics
@@ -35,7 +35,7 @@ def test_summary() -> None:
     logits = torch.randn(7, V) * 4
     logits[0, 3:40] = -math.inf
     probs = logits.double().softmax(-1)
-    ours = summary(logits).double()
+    ours = summarize_logits(logits).double()
     share = tolerances.softmax(V, LARGEST)
     best_probs = probs.sort(descending=True).values[:, :TOP_K]
     tolerances.assert_within(ours[:, :TOP_K], best_probs, share * best_probs)
@@ -49,7 +49,7 @@ def test_summary() -> None:
 def test_summary_of_one_possible_token_is_finite() -> None:
     logits = torch.full((1, V), -math.inf)
     logits[0, 5] = 3.0
-    seen = summary(logits)
+    seen = summarize_logits(logits)
     allowed = tolerances.entropy(V, LARGEST, spread=0.0)
     assert seen.isfinite().all() and seen[0, 0] == 1 and seen[0, TOP_K].abs() <= allowed
 
@@ -64,7 +64,7 @@ def test_the_full_variant_is_the_papers() -> None:
     expected = hidden @ weights["scores.weight"].T + weights["scores.bias"]
     # Three layers of up to V terms; scores are below 4.
     allowed = tolerances.within(3 * tolerances.product(V), size=4.0)
-    torch.testing.assert_close(predictor(predictor.inputs(logits)), expected, **allowed)
+    torch.testing.assert_close(predictor(predictor.make_inputs(logits)), expected, **allowed)
 
 
 @BOTH
@@ -72,19 +72,19 @@ def test_chooses_the_best_score_row_by_row(variant: str) -> None:
     """A row gets the same width whatever else is in the batch, and no dropout."""
     predictor = BlockPilot(config(variant)).eval()
     logits = torch.randn(40, V) * 5
-    predictor.standardise(logits)
-    chosen = predictor.draft_tokens(logits)
-    best = predictor(predictor.inputs(logits)).argmax(-1)
+    predictor.fit_input_scale(logits)
+    chosen = predictor.predict_widths(logits)
+    best = predictor(predictor.make_inputs(logits)).argmax(-1)
     assert chosen.tolist() == [(13, 14, 15)[i] for i in best.tolist()]
-    alone = torch.cat([predictor.draft_tokens(row[None]) for row in logits])
+    alone = torch.cat([predictor.predict_widths(row[None]) for row in logits])
     assert torch.equal(alone, chosen) and len(chosen.unique()) > 1
 
 
 def test_standardised() -> None:
     predictor = BlockPilot(config())
     logits = torch.randn(200, V) * 5
-    predictor.standardise(logits)
-    seen = predictor.inputs(logits)
+    predictor.fit_input_scale(logits)
+    seen = predictor.make_inputs(logits)
     # A mean over 200 rows, and one that was subtracted, of what is up to 10 deviations large.
     allowed = 2 * tolerances.total(200) * 10
     torch.testing.assert_close(seen.mean(0), torch.zeros(TOP_K + 2), atol=allowed, rtol=0)
@@ -95,12 +95,12 @@ def test_standardised() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_saved_and_loaded(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
     predictor = BlockPilot(config(variant)).eval()
-    predictor.standardise(torch.randn(20, V))
+    predictor.fit_input_scale(torch.randn(20, V))
     save_predictor(predictor, tmp_path)
     loaded = load_predictor(tmp_path, vocab_size=V, trained_block_size=16, dtype=dtype)
     assert loaded.config == predictor.config and not loaded.training
     logits = torch.randn(30, V)
-    ours, theirs = loaded.draft_tokens(logits), predictor.draft_tokens(logits)
+    ours, theirs = loaded.predict_widths(logits), predictor.predict_widths(logits)
     assert (ours == theirs).float().mean() >= (1 if dtype == torch.float32 else 0.8)
     assert load_file(tmp_path / "model.safetensors").keys() == predictor.state_dict().keys()
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import tolerances
-from vllm_dllm.drafters.passes import SCHEDULES, reveal, reveal_counts
+from vllm_dllm.drafters.passes import SCHEDULES, choose_revealed, reveal_counts
 
 pytestmark = pytest.mark.numerics
 
@@ -62,7 +62,7 @@ def test_reveals_the_most_confident(per_request: bool) -> None:
     confidence = torch.randint(5, (50, 16)).float().log()  # ties, and minus infinity
     masked = torch.rand(50, 16) < 0.6
     counts = torch.randint(0, 17, (50,)) if per_request else torch.full((50,), 6)
-    ours = reveal(confidence, masked, counts if per_request else 6)
+    ours = choose_revealed(confidence, masked, counts if per_request else 6)
     expected = [
         by_loops(*row)
         for row in zip(confidence.tolist(), masked.tolist(), counts.tolist(), strict=True)
@@ -73,5 +73,5 @@ def test_reveals_the_most_confident(per_request: bool) -> None:
 def test_a_confidence_of_minus_infinity_is_revealed_last_but_revealed() -> None:
     confidence = torch.tensor([[-math.inf, 0.0, -math.inf]])
     masked = torch.tensor([[True, False, True]])
-    assert reveal(confidence, masked, 1).tolist() == [[True, False, False]]
-    assert reveal(confidence, masked, 2).tolist() == [[True, False, True]]
+    assert choose_revealed(confidence, masked, 1).tolist() == [[True, False, False]]
+    assert choose_revealed(confidence, masked, 2).tolist() == [[True, False, True]]

@@ -10,7 +10,7 @@ import torch
 from vllm_dllm.config.drafter import DrafterConfig, context_limit
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.step_costs import Step
-from vllm_dllm.drafters.width import ByAcceptance, ByLoad, Predicted, make_policy
+from vllm_dllm.drafters.width import AcceptanceWidth, LoadWidth, PredictedWidth, make_policy
 
 
 def test_fixed_is_all_that_is_drafted_unless_said_otherwise() -> None:
@@ -19,7 +19,7 @@ def test_fixed_is_all_that_is_drafted_unless_said_otherwise() -> None:
 
 
 def run(
-    policy: ByAcceptance,
+    policy: AcceptanceWidth,
     accepted: dict[str, int],  # of each request's drafts, as many tokens as are verified
     steps: int = 1,
     seconds: tuple[float, float, float] = (0.0, 0.005, 0.0),  # a step, a request, a row of a draft
@@ -35,12 +35,12 @@ def run(
         took = base + each * len(accepted) + row * rows + 0.006 * len(drafted)
         policy.step_timed(Step(len(accepted) + rows, 0, len(drafted)), took)
         for name in drafted:
-            policy.verified(name, widths[-1][name], min(accepted[name], widths[-1][name]))
+            policy.draft_verified(name, widths[-1][name], min(accepted[name], widths[-1][name]))
     return widths
 
 
 def test_acceptance_narrows_under_60_percent_and_widens_over_90() -> None:
-    policy = ByAcceptance(15)
+    policy = AcceptanceWidth(15)
     assert run(policy, {"a": 2}) == [{"a": 15}]  # of this and the good start, 57% on average
     assert run(policy, {"a": 3}) == [{"a": 11}]
     # Between the two, nothing changes; the share follows with a delay.
@@ -52,13 +52,13 @@ def test_acceptance_narrows_under_60_percent_and_widens_over_90() -> None:
 
 
 def test_acceptance_stays_between_one_and_the_widest() -> None:
-    policy = ByAcceptance(4)
+    policy = AcceptanceWidth(4)
     for _ in range(9):
         run(policy, {"a": 0})
-        assert 1 <= policy._course("a").width <= 4
+        assert 1 <= policy._history("a").width <= 4
     for _ in range(99):
         run(policy, {"a": 4})
-        assert 1 <= policy._course("a").width <= 4
+        assert 1 <= policy._history("a").width <= 4
 
 
 def drafted(widths: list[dict[str, int]], name: str) -> list[int]:
@@ -67,7 +67,7 @@ def drafted(widths: list[dict[str, int]], name: str) -> list[int]:
 
 def test_acceptance_pauses_where_drafts_do_not_pay() -> None:
     """A draft takes 6 for a step's 5: two tokens of a draft pay for it, one does not."""
-    policy = ByAcceptance(15)
+    policy = AcceptanceWidth(15)
     run(policy, {"a": 1}, 100)
     tries = drafted(run(policy, {"a": 1}, 2000), "a")
     assert 2 <= len(tries) <= 5, "ever less often"
@@ -80,7 +80,7 @@ def test_acceptance_pauses_where_drafts_do_not_pay() -> None:
 def test_acceptance_goes_without_where_the_batch_is_too_full() -> None:
     """A step of one request is nearly free for more of them, so that its rows have to be many to
     count."""
-    policy = ByAcceptance(15)
+    policy = AcceptanceWidth(15)
     seconds = (0.02, 0.0004, 0.0004)
     alone, many = {"0": 2}, {str(i): 2 for i in range(32)}
     for _ in range(8):
@@ -93,7 +93,7 @@ def test_acceptance_goes_without_where_the_batch_is_too_full() -> None:
 
 
 def test_acceptance_leaves_out_the_requests_that_do_not_pay() -> None:
-    policy = ByAcceptance(15)
+    policy = AcceptanceWidth(15)
     accepted = {"good": 12, "bad": 0}
     run(policy, accepted, 100)
     widths = run(policy, accepted, 10 * policy.TRY_EVERY)
@@ -103,7 +103,7 @@ def test_acceptance_leaves_out_the_requests_that_do_not_pay() -> None:
 
 
 def test_acceptance_starts_new_requests_as_the_last_ones_fared() -> None:
-    policy = ByAcceptance(15)
+    policy = AcceptanceWidth(15)
     run(policy, {"a": 0}, 200)
     assert not run(policy, {"new": 0})[0]["new"]
     run(policy, {"a": 9}, 2 * policy.TRY_LEAST)
@@ -111,29 +111,29 @@ def test_acceptance_starts_new_requests_as_the_last_ones_fared() -> None:
 
 
 def test_acceptance_forgets_requests_that_ended() -> None:
-    policy = ByAcceptance(15)
+    policy = AcceptanceWidth(15)
     run(policy, {"a": 2})
-    assert policy._course("a").width == 11
-    policy.ended("a")
-    assert policy._course("a").width == 15
+    assert policy._history("a").width == 11
+    policy.request_ended("a")
+    assert policy._history("a").width == 15
 
 
 @pytest.mark.parametrize(
     ("num_requests", "width"), [(1, 15), (8, 15), (9, 13), (16, 7), (64, 1), (65, 0), (200, 0)]
 )
 def test_load_shares_the_rows(num_requests: int, width: int) -> None:
-    assert ByLoad(15, num_rows=128).width("a", num_requests) == width
+    assert LoadWidth(15, num_rows=128).width("a", num_requests) == width
 
 
 def test_the_predictor_speaks_once_a_request() -> None:
-    policy = Predicted(15)
+    policy = PredictedWidth(15)
     assert policy.width("a", 1) == 15
-    policy.predicted("a", 9)
-    policy.predicted("a", 12)  # a preempted request's second prefill
+    policy.width_predicted("a", 9)
+    policy.width_predicted("a", 12)  # a preempted request's second prefill
     assert policy.width("a", 1) == 9
-    policy.predicted("b", 99)
+    policy.width_predicted("b", 99)
     assert policy.width("b", 1) == 15
-    policy.ended("a")
+    policy.request_ended("a")
     assert policy.width("a", 1) == 15
 
 

@@ -12,11 +12,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.paths import CHECKPOINTS
 from tests.unit.grammar.reference import ENDED
-from vllm_dllm.grammar.canvas import constrain
-from vllm_dllm.grammar.compile import Grammars
+from vllm_dllm.grammar.canvas import constrain_canvas
+from vllm_dllm.grammar.compiler import GrammarCompiler
 from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.rows import DEEP, CanvasRows
-from vllm_dllm.grammar.state import GrammarState, legal_tokens
+from vllm_dllm.grammar.masks import unpack_mask
+from vllm_dllm.grammar.rows import MORE_TOKENS, CanvasRows
+from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 V, K = 512, 32
@@ -31,14 +32,14 @@ def tokenizer() -> LLTokenizer:
 
 
 @cache
-def grammars() -> Grammars:
-    return Grammars(GrammarVocabulary(tokenizer()))
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(GrammarVocabulary(tokenizer()))
 
 
 def start(
     grammar: str, stops: frozenset[int] = frozenset(), exclusions: Exclusions | None = None
 ) -> GrammarState:
-    return grammars().start(grammar, stops, exclusions)
+    return grammars().start_state(grammar, stops, exclusions)
 
 
 def of_schema(schema: dict, exclusions: Exclusions | None = None) -> GrammarState:
@@ -53,12 +54,12 @@ def rows_of(logprobs: np.ndarray, k: int = K) -> CanvasRows:
     """`logprobs` [L, V] fp32."""
     order = np.argsort(-logprobs, axis=1, kind="stable")[:, :k]
 
-    def best_legal(row: int, words: np.ndarray) -> tuple[int, float]:
-        token = int(np.where(legal_tokens(words, V), logprobs[row], -np.inf).argmax())
+    def best_legal(row: int, mask: np.ndarray) -> tuple[int, float]:
+        token = int(np.where(unpack_mask(mask, V), logprobs[row], -np.inf).argmax())
         return token, float(logprobs[row, token])
 
     def more(row: int) -> tuple[np.ndarray, np.ndarray]:
-        tokens = np.argsort(-logprobs[row], kind="stable")[:DEEP]
+        tokens = np.argsort(-logprobs[row], kind="stable")[:MORE_TOKENS]
         return tokens, logprobs[row, tokens]
 
     return CanvasRows(order, np.take_along_axis(logprobs, order, axis=1), best_legal, more)
@@ -103,9 +104,9 @@ def answer(
     state, tokens = state.copy(), []
     while len(tokens) < max_tokens and not state.has_ended:
         rows = rows_of(noise(rng, length, scale))
-        found = constrain(state, rows, max_tokens - len(tokens), EOS)
+        found = constrain_canvas(state, rows, max_tokens - len(tokens), EOS)
         for token in found.path.tokens:
-            assert state.consume(token)
+            assert state.consume_token(token)
         tokens += found.path.tokens
     return tokens
 

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from vllm_dllm.grammar.state import GrammarState, legal_tokens
+from vllm_dllm.grammar.masks import unpack_mask
+from vllm_dllm.grammar.state import GrammarState
 
 
 class Automaton(Protocol):
@@ -34,9 +35,9 @@ def plain_walk(
     for row in logprobs:
         if state.has_ended:
             break
-        is_legal = legal_tokens(state.mask(), state.vocabulary.size)
+        is_legal = unpack_mask(state.compute_mask(), state.vocabulary.size)
         tokens.append(int(np.where(is_legal, row, -np.inf).argmax()))
-        assert state.consume(tokens[-1])
+        assert state.consume_token(tokens[-1])
     return tokens
 
 

@@ -9,7 +9,7 @@ from llguidance import LLTokenizer
 
 from tests.paths import CHECKPOINTS
 from tests.unit.grammar.canvases import EOS, V
-from vllm_dllm.grammar.compile import Grammars
+from vllm_dllm.grammar.compiler import GrammarCompiler
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 IDS = {
@@ -50,8 +50,8 @@ def tokenizer() -> LLTokenizer:
 
 
 @cache
-def grammars() -> Grammars:
-    return Grammars(GrammarVocabulary(tokenizer()))
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(GrammarVocabulary(tokenizer()))
 
 
 def encode(text: str) -> list[int]:

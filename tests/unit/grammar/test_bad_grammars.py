@@ -6,8 +6,8 @@ import pytest
 from llguidance import LLMatcher, grammar_from
 
 from tests.unit.grammar.canvases import start
-from vllm_dllm.grammar.closing import completion
-from vllm_dllm.grammar.compile import GrammarError, check_schema
+from vllm_dllm.grammar.compiler import GrammarError, check_schema_size
+from vllm_dllm.grammar.completion import find_completion
 
 
 def of_json(schema: object) -> str:
@@ -57,7 +57,7 @@ TOO_LARGE = {
 def test_schemas_that_stop_llguidance_are_refused_before(name: str) -> None:
     schema, complaint = TOO_LARGE[name]
     with pytest.raises(GrammarError, match=complaint):
-        check_schema(schema)
+        check_schema_size(schema)
 
 
 def test_schemas_at_the_limit_compile() -> None:
@@ -67,7 +67,7 @@ def test_schemas_at_the_limit_compile() -> None:
         {"enum": [f"word {i}" for i in range(3000)]},
         {"type": "array", "minItems": 10_000},
     ):
-        check_schema(schema)
+        check_schema_size(schema)
         start(of_json(schema))
 
 
@@ -93,10 +93,10 @@ def test_schemas_at_the_limit_compile() -> None:
     ids=["endless rule", "endless reference", "explodes on the way", "explodes at once"],
 )
 def test_endless_grammars_have_no_completion(text: str) -> None:
-    assert completion(start(text), 4096) is None
+    assert find_completion(start(text), 4096) is None
 
 
 @pytest.mark.parametrize("regex", ["(a+)+b", "(a|b)*a(a|b){20}"])
 def test_regexes_that_hang_others_are_harmless(regex: str) -> None:
-    tokens = completion(start(grammar_from("regex", regex)), 4096)
+    tokens = find_completion(start(grammar_from("regex", regex)), 4096)
     assert tokens is not None

@@ -18,9 +18,10 @@ from tests.unit.grammar.canvases import (
     tokenizer,
 )
 from tests.unit.grammar.reference import best_path
-from vllm_dllm.grammar.beam import WORTH_NATS, beam, search
-from vllm_dllm.grammar.cheapest import cheapest
-from vllm_dllm.grammar.walk import walk
+from vllm_dllm.grammar.beam_search import beam_search
+from vllm_dllm.grammar.best_first_search import best_first_search
+from vllm_dllm.grammar.canvas import MAX_WALK_COST_NATS, find_path
+from vllm_dllm.grammar.walk import walk_best_guesses
 
 L = 32
 LANGUAGES = {
@@ -45,8 +46,8 @@ def test_the_beam_finds_the_cheapest_path() -> None:
             logprobs = drafted(rng, text, L, faults=int(rng.integers(0, 4)))
             _, least = best_path(automaton, logprobs)
             state, rows = start(grammar_from("regex", regex)), rows_of(logprobs)
-            excess.append(search(state, rows, L)[0].cost_nats - least)
-            walked.append(walk(state, rows, L).cost_nats - least)
+            excess.append(find_path(state, rows, L)[0].cost_nats - least)
+            walked.append(walk_best_guesses(state, rows, L).cost_nats - least)
     excess_nats = np.array(excess)
     assert excess_nats.min() > -tolerances.BEAM_NATS  # or the oracle is none
     assert np.mean(excess_nats < tolerances.BEAM_NATS) >= 0.99
@@ -62,7 +63,7 @@ def test_the_cheapest_first_is_right_or_gives_up() -> None:
             for faults in (0, 1, 3):
                 logprobs = drafted(rng, text, L, faults)
                 state, rows = start(grammar_from("regex", regex)), rows_of(logprobs)
-                found = cheapest(state, rows, L, [])
+                found = best_first_search(state, rows, L, [])
                 if found is None:
                     continue
                 num_found += 1
@@ -71,7 +72,9 @@ def test_the_cheapest_first_is_right_or_gives_up() -> None:
                 )
     assert num_found > 12
     flat = rows_of(noise(rng, L, 0.1))
-    assert cheapest(start(grammar_from("regex", LANGUAGES["words"][0])), flat, L, []) is None
+    assert (
+        best_first_search(start(grammar_from("regex", LANGUAGES["words"][0])), flat, L, []) is None
+    )
 
 
 def test_a_quotation_mark_too_early_is_taken_back() -> None:
@@ -81,19 +84,19 @@ def test_a_quotation_mark_too_early_is_taken_back() -> None:
     logprobs[4] = np.log(1e-4)
     logprobs[4, QUOTE], logprobs[4, right] = np.log(0.9), np.log(0.05)
     rows = rows_of(logprobs)
-    walked = walk(start(grammar_from("regex", regex)), rows, L)
-    found, end = search(start(grammar_from("regex", regex)), rows, L)
-    assert walked.tokens[4] == QUOTE and walked.cost_nats > 5 * WORTH_NATS
+    walked = walk_best_guesses(start(grammar_from("regex", regex)), rows, L)
+    found, end = find_path(start(grammar_from("regex", regex)), rows, L)
+    assert walked.tokens[4] == QUOTE and walked.cost_nats > 5 * MAX_WALK_COST_NATS
     assert found.cost_nats == pytest.approx(np.log(0.9 / 0.05)) and end.has_ended
     assert text_of(found.tokens) == texts[1]
 
 
 @pytest.mark.parametrize("known", [0, 5])
-@pytest.mark.parametrize("find", [beam, cheapest], ids=["beam", "cheapest"])
+@pytest.mark.parametrize("find", [beam_search, best_first_search], ids=["beam", "cheapest"])
 def test_a_search_leaves_its_start_alone(find: Callable[..., object], known: int) -> None:
     regex, texts = LANGUAGES["object"]
     rows = rows_of(drafted(np.random.default_rng(1), texts[0], L, faults=0))
     state = start(grammar_from("regex", regex))
-    before = state.mask()
-    find(state, rows, L, walk(state.copy(), rows, L).tokens[:known])
-    np.testing.assert_array_equal(state.mask(), before)
+    before = state.compute_mask()
+    find(state, rows, L, walk_best_guesses(state.copy(), rows, L).tokens[:known])
+    np.testing.assert_array_equal(state.compute_mask(), before)

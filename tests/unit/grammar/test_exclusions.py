@@ -23,10 +23,11 @@ from tests.unit.grammar.canvases import (
     text_of,
     tokenizer,
 )
-from vllm_dllm.grammar.canvas import constrain
-from vllm_dllm.grammar.closing import shortest_known
+from vllm_dllm.grammar.canvas import constrain_canvas
+from vllm_dllm.grammar.completion import find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.state import GrammarState, legal_tokens
+from vllm_dllm.grammar.masks import unpack_mask
+from vllm_dllm.grammar.state import GrammarState
 
 PERSON = SCHEMAS["person"]
 SEEDS = 30
@@ -49,9 +50,9 @@ def test_a_mask_has_what_is_not_excluded() -> None:
     exclusions = Exclusions(V, frozenset(range(5, 300)), frozenset({(7,), (8, 9), (5, 8, 10)}))
     for before in ([], [8], [9, 8], [5, 8]):
         words = np.full((V + 31) // 32, 0xFFFFFFFF, dtype=np.uint32)
-        exclusions.remove_from(words, before)
+        exclusions.remove_from_(words, before)
         expected = [t for t in range(V) if not exclusions.excludes(t, before)]
-        assert np.flatnonzero(legal_tokens(words, V)).tolist() == expected
+        assert np.flatnonzero(unpack_mask(words, V)).tolist() == expected
     assert exclusions.excludes(9, [8]) and not exclusions.excludes(9, [5])
     assert exclusions.excludes(10, [5, 8]) and not exclusions.excludes(10, [6, 8])
     assert exclusions.excludes(7, []) and exclusions.excludes(4, [])
@@ -69,7 +70,7 @@ def test_answers_are_valid_without_what_is_excluded() -> None:
         others = [(t,) for t in range(7, V) if t not in characters and rng.random() < 0.5]
         exclusions = never(*pairs, *others)
         state = of_schema(PERSON, exclusions)
-        needed = shortest_known(state, 200)
+        needed = find_shortest_completion(state, 200)
         if needed is None:
             continue
         answered += 1
@@ -86,17 +87,17 @@ def test_answers_are_valid_without_what_is_excluded() -> None:
 def test_a_word_that_cannot_be_spelt_to_its_end_is_not_begun(seed: int) -> None:
     rows = rows_of(drafted(np.random.default_rng(seed), "green", 8, faults=0))
     state = start(grammar_from("choice", '["red", "green"]'), exclusions=only("redg"))
-    found = constrain(state, rows, 100, EOS)
+    found = constrain_canvas(state, rows, 100, EOS)
     assert text_of(found.path.tokens) == "red" and found.path.tokens[-1] == EOS and found.ended
 
 
 def test_words_across_the_end_of_a_canvas() -> None:
     a, b, c = token("a"), token("b"), token("c")
     state = start(grammar_from("regex", "[ab]c?[ab]"), exclusions=never((a, b), (a, c, b)))
-    assert state.consume(a) and not state.consume(b) and state.consume(c)
-    assert not state.allows(b) and state.allows(a)
+    assert state.consume_token(a) and not state.consume_token(b) and state.consume_token(c)
+    assert not state.allows_token(b) and state.allows_token(a)
     ahead = state.copy()
-    assert not ahead.consume(b) and ahead.consume(a) and not state.has_ended
+    assert not ahead.consume_token(b) and ahead.consume_token(a) and not state.has_ended
 
 
 def test_what_is_forced_ends_before_what_is_excluded_or_ends_the_answer() -> None:
@@ -115,14 +116,14 @@ def test_a_stop_token_that_is_excluded_ends_nothing() -> None:
     stop = 3
     exclusions = Exclusions(V, frozenset({stop, token("a")}), frozenset())
     state = start(grammar_from("regex", "a"), frozenset({stop}), exclusions)
-    assert state.stops == {stop} and state.consume(token("a"))
-    assert np.flatnonzero(legal_tokens(state.mask(), V)).tolist() == [stop]
+    assert state.stops == {stop} and state.consume_token(token("a"))
+    assert np.flatnonzero(unpack_mask(state.compute_mask(), V)).tolist() == [stop]
 
 
 def test_no_answer_is_found_where_there_is_none() -> None:
-    assert shortest_known(of_schema(PERSON, only("{}ab")), 100) is None
+    assert find_shortest_completion(of_schema(PERSON, only("{}ab")), 100) is None
     exclusions = only('{}": ,nameg0')
-    tokens = shortest_known(of_schema(PERSON, exclusions), 100)
+    tokens = find_shortest_completion(of_schema(PERSON, exclusions), 100)
     assert tokens is not None and not any(exclusions.excludes(t, ()) for t in tokens)
 
 

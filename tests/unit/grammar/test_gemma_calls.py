@@ -11,28 +11,28 @@ from llguidance import grammar_from
 
 from tests.unit.grammar.canvases import EOS, answer, rows_of
 from tests.unit.grammar.special_tokens import decode, encode, grammars
-from tests.unit.grammar.test_gemma_reading import TEXT, call
 from tests.unit.grammar.test_reasoning import meant
-from vllm_dllm.grammar.canvas import constrain
-from vllm_dllm.grammar.closing import shortest_known
+from tests.unit.requests.test_gemma_reader import TEXT, call
+from vllm_dllm.grammar.canvas import constrain_canvas
+from vllm_dllm.grammar.completion import find_shortest_completion
 from vllm_dllm.grammar.gemma_calls import calls_rule
-from vllm_dllm.grammar.gemma_reading import read_calls
 from vllm_dllm.grammar.lark import LarkRules
 from vllm_dllm.grammar.schema_forms import SchemaError
 from vllm_dllm.grammar.state import GrammarState
-from vllm_dllm.requests.structural_tag import to_lark
+from vllm_dllm.requests.gemma_reader import read_calls
+from vllm_dllm.requests.structural_tag import structural_tag_to_lark
 
 
 def start(functions: dict[str, Any], **options: bool) -> GrammarState:
     lark = LarkRules()
     asked = {"at_least_one": True, "stop_after_first": True, **options}
-    rule = lark.add(calls_rule(lark, functions, **asked))
-    return grammars().start(grammar_from("grammar", lark.text(rule)), frozenset())
+    rule = lark.add_rule(calls_rule(lark, functions, **asked))
+    return grammars().start_state(grammar_from("grammar", lark.to_text(rule)), frozenset())
 
 
 def accepts(state: GrammarState, text: str) -> bool:
     state, tokens = state.copy(), encode(text)
-    return state.consume_text(tokens) == len(tokens) and state.is_complete()
+    return state.consume_tokens(tokens) == len(tokens) and state.is_complete()
 
 
 def of(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def of(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any
 
 def of_noise(state: GrammarState, seed: int, spare: int = 30) -> str:
     """An answer that fits into few tokens more than it needs."""
-    needed = shortest_known(state, 400)
+    needed = find_shortest_completion(state, 400)
     assert needed is not None
     most = len(needed) + spare
     return decode(answer(state, np.random.default_rng(seed), 32, most, scale=3.0))
@@ -201,9 +201,9 @@ def test_every_text_can_be_said(text: str) -> None:
 def test_a_text_cannot_end_early() -> None:
     """The name of the token that ends it, spelt with others, would be read as that token."""
     state = start({"f": of({"a": {"type": "string"}}, "a")})
-    assert state.consume_text(encode('<|tool_call>call:f{a:<|"|>')) > 0
+    assert state.consume_tokens(encode('<|tool_call>call:f{a:<|"|>')) > 0
     spelt = [encode(sign)[0] for sign in '<|"|>']
-    assert state.consume_text(spelt) == len(spelt) - 1
+    assert state.consume_tokens(spelt) == len(spelt) - 1
 
 
 CALL = call("f", {"a": 1})
@@ -290,16 +290,16 @@ def cut(state: GrammarState, text: str, most: int) -> tuple[str, bool]:
     """What there is of an answer that the model means, within so many tokens; and whether it was
     closed."""
     rows = rows_of(meant(text, 48))
-    found = constrain(state, rows, most, EOS)
+    found = constrain_canvas(state, rows, most, EOS)
     return decode([token for token in found.path.tokens if token != EOS]), found.is_cut
 
 
 OPTIONAL = {
     "auto": start(WEATHER, at_least_one=False, stop_after_first=False),
-    "or a form": grammars().start(
+    "or a form": grammars().start_state(
         grammar_from(
             "grammar",
-            to_lark(
+            structural_tag_to_lark(
                 {
                     "format": {
                         "type": "or",
@@ -343,7 +343,7 @@ def test_a_second_call_is_not_either() -> None:
 
 def test_one_that_must_come_is_closed() -> None:
     state = start(WEATHER)
-    needed = shortest_known(state, 100)
+    needed = find_shortest_completion(state, 100)
     assert needed is not None
     for most in range(len(needed), len(encode(MEANT))):
         text, is_cut = cut(state, MEANT, most)

@@ -7,16 +7,17 @@ import pytest
 from llguidance import grammar_from
 
 from tests.unit.grammar.canvases import EOS, answer, grammars, normalised, rows_of, text_of
-from vllm_dllm.grammar.canvas import constrain
-from vllm_dllm.grammar.closing import completion
-from vllm_dllm.grammar.state import GrammarState, is_legal
+from vllm_dllm.grammar.canvas import constrain_canvas
+from vllm_dllm.grammar.completion import find_completion
+from vllm_dllm.grammar.masks import has_token
+from vllm_dllm.grammar.state import GrammarState
 
 OTHER_STOP = 300
 WORDS = "[a-z]{1,3}( [a-z]{1,3})*"
 
 
 def start(regex: str, min_tokens: int, stops: frozenset[int] = frozenset()) -> GrammarState:
-    return grammars().start(grammar_from("regex", regex), stops, None, min_tokens)
+    return grammars().start_state(grammar_from("regex", regex), stops, None, min_tokens)
 
 
 def wants_to_end(length: int, seed: int) -> np.ndarray:
@@ -31,8 +32,8 @@ def end_of(state: GrammarState, length: int, max_tokens: int) -> list[int]:
     state, tokens = state.copy(), []
     while len(tokens) < max_tokens and not state.has_ended:
         rows = rows_of(wants_to_end(length, seed=len(tokens)))
-        path = constrain(state, rows, max_tokens - len(tokens), EOS).path
-        assert all(state.consume(token) for token in path.tokens)
+        path = constrain_canvas(state, rows, max_tokens - len(tokens), EOS).path
+        assert all(state.consume_token(token) for token in path.tokens)
         tokens += path.tokens
     return tokens
 
@@ -61,16 +62,21 @@ def test_noise(max_tokens: int = 48) -> None:
 
 def test_every_stop_token_waits() -> None:
     state = start("a+", 2, frozenset({OTHER_STOP}))
-    a = grammars().vocabulary.by_bytes[b"a"]
+    a = grammars().vocabulary.token_by_bytes[b"a"]
     for _ in range(2):
-        assert not any(is_legal(state.mask(), stop) or state.allows(stop) for stop in state.stops)
-        assert not state.consume(OTHER_STOP) and not state.is_complete()
-        assert state.consume(a)
-    assert all(is_legal(state.mask(), stop) and state.allows(stop) for stop in state.stops)
-    assert state.is_complete() and state.consume(OTHER_STOP)
+        assert not any(
+            has_token(state.compute_mask(), stop) or state.allows_token(stop)
+            for stop in state.stops
+        )
+        assert not state.consume_token(OTHER_STOP) and not state.is_complete()
+        assert state.consume_token(a)
+    assert all(
+        has_token(state.compute_mask(), stop) and state.allows_token(stop) for stop in state.stops
+    )
+    assert state.is_complete() and state.consume_token(OTHER_STOP)
 
 
 def test_a_completion_is_long_enough() -> None:
-    tokens = completion(start(WORDS, 20), 40)
+    tokens = find_completion(start(WORDS, 20), 40)
     assert tokens is not None and 20 <= len(tokens) <= 40
-    assert completion(start("[a-z]", 20), 40) is not None
+    assert find_completion(start("[a-z]", 20), 40) is not None

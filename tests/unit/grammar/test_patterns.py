@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.unit.grammar.canvases import answer, of_schema, text_of, tokenizer
-from vllm_dllm.grammar.closing import shortest_known
+from vllm_dllm.grammar.completion import find_shortest_completion
 from vllm_dllm.grammar.patterns import mend_pattern, mend_patterns
 from vllm_dllm.grammar.state import GrammarState
 
@@ -33,7 +33,7 @@ PATTERNS = (
 
 def accepts(schema: dict, text: str) -> bool:
     state, tokens = of_schema(schema), tokenizer().tokenize_str(text)
-    return state.consume_text(tokens) == len(tokens) and state.is_complete()
+    return state.consume_tokens(tokens) == len(tokens) and state.is_complete()
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -85,14 +85,14 @@ def test_formats_are_what_python_reads(name: str) -> None:
     """The year 0 was once forced, which no reader takes."""
     schema = mend_patterns({"type": "string", "format": name})
     state = of_schema(schema)
-    closed = shortest_known(state, 60)
+    closed = find_shortest_completion(state, 60)
     assert closed is not None
     for text in (text_of(closed), *(of_noise(state, seed) for seed in range(8))):
         READERS[name](json.loads(text))
     for text in NOT_READ.get(name, ()):
         assert not accepts(schema, json.dumps(text))
     both = mend_patterns({"type": "string", "format": name, "allOf": [{"pattern": "1"}]})
-    tokens = shortest_known(of_schema(both), 60)
+    tokens = find_shortest_completion(of_schema(both), 60)
     assert tokens is not None and "1" in text_of(tokens)
 
 

@@ -18,11 +18,12 @@ from tests.unit.grammar.special_tokens import (
     encode,
     grammars,
 )
-from vllm_dllm.grammar.canvas import constrain
-from vllm_dllm.grammar.closing import completion, shortest_known
+from vllm_dllm.grammar.canvas import constrain_canvas
+from vllm_dllm.grammar.completion import find_completion, find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.masks import has_token
 from vllm_dllm.grammar.reasoning import Reasoning
-from vllm_dllm.grammar.state import GrammarState, is_legal
+from vllm_dllm.grammar.state import GrammarState
 
 THINK = Reasoning(frozenset({THOUGHT_ENDS}))
 GEMMA = Reasoning(frozenset({CHANNEL_ENDS, CALL}), frozenset({CALL}), frozenset({CHANNEL_BEGINS}))
@@ -34,7 +35,7 @@ def start(
     schema: dict = PERSON, reasoning: Reasoning = THINK, exclusions: Exclusions | None = None
 ) -> GrammarState:
     text = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-    return grammars().start(text, frozenset(), exclusions, 0, reasoning)
+    return grammars().start_state(text, frozenset(), exclusions, 0, reasoning)
 
 
 def meant(text: str, length: int, seed: int = 0, sure: float = 12.0) -> np.ndarray:
@@ -48,7 +49,7 @@ def meant(text: str, length: int, seed: int = 0, sure: float = 12.0) -> np.ndarr
 def test_the_form_begins_amid_a_canvas() -> None:
     thought = "Emma is 71: {"
     rows = rows_of(meant(f"{thought}</think>{EMMA}", 64))
-    found = constrain(start(), rows, 200, EOS)
+    found = constrain_canvas(start(), rows, 200, EOS)
     assert decode(found.path.tokens) == f"{thought}</think>{EMMA}" and found.ended
     # What is thought is nobody's business.
     assert found.path.num_reasoning == len(encode(thought)) + 1
@@ -57,7 +58,7 @@ def test_the_form_begins_amid_a_canvas() -> None:
 
 def test_only_what_follows_is_repaired() -> None:
     rows = rows_of(meant('}}"{ no</think>{"name": "Emma",, "age": "71"}', 64, sure=14.0))
-    path = constrain(start(), rows, 200, EOS).path
+    path = constrain_canvas(start(), rows, 200, EOS).path
     text = decode(path.tokens)
     assert text.startswith('}}"{ no</think>')
     jsonschema.validate(json.loads(text.partition("</think>")[2]), PERSON)
@@ -65,32 +66,38 @@ def test_only_what_follows_is_repaired() -> None:
 
 def test_what_begins_reasoning_comes_first() -> None:
     """Else a parser takes what came before it for the answer, which then has no form."""
-    first = constrain(start(reasoning=GEMMA), rows_of(meant("<|channel>on", 8)), 200, EOS).path
+    first = constrain_canvas(
+        start(reasoning=GEMMA), rows_of(meant("<|channel>on", 8)), 200, EOS
+    ).path
     assert decode(first.tokens).startswith("<|channel>on")
     rows = rows_of(meant(f"on<|channel><channel|>{EMMA}", 64))
-    found = constrain(start(reasoning=GEMMA), rows, 200, EOS)
+    found = constrain_canvas(start(reasoning=GEMMA), rows, 200, EOS)
     assert CHANNEL_BEGINS not in found.path.tokens
     assert decode(found.path.tokens).endswith(f"<channel|>{EMMA}") and found.ended
     state = start(reasoning=GEMMA)
-    assert state.allows(CHANNEL_BEGINS) and is_legal(state.mask(), CHANNEL_BEGINS)
-    assert state.consume_text(encode("on")) == len(encode("on"))
+    assert state.allows_token(CHANNEL_BEGINS) and has_token(state.compute_mask(), CHANNEL_BEGINS)
+    assert state.consume_tokens(encode("on")) == len(encode("on"))
     for later in (state, state.copy()):
-        assert not later.allows(CHANNEL_BEGINS) and not is_legal(later.mask(), CHANNEL_BEGINS)
-        assert not later.consume(CHANNEL_BEGINS)
+        assert not later.allows_token(CHANNEL_BEGINS) and not has_token(
+            later.compute_mask(), CHANNEL_BEGINS
+        )
+        assert not later.consume_token(CHANNEL_BEGINS)
 
 
 def test_reasoning_goes_over_blocks() -> None:
     state = start()
     for block in ("on and on ", "and on "):
-        tokens = constrain(state, rows_of(meant(block, len(encode(block)))), 200, EOS).path.tokens
-        assert decode(tokens) == block and all(state.consume(token) for token in tokens)
+        tokens = constrain_canvas(
+            state, rows_of(meant(block, len(encode(block)))), 200, EOS
+        ).path.tokens
+        assert decode(tokens) == block and all(state.consume_token(token) for token in tokens)
     rows = rows_of(meant(f"</think>{EMMA}", 40))
-    assert decode(constrain(state, rows, 100, EOS).path.tokens) == f"</think>{EMMA}"
+    assert decode(constrain_canvas(state, rows, 100, EOS).path.tokens) == f"</think>{EMMA}"
 
 
 def test_it_does_not_stop_the_answer() -> None:
     """Where the model would stop before it has answered, the answer begins."""
-    path = constrain(start(), rows_of(meant("I know. ", 48)), 200, EOS).path
+    path = constrain_canvas(start(), rows_of(meant("I know. ", 48)), 200, EOS).path
     text = decode(path.tokens)
     assert text.startswith("I know. </think>")
     jsonschema.validate(json.loads(text.partition("</think>")[2]), PERSON)
@@ -101,7 +108,7 @@ def test_it_does_not_stop_the_answer() -> None:
 def test_an_answer_of_noise_fits(name: str, spare: int) -> None:
     """The reasoning is cut where the answer would not fit any more."""
     state = start(SCHEMAS[name])
-    needed = shortest_known(state, 200)
+    needed = find_shortest_completion(state, 200)
     assert needed is not None and needed[0] == THOUGHT_ENDS
     most = len(needed) + spare
     tokens = answer(state, np.random.default_rng(spare), 16, most, scale=3.0)
@@ -111,7 +118,7 @@ def test_an_answer_of_noise_fits(name: str, spare: int) -> None:
 
 
 def test_a_token_that_opens_the_answer_ends_it_too() -> None:
-    calls = grammars().start(
+    calls = grammars().start_state(
         grammar_from("grammar", 'start: "a"? <|tool_call> "call" <tool_call|>'),
         frozenset(),
         None,
@@ -119,29 +126,33 @@ def test_a_token_that_opens_the_answer_ends_it_too() -> None:
         GEMMA,
     )
     rows = rows_of(meant("so<|tool_call>call<tool_call|>", 16))
-    text = decode(constrain(calls, rows, 100, EOS).path.tokens)
+    text = decode(constrain_canvas(calls, rows, 100, EOS).path.tokens)
     assert text == "so<|tool_call>call<tool_call|>"
     # Of a form that does not begin with it, it is no part.
     state = start(reasoning=GEMMA)
-    assert not state.allows(CALL) and not is_legal(state.mask(), CALL)
-    assert state.consume_text([100, CALL, 101]) == 1
-    assert state.allows(CHANNEL_ENDS) and state.ends_of_reasoning() == [CHANNEL_ENDS]
+    assert not state.allows_token(CALL) and not has_token(state.compute_mask(), CALL)
+    assert state.consume_tokens([100, CALL, 101]) == 1
+    assert state.allows_token(CHANNEL_ENDS) and state.reasoning_ends() == [CHANNEL_ENDS]
 
 
 def test_what_is_excluded_is_not_thought() -> None:
     word = encode("on")[0]
     exclusions = Exclusions(512, None, frozenset({(word,)}))
-    path = constrain(start(exclusions=exclusions), rows_of(meant("on on", 40)), 200, EOS).path
+    path = constrain_canvas(
+        start(exclusions=exclusions), rows_of(meant("on on", 40)), 200, EOS
+    ).path
     assert word not in path.tokens and THOUGHT_ENDS in path.tokens
     never_ends = Exclusions(512, None, frozenset({(THOUGHT_ENDS,)}))
-    assert completion(start(exclusions=never_ends), 200) is None
+    assert find_completion(start(exclusions=never_ends), 200) is None
 
 
 def test_a_copy_thinks_on_its_own() -> None:
     state = start()
     other = state.copy()
-    assert other.consume(THOUGHT_ENDS) and other.reasoning is None and state.reasoning is THINK
-    assert other.consume_text(encode("{")) == 1 and state.consume_text(encode("}")) == 1
+    assert (
+        other.consume_token(THOUGHT_ENDS) and other.reasoning is None and state.reasoning is THINK
+    )
+    assert other.consume_tokens(encode("{")) == 1 and state.consume_tokens(encode("}")) == 1
 
 
 MAY_THINK = replace(GEMMA, is_open=False)
@@ -150,19 +161,21 @@ MAY_THINK = replace(GEMMA, is_open=False)
 def test_an_answer_that_begins_at_once_has_its_form() -> None:
     """A parser takes it for content: it was once taken for reasoning, and another was made up."""
     rows = rows_of(meant(EMMA, 48))
-    found = constrain(start(reasoning=MAY_THINK), rows, 200, EOS)
+    found = constrain_canvas(start(reasoning=MAY_THINK), rows, 200, EOS)
     assert decode([token for token in found.path.tokens if token != EOS]) == EMMA
     # What is neither reasoning nor of the form does not begin.
     state = start(reasoning=MAY_THINK)
-    assert not state.allows(encode("Well")[0]) and state.allows(CHANNEL_BEGINS)
-    assert is_legal(state.mask(), CHANNEL_BEGINS) and is_legal(state.mask(), encode("{")[0])
-    assert completion(state, 8) is not None and completion(state, 7) is None
+    assert not state.allows_token(encode("Well")[0]) and state.allows_token(CHANNEL_BEGINS)
+    assert has_token(state.compute_mask(), CHANNEL_BEGINS) and has_token(
+        state.compute_mask(), encode("{")[0]
+    )
+    assert find_completion(state, 8) is not None and find_completion(state, 7) is None
 
 
 def test_an_answer_that_thinks_first() -> None:
     text = f"<|channel>thought\nHm.<channel|>{EMMA}"
     state = start(reasoning=MAY_THINK)
-    found = constrain(state, rows_of(meant(text, 64)), 200, EOS)
+    found = constrain_canvas(state, rows_of(meant(text, 64)), 200, EOS)
     assert decode([token for token in found.path.tokens if token != EOS]) == text
-    assert state.consume(CHANNEL_BEGINS) and state.copy().allows(encode("Well")[0])
-    assert not state.copy().allows(CHANNEL_BEGINS)
+    assert state.consume_token(CHANNEL_BEGINS) and state.copy().allows_token(encode("Well")[0])
+    assert not state.copy().allows_token(CHANNEL_BEGINS)

@@ -9,10 +9,11 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.unit.grammar.canvases import EOS, SCHEMAS, V, noise, start, text_of
-from vllm_dllm.grammar.closing import completion
+from vllm_dllm.grammar.completion import find_completion
 from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.run import Judged, RunRule, reveal_run
-from vllm_dllm.grammar.state import GrammarState, legal_tokens
+from vllm_dllm.grammar.masks import unpack_mask
+from vllm_dllm.grammar.run import RowCandidate, RunRule, reveal_run
+from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError
 
 NO_BOUND = -1.0
@@ -22,15 +23,15 @@ NEVER = 2.0
 def judge_of(logprobs: np.ndarray, rng: np.random.Generator | None = None):
     """Of rows [L, V]: the most probable legal token, or one that is drawn."""
 
-    def judge(row: int, words: np.ndarray | None) -> Judged:
-        legal = np.ones(V, dtype=bool) if words is None else legal_tokens(words, V)
+    def judge(row: int, words: np.ndarray | None) -> RowCandidate:
+        legal = np.ones(V, dtype=bool) if words is None else unpack_mask(words, V)
         among = np.where(legal, logprobs[row], -np.inf)
         token = int(among.argmax())
         if rng is not None:
             probs = np.exp(among - among.max()).astype(np.float64)
             token = int(rng.choice(V, p=probs / probs.sum()))
         probs = np.exp(logprobs[row].astype(np.float64))
-        return Judged(token, float(probs[token]), float(-(probs * logprobs[row]).sum()))
+        return RowCandidate(token, float(probs[token]), float(-(probs * logprobs[row]).sum()))
 
     return judge
 
@@ -55,7 +56,7 @@ def answer(
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_answers_are_valid_and_fit(name: str) -> None:
     state = start(LLMatcher.grammar_from_json_schema(json.dumps(SCHEMAS[name])))
-    needed = completion(state, 300)
+    needed = find_completion(state, 300)
     assert needed is not None
     rng = np.random.default_rng(len(name))
     for length, more in ((4, 0), (4, 60), (32, 1), (32, 90)):
@@ -89,7 +90,7 @@ LETTERS = r"start: /[a-c]{4,40}/"
         (RunRule(1, NEVER, 100.0), 6),
         (RunRule(1, 0.3, NO_BOUND, part_length=2), 2),
         (RunRule(3, 0.3, NO_BOUND, part_length=2), 4),
-        (RunRule(1, 0.3, NO_BOUND, part_length=4, in_block=3), 1),
+        (RunRule(1, 0.3, NO_BOUND, part_length=4, block_offset=3), 1),
     ],
 )
 def test_how_far_a_run_goes(rule: RunRule, length: int) -> None:

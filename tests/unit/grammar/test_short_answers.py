@@ -7,7 +7,7 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.unit.grammar.canvases import grammars, of_schema, text_of
-from vllm_dllm.grammar.closing import completion, shortest_known
+from vllm_dllm.grammar.completion import find_completion, find_shortest_completion
 from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.grammar.state import GrammarState
 
@@ -36,7 +36,7 @@ def of(*strings: dict[str, str]) -> dict:
 
 def require_answer(schema: dict) -> None:
     state = of_schema(mend_patterns(schema))
-    tokens = completion(state, MOST)
+    tokens = find_completion(state, MOST)
     assert tokens is not None and len(tokens) <= MOST, schema
     json.loads(text_of(tokens))
 
@@ -79,13 +79,13 @@ def test_beside_other_values() -> None:
 
 @pytest.mark.parametrize(("pattern", "most"), [("^(a{90}|b)c$", 9), ("^(a|bc){50}b$", 60)])
 def test_detours_are_left_out(pattern: str, most: int) -> None:
-    tokens = shortest_known(of_schema(of({"pattern": pattern})), MOST)
+    tokens = find_shortest_completion(of_schema(of({"pattern": pattern})), MOST)
     assert tokens is not None and len(tokens) <= most, text_of(tokens)
 
 
 def test_from_amid_an_answer() -> None:
     text = LLMatcher.grammar_from_json_schema(of({"format": "email"}, {"format": "date"}))
-    state: GrammarState = grammars().start(text, frozenset())
+    state: GrammarState = grammars().start_state(text, frozenset())
     begun = grammars().vocabulary.tokenizer.tokenize_str('{"p0": "uma.b@exa')
-    assert state.consume_text(begun) == len(begun)
-    assert completion(state, 40) is not None
+    assert state.consume_tokens(begun) == len(begun)
+    assert find_completion(state, 40) is not None

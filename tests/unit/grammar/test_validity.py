@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from tests.unit.grammar.canvases import SCHEMAS, answer, of_schema, text_of
-from vllm_dllm.grammar.closing import completion
-from vllm_dllm.grammar.compile import GrammarError
+from vllm_dllm.grammar.compiler import GrammarError
+from vllm_dllm.grammar.completion import find_completion
 from vllm_dllm.grammar.patterns import mend_patterns
 
 FOLDER = os.environ.get("VLLM_DLLM_SCHEMAS")
@@ -38,7 +38,7 @@ def answer_to(schema: dict, seed: int) -> str | None:
         state = of_schema(mend_patterns(schema))
     except GrammarError:
         return "not compiled"
-    needed = completion(state, LONGEST)
+    needed = find_completion(state, LONGEST)
     if needed is None:
         return "too long"
     rng = np.random.default_rng(seed)

@@ -24,10 +24,9 @@ from tests.unit.grammar.canvases import (
     tokenizer,
 )
 from tests.unit.grammar.reference import plain_walk
-from vllm_dllm.grammar.canvas import constrain
-from vllm_dllm.grammar.closing import completion
-from vllm_dllm.grammar.state import MOST_SPACES
-from vllm_dllm.grammar.walk import walk
+from vllm_dllm.grammar.canvas import constrain_canvas
+from vllm_dllm.grammar.completion import find_completion
+from vllm_dllm.grammar.walk import MAX_SPACES, walk_best_guesses
 
 PERSON = {
     "type": "object",
@@ -43,13 +42,13 @@ EMMA = '{"name": "Emma", "age": 71}'
 def test_a_walk_takes_the_best_legal_token_of_each_row(scale: float, k: int) -> None:
     for seed in range(10):
         logprobs = noise(np.random.default_rng(seed), 24, scale)
-        path = walk(of_schema(PERSON), rows_of(logprobs, k), 24)
+        path = walk_best_guesses(of_schema(PERSON), rows_of(logprobs, k), 24)
         assert path.tokens == plain_walk(of_schema(PERSON), logprobs)
 
 
 def test_a_right_answer_costs_nothing_and_keeps_its_rows() -> None:
     logprobs = drafted(np.random.default_rng(0), EMMA, 24, faults=0, sure=20.0)
-    found = constrain(of_schema(PERSON), rows_of(logprobs), 100, EOS)
+    found = constrain_canvas(of_schema(PERSON), rows_of(logprobs), 100, EOS)
     assert text_of(found.path.tokens) == EMMA and found.path.tokens[-1] == EOS
     assert found.ended and found.path.cost_nats == 0
     # Only the stop token, which the grammar had to be asked about.
@@ -58,7 +57,7 @@ def test_a_right_answer_costs_nothing_and_keeps_its_rows() -> None:
 
 def test_the_path_gives_its_rows_log_probabilities() -> None:
     logprobs = drafted(np.random.default_rng(3), EMMA, 24, faults=3)
-    path = constrain(of_schema(PERSON), rows_of(logprobs), 100, EOS).path
+    path = constrain_canvas(of_schema(PERSON), rows_of(logprobs), 100, EOS).path
     rows = np.arange(len(path.tokens))
     np.testing.assert_array_equal(path.logprobs, logprobs[rows, path.tokens])
     best = logprobs.max(axis=1)[rows].astype(np.float64)
@@ -67,7 +66,7 @@ def test_the_path_gives_its_rows_log_probabilities() -> None:
 
 def test_what_is_forced_is_marked() -> None:
     state = start(grammar_from("choice", '["red", "green"]'))
-    path = walk(state, rows_of(noise(np.random.default_rng(0), 8, 1.0)), 8)
+    path = walk_best_guesses(state, rows_of(noise(np.random.default_rng(0), 8, 1.0)), 8)
     assert text_of(path.tokens) in ("red", "green")
     # The first letter is free, unless the word is one token; the others follow from it.
     assert path.forced == set(range(1, len(path.tokens)))
@@ -76,38 +75,38 @@ def test_what_is_forced_is_marked() -> None:
 def test_a_state_and_its_copy_go_their_own_ways() -> None:
     state = of_schema(PERSON)
     tokens = tokenizer().tokenize_str(EMMA)
-    state.consume_text(tokens[:3])
-    before = state.mask()
+    state.consume_tokens(tokens[:3])
+    before = state.compute_mask()
     ahead = state.copy()
-    assert ahead.consume_text(tokens[3:]) == len(tokens) - 3 and ahead.is_complete()
-    np.testing.assert_array_equal(state.mask(), before)
-    assert not state.is_complete() and not state.consume(EOS) and ahead.consume(EOS)
+    assert ahead.consume_tokens(tokens[3:]) == len(tokens) - 3 and ahead.is_complete()
+    np.testing.assert_array_equal(state.compute_mask(), before)
+    assert not state.is_complete() and not state.consume_token(EOS) and ahead.consume_token(EOS)
 
 
 def test_a_rejected_token_changes_nothing() -> None:
     state = of_schema(PERSON)
-    before = state.mask()
+    before = state.compute_mask()
     brace = tokenizer().tokenize_str("}")[0]
-    assert not state.consume(brace) and state.consume_text([brace]) == 0
-    np.testing.assert_array_equal(state.mask(), before)
-    assert state.consume_text(tokenizer().tokenize_str(EMMA)) > 0
+    assert not state.consume_token(brace) and state.consume_tokens([brace]) == 0
+    np.testing.assert_array_equal(state.compute_mask(), before)
+    assert state.consume_tokens(tokenizer().tokenize_str(EMMA)) > 0
 
 
 def test_every_stop_token_is_legal_where_the_grammar_is_complete() -> None:
     other_stop = 3
     state = start(LLMatcher.grammar_from_json_schema(PERSON), frozenset({other_stop}))
-    assert not state.allows(other_stop)
-    state.consume_text(tokenizer().tokenize_str(EMMA))
-    legal = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
+    assert not state.allows_token(other_stop)
+    state.consume_tokens(tokenizer().tokenize_str(EMMA))
+    legal = np.flatnonzero(np.unpackbits(state.compute_mask().view(np.uint8), bitorder="little"))
     assert legal.tolist() == [EOS, other_stop]
-    assert state.consume(other_stop) and state.has_ended
+    assert state.consume_token(other_stop) and state.has_ended
 
 
 def test_a_stop_token_that_is_text_ends_where_the_text_may_stand() -> None:
     dot = tokenizer().tokenize_str(".")[0]
     state = start(grammar_from("regex", "[a-z.]{5}"), frozenset({dot}))
-    state.consume_text(tokenizer().tokenize_str("ab"))
-    assert not state.is_complete() and state.consume(dot) and state.has_ended
+    state.consume_tokens(tokenizer().tokenize_str("ab"))
+    assert not state.is_complete() and state.consume_token(dot) and state.has_ended
 
 
 def test_whitespace_is_bounded() -> None:
@@ -115,9 +114,9 @@ def test_whitespace_is_bounded() -> None:
     logits[:, tokenizer().tokenize_str("\n")[0]] = 30.0
     logits[0, tokenizer().tokenize_str("{")[0]] = 60.0
     shifted = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
-    path = constrain(of_schema(PERSON), rows_of(shifted), 500, EOS).path
-    assert "\n" * MOST_SPACES in text_of(path.tokens)
-    assert "\n" * (MOST_SPACES + 1) not in text_of(path.tokens)
+    path = constrain_canvas(of_schema(PERSON), rows_of(shifted), 500, EOS).path
+    assert "\n" * MAX_SPACES in text_of(path.tokens)
+    assert "\n" * (MAX_SPACES + 1) not in text_of(path.tokens)
 
 
 @st.composite
@@ -145,7 +144,7 @@ def schemas(draw: st.DrawFn, depth: int = 2) -> dict:
 @given(schemas(), st.integers(0, 2**32 - 1), st.sampled_from([0.3, 3.0, 15.0]))
 def test_every_answer_is_valid(schema: dict, seed: int, scale: float) -> None:
     state, rng = of_schema(schema), np.random.default_rng(seed)
-    budget = len(completion(state, 200) or []) + int(rng.integers(0, 40))
+    budget = len(find_completion(state, 200) or []) + int(rng.integers(0, 40))
     tokens = answer(state, rng, int(rng.choice([1, 7, 32])), budget, scale)
     assert len(tokens) <= budget
     jsonschema.validate(json.loads(text_of(tokens)), schema)

@@ -16,7 +16,7 @@ from vllm.multimodal.parse import MultiModalDataParser
 from checkpoints.recipes.tokenizer import BOI_ID, EOI_ID, VIDEO_ID
 from tests.paths import CHECKPOINTS
 from vllm_dllm.models import video_frames
-from vllm_dllm.requests.media import check_media
+from vllm_dllm.requests.media import check_media_count
 
 IMAGES = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 280}
 
@@ -98,4 +98,4 @@ def test_more_than_a_prompt_may_hold(
     kind: str, count: int, most: dict[str, int], complaint: str
 ) -> None:
     with pytest.raises(VLLMValidationError, match=complaint):
-        check_media(kind, count, most)
+        check_media_count(kind, count, most)

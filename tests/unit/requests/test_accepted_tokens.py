@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.requests.prediction import AcceptedTokens, accepted_tokens
+from vllm_dllm.requests.prediction import AcceptedTokens, make_accepted_tokens
 
 TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [ord(c) for c in text])
 
@@ -28,7 +28,7 @@ def test_as_the_textbook_counts(seed: int) -> None:
     counter = AcceptedTokens(predicted)
     while_growing = []
     for begin in range(0, max(len(answer), 1), 7):
-        counter.add("first", answer[begin : begin + 7])
+        counter.add_tokens("first", answer[begin : begin + 7])
         while_growing.append(counter.counts()["accepted_prediction_tokens"])
         assert while_growing[-1] == common(predicted, answer[: begin + 7])
     assert counter.counts() == {
@@ -39,16 +39,16 @@ def test_as_the_textbook_counts(seed: int) -> None:
 
 def test_all_answers_count() -> None:
     counter = AcceptedTokens([1, 2, 3])
-    counter.add((0, 0), [1, 9, 3])
-    counter.add((0, 1), [])
+    counter.add_tokens((0, 0), [1, 9, 3])
+    counter.add_tokens((0, 1), [])
     assert counter.counts() == {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}
 
 
 def test_of_a_request() -> None:
     for prediction in ("AB", [65, 66]):
         params = SamplingParams(extra_args={"diffusion_prediction": prediction})
-        counter = accepted_tokens(params, TOKENIZER)
+        counter = make_accepted_tokens(params, TOKENIZER)
         assert counter is not None
-        counter.add(0, [66])
+        counter.add_tokens(0, [66])
         assert counter.counts()["accepted_prediction_tokens"] == 1
-    assert accepted_tokens(SamplingParams(), TOKENIZER) is None
+    assert make_accepted_tokens(SamplingParams(), TOKENIZER) is None

@@ -11,17 +11,23 @@ from vllm.sampling_params import SamplingParams
 from vllm_dllm.config.architectures import FAMILIES, LLADA22
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.extension import RequestLimits
-from vllm_dllm.requests.admission import Served, admit, admit_target
-from vllm_dllm.requests.http import check_body
-from vllm_dllm.requests.limits import count_http_request
-from vllm_dllm.requests.options import CARRIED, KEYS, RequestOptions, carried, server_defaults
+from vllm_dllm.requests.admission import ServedModel, admit, admit_target
+from vllm_dllm.requests.http import check_request_body
+from vllm_dllm.requests.limits import begin_http_request
+from vllm_dllm.requests.options import (
+    KEYS,
+    OPTIONS_KEY,
+    RequestOptions,
+    load_options,
+    server_defaults,
+)
 
 C, V = 64, 512
 SDAR, NEMOTRON = FAMILIES["SDARForCausalLM"], FAMILIES["NemotronLabsDiffusionModel"]
 TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [ord(c) for c in text])
 
 
-def served(**changes: Any) -> Served:
+def served(**changes: Any) -> ServedModel:
     family = changes.pop("family", None)
     defaults = server_defaults(changes.pop("defaults", {}), family)
     values = {
@@ -30,10 +36,12 @@ def served(**changes: Any) -> Served:
         "limits": RequestLimits(),
         "blocks_in_flight": 8,
     } | changes
-    return Served(canvas_length=C, vocab_size=V, family=family, defaults=defaults, **values)
+    return ServedModel(canvas_length=C, vocab_size=V, family=family, defaults=defaults, **values)
 
 
-def admitted(params: SamplingParams, to: Served | None = None, prompt: int = 9) -> SamplingParams:
+def admitted(
+    params: SamplingParams, to: ServedModel | None = None, prompt: int = 9
+) -> SamplingParams:
     """The parameters of vLLM's request, as its engine gets them."""
 
     def resolve(params: SamplingParams) -> Any:
@@ -47,13 +55,15 @@ def admitted(params: SamplingParams, to: Served | None = None, prompt: int = 9) 
     return msgspec.msgpack.decode(msgspec.msgpack.encode(own), type=SamplingParams)
 
 
-def options(given: dict[str, Any], to: Served | None = None, **params: Any) -> RequestOptions:
-    found = carried(admitted(SamplingParams(extra_args=given, **params), to))
+def options(given: dict[str, Any], to: ServedModel | None = None, **params: Any) -> RequestOptions:
+    found = load_options(admitted(SamplingParams(extra_args=given, **params), to))
     assert found is not None
     return found
 
 
-def refusal(given: dict[str, Any], to: Served | None = None, **params: Any) -> VLLMValidationError:
+def refusal(
+    given: dict[str, Any], to: ServedModel | None = None, **params: Any
+) -> VLLMValidationError:
     with pytest.raises(VLLMValidationError) as refused:
         options(given, to, **params)
     return refused.value
@@ -148,10 +158,10 @@ def test_a_body_is_told_before_vllm_makes_something_else_of_it(name: str, value:
     key = f"diffusion_{name}"
     body = {"vllm_xargs": {**NEEDS.get(name, {}), key: VALUES[value]}}
     if value in TAKES[name] or (name, value) == ("stream_canvases", "true"):
-        check_body(body, parses_tool_calls=False, forces_tool_calls=False)
+        check_request_body(body, parses_tool_calls=False, forces_tool_calls=False)
         return
     with pytest.raises(VLLMValidationError, match=f"^{key} must be") as refused:
-        check_body(body, parses_tool_calls=False, forces_tool_calls=False)
+        check_request_body(body, parses_tool_calls=False, forces_tool_calls=False)
     assert refused.value.parameter == key
 
 
@@ -165,7 +175,7 @@ NAMES = {
     "foo": "Known are: diffusion_accept_probability, ",
     "temperature": "Known are: diffusion_accept_probability, ",
     "diffusion_joins_commits": "is not known",  # the scheduler's to say
-    CARRIED: "is not known",
+    OPTIONS_KEY: "is not known",
 }
 
 
@@ -258,7 +268,7 @@ def test_modes() -> None:
 
 def test_a_text_needs_a_tokenizer() -> None:
     to = served(tokenizer=None)
-    assert options({"diffusion_prediction": [65]}, to).predicted == [65]
+    assert options({"diffusion_prediction": [65]}, to).prediction_tokens == [65]
     message = str(refusal({"diffusion_prediction": "AB"}, to))
     assert message.startswith("diffusion_prediction must be a list of token ids on this server")
 
@@ -276,7 +286,7 @@ def test_options_travel_with_the_parameters() -> None:
     }
     params = SamplingParams(extra_args=given)
     own = admitted(params, served(defaults={"diffusion_entropy_bound": 0.3}))
-    found = carried(own)
+    found = load_options(own)
     assert found == RequestOptions(
         prediction=[65, 66],
         max_steps=3,
@@ -288,7 +298,7 @@ def test_options_travel_with_the_parameters() -> None:
     assert params.extra_args == given  # the caller's own
     # What vLLM's schedulers read is there, and nothing twice.
     assert own.extra_args is not None and own.extra_args.keys() == {
-        *("diffusion_max_steps", FEED, CARRIED)
+        *("diffusion_max_steps", FEED, OPTIONS_KEY)
     }
 
 
@@ -320,13 +330,13 @@ def test_the_prompts_of_an_http_request_are_counted_together() -> None:
     to = served(limits=RequestLimits(n=4, prompt_logprobs=60))
     for _ in range(3):  # each a request of its own
         admitted(SamplingParams(n=4, prompt_logprobs=1), to, prompt=30)
-    count_http_request()
+    begin_http_request()
     admitted(SamplingParams(n=2, prompt_logprobs=1), to, prompt=15)
     with pytest.raises(VLLMValidationError, match=r"at most 60 log-probabilities .* got 62"):
         admitted(SamplingParams(prompt_logprobs=1), to, prompt=16)
     with pytest.raises(VLLMValidationError, match=r"n must ask for at most 4 answers .* got 5"):
         admitted(SamplingParams(n=2), to)
-    count_http_request()
+    begin_http_request()
     admitted(SamplingParams(n=4), to)
 
 

@@ -11,7 +11,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from vllm_dllm.compat import http
-from vllm_dllm.requests.http import check_body, wrong_type
+from vllm_dllm.requests.http import check_request_body, wrong_type_error
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,8 @@ def client() -> TestClient:
     app.state.args = SimpleNamespace(log_error_stack=False)
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(http, "is_server", lambda: True)
-    http.check_bodies(check_body, wrong_type)
-    http.check_bodies(check_body, wrong_type)
+    http.check_bodies(check_request_body, wrong_type_error)
+    http.check_bodies(check_request_body, wrong_type_error)
     monkeypatch.undo()
     server.init_exception_handler(app)
 

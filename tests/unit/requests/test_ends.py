@@ -7,7 +7,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.utils import check_stop
 
-from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS, NEVER, is_last_block, stop_tokens
+from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS, NEVER, foreseen_stop_tokens, is_last_block
 
 VOCABULARY, WIDTH, MAX_MODEL_LEN = 12, 6, 40
 
@@ -51,7 +51,7 @@ def test_agrees_with_the_scheduler() -> None:
             continue  # such a request has stopped before
         block = torch.randint(VOCABULARY, (WIDTH,), generator=generator)
         end = min(prompt_len + params.max_tokens, MAX_MODEL_LEN)
-        stops = stop_tokens(params)
+        stops = foreseen_stop_tokens(params)
         stops += [NEVER] * (3 - len(stops))
         cases.append((block, length, prompt_len + generated + length, end, stops))
         expected.append(vllm_stops(prompt_len, generated, block[:length].tolist(), params))
@@ -69,5 +69,5 @@ def test_agrees_with_the_scheduler() -> None:
 
 @pytest.mark.parametrize("count", [MAX_FORESEEN_STOPS, MAX_FORESEEN_STOPS + 1])
 def test_a_request_with_too_many_stop_tokens_is_not_foreseen_to_stop(count: int) -> None:
-    tokens = stop_tokens(SamplingParams(stop_token_ids=list(range(count))))
+    tokens = foreseen_stop_tokens(SamplingParams(stop_token_ids=list(range(count))))
     assert tokens == (list(range(count)) if count <= MAX_FORESEEN_STOPS else [])

@@ -10,9 +10,9 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 
 from tests.paths import CHECKPOINTS
-from tests.unit.grammar.test_gemma_reading import call
+from tests.unit.requests.test_gemma_reader import call
 from vllm_dllm.requests.gemma_tool_parser import GemmaToolParser
-from vllm_dllm.requests.structural_tag import to_lark
+from vllm_dllm.requests.structural_tag import structural_tag_to_lark
 
 SHIPPED = CHECKPOINTS / "diffusiongemma-tiny"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
@@ -35,7 +35,7 @@ def adjusted(tokenizer: Any, request: Any) -> dict[str, Any] | None:
         return None
     assert not found.skip_special_tokens
     tag = json.loads(found.structured_outputs.structural_tag)
-    assert "<|tool_call>" in to_lark(tag)
+    assert "<|tool_call>" in structural_tag_to_lark(tag)
     return tag["format"]
 
 

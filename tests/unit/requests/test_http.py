@@ -15,7 +15,7 @@ from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm import plugin
-from vllm_dllm.requests.http import check_body
+from vllm_dllm.requests.http import check_request_body
 
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 CHAT_TOOL = {"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS}}
@@ -97,7 +97,7 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def check(body: dict[str, Any], parses: bool = False, forces: bool = False) -> None:
-    check_body(body, parses_tool_calls=parses, forces_tool_calls=forces)
+    check_request_body(body, parses_tool_calls=parses, forces_tool_calls=forces)
 
 
 @pytest.mark.parametrize("parses_tool_calls", [False, True], ids=["no parser", "parser"])

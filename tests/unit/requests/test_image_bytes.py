@@ -12,8 +12,8 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
 from tests.pictures import data_url, encoded, png_header
 from vllm_dllm.requests import media
-from vllm_dllm.requests.media import MOST_BYTES
-from vllm_dllm.requests.media_bytes import MOST_PIXELS
+from vllm_dllm.requests.media import MAX_BYTES
+from vllm_dllm.requests.media_bytes import MAX_PIXELS
 from vllm_dllm.requests.media_url import CONNECTOR
 
 PICTURE = Image.fromarray(np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3))
@@ -52,7 +52,7 @@ SEVERAL = {"save_all": True, "append_images": FRAMES[1:]}
         pytest.param(data_url(b"<svg/>", "image/svg+xml"), "format is not known", id="svg"),
         pytest.param(data_url(b"text", "text/plain"), "media type must begin", id="wrong MIME"),
         pytest.param(data_url(encoded(PICTURE), "text/plain"), "media type", id="MIME of a text"),
-        pytest.param(data_url(png_header(20_000, 20_000)), f"at most {MOST_PIXELS}", id="a bomb"),
+        pytest.param(data_url(png_header(20_000, 20_000)), f"at most {MAX_PIXELS}", id="a bomb"),
         pytest.param(
             data_url(png_header(8_000, 8_000)), "got 8000 x 8000", id="more than is decoded"
         ),
@@ -81,10 +81,10 @@ def test_refused(url: str, complaint: str) -> None:
 
 
 def test_large_bytes_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media, "MOST_BYTES", 1000)
+    monkeypatch.setattr(media, "MAX_BYTES", 1000)
     with pytest.raises(VLLMValidationError, match="at most 1000 bytes, got 1001"):
         read(data_url(bytes(1001)))
-    assert MOST_BYTES > 1000
+    assert MAX_BYTES > 1000
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
-from vllm_dllm.requests.limits import check_asked, check_resolved
+from vllm_dllm.requests.limits import check_request_limits, check_token_limits
 from vllm_dllm.requests.options import RequestOptions
 
 VOCABULARY = 512
@@ -29,8 +29,8 @@ def of(words: list[list[int]] | None = None, prompt: int = 9, **params: Any) -> 
     def check(limits: dict[str, int]) -> None:
         made, own = SamplingParams(**params), RequestOptions(**options)
         made._bad_words_token_ids = words
-        check_asked(RequestLimits(**limits), made, own)
-        check_resolved(RequestLimits(**limits), made, own, prompt, VOCABULARY)
+        check_request_limits(RequestLimits(**limits), made, own)
+        check_token_limits(RequestLimits(**limits), made, own, prompt, VOCABULARY)
 
     return check
 

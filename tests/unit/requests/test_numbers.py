@@ -8,10 +8,10 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_bad_word_tokens
 from vllm_dllm.requests.numbers import (
-    check_choices,
+    check_allowed_tokens,
+    check_first_token,
     check_numbers,
     check_sampler_limits,
-    check_vocabulary,
 )
 
 
@@ -70,7 +70,7 @@ def test_a_request_that_leaves_no_token_to_choose(key: str) -> None:
         params = SamplingParams(**{key: tokens}, **options)
         params.update_from_generation_config({}, eos_token_id=1)
         params._bad_words_token_ids = bad
-        check_choices(params, is_constrained=key == "logprob_token_ids")
+        check_allowed_tokens(params, is_constrained=key == "logprob_token_ids")
 
     check([1])
     check([1, 2], min_tokens=5)
@@ -91,7 +91,7 @@ def test_a_request_whose_vocabulary_is_all_excluded() -> None:
         params = SamplingParams(stop_token_ids=list(stops), min_tokens=min_tokens)
         params.update_from_generation_config({}, eos_token_id=1)
         params._bad_words_token_ids = [[token] for token in bad]
-        check_vocabulary(params, vocab_size=8)
+        check_first_token(params, vocab_size=8)
 
     check(range(7))
     check(range(8), min_tokens=0)

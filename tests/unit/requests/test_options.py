@@ -8,18 +8,18 @@ from vllm import SamplingParams
 from vllm_dllm.config.architectures import FAMILIES, LLADA22
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.options import (
-    CARRIED,
     KEYS,
+    OPTIONS_KEY,
     RequestOptions,
-    carried,
     fits_canvases,
     is_read_only,
+    load_options,
     server_defaults,
 )
 
 
 def width(max_tokens: int | None, **extra: Any) -> int | None:
-    changes = RequestOptions(**extra).fitted(max_tokens, canvas_length=256)
+    changes = RequestOptions(**extra).narrowing(max_tokens, canvas_length=256)
     return changes.get("canvas_length", extra.get("canvas_length"))
 
 
@@ -38,7 +38,7 @@ def test_a_canvas_that_is_given_keeps_its_width() -> None:
 
 def test_later_canvases_are_fitted_unless_the_request_says_how_wide_they_are() -> None:
     def fits(**extra: Any) -> bool:
-        return RequestOptions(**extra).fitted(257, canvas_length=256).get("fits_canvases", False)
+        return RequestOptions(**extra).narrowing(257, canvas_length=256).get("fits_canvases", False)
 
     assert fits() and fits(max_steps=3)
     assert not fits(canvas_length=256)
@@ -54,12 +54,12 @@ def test_what_is_carried_is_read_again() -> None:
         fits_canvases=True,
         reasoning=(*(frozenset({3}),) * 3, True),
     )
-    assert carried(params) is None and not is_read_only(params)
-    options.carry(params)
-    assert carried(params) == options and is_read_only(params) and fits_canvases(params)
+    assert load_options(params) is None and not is_read_only(params)
+    options.store_in(params)
+    assert load_options(params) == options and is_read_only(params) and fits_canvases(params)
     # vLLM's schedulers look at the width.
     assert params.extra_args is not None
-    assert params.extra_args.keys() == {"theirs", "diffusion_canvas_length", CARRIED}
+    assert params.extra_args.keys() == {"theirs", "diffusion_canvas_length", OPTIONS_KEY}
     assert params.extra_args["diffusion_canvas_length"] == 16
 
 

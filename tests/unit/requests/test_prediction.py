@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from vllm_dllm.requests.prediction import take_openai_prediction
+from vllm_dllm.requests.prediction import move_openai_prediction
 
 
 @pytest.mark.parametrize(
@@ -16,13 +16,13 @@ def test_openais_prediction(content: Any) -> None:
         "prediction": {"type": "content", "content": content},
         "vllm_xargs": {"diffusion_max_steps": 2},
     }
-    take_openai_prediction(body)
+    move_openai_prediction(body)
     assert body["vllm_xargs"] == {"diffusion_max_steps": 2, "diffusion_prediction": "AB"}
 
 
 @pytest.mark.parametrize("body", [{}, {"prediction": None}])
 def test_a_chat_without_one(body: dict[str, Any]) -> None:
-    take_openai_prediction(body)
+    move_openai_prediction(body)
     assert "vllm_xargs" not in body
 
 
@@ -39,17 +39,17 @@ OTHER_FORMS: list[Any] = [
 @pytest.mark.parametrize("prediction", OTHER_FORMS, ids=repr)
 def test_another_form(prediction: Any) -> None:
     with pytest.raises(VLLMValidationError, match="prediction must be "):
-        take_openai_prediction({"prediction": prediction})
+        move_openai_prediction({"prediction": prediction})
 
 
 def test_both_names_at_once() -> None:
     own = {"diffusion_prediction": "B"}
     body = {"prediction": {"type": "content", "content": "A"}, "vllm_xargs": own}
     with pytest.raises(VLLMValidationError, match="Leave one out"):
-        take_openai_prediction(body)
+        move_openai_prediction(body)
 
 
 def test_keys_of_another_type_are_vllms_to_refuse() -> None:
     body = {"prediction": {"type": "content", "content": "A"}, "vllm_xargs": [1]}
-    take_openai_prediction(body)
+    move_openai_prediction(body)
     assert body["vllm_xargs"] == [1]

@@ -6,7 +6,7 @@ import pytest
 from llguidance import grammar_from
 
 from tests.unit.grammar.canvases import SCHEMAS, start, tokenizer
-from vllm_dllm.requests.structural_tag import to_lark
+from vllm_dllm.requests.structural_tag import structural_tag_to_lark
 
 CALL = {
     "type": "tag",
@@ -64,11 +64,13 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_formats(name: str) -> None:
     node, accepted, rejected = CASES[name]
-    grammar = grammar_from("grammar", to_lark({"type": "structural_tag", "format": node}))
+    grammar = grammar_from(
+        "grammar", structural_tag_to_lark({"type": "structural_tag", "format": node})
+    )
 
     def is_accepted(text: str) -> bool:
         state, tokens = start(grammar), tokenizer().tokenize_str(text)
-        return state.consume_text(tokens) == len(tokens) and state.is_complete()
+        return state.consume_tokens(tokens) == len(tokens) and state.is_complete()
 
     assert [text for text in accepted if not is_accepted(text)] == []
     assert [text for text in rejected if is_accepted(text)] == []
@@ -77,11 +79,11 @@ def test_formats(name: str) -> None:
 def test_the_older_form() -> None:
     structure = {"begin": "<call>", "schema": SCHEMAS["person"], "end": "</call>"}
     tag = {"structures": [structure], "triggers": ["<call>"]}
-    state = start(grammar_from("grammar", to_lark(tag)))
+    state = start(grammar_from("grammar", structural_tag_to_lark(tag)))
     tokens = tokenizer().tokenize_str('a <call>{"name": "Uma", "age": 7}</call> b')
-    assert state.consume_text(tokens) == len(tokens) and state.is_complete()
+    assert state.consume_tokens(tokens) == len(tokens) and state.is_complete()
     with pytest.raises(ValueError, match="structures must not be empty"):
-        to_lark({"structures": [], "triggers": ["<call>"]})
+        structural_tag_to_lark({"structures": [], "triggers": ["<call>"]})
 
 
 @pytest.mark.parametrize(
@@ -104,4 +106,4 @@ def test_the_older_form() -> None:
 )
 def test_what_is_not_known_is_named(node: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        to_lark({"format": node})
+        structural_tag_to_lark({"format": node})

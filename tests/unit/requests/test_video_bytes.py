@@ -14,8 +14,13 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
 from tests.pictures import data_url, encoded, grey_frames, png_header, write_video
 from vllm_dllm.requests import media_bytes
-from vllm_dllm.requests.media import MOST_FRAMES, even_indices, seen_frames, timestamp
-from vllm_dllm.requests.media_bytes import MOST_FILE_FRAMES, MOST_FRAME_PIXELS, EvenFrames
+from vllm_dllm.requests.media import (
+    MAX_FRAMES,
+    format_timestamp,
+    sample_frame_indices,
+    sample_frames,
+)
+from vllm_dllm.requests.media_bytes import MAX_FILE_FRAMES, MAX_FRAME_PIXELS, EvenFramesBackend
 from vllm_dllm.requests.media_url import CONNECTOR
 
 
@@ -42,13 +47,13 @@ def jpegs(images: list[Image.Image]) -> str:
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "avi", "mkv", "webm"])
-@pytest.mark.parametrize("total", [2, MOST_FRAMES, MOST_FRAMES + 1, 100])
+@pytest.mark.parametrize("total", [2, MAX_FRAMES, MAX_FRAMES + 1, 100])
 def test_frames_are_taken_as_transformers_takes_them(
     tmp_path: Path, suffix: str, total: int
 ) -> None:
     data = write_video(tmp_path / f"a.{suffix}", grey_frames(total))
     frames, metadata = read(data_url(data, f"video/{suffix}"))
-    count = min(total, MOST_FRAMES)
+    count = min(total, MAX_FRAMES)
     known = VideoMetadata(total_num_frames=total, fps=10.0)
     expected = default_sample_indices_fn(known, num_frames=count).tolist()
     assert metadata["frames_indices"] == expected and metadata["fps"] == pytest.approx(10.0)
@@ -65,7 +70,7 @@ def test_a_server_may_take_fewer_frames(tmp_path: Path) -> None:
 
     assert indices(num_frames=4) == [0, 25, 50, 75]
     assert indices(fps=1) == [10 * i for i in range(10)]
-    assert len(indices(num_frames=-1)) == len(indices(num_frames=1000)) == MOST_FRAMES
+    assert len(indices(num_frames=-1)) == len(indices(num_frames=1000)) == MAX_FRAMES
 
 
 def test_single_jpegs_are_frames_a_second_apart() -> None:
@@ -119,7 +124,7 @@ PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
         pytest.param("data:video/jpeg;base64,", "cannot be read", id="no JPEG"),
         pytest.param(
             data_url(png_header(4_000, 3_000), "video/jpeg"),
-            f"at most {MOST_FRAME_PIXELS} pixels",
+            f"at most {MAX_FRAME_PIXELS} pixels",
             id="a large JPEG",
         ),
     ],
@@ -158,10 +163,10 @@ def test_frames_that_cannot_be_read(tmp_path: Path) -> None:
             return True, np.zeros((8, 8, 3), np.uint8)
 
     wanted = list(range(10))
-    assert EvenFrames.read_frames(Capture(9), wanted, 10)[1] == wanted[:9]
+    assert EvenFramesBackend.read_frames(Capture(9), wanted, 10)[1] == wanted[:9]
     for good in (0, 8):
         with pytest.raises(VLLMValidationError, match=f"10 frames of it .* and {good} can be"):
-            EvenFrames.read_frames(Capture(good), wanted, 10)
+            EvenFramesBackend.read_frames(Capture(good), wanted, 10)
     assert len(read(data_url(data, "video/x-matroska"))[0]) == 10
 
 
@@ -178,7 +183,7 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
                 frames, _ = MEDIA_CONNECTOR_REGISTRY.load(CONNECTOR).fetch_video(url).media
             except VLLMValidationError:
                 continue
-            assert frames.ndim == 4 and len(frames) <= MOST_FRAMES
+            assert frames.ndim == 4 and len(frames) <= MAX_FRAMES
             num_read += 1
         assert num_read < 30  # some hit what must be right
 
@@ -186,28 +191,33 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_video(tmp_path / "a.mp4", grey_frames(20))
     url = data_url(data, "video/mp4")
-    assert MOST_FRAME_PIXELS > 3840 * 2160 and MOST_FILE_FRAMES >= 3600 * 30
-    monkeypatch.setattr(media_bytes, "MOST_FILE_FRAMES", 19)
+    assert MAX_FRAME_PIXELS > 3840 * 2160 and MAX_FILE_FRAMES >= 3600 * 30
+    monkeypatch.setattr(media_bytes, "MAX_FILE_FRAMES", 19)
     with pytest.raises(VLLMValidationError, match="1 to 19 frames, got 20"):
         read(url)
     monkeypatch.undo()
-    monkeypatch.setattr(media_bytes, "MOST_FRAME_PIXELS", 3000)
+    monkeypatch.setattr(media_bytes, "MAX_FRAME_PIXELS", 3000)
     with pytest.raises(VLLMValidationError, match="at most 3000 pixels, got 64 x 48"):
         read(url)
-    monkeypatch.setattr("vllm_dllm.requests.media.MOST_BYTES", 100)
+    monkeypatch.setattr("vllm_dllm.requests.media.MAX_BYTES", 100)
     with pytest.raises(VLLMValidationError, match=f"at most 100 bytes, got {len(data)}"):
         read(url)
 
 
 def test_arrays_of_more_frames_are_thinned_out() -> None:
     frames = np.stack(grey_frames(70))
-    seen, seconds = seen_frames(frames, {"fps": 2.0}, 32)
-    kept = even_indices(70, 32)
+    seen, seconds = sample_frames(frames, {"fps": 2.0}, 32)
+    kept = sample_frame_indices(70, 32)
     assert seen[:, 0, 0, 0].tolist() == kept and seconds == [i / 2 for i in kept]
     # What a file does not say is 24 frames a second.
     for fps in (None, 0.0, float("nan"), -1.0):
-        assert seen_frames(frames[:2], {"fps": fps}, 32)[1] == [0, 1 / 24]
+        assert sample_frames(frames[:2], {"fps": fps}, 32)[1] == [0, 1 / 24]
 
 
 def test_timestamps() -> None:
-    assert [timestamp(s) for s in (0, 59.99, 60, 3725.5)] == ["00:00", "00:59", "01:00", "62:05"]
+    assert [format_timestamp(s) for s in (0, 59.99, 60, 3725.5)] == [
+        "00:00",
+        "00:59",
+        "01:00",
+        "62:05",
+    ]

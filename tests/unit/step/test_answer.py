@@ -15,8 +15,8 @@ from tests.unit.grammar.canvases import (
     start,
     tokenizer,
 )
-from vllm_dllm.grammar.canvas import constrain
-from vllm_dllm.grammar.closing import completion
+from vllm_dllm.grammar.canvas import constrain_canvas
+from vllm_dllm.grammar.completion import find_completion
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.step.asked import answer
 from vllm_dllm.step.asked.answer import Answer, KeptMarks, Mark
@@ -43,12 +43,12 @@ def in_second_block() -> tuple[Answer, list[int]]:
     """Which a step has cut, with a plan of its own. And the answer as that plan has it."""
     begun = order()
     begun.begin_canvas(PROMPT, [])
-    first = completion(begun.state, 200)
+    first = find_completion(begun.state, 200)
     assert first is not None
     begun.state.plan = first
     begun.begin_canvas(SECOND, first[:BLOCK])
     rows = rows_of(noise(np.random.default_rng(1), BLOCK, 3.0))
-    constrain(begun.state, rows, END - SECOND, EOS)
+    constrain_canvas(begun.state, rows, END - SECOND, EOS)
     assert begun.state.plan not in (None, first[BLOCK:])
     begun.is_cut = True
     return begun, first[:BLOCK] + begun.state.plan
@@ -70,7 +70,7 @@ def test_after_a_preemption(is_committed: bool, num_revealed: int) -> None:
         stayed.begin_canvas(THIRD, tokens[BLOCK + num_revealed : 2 * BLOCK])
         assert (back.here, back.canvas) == (stayed.here, stayed.canvas)
         assert back.is_cut and back.state.plan == tokens[2 * BLOCK :]
-        assert np.array_equal(back.state.mask(), stayed.state.mask())
+        assert np.array_equal(back.state.compute_mask(), stayed.state.compute_mask())
     else:
         assert back.begin_canvas(SECOND, tokens[:BLOCK]) is None
         assert back.here == back.canvas == at_the_beginning

@@ -11,8 +11,8 @@ from tests.unit.step.test_logits import LARGEST, LENGTHS, H, Model, make
 from tests.unit.step.test_logits import C as LONGEST
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.logit_rules import LogitRules
-from vllm_dllm.grammar.rows import DEEP
-from vllm_dllm.grammar.state import words_of
+from vllm_dllm.grammar.masks import mask_of_tokens
+from vllm_dllm.grammar.rows import MORE_TOKENS
 from vllm_dllm.models import vocabulary
 from vllm_dllm.step.asked.candidates import MOST_PROBABLE, canvas_rows
 from vllm_dllm.step.logits.canvas_logits import WholeLogits
@@ -54,7 +54,7 @@ def test_the_most_probable_tokens_of_each_row(asked: tuple) -> None:
     tolerances.assert_within(torch.from_numpy(rows.logprobs), expected.values, ALLOWED)
     for row in (0, L - 1):
         tokens, more = rows.more(row)
-        deep = logprobs[row].topk(DEEP)
+        deep = logprobs[row].topk(MORE_TOKENS)
         assert np.array_equal(tokens, deep.indices.numpy())
         tolerances.assert_within(torch.from_numpy(more), deep.values, ALLOWED)
 
@@ -65,7 +65,7 @@ def test_the_best_of_improbable_legal_tokens(asked: tuple) -> None:
     rows = canvas_rows(logits, AT, temperature, None)
     for row in (0, 4, L - 1):
         legal = logprobs[row].argsort()[:20]
-        token, logprob = rows.best_legal(row, words_of(V, legal.tolist()))
+        token, logprob = rows.best_legal(row, mask_of_tokens(legal.tolist(), V))
         assert token == legal[-1]
         assert abs(logprob - logprobs[row, token]) <= ALLOWED
 

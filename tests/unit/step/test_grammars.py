@@ -195,7 +195,7 @@ def test_a_request_goes_on_without_its_grammar(
     if fault == "no grammar":
         monkeypatch.setattr(CanvasGrammars, "_compile", broken)
     if fault == "no path":
-        monkeypatch.setattr("vllm_dllm.step.asked.grammars.constrain", stuck)
+        monkeypatch.setattr("vllm_dllm.step.asked.grammars.constrain_canvas", stuck)
         monkeypatch.setattr("vllm_dllm.step.asked.grammar_runs.reveal_run", stuck)
     one = patient(**kind)
     one.admit("a", **of("[0-9]+", temperature=0.0))

@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsTensors
 from tests import tolerances
 from tests.unit.step.worker import C, V, Worker, noise, params, sure
 from vllm_dllm.denoise.temperature import temperature
-from vllm_dllm.requests.options import carried
+from vllm_dllm.requests.options import load_options
 from vllm_dllm.step.asked.logprobs import StepLogprobs
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
@@ -151,7 +151,7 @@ def test_first_tokens_that_were_known_before(worker: GetWorker) -> None:
     kept = StepLogprobs("raw_logprobs", V, torch.device("cpu"))
     for slot, wants in ((0, 1), (1, None), (2, 1)):
         made = params(logprobs=wants)
-        options = carried(made)
+        options = load_options(made)
         assert options is not None
         kept.remove_request(slot)
         kept.add_request(NewRequest(slot, made, options, C, C, num_steps=1))

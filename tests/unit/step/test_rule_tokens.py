@@ -8,7 +8,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.denoise.logit_rules import LogitRules
-from vllm_dllm.requests.options import read_keys
+from vllm_dllm.requests.options import parse_keys
 from vllm_dllm.step.logits import filters as module
 from vllm_dllm.step.logits.filters import LogitFilters
 from vllm_dllm.step.registry import NewRequest
@@ -38,7 +38,7 @@ def new_request(slot: int, **options: Any) -> NewRequest:
     params = SamplingParams(max_tokens=9, **options)
     params._bad_words_token_ids = words
     params._all_stop_token_ids = set(options.get("stop_token_ids", ()))
-    own = read_keys(extra, {}, None)
+    own = parse_keys(extra, {}, None)
     return NewRequest(slot, params, own, PROMPT, PROMPT, num_steps=8)
 
 

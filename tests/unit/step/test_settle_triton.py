@@ -16,7 +16,7 @@ from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise import draws_triton
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
-from vllm_dllm.requests.options import read_keys
+from vllm_dllm.requests.options import parse_keys
 from vllm_dllm.step.asked.load_stages import LoadStages
 from vllm_dllm.step.asked.settings import SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
@@ -95,7 +95,7 @@ class Step(UniformStep):
         extra = dict(REQUESTS[kind])
         temperature = extra.pop("temperature", 1.0)
         params = SamplingParams(temperature=temperature)
-        options = read_keys(extra, {}, None)
+        options = parse_keys(extra, {}, None)
         self.requests.settings.add_request(NewRequest(slot, params, options, 20, 20, STEPS))
 
 

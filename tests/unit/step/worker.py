@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from tests.paths import CHECKPOINTS
 from tests.unit.step.test_logits import Model
 from vllm_dllm.config.architectures import FAMILIES, Family, family_of
-from vllm_dllm.requests.options import read_keys, server_defaults
+from vllm_dllm.requests.options import parse_keys, server_defaults
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.runner.sampler import DiffusionSampler
 from vllm_dllm.step.uniform.uniform_step import UniformStep
@@ -86,8 +86,8 @@ def params(
     extra = {name: asked.pop(name) for name in list(asked) if name.startswith("diffusion_")}
     words, eos = asked.pop("bad_words", None), asked.pop("eos", None)
     made = SamplingParams(**{"max_tokens": 40, "temperature": 1.0, "seed": 0} | asked)
-    options = read_keys(extra, server_defaults({}, family), family)
-    replace(options, **carried or {}).carry(made)
+    options = parse_keys(extra, server_defaults({}, family), family)
+    replace(options, **carried or {}).store_in(made)
     made._bad_words_token_ids, made._eos_token_id = words, eos
     if eos is not None:
         made._all_stop_token_ids.add(eos)

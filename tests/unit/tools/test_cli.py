@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vllm_dllm import cli
-from vllm_dllm.tools.commands import COMMANDS, OF_DRAFTER
+from vllm_dllm.tools.commands import COMMANDS, DRAFTER_COMMANDS
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,7 +15,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert name == "vllm-dllm" and version[0].isdigit()
 
 
-@pytest.mark.parametrize("words", [*([n] for n in COMMANDS), *(["drafter", n] for n in OF_DRAFTER)])
+@pytest.mark.parametrize(
+    "words", [*([n] for n in COMMANDS), *(["drafter", n] for n in DRAFTER_COMMANDS)]
+)
 def test_help_names_each_default_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main([*words, "--help"])

@@ -79,7 +79,7 @@ class Answer:
         for token in tokens:
             if self.state.has_ended:
                 break
-            if not self.state.consume(token):
+            if not self.state.consume_token(token):
                 return token
             self.position += 1
         return None

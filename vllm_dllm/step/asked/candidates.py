@@ -7,8 +7,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise.acceptance import Reveal
-from vllm_dllm.grammar.rows import DEEP, CanvasRows
-from vllm_dllm.grammar.state import legal_tokens
+from vllm_dllm.grammar.masks import unpack_mask
+from vllm_dllm.grammar.rows import MORE_TOKENS, CanvasRows
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits
 
 MOST_PROBABLE = 32
@@ -62,7 +62,7 @@ def _best_legal(
 ) -> tuple[int, float]:
     """The most probable token of `words` in a row, and its log-probability among all tokens."""
     scaled = logits.row(i, row) / temperature[row]
-    is_legal = legal_tokens(words, len(scaled))
+    is_legal = unpack_mask(words, len(scaled))
     among = scaled.masked_fill(async_tensor_h2d(~is_legal, device=scaled.device), float("-inf"))
     token = among.argmax()
     found = torch.stack((token.double(), (scaled[token] - scaled.logsumexp(dim=-1)).double()))
@@ -77,7 +77,7 @@ def _most_probable(
     row: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     scaled = logits.row(i, row) / temperature[row]
-    top = scaled.topk(min(DEEP, len(scaled)))
+    top = scaled.topk(min(MORE_TOKENS, len(scaled)))
     logprobs = top.values - scaled.logsumexp(dim=-1)
     return top.indices.cpu().numpy(), logprobs.cpu().numpy()
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_dllm.denoise.masked import NO_BOUND, Candidates, Held, MaskedRules
-from vllm_dllm.grammar.run import Judge, Judged, RunRule, reveal_run
+from vllm_dllm.grammar.run import ChooseCandidate, RowCandidate, RunRule, reveal_run
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.step.asked.answer import Answer
 from vllm_dllm.step.asked.grammars import CanvasGrammars
@@ -19,7 +19,7 @@ from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import MaskedLogits
 
 _NONE = -1
-_ONE = RunRule(least=1, threshold=1.0, entropy_bound=NO_BOUND)
+_ONE = RunRule(min_tokens=1, threshold=1.0, entropy_bound_nats=NO_BOUND)
 
 
 class LegalDraws(NamedTuple):
@@ -62,11 +62,11 @@ class LegalDraws(NamedTuple):
             rows, excluded, self.row_temperature, uniform, self.is_greedy
         )
 
-    def judge(self, i: int) -> Judge:
+    def judge(self, i: int) -> ChooseCandidate:
         """Judges the candidates of canvas i."""
         return partial(self._draw, self.logits.batch.rows_of(i).start)
 
-    def _draw(self, first: int, row: int, words: np.ndarray | None) -> Judged:
+    def _draw(self, first: int, row: int, words: np.ndarray | None) -> RowCandidate:
         drawn = self.logits.draw_legal(
             first + row,
             words,
@@ -77,7 +77,7 @@ class LegalDraws(NamedTuple):
         )
         # Tokens are below 2 ** 53.
         token, probability, entropy = torch.stack([column[0].double() for column in drawn]).tolist()
-        return Judged(int(token), probability, entropy)
+        return RowCandidate(int(token), probability, entropy)
 
 
 class GrammarRuns(CanvasGrammars):
@@ -119,7 +119,7 @@ class GrammarRuns(CanvasGrammars):
         return Held(*map(self._to_device, (is_ruled, is_held, revealed, tokens)))
 
     def _run(
-        self, slot: int, begin: int, length: int, judge: Judge, rule: RunRule
+        self, slot: int, begin: int, length: int, judge: ChooseCandidate, rule: RunRule
     ) -> "_Run | None":
         """None: the canvas is as free as others."""
         answer = self._ready(slot, begin)
@@ -134,20 +134,24 @@ class GrammarRuns(CanvasGrammars):
         return _Run(first, tokens, ended or answer.position == answer.end)
 
     def _reveal(
-        self, slot: int, answer: Answer, judge: Judge, first: int, length: int, rule: RunRule
+        self,
+        slot: int,
+        answer: Answer,
+        judge: ChooseCandidate,
+        first: int,
+        length: int,
+        rule: RunRule,
     ) -> list[int] | None:
         """None: the grammar is given up."""
         num_tokens = answer.end - answer.position
         try:
-            tokens, closes = reveal_run(
-                answer.state, judge, first, length, num_tokens, rule, answer.stop
-            )
+            run = reveal_run(answer.state, judge, first, length, num_tokens, rule, answer.stop)
         except StuckError as error:
             self._give_up(slot, str(error))
             return None
-        answer.position += len(tokens)
-        answer.is_cut |= closes
-        return tokens
+        answer.position += len(run.tokens)
+        answer.is_cut |= run.is_cut
+        return run.tokens
 
     def following(
         self,

@@ -20,14 +20,14 @@ from vllm_dllm.compat.grammar import get_tokenizer, serialize_grammar
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import LegalPaths
-from vllm_dllm.grammar.canvas import constrain
+from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.rows import Path
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.requests.ends import EVERY_BLOCK
-from vllm_dllm.requests.grammar import exclusions_of, grammars_of
 from vllm_dllm.requests.options import RequestOptions
+from vllm_dllm.requests.structured_outputs import grammar_compiler, parse_exclusions
 from vllm_dllm.step.asked.answer import Answer, KeptMarks
 from vllm_dllm.step.asked.candidates import canvas_rows
 from vllm_dllm.step.batch import CanvasBatch
@@ -110,10 +110,10 @@ class CanvasGrammars:
         assert params.structured_outputs is not None
         reasoning = None if options.reasoning is None else Reasoning(*options.reasoning)
         model_config = self._config.model_config
-        grammars = grammars_of(get_tokenizer(model_config), model_config.get_vocab_size())
+        grammars = grammar_compiler(get_tokenizer(model_config), model_config.get_vocab_size())
         text = serialize_grammar(params.structured_outputs, self._config.structured_outputs_config)
-        exclusions = exclusions_of(params, options.constrained, grammars.vocabulary.size)
-        return grammars.start(text, stops, exclusions, params.min_tokens, reasoning)
+        exclusions = parse_exclusions(params, options.constrained, grammars.vocabulary.size)
+        return grammars.start_state(text, stops, exclusions, params.min_tokens, reasoning)
 
     def apply_staged_writes(self, within_s: float = COMPILED_WITHIN_S) -> None:
         """Again after each step that `compiling` has kept a canvas out of."""
@@ -247,7 +247,7 @@ class CanvasGrammars:
         temperature = row_temperature[batch.rows_of(i)]
         rows = canvas_rows(logits, i, temperature, revealing)
         try:
-            found = constrain(answer.state, rows, num_tokens, answer.stop)
+            found = constrain_canvas(answer.state, rows, num_tokens, answer.stop)
         except StuckError as error:
             self._give_up(slot, str(error))
             return None

@@ -70,14 +70,14 @@ class Predictions:
         self._predicted: set[int] = set()
 
     def add_request(self, request: NewRequest) -> None:
-        if request.options.predicted:
+        if request.options.prediction_tokens:
             self._added[request.slot] = request
             self._predicted.add(request.slot)
 
     def apply_staged_writes(self) -> None:
         for slot, request in self._added.items():
             idx = slice(slot, slot + 1)
-            self._store(idx, request.options.predicted)
+            self._store(idx, request.options.prediction_tokens)
             if request.is_resumed:
                 self._follow_emitted(idx, request)
             expected = self._expected(idx)

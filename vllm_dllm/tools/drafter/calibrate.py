@@ -132,10 +132,10 @@ def train_predictor(data: Measured, config: PredictorConfig, seed: int) -> Block
     order = torch.randperm(len(data))
     num_validation = max(1, round(VALIDATION_SHARE * len(data)))
     validation, training = data[order[:num_validation]], data[order[num_validation:]]
-    predictor.standardise(training.logits)
+    predictor.fit_input_scale(training.logits)
     fixed = data.best_fixed
-    inputs, labels = predictor.inputs(training.logits), training.labels(fixed)
-    seen, wanted = predictor.inputs(validation.logits), validation.labels(fixed)
+    inputs, labels = predictor.make_inputs(training.logits), training.labels(fixed)
+    seen, wanted = predictor.make_inputs(validation.logits), validation.labels(fixed)
     optimizer = torch.optim.AdamW(
         predictor.parameters(), lr=LEARNING_RATES[config.variant], weight_decay=WEIGHT_DECAY
     )

@@ -30,7 +30,7 @@ def build_report(
     paper takes it; `pooled_tau` weighs all verifications equally, which is what time depends on."""
     sizes = predictor.config.block_sizes
     fixed = training.best_fixed
-    predicted = predictor.draft_tokens(held_out.logits) + 1
+    predicted = predictor.predict_widths(held_out.logits) + 1
     chosen = torch.searchsorted(torch.tensor(sizes), predicted)
     labels = held_out.labels(fixed)
     policies = {

@@ -191,7 +191,7 @@ def test_from_end_to_end(
     assert f"block size {report['held_out']['best_fixed']['block_size']} for all" in printed
     vocab_size = json.loads((out / "config.json").read_text())["vocab_size"]
     predictor = load_predictor(out, vocab_size=vocab_size, trained_block_size=BLOCK_SIZE)
-    assert set(predictor.draft_tokens(torch.randn(5, vocab_size)).tolist()) <= {5, 6, 7}
+    assert set(predictor.predict_widths(torch.randn(5, vocab_size)).tolist()) <= {5, 6, 7}
 
 
 class Interruption(Exception):

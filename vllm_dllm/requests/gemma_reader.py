@@ -1,6 +1,6 @@
-"""Reads an answer of Gemma 4: its calls, with arguments as JSON, and the text around them.
+"""Reads an answer of Gemma 4: its tool calls, with arguments as JSON, and the text around them.
 
-vLLM's own parser cannot do it: it takes a call that was cut for a whole one, tells `51` and
+vLLM's own parser cannot do it: it takes an unfinished call for a whole one, tells `51` and
 `<|"|>51<|"|>` apart by the schema alone, and reads a marker inside of a text as the end of a call.
 """
 
@@ -12,43 +12,45 @@ from dataclasses import dataclass
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
 
 MARKERS = frozenset({CALL, END, QUOTE})
-_PART = re.compile(
+_ARGUMENT_PART = re.compile(
     rf"{re.escape(QUOTE)}(?P<text>.*?){re.escape(QUOTE)}|(?P<sign>[][{{}},:])|(?P<word>[^][{{}},:<]+)",
     re.DOTALL,
 )
-_HEAD = re.compile(r"call:(?P<name>[^{<]*)\{")
-_WRITTEN = {",": ", ", ":": ": "}
+_CALL_HEAD = re.compile(r"call:(?P<name>[^{<]*)\{")
+_SEPARATORS = {",": ", ", ":": ": "}  # as `json.dumps` writes them
 
 
 @dataclass(frozen=True)
 class Call:
+    """A tool call."""
+
     name: str
     arguments: str  # JSON
 
 
-class _CutError(Exception):
-    """What has come so far may still become a call."""
+class _UnfinishedError(Exception):
+    """The text so far may still become a call."""
 
 
 class _MalformedError(ValueError):
-    """What has come so far is the beginning of no call."""
+    """The text so far is not the beginning of a call."""
 
 
 class GemmaReader:
-    """Reads one answer, in as many pieces as it comes in. A call is one from where its arguments
-    end; what is written in the place of a call, but is none, is text. No marker stands in the
-    text."""
+    """Reads one answer, piece by piece. A call is known when its arguments end. Malformed calls are
+    text; markers are left out of it."""
 
     def __init__(self, markers: Collection[str] = MARKERS, *, reads_calls: bool = True) -> None:
         self._markers, self._reads_calls = markers, reads_calls
         self._marker = re.compile("|".join(map(re.escape, markers)))
-        self._rest = ""  # which only what follows tells what it is
-        self._blank = ""  # whitespace, which is no content before a call, nor behind the last one
+        self._rest = ""  # may be the beginning of a call or a marker
+        self._spaces = ""  # whitespace, which is not shown before a call or behind the last one
         self._has_calls = False
 
-    def read(self, text: str) -> tuple[str, list[Call]]:
-        """The next piece: what is known of the text around the calls, and which calls have come."""
-        text, around, calls, at = self._rest + text, self._blank, [], 0
+    def read_piece(self, text: str) -> tuple[str, list[Call]]:
+        """Reads the next piece. Returns what is now known of the text around the calls, and the
+        calls that have ended."""
+        text, around, calls, at = self._rest + text, self._spaces, [], 0
         end = len(text)
         while marker := self._marker.search(text, at):
             around, at = around + text[at : marker.start()], marker.end()
@@ -58,46 +60,48 @@ class GemmaReader:
                 call, at = _read_call(text, at)
             except _MalformedError:
                 continue
-            except _CutError:
+            except _UnfinishedError:
                 end = at = marker.start()
                 break
             calls.append(call)
             around = around.rstrip()
         else:
-            end -= max((overlap(text[at:], marker) for marker in self._markers), default=0)
+            end -= max((overlap_length(text[at:], one) for one in self._markers), default=0)
         around, self._rest = around + text[at:end], text[end:]
         content = around.rstrip()
-        self._blank = around[len(content) :]
+        self._spaces = around[len(content) :]
         self._has_calls |= bool(calls)
         return content, calls
 
     def finish(self, stops: Collection[str] = ()) -> str:
-        """The rest of the text. One of the `stops` may have cut it amid a marker."""
+        """Ends the answer, and returns the rest of its text. `stops`: the request's stop strings,
+        one of which may have cut a marker."""
         rest, self._rest = self._rest, ""
-        if rest.startswith(CALL) or cut_marker(rest, self._markers, stops):
+        if rest.startswith(CALL) or is_cut_marker(rest, self._markers, stops):
             rest = ""
-        blank, self._blank = self._blank, ""
-        return blank + rest if rest or not self._has_calls else ""
+        spaces, self._spaces = self._spaces, ""
+        return spaces + rest if rest or not self._has_calls else ""
 
 
 def read_calls(text: str) -> tuple[str, list[Call]]:
-    """Parts a whole answer into the text around the calls, and the calls."""
+    """Splits a whole answer into the text around the calls, and the calls."""
     reader = GemmaReader()
-    around, calls = reader.read(text)
+    around, calls = reader.read_piece(text)
     return around + reader.finish(), calls
 
 
 def _read_call(text: str, begin: int) -> tuple[Call, int]:
-    """The call whose marker ends at `begin`, and where its arguments end."""
-    head = _HEAD.match(text, begin)
+    """Returns the call whose marker ends at `begin`, and where its arguments end. Raises
+    _UnfinishedError or _MalformedError if there is no whole call."""
+    head = _CALL_HEAD.match(text, begin)
     if head is None:
         came = text[begin:]
         if "call:".startswith(came) or re.fullmatch(r"call:[^{<]*", came):
-            raise _CutError
+            raise _UnfinishedError
         raise _MalformedError
     parts, depth, word = ["{"], 1, ""
     at = begin
-    for at, kind, part in _parts(text, head.end()):  # noqa: B007 (read behind the loop)
+    for at, kind, part in _argument_parts(text, head.end()):  # noqa: B007 (read behind the loop)
         if kind == "word":
             word = part.strip()
             continue
@@ -105,9 +109,9 @@ def _read_call(text: str, begin: int) -> tuple[Call, int]:
             parts.append(json.dumps(part, ensure_ascii=False))
             continue
         if word:
-            parts.append(json.dumps(word, ensure_ascii=False) if part == ":" else _value(word))
+            parts.append(json.dumps(word, ensure_ascii=False) if part == ":" else _word_json(word))
             word = ""
-        parts.append(_WRITTEN.get(part, part))
+        parts.append(_SEPARATORS.get(part, part))
         depth += (part in "{[") - (part in "}]")
         if depth == 0:
             break
@@ -119,23 +123,23 @@ def _read_call(text: str, begin: int) -> tuple[Call, int]:
     return Call(head["name"].strip(), arguments), at
 
 
-def _parts(text: str, at: int) -> Iterator[tuple[int, str, str]]:
-    """Where each part of the arguments ends, its kind and what it is. Raises _CutError at the end
-    of a text that does not end the call, and _MalformedError where no part begins."""
+def _argument_parts(text: str, at: int) -> Iterator[tuple[int, str, str]]:
+    """Yields where each part of the arguments ends, its kind (a group of `_ARGUMENT_PART`) and its
+    text. Raises _UnfinishedError at the end of `text`, and _MalformedError where no part begins."""
     while at < len(text):
-        found = _PART.match(text, at)
+        found = _ARGUMENT_PART.match(text, at)
         if found is None:
             if text.startswith(QUOTE, at) or QUOTE.startswith(text[at:]):
-                raise _CutError
+                raise _UnfinishedError
             raise _MalformedError
         at = found.end()
         assert found.lastgroup is not None
         yield at, found.lastgroup, found[found.lastgroup]
-    raise _CutError
+    raise _UnfinishedError
 
 
-def _value(word: str) -> str:
-    """JSON of a number, a boolean or null; any other word is taken for text."""
+def _word_json(word: str) -> str:
+    """Returns a number, a boolean or null as it is, and any other word as a JSON string."""
     try:
         json.loads(word)
     except ValueError:
@@ -143,19 +147,21 @@ def _value(word: str) -> str:
     return word
 
 
-def cut_marker(text: str, markers: Collection[str], stops: Collection[str]) -> bool:
-    """Whether `text` is the beginning of a marker that one of the `stops` may have cut."""
+def is_cut_marker(text: str, markers: Collection[str], stops: Collection[str]) -> bool:
+    """Returns whether `text` is the beginning of a marker that one of the stop strings may have
+    cut."""
     behind = [marker[len(text) :] for marker in markers if text and marker.startswith(text)]
     return any(_may_cut(stop, text, rest) for rest in behind for stop in stops)
 
 
 def _may_cut(stop: str, before: str, behind: str) -> bool:
-    """Whether `stop` may be why a marker is cut between `before` and `behind`."""
+    """Returns whether a stop string may have cut a marker between `before` and `behind`."""
     is_left_out = behind.startswith(stop) or stop.startswith(behind)
     return is_left_out or before.endswith(stop) or stop.endswith(before)
 
 
-def overlap(text: str, word: str) -> int:
-    """Characters at the end of `text` with which `word` begins, but less than all of it."""
+def overlap_length(text: str, word: str) -> int:
+    """Returns how many characters at the end of `text` are the beginning of `word`; fewer than all
+    of `word`."""
     lengths = range(min(len(text), len(word) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(word[:n])), 0)

@@ -15,8 +15,8 @@ from tests.paths import CHECKPOINTS
 from tests.unit.grammar.canvases import SCHEMAS
 from tests.unit.grammar.special_tokens import THOUGHT_ENDS, add_tokens
 from vllm_dllm.grammar.patterns import mend_patterns
-from vllm_dllm.requests import grammar
-from vllm_dllm.requests.grammar import check_structured_outputs
+from vllm_dllm.requests import structured_outputs
+from vllm_dllm.requests.structured_outputs import check_structured_outputs
 
 MAX_MODEL_LEN = 512
 
@@ -133,7 +133,7 @@ def test_patterns_are_mended(tokenizer: Any) -> None:
 def test_what_no_search_finds_is_admitted(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have an answer: then its end is that of its tokens, as without a search."""
     check(tokenizer, of(grammar='start: "a" start | "b" start | /[c-z]/ start'), max_tokens=1)
-    monkeypatch.setattr(grammar, "shortest_known", lambda *args: None)
+    monkeypatch.setattr(structured_outputs, "find_shortest_completion", lambda *args: None)
     check(tokenizer, of(regex="[a-z]+ [0-9]+"), max_tokens=1)
 
 

@@ -1,4 +1,4 @@
-"""Admission of structured outputs: is there an answer of this form, and does it fit?"""
+"""Admission of structured outputs: checks that an answer of this form exists, and fits."""
 
 import json
 from collections.abc import Iterator
@@ -24,22 +24,27 @@ from vllm_dllm.compat.parsers import (
     find_reasoning_ends,
     make_reasoning_parser,
 )
-from vllm_dllm.grammar.closing import shortest_known, surely_has_none
-from vllm_dllm.grammar.compile import GrammarError, Grammars, check_schema, check_size
+from vllm_dllm.grammar.compiler import (
+    GrammarCompiler,
+    GrammarError,
+    check_grammar_size,
+    check_schema_size,
+)
+from vllm_dllm.grammar.completion import certainly_has_no_completion, find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions
 from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
-from vllm_dllm.requests.structural_tag import to_lark
+from vllm_dllm.requests.structural_tag import structural_tag_to_lark
 
 _NO_STOPS: frozenset[int] = frozenset()
 
 
 @lru_cache(maxsize=8)
-def grammars_of(tokenizer: Any, vocab_size: int) -> Grammars:
-    """Returns this process' grammars. Raises ValueError unless the tokenizer is one of the fast
-    ones."""
-    return Grammars(GrammarVocabulary(make_llguidance_tokenizer(tokenizer, vocab_size)))
+def grammar_compiler(tokenizer: Any, vocab_size: int) -> GrammarCompiler:
+    """Returns this process' compiler of grammars for a tokenizer. Raises ValueError unless the
+    tokenizer is a fast one."""
+    return GrammarCompiler(GrammarVocabulary(make_llguidance_tokenizer(tokenizer, vocab_size)))
 
 
 def check_structured_outputs(
@@ -51,47 +56,49 @@ def check_structured_outputs(
     *,
     is_constrained: bool = False,  # to its logprob_token_ids
 ) -> None:
-    """Admission check of a request with structured outputs, whose bad words are tokens by now. May
-    put a grammar in the place of a structural tag, and another schema in that of one with patterns.
+    """Checks a request with structured outputs, whose bad words are tokens by now. Replaces a
+    structural tag by a grammar, and a JSON schema by one with mended patterns.
 
     Raises:
         VLLMValidationError: becomes HTTP 400; names the field, and what is wrong where.
     """
-    _check_settings(config, tokenizer)
-    reasoning = _reasoning_before(config, tokenizer)
+    _check_server_settings(config, tokenizer)
+    reasoning = _reasoning_of_server(config, tokenizer)
     assert params.structured_outputs is not None
     check_nesting(params.structured_outputs)
     kind, spec = _kind_and_spec(params)
-    # Whoever asks for calls does not send the tag that the tool parser makes of them.
+    # The tool parser has written this tag, not the client.
     name = "tools" if '"gemma4_calls"' in spec else f"structured_outputs.{kind}"
     try:
-        check_size(kind, spec)
+        check_grammar_size(kind, spec)
         if kind == "choice" and not json.loads(spec):
             raise GrammarError("it must have a choice, got none")
         if kind == "json":
-            check_schema(schema := json.loads(spec))
+            check_schema_size(schema := json.loads(spec))
             if (mended := mend_patterns(schema)) != schema:
                 params.structured_outputs = replace(params.structured_outputs, json=mended)
         if kind == "structural_tag":
-            check_schema(tag := json.loads(spec))
-            params.structured_outputs = StructuredOutputsParams(grammar=to_lark(mend_patterns(tag)))
+            check_schema_size(tag := json.loads(spec))
+            params.structured_outputs = StructuredOutputsParams(
+                grammar=structural_tag_to_lark(mend_patterns(tag))
+            )
         text = serialize_grammar(params.structured_outputs, config)
-        grammars = grammars_of(tokenizer, vocab_size)
-        exclusions = exclusions_of(params, is_constrained, grammars.vocabulary.size)
+        grammars = grammar_compiler(tokenizer, vocab_size)
+        exclusions = parse_exclusions(params, is_constrained, grammars.vocabulary.size)
         if exclusions is None:
-            needed = _fewest_of_all_tokens(
+            needed = _count_fewest_tokens_once(
                 grammars, text, max_model_len, params.min_tokens, reasoning
             )
         else:
-            _check_ends(params, exclusions, grammars.vocabulary.tokenizer.eos_token)
-            needed = _fewest_tokens(
+            _check_stops(params, exclusions, grammars.vocabulary.tokenizer.eos_token)
+            needed = _count_fewest_tokens(
                 grammars, text, max_model_len, params.min_tokens, reasoning, exclusions
             )
     except KeyError as error:
         raise _refusal(f"{name} lacks the key {error}") from error
     except (ValueError, TypeError) as error:
         is_schema = kind == "json" and not isinstance(error, json.JSONDecodeError)
-        place = _where_in_schema(spec, str(error)) if is_schema else ""
+        place = _find_in_schema(spec, str(error)) if is_schema else ""
         complaint = " ".join(str(error).split())
         raise _refusal(f"{name} cannot be used: {complaint}{place}") from error
     use_guidance(params.structured_outputs)
@@ -105,10 +112,11 @@ def check_structured_outputs(
         )
 
 
-def exclusions_of(
+def parse_exclusions(
     params: SamplingParams, is_constrained: bool, vocab_size: int
 ) -> Exclusions | None:
-    """What a request excludes, whose bad words are tokens by now; None: nothing."""
+    """Returns the tokens that a request excludes, whose bad words are tokens by now; None if it
+    excludes none. `is_constrained`: it allows its `logprob_token_ids` alone."""
     allowed = params.allowed_token_ids
     if is_constrained:
         allowed = params.logprob_token_ids
@@ -123,8 +131,8 @@ def exclusions_of(
     )
 
 
-def _check_ends(params: SamplingParams, exclusions: Exclusions, eos: int) -> None:
-    """Raises GrammarError if they leave nothing that ends an answer."""
+def _check_stops(params: SamplingParams, exclusions: Exclusions, eos: int) -> None:
+    """Raises GrammarError if a request excludes all tokens that could end its answer."""
     ends = {eos, *(() if params.ignore_eos else params.stop_token_ids or ())}
     if all(exclusions.excludes(end, ()) for end in ends):
         raise GrammarError(
@@ -133,8 +141,8 @@ def _check_ends(params: SamplingParams, exclusions: Exclusions, eos: int) -> Non
         )
 
 
-def _check_settings(config: StructuredOutputsConfig, tokenizer: Any) -> None:
-    """Checks the server's settings."""
+def _check_server_settings(config: StructuredOutputsConfig, tokenizer: Any) -> None:
+    """Raises VLLMValidationError if the server was started without what structured outputs need."""
     if config.backend not in ("auto", BACKEND):
         raise _refusal(
             f"structured outputs of a diffusion model need the backend '{BACKEND}', and this "
@@ -146,20 +154,21 @@ def _check_settings(config: StructuredOutputsConfig, tokenizer: Any) -> None:
 
 
 @lru_cache(maxsize=8)
-def _ends_of_reasoning(name: str, plugin: str, tokenizer: Any) -> ReasoningEnds | None:
+def _reasoning_ends(name: str, plugin: str, tokenizer: Any) -> ReasoningEnds | None:
+    """Returns the tokens around the reasoning of a reasoning parser, looked up once."""
     config = StructuredOutputsConfig(reasoning_parser=name, reasoning_parser_plugin=plugin)
     parser = make_reasoning_parser(config, tokenizer)
     assert parser is not None
     return find_reasoning_ends(parser)
 
 
-def _reasoning_before(config: StructuredOutputsConfig, tokenizer: Any) -> Reasoning | None:
-    """What may come before the form of an answer: whether it does is the prompt's matter, which is
-    not known here."""
+def _reasoning_of_server(config: StructuredOutputsConfig, tokenizer: Any) -> Reasoning | None:
+    """Returns the reasoning that may come before an answer's form, by the server's reasoning
+    parser; None if the form begins at once. Whether the prompt opens it is not known here."""
     name = config.reasoning_parser
     if not name or config.enable_in_reasoning:
         return None
-    ends = _ends_of_reasoning(name, config.reasoning_parser_plugin, tokenizer)
+    ends = _reasoning_ends(name, config.reasoning_parser_plugin, tokenizer)
     if ends == NO_REASONING_ENDS:
         raise _refusal(
             "structured outputs of a diffusion model need a reasoning parser whose reasoning ends "
@@ -170,6 +179,7 @@ def _reasoning_before(config: StructuredOutputsConfig, tokenizer: Any) -> Reason
 
 
 def _kind_and_spec(params: SamplingParams) -> tuple[str, str]:
+    """Returns the field of the structured outputs that is set, such as `json`, and its text."""
     assert params.structured_outputs is not None
     try:
         return grammar_kind_and_spec(params.structured_outputs)
@@ -177,22 +187,24 @@ def _kind_and_spec(params: SamplingParams) -> tuple[str, str]:
         raise _refusal("structured_outputs.json_object must be true, or be left out") from error
 
 
-def _fewest_tokens(
-    grammars: Grammars,
+def _count_fewest_tokens(
+    grammars: GrammarCompiler,
     text: str,
     most: int,
     min_tokens: int,
     reasoning: Reasoning | None,
     exclusions: Exclusions | None,
 ) -> int:
-    """Counts the shortest answer that is known; 0 if no search finds one, and yet there may be one.
+    """Returns the length of the shortest answer that is found; 0 if none is found, and yet there
+    may be one.
 
     Raises:
-        GrammarError: there is none, or none is found without what the request excludes.
+        GrammarError: there is none of at most `most` tokens, or none is found without the tokens
+            that the request excludes.
     """
-    start = grammars.start(text, _NO_STOPS, exclusions, min_tokens, reasoning)
-    tokens = shortest_known(start, most)
-    if tokens is None and exclusions is None and not surely_has_none(start, most):
+    start = grammars.start_state(text, _NO_STOPS, exclusions, min_tokens, reasoning)
+    tokens = find_shortest_completion(start, most)
+    if tokens is None and exclusions is None and not certainly_has_no_completion(start, most):
         return 0
     if tokens is None:
         excluded = "" if exclusions is None else " without the tokens that the request excludes"
@@ -201,35 +213,36 @@ def _fewest_tokens(
 
 
 @lru_cache(maxsize=1024)
-def _fewest_of_all_tokens(
-    grammars: Grammars, text: str, most: int, min_tokens: int, reasoning: Reasoning | None
+def _count_fewest_tokens_once(
+    grammars: GrammarCompiler, text: str, most: int, min_tokens: int, reasoning: Reasoning | None
 ) -> int:
-    """Nothing is kept of requests that exclude tokens: their lists may be as long as the
-    vocabulary."""
-    return _fewest_tokens(grammars, text, most, min_tokens, reasoning, None)
+    """Does what `_count_fewest_tokens` does, once for equal requests without exclusions. Lists of
+    excluded tokens may be as long as the vocabulary, too long to be kept."""
+    return _count_fewest_tokens(grammars, text, most, min_tokens, reasoning, None)
 
 
 def _refusal(message: str) -> VLLMValidationError:
     return VLLMValidationError(f"{message}.", parameter="structured_outputs")
 
 
-def _where_in_schema(spec: str, complaint: str) -> str:
-    """Where in a JSON schema the first key or word stands that llguidance complains about."""
+def _find_in_schema(spec: str, complaint: str) -> str:
+    """Returns the place of the first key or text in a JSON schema that llguidance's complaint
+    quotes, as " (at #/...)", or "" if there is none."""
     quoted = complaint.split('"')[1::2] or complaint.split()[-1:]
-    for path, word in _words(json.loads(spec)):
-        if word in quoted:
+    for path, text in _keys_and_texts(json.loads(spec)):
+        if text in quoted:
             return f" (at {path})"
     return ""
 
 
-def _words(schema: Any, path: str = "#") -> Iterator[tuple[str, str]]:
-    """JSON pointers, and the key or the text that stands there."""
+def _keys_and_texts(schema: Any, path: str = "#") -> Iterator[tuple[str, str]]:
+    """Yields the JSON pointer of each key and each text in a schema, and the key or text itself."""
     if isinstance(schema, dict):
         for key, value in schema.items():
             yield f"{path}/{key}", key
-            yield from _words(value, f"{path}/{key}")
+            yield from _keys_and_texts(value, f"{path}/{key}")
     elif isinstance(schema, list):
         for i, value in enumerate(schema):
-            yield from _words(value, f"{path}/{i}")
+            yield from _keys_and_texts(value, f"{path}/{i}")
     elif isinstance(schema, str):
         yield path, schema

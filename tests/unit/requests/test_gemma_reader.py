@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.unit.grammar.special_tokens import IDS
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
-from vllm_dllm.grammar.gemma_reading import Call, GemmaReader, overlap, read_calls
+from vllm_dllm.requests.gemma_reader import Call, GemmaReader, overlap_length, read_calls
 
 # Without what would be read as a token, or as the beginning of one.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
-    lambda text: not any(name in text for name in IDS) and not overlap(text, QUOTE)
+    lambda text: not any(name in text for name in IDS) and not overlap_length(text, QUOTE)
 )
 KEY = st.from_regex(r"[a-z_]{1,6}", fullmatch=True)
 VALUE = st.recursive(
@@ -57,7 +57,7 @@ def test_what_the_template_writes_is_read(found: list[dict[str, Any]]) -> None:
 def in_pieces(text: str, cuts: list[int]) -> tuple[str, list[Call]]:
     reader, around, calls = GemmaReader(), "", list[Call]()
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        more, found = reader.read(text[begin:end])
+        more, found = reader.read_piece(text[begin:end])
         around, calls = around + more, calls + found
     return around + reader.finish(), calls
 
@@ -112,11 +112,13 @@ STOPPED = {"in the middle": "call", "at the end": ">", "over it": ": <|tool", "i
 def test_a_marker_that_a_stop_string_has_cut_is_no_text(name: str) -> None:
     stop, text = STOPPED[name], f"So: {CALL}"
     reader = GemmaReader()
-    around, _ = reader.read(text[: text.index(stop) + (len(stop) if name == "included" else 0)])
+    around, _ = reader.read_piece(
+        text[: text.index(stop) + (len(stop) if name == "included" else 0)]
+    )
     assert "So: ".startswith(around + reader.finish([stop]))
 
 
 def test_what_only_looks_like_a_marker_is_text() -> None:
     assert read_calls("<") == ("<", []) and read_calls("a <tr") == ("a <tr", [])
     reader = GemmaReader(reads_calls=False)
-    assert reader.read(call("f", {"a": "b"})) == ("call:f{a:b}", [])
+    assert reader.read_piece(call("f", {"a": "b"})) == ("call:f{a:b}", [])

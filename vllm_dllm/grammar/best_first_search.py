@@ -1,0 +1,154 @@
+"""Best-first search for the cheapest legal path: it always extends the cheapest beginning.
+
+Where the model is mostly sure of a canvas, it looks at a few states for each fault. The beam search
+would follow all its hypotheses to the end.
+"""
+
+import heapq
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from vllm_dllm.grammar.masks import has_tokens
+from vllm_dllm.grammar.rows import CanvasRows, FoundPath
+from vllm_dllm.grammar.state import GrammarState
+from vllm_dllm.grammar.walk import find_unsure_rows, mask_with_few_spaces
+
+MAX_STATES = 100
+"""States that a search looks at before it gives up."""
+
+
+@dataclass
+class _Beginning:
+    """The first tokens of a path."""
+
+    state: GrammarState  # behind the tokens; not moved any more
+    tokens: list[int]
+    cost_nats: float
+
+
+@dataclass
+class _NextTokens:
+    """Tokens that may follow a beginning, the cheapest first."""
+
+    beginning: _Beginning
+    costs_nats: list[float]  # of the beginning with each of the tokens
+    tokens: list[int]
+
+
+@dataclass
+class _Alternative:
+    """Any token but the best guess, in a row that the model is sure of. Which ones are legal is
+    computed only if nothing cheaper is left."""
+
+    beginning: _Beginning
+    guesses: list[int]  # best guesses between the beginning and the row
+
+
+def best_first_search(
+    start: GrammarState, rows: CanvasRows, num_rows: int, prefix: list[int]
+) -> FoundPath | None:
+    """Returns the cheapest path that begins with `prefix`; None if it is not found within
+    `MAX_STATES` states. Does not move `start`."""
+    return _BestFirstSearch(start, rows, num_rows).run(prefix)
+
+
+class _BestFirstSearch:
+    """The queue of one search, and the states that it has seen."""
+
+    def __init__(self, start: GrammarState, rows: CanvasRows, num_rows: int) -> None:
+        self._start, self._rows, self._num_rows = start, rows, num_rows
+        self._unsure = find_unsure_rows(start, rows, num_rows)
+        self._guesses = rows.tokens[:num_rows, 0].tolist()
+        # [L] nats: the least that another token than the best guess costs.
+        self._gaps = (rows.logprobs[:, 0] - rows.logprobs[:, 1]).tolist()
+        # (least cost of a path through it, -row, number, item): of equal costs, the furthest first.
+        self._queue: list[tuple[float, int, int, _Beginning | _NextTokens | _Alternative]] = []
+        self._numbers = count()
+        self._seen: set[tuple[int, bytes]] = set()  # row and mask
+        self._num_states = 0
+
+    def run(self, prefix: list[int]) -> FoundPath | None:
+        """Runs the search, see `best_first_search`."""
+        state = self._start.copy()
+        for token in prefix:
+            state.consume_token(token)
+        self._push(0.0, len(prefix), _Beginning(state, prefix, 0.0))
+        while self._queue and self._num_states < MAX_STATES:
+            item = heapq.heappop(self._queue)[3]
+            if isinstance(item, _NextTokens):
+                self._extend_by_cheapest_token(item)
+            elif isinstance(item, _Alternative):
+                self._push_alternative_tokens(item)
+            elif item.state.has_ended or len(item.tokens) == self._num_rows:
+                return FoundPath(item.tokens, item.cost_nats)
+            else:
+                self._extend_to_unsure_row(item)
+        return None
+
+    def _push(
+        self, cost_nats: float, row: int, item: _Beginning | _NextTokens | _Alternative
+    ) -> None:
+        heapq.heappush(self._queue, (cost_nats, -row, next(self._numbers), item))
+
+    def _extend_to_unsure_row(self, beginning: _Beginning) -> None:
+        """Extends a beginning by the best guesses of rows that the model is sure of, and queues the
+        tokens that may follow. Alternatives to these guesses are queued, too."""
+        row = len(beginning.tokens)
+        next_unsure = int(self._unsure[np.searchsorted(self._unsure, row)])
+        if next_unsure > row:
+            state, guesses = beginning.state.copy(), self._guesses[row:next_unsure]
+            num_legal = state.consume_tokens(guesses)
+            for i in range(num_legal):
+                cost = beginning.cost_nats + self._gaps[row + i]
+                self._push(cost, row + i, _Alternative(beginning, guesses[:i]))
+            tokens = beginning.tokens + guesses[:num_legal]
+            beginning = _Beginning(state, tokens, beginning.cost_nats)
+            if len(tokens) == self._num_rows:
+                self._push(beginning.cost_nats, self._num_rows, beginning)
+                return
+        self._push_next_tokens(beginning, but_best_guess=False)
+
+    def _push_alternative_tokens(self, alternative: _Alternative) -> None:
+        """Queues the legal tokens of an alternative's row, apart from the best guess."""
+        beginning, guesses = alternative.beginning, alternative.guesses
+        state = beginning.state.copy()
+        state.consume_tokens(guesses)
+        extended = _Beginning(state, beginning.tokens + guesses, beginning.cost_nats)
+        self._push_next_tokens(extended, but_best_guess=True)
+
+    def _push_next_tokens(self, beginning: _Beginning, *, but_best_guess: bool) -> None:
+        """Queues the legal tokens behind a beginning. Of beginnings with the same mask in the same
+        row, which are mostly in the same state, only the first is extended: it is the cheapest."""
+        self._num_states += 1
+        row, mask = len(beginning.tokens), mask_with_few_spaces(beginning.state)
+        signature = row, mask.tobytes()
+        if signature in self._seen and not but_best_guess:
+            return
+        self._seen.add(signature)
+        tokens, logprobs = self._rows.candidates(row)
+        legal = np.flatnonzero(has_tokens(mask, tokens))
+        if but_best_guess:
+            legal = legal[legal > 0]
+        best = float(logprobs[0])
+        if len(legal):
+            costs = (beginning.cost_nats + best - logprobs[legal]).tolist()
+            following = _NextTokens(beginning, costs, tokens[legal].tolist())
+        elif mask.any() and not but_best_guess:
+            token, logprob = self._rows.best_legal(row, mask)
+            following = _NextTokens(beginning, [beginning.cost_nats + best - logprob], [token])
+        else:
+            return
+        self._push(following.costs_nats[0], row + 1, following)
+
+    def _extend_by_cheapest_token(self, following: _NextTokens) -> None:
+        """Extends a beginning by the cheapest token that may follow; the others stay queued."""
+        beginning = following.beginning
+        cost, token = following.costs_nats.pop(0), following.tokens.pop(0)
+        if following.costs_nats:
+            self._push(following.costs_nats[0], len(beginning.tokens) + 1, following)
+        state = beginning.state.copy()
+        if state.consume_token(token):
+            extended = _Beginning(state, [*beginning.tokens, token], cost)
+            self._push(cost, len(extended.tokens), extended)

@@ -1,0 +1,126 @@
+"""Compiles grammars: each text once, for all requests that have it. Refuses those that llguidance
+would take minutes for."""
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from llguidance import LLMatcher
+
+from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.reasoning import Reasoning
+from vllm_dllm.grammar.state import GrammarState
+from vllm_dllm.grammar.vocabulary import GrammarVocabulary
+
+_MAX_BYTES = {"json": 128 << 10, "structural_tag": 128 << 10, "choice": 64 << 10}
+_MAX_BYTES_ELSE = 16 << 10
+"""Longer grammars are refused: llguidance takes seconds for a regex of 64 KiB, minutes for 90,000
+alternatives."""
+_MAX_ENTRIES = 300
+"""The most entries of an object or a list in a JSON schema."""
+_MAX_REPETITIONS = 10_000
+_COUNT_KEYS = ("minItems", "maxItems", "minProperties", "maxProperties")
+_VALUE_KEYS = ("enum", "const", "required", "default", "examples")
+"""Keys whose values are no schemas, and cost little."""
+_MAX_COMPILED = 256
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used; the message says why in one line."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, and keeps the last ones. Threads may share it."""
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self.vocabulary = vocabulary
+        vocabulary.num_spaces  # noqa: B018 (takes a while for a large vocabulary: not in a step)
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def start_state(
+        self,
+        text: str,
+        stops: frozenset[int],
+        exclusions: Exclusions | None = None,
+        min_tokens: int = 0,
+        reasoning: Reasoning | None = None,
+    ) -> GrammarState:
+        """Returns the state before the first token of an answer, for the grammar `text` in
+        llguidance's form.
+
+        The tokens `stops`, and the tokenizer's EOS, end the answer where the grammar is complete.
+        Excluded ones do not, nor does any before `min_tokens` others if the answer can go on.
+
+        Raises:
+            GrammarError: the grammar is wrong, or has no answer.
+        """
+        with self._lock:
+            matcher = self._compiled.get(text)
+            if matcher is not None:
+                self._compiled.move_to_end(text)
+        if matcher is None:
+            matcher = compile_grammar(self.vocabulary, text)
+            with self._lock:
+                self._compiled[text] = matcher
+                while len(self._compiled) > _MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+        ends = stops | {self.vocabulary.tokenizer.eos_token}
+        if exclusions is not None:
+            ends = frozenset(end for end in ends if not exclusions.excludes(end, ()))
+        return GrammarState(
+            matcher.deep_copy(), self.vocabulary, ends, exclusions, min_tokens, reasoning
+        )
+
+
+def check_grammar_size(kind: str, spec: str) -> None:
+    """Raises GrammarError if a client's grammar is too long. `kind`: of structured outputs, such as
+    json or regex."""
+    max_bytes = _MAX_BYTES.get(kind, _MAX_BYTES_ELSE)
+    if len(spec) > max_bytes:
+        raise GrammarError(f"it must be at most {max_bytes} bytes, got {len(spec)}. Shorten it")
+
+
+def check_schema_size(schema: Any, path: str = "#") -> None:
+    """Raises GrammarError if a JSON schema has an object or a list of too many entries, or too high
+    a count. llguidance takes minutes for some thousands of properties, and ends the process where
+    thousands of definitions refer to each other."""
+    if isinstance(schema, dict):
+        _check_count(len(schema), path)
+        for key, value in schema.items():
+            place = f"{path}/{key}"
+            if key in _COUNT_KEYS and isinstance(value, int) and value > _MAX_REPETITIONS:
+                raise GrammarError(f"{place} must be at most {_MAX_REPETITIONS}, got {value}")
+            if key not in _VALUE_KEYS:
+                check_schema_size(value, place)
+    elif isinstance(schema, list):
+        _check_count(len(schema), path)
+        for i, value in enumerate(schema):
+            check_schema_size(value, f"{path}/{i}")
+
+
+def _check_count(count: int, path: str) -> None:
+    if count > _MAX_ENTRIES:
+        raise GrammarError(f"{path} must have at most {_MAX_ENTRIES} entries, got {count}")
+
+
+def compile_grammar(vocabulary: GrammarVocabulary, text: str) -> LLMatcher:
+    """Compiles a grammar in llguidance's form.
+
+    Raises:
+        GrammarError: the grammar is wrong, or has no answer.
+    """
+    matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # finds out whether anything may come first
+    if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+        raise GrammarError(_describe_error(matcher.get_error()))
+    return matcher
+
+
+def _describe_error(error: str) -> str:
+    """Returns llguidance's error in one line, without the state that it adds."""
+    line = " ".join(error.partition("<state>")[0].split())
+    if line in ("", "NoExtension", "NoExtensionBias"):
+        return "no text satisfies it"
+    return line

@@ -1,0 +1,76 @@
+"""Cuts a path through a canvas where the answer can still be completed within its tokens.
+
+A path passes together with a plan: tokens that complete the answer behind it. The next canvas falls
+back on the plan if it finds no other completion.
+"""
+
+from vllm_dllm.grammar.completion import (
+    find_completion,
+    find_completion_quickly,
+    search_shortest_first,
+)
+from vllm_dllm.grammar.rows import Path
+from vllm_dllm.grammar.state import GrammarState
+
+
+def cut_to_fit(
+    start: GrammarState,  # before the path; gets the plan
+    path: Path,
+    end: GrammarState,  # behind the path
+    num_tokens: int,  # that the answer may get, from `start` on
+) -> list[int] | None:
+    """Returns None if the path may stay as it is: the answer can be completed behind it, or it ends
+    inside of a call that the model chose to make, or nothing fits. A model's own call that does not
+    fit is left unfinished.
+
+    Otherwise it returns the longest beginning of the path, by a quick search, behind which the
+    answer can be completed, with its completion.
+    """
+    if end.in_optional_call and not path.is_stuck:
+        return None
+    tail = _find_tail(start, path.tokens, end, num_tokens)
+    if tail is not None:
+        start.plan = path.tokens + tail
+        return None
+    num_kept, tail = 0, find_completion(start, num_tokens)
+    if tail is None:
+        return None
+    start.plan = tail
+    too_many = len(path.tokens)
+    while too_many - num_kept > 1:
+        middle = (num_kept + too_many) // 2
+        found = _find_tail(start, path.tokens[:middle], None, num_tokens)
+        if found is None:
+            too_many = middle
+        else:
+            num_kept, tail = middle, found
+    start.plan = path.tokens[:num_kept] + tail
+    return start.plan
+
+
+def _find_tail(
+    start: GrammarState,
+    tokens: list[int],
+    end: GrammarState | None,  # behind `tokens`, for a search of all kinds; None: a quick one
+    num_tokens: int,
+) -> list[int] | None:
+    """Returns what completes the answer behind `start` and `tokens` within `num_tokens`. `start`
+    remembers it, because the next step's path mostly begins in the same way."""
+    key = (tuple(tokens), num_tokens, end is None)
+    if key not in start.known_tails:
+        max_tokens = num_tokens - len(tokens)
+        state = _state_behind(start, tokens) if end is None else end
+        found = find_completion_quickly(state, max_tokens, start)
+        if found is None and end is not None:
+            found = search_shortest_first(end, max_tokens)
+        is_short = found is not None and len(found) <= max_tokens
+        start.known_tails[key] = found if is_short else None
+    return start.known_tails[key]
+
+
+def _state_behind(start: GrammarState, tokens: list[int]) -> GrammarState:
+    state = start.copy()
+    for token in tokens:
+        consumed = state.consume_token(token)
+        assert consumed, "a path is legal"
+    return state

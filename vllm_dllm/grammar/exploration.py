@@ -1,0 +1,127 @@
+"""Completes an answer by exploring its grammar, and shortens what was found.
+
+Exploring finds an end in any grammar, where going on greedily may turn in a loop for ever.
+"""
+
+from collections import Counter, defaultdict
+
+import numpy as np
+
+from vllm_dllm.grammar.continuations import promising_continuations
+from vllm_dllm.grammar.respelling import MAX_SHRINKAGE, respell
+from vllm_dllm.grammar.state import GrammarState
+
+MAX_TOKENS = 500
+"""Tokens after which exploring gives up, if an answer may not be a quarter as long."""
+
+
+def complete_by_exploring(state: GrammarState, max_tokens: int) -> list[int] | None:
+    """Returns tokens that complete the answer; None if it does not come to an end.
+
+    It goes on by a token that has just become legal, so it leaves each loop at its first exit. Of
+    several exits it takes the one that it has taken least often where the same tokens were legal,
+    so in the end it tries them all. Then the detours are cut out.
+    """
+    start, state = state, state.copy()
+    vocabulary = state.vocabulary
+    order = np.concatenate((vocabulary.special_tokens, vocabulary.characters, vocabulary.spaces))
+    was_legal = np.ones(vocabulary.size, dtype=bool)
+    tokens: list[int] = []
+    times_taken: dict[bytes, Counter[int]] = defaultdict(Counter)  # by the legal tokens
+    while len(tokens) <= max(MAX_SHRINKAGE * max_tokens, MAX_TOKENS):
+        if state.is_complete():
+            return respell(start, _cut_detours(start, tokens))
+        following = state.reasoning_ends()[:1] or state.forced_tokens()
+        is_legal = state.closing_tokens()
+        if not following:
+            exits = order[(is_legal & ~was_legal)[order]].tolist()
+            choices = exits or order[is_legal[order]].tolist()
+            choices = choices or next(promising_continuations(state), [])
+            times = times_taken[is_legal.tobytes()]
+            following = [min(choices, key=times.__getitem__)] if choices else []
+            times.update(following)
+        if not following or state.consume_tokens(following) < len(following):
+            return None
+        tokens, was_legal = tokens + following, is_legal
+    return None
+
+
+def _cut_detours(start: GrammarState, tokens: list[int]) -> list[int]:
+    """Returns a shorter completion at `start` than `tokens`: some of them are left out, or one
+    stands for several, where that leads to a state like a later one."""
+    masks = _masks_along(start, tokens)
+    state, i = start.copy(), 0
+    while i < len(tokens):
+        best, end = tokens[i : i + 1], i + 1
+        tried: set[tuple[int, bytes]] = set()  # ten digits lead to one state
+        for head in ([], *promising_continuations(state)):
+            ahead = state.copy()
+            if len(head) > 1 or ahead.consume_tokens(head) < len(head):
+                continue
+            mask, first = ahead.compute_mask().tobytes(), end + len(head) - len(best) + 1
+            if (len(head), mask) in tried:
+                continue
+            tried.add((len(head), mask))
+            if (known := _find_last_joint(ahead, tokens, masks, first)) is not None:
+                best, end = head, known
+        tokens = [*tokens[:i], *best, *tokens[end:]]
+        masks = [*masks[: i + len(best)], *masks[end:]]
+        if best:
+            state.consume_tokens(best)
+            i += 1
+    return tokens
+
+
+def reuse_plan(
+    plan: list[int],  # completes the answer at `start`
+    start: GrammarState,
+    state: GrammarState,
+) -> list[int] | None:
+    """Returns the shortest end of the plan that completes the answer at `state`, perhaps behind one
+    more token; None if none is found."""
+    masks = _masks_along(start, plan)
+    for head in ([], *promising_continuations(state)):
+        ahead = state.copy()
+        if ahead.consume_tokens(head) < len(head):
+            continue
+        joint = _find_last_joint(ahead, plan, masks, 0)
+        if joint is not None:
+            return [*head, *plan[joint:]]
+    return None
+
+
+def _find_last_joint(
+    state: GrammarState,
+    tokens: list[int],
+    masks: list[bytes],  # before each of the tokens, and behind the last
+    first: int,
+) -> int | None:
+    """Returns the largest i, at least `first`, for which `tokens[i:]` complete the answer at
+    `state`; None if there is none. Only places with the state's own mask are tried, and by halves:
+    the turns of a loop that counts have equal masks, and those that are too far on all fail."""
+    mask = state.compute_mask().tobytes()
+    same = [i for i in range(first, len(masks)) if masks[i] == mask]
+    known, fails = -1, len(same)
+    middle = fails - 1  # the last of all is the most likely, where no loop counts
+    while known < middle:
+        if _completes(state, tokens[same[middle] :]):
+            known = middle
+        else:
+            fails = middle
+        middle = (known + fails) // 2
+    return None if known < 0 else same[known]
+
+
+def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:
+    """Returns the masks before each of the tokens, and behind the last."""
+    state, masks = start.copy(), [start.compute_mask().tobytes()]
+    for token in tokens:
+        state.consume_tokens([token])
+        masks.append(state.compute_mask().tobytes())
+    return masks
+
+
+def _completes(state: GrammarState, tokens: list[int]) -> bool:
+    """Returns whether the tokens complete the answer at `state`."""
+    end = state.copy()
+    return end.consume_tokens(tokens) == len(tokens) and end.is_complete()

@@ -1,0 +1,58 @@
+"""Masks of legal tokens, as llguidance computes them: [W] uint32, one bit for each token (see the
+legend in `vllm_dllm.grammar`). Functions whose name ends in `_` change the mask in place."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+
+def pack_mask(is_legal: np.ndarray) -> np.ndarray:
+    """Returns the mask [W] uint32 of `is_legal` [V] bool."""
+    padded = np.zeros(-(-len(is_legal) // 32) * 32, dtype=bool)
+    padded[: len(is_legal)] = is_legal
+    return np.packbits(padded, bitorder="little").view(np.uint32)
+
+
+def unpack_mask(mask: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Returns [V] bool: which tokens the mask [W] has."""
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size].view(bool)
+
+
+def mask_of_tokens(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Returns the mask [W] uint32 of these tokens."""
+    mask = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
+    add_tokens_(mask, tokens)
+    return mask
+
+
+def add_tokens_(mask: np.ndarray, tokens: Iterable[int]) -> None:
+    """Sets the bits of these tokens in the mask [W]."""
+    for token in tokens:
+        mask[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def remove_tokens_(mask: np.ndarray, tokens: Iterable[int]) -> None:
+    """Clears the bits of these tokens in the mask [W]."""
+    for token in tokens:
+        mask[token >> 5] &= ~np.uint32(1 << (token & 31))
+
+
+def has_tokens(mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Returns [...] bool: which of the tokens [...] int64 the mask [W] has."""
+    return (mask[tokens >> 5] >> (tokens & 31).astype(np.uint32)) & 1 == 1
+
+
+def has_token(mask: np.ndarray, token: int) -> bool:
+    """Returns whether the mask [W] has one token; faster than `has_tokens`."""
+    return bool(mask.item(token >> 5) >> (token & 31) & 1)
+
+
+def has_one_token(mask: np.ndarray) -> bool:
+    """Returns whether exactly one token is legal: the grammar forces it."""
+    return int.from_bytes(mask.tobytes()).bit_count() == 1
+
+
+def only_token(mask: np.ndarray) -> int:
+    """Returns the token of a mask [W] that has one."""
+    (place,) = np.flatnonzero(mask)
+    return int(place) * 32 + int(mask[place]).bit_length() - 1
