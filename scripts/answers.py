@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 ENGINES = {"synchronous": 140, "asynchronous": 30, "drafter": 30}  # answers of each
 
-# In turn, one for each request; what they share is a seed and log-probabilities.
+# Parameters of requests, taken in turn. All have a seed and log-probabilities besides.
 PARAMETERS: list[dict[str, Any]] = [
     {},
     {"max_tokens": 20},
@@ -51,9 +51,9 @@ def main() -> int:
     parser.add_argument("--engine", choices=ENGINES, help="answer: of this engine alone")
     options = parser.parse_args()
     if options.action == "answer":
-        options.file.write_text(json.dumps(_answers(options.engine)))
+        options.file.write_text(json.dumps(_run_engine(options.engine)))
         return 0
-    answers = {engine: _answers_of_process(engine) for engine in ENGINES}
+    answers = {engine: _run_engine_process(engine) for engine in ENGINES}
     if options.action == "record":
         options.file.write_text(json.dumps(answers))
         print(f"Recorded {sum(map(len, answers.values()))} answers in {options.file}.")
@@ -62,6 +62,7 @@ def main() -> int:
 
 
 def _compare(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> int:
+    """Prints the answers that changed. Returns 1 if any did."""
     changed = 0
     for engine, answers in before.items():
         assert len(answers) == len(after[engine]) == ENGINES[engine]
@@ -73,17 +74,20 @@ def _compare(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> int:
     return int(changed > 0)
 
 
-def _answers_of_process(engine: str) -> list[Any]:
+def _run_engine_process(engine: str) -> list[Any]:
+    """Returns the answers of an engine that runs in a process of its own, with one thread: with
+    several, sums would depend on what else the machine does."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "answers.json"
         command = [sys.executable, __file__, "answer", str(file), "--engine", engine]
-        # One thread: more would share sums out by what the machine is doing.
+
         env = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         subprocess.run(command, check=True, env=env, cwd=ROOT)
         return json.loads(file.read_text())
 
 
-def _answers(engine: str) -> list[dict[str, Any]]:
+def _run_engine(engine: str) -> list[dict[str, Any]]:
+    """Returns the answers of an engine in this process."""
     sys.path.insert(0, str(ROOT))
     from contextlib import nullcontext
 
@@ -95,6 +99,7 @@ def _answers(engine: str) -> list[dict[str, Any]]:
 
 
 def _generate(engine: str) -> list[dict[str, Any]]:
+    """Returns the answers of an engine to `ENGINES[engine]` requests."""
     from vllm import LLM, SamplingParams
 
     options: dict[str, Any] = {"model": "checkpoints/diffusiongemma-tiny"}
@@ -125,12 +130,13 @@ def _generate(engine: str) -> list[dict[str, Any]]:
             rows[(7 * i) % len(rows)]["messages"], tokenize=False, add_generation_prompt=True
         )
         prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
-        parameters.append(SamplingParams(**_parameters(i, engine)))
+        parameters.append(SamplingParams(**_sampling_parameters(i, engine)))
     outputs = llm.generate(prompts, parameters, use_tqdm=False)
-    return [_record(output) for output in outputs]
+    return [_to_record(output) for output in outputs]
 
 
-def _parameters(i: int, engine: str) -> dict[str, Any]:
+def _sampling_parameters(i: int, engine: str) -> dict[str, Any]:
+    """Returns the parameters of request `i`."""
     own = dict(PARAMETERS[i % len(PARAMETERS)])
     if engine == "drafter":
         own = {key: value for key, value in own.items() if key not in REFUSED_WITH_DRAFTS}
@@ -142,7 +148,9 @@ def _parameters(i: int, engine: str) -> dict[str, Any]:
     return {"max_tokens": 70, "seed": i, "logprobs": i % 4, **own}
 
 
-def _record(output: Any) -> dict[str, Any]:
+def _to_record(output: Any) -> dict[str, Any]:
+    """Returns what is compared of an output: tokens, log-probabilities to the bit, and the finish
+    reason."""
     (answer,) = output.outputs
     return {
         "tokens": list(answer.token_ids),

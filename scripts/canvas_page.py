@@ -35,18 +35,24 @@ def main() -> None:
     with sync_playwright() as playwright:
         chromium = shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        checks = (click_examples, compare_two_settings, on_a_phone, show_text_as_text, show_errors)
-        for check in (*checks, stop, *([ask_with_keys] if api_key else [])):
+        checks = (
+            click_examples,
+            compare_two_settings,
+            check_phone_layout,
+            show_text_as_text,
+            show_errors,
+        )
+        for check in (*checks, stop_answer, *([ask_with_keys] if api_key else [])):
             check(browser, arguments.server, arguments.folder)
             print(f"{check.__name__}: ok")
         browser.close()
 
 
 @contextlib.contextmanager
-def page_of(
+def open_page(
     browser: Browser, server: str, size: tuple[int, int], scheme: str = "light"
 ) -> Iterator[Page]:
-    """Fails on any error of its script, and on requests to other hosts."""
+    """Opens the page. Fails on any error of its script, and on requests to other hosts."""
     page = browser.new_page(
         viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, reduced_motion="reduce"
     )
@@ -66,16 +72,16 @@ def page_of(
     page.close()
 
 
-def ask(page: Page, question: str, seed: int = 4) -> None:
-    """By keyboard."""
+def submit_question(page: Page, question: str, seed: int = 4) -> None:
+    """Fills the form and submits it by keyboard."""
     for field, value in {"seed": str(seed), "pace": "30", "prompt": question}.items():
         page.locator(f"#{field}").fill(value)
     page.locator("#prompt").press("Control+Enter")
 
 
 def click_examples(browser: Browser, server: str, folder: Path) -> None:
-    """Each is answered. The rules that are offered are those that the model takes."""
-    with page_of(browser, server, DESKTOP) as page:
+    """Checks that each example is answered, and that the model takes each rule that is offered."""
+    with open_page(browser, server, DESKTOP) as page:
         for example in page.locator("#examples button").all():
             example.click()
             expect(page.locator("#status")).to_have_text("Done.", timeout=120_000)
@@ -84,30 +90,31 @@ def click_examples(browser: Browser, server: str, folder: Path) -> None:
         rules = page.get_by_label("Acceptance")
         for rule in rules.locator("option").all_inner_texts():
             rules.select_option(rule)
-            ask(page, QUESTION)
+            submit_question(page, QUESTION)
             expect(page.locator("#status")).to_have_text("Done.", timeout=120_000)
 
 
 def ask_with_keys(browser: Browser, server: str, folder: Path) -> None:
-    """With none and with a wrong one, the page says which it is."""
-    with page_of(browser, server, DESKTOP) as page:
+    """Checks that the page tells a missing API key from a wrong one."""
+    with open_page(browser, server, DESKTOP) as page:
         for key, complaint in (
             ("", "The server wants an API key"),
             ("wrong", "The server refuses this API key."),
         ):
             page.locator("#key").fill(key)
-            ask(page, QUESTION)
+            submit_question(page, QUESTION)
             expect(page.locator(".problem")).to_contain_text(complaint)
 
 
 def compare_two_settings(browser: Browser, server: str, folder: Path) -> None:
-    with page_of(browser, server, DESKTOP) as page:
+    """Compares two settings by their sliders, and takes the picture of a desktop."""
+    with open_page(browser, server, DESKTOP) as page:
         page.get_by_label("Compare two settings").check()
         second = page.locator(".panel").nth(1)
         second.locator("summary").click()
         second.get_by_label("Acceptance").select_option("top_k")
         second.get_by_label("Others, as JSON").fill('{"diffusion_accept_tokens": 8}')
-        ask(page, QUESTION)
+        submit_question(page, QUESTION)
         expect(page.locator("#status")).to_have_text("Done.", timeout=120_000)
         expect(page.locator(".answer")).to_have_text([ANSWER, ANSWER])
         for panel, steps in ((page.locator(".panel").nth(0), 0), (second, 3)):
@@ -120,9 +127,10 @@ def compare_two_settings(browser: Browser, server: str, folder: Path) -> None:
         page.screenshot(path=folder / "desktop.png", full_page=True)
 
 
-def on_a_phone(browser: Browser, server: str, folder: Path) -> None:
-    with page_of(browser, server, PHONE, "dark") as page:
-        ask(page, QUESTION)
+def check_phone_layout(browser: Browser, server: str, folder: Path) -> None:
+    """Checks that the page fits a phone, and takes its picture."""
+    with open_page(browser, server, PHONE, "dark") as page:
+        submit_question(page, QUESTION)
         expect(page.locator("#status")).to_have_text("Done.", timeout=120_000)
         page.get_by_role("slider").press("Home")
         page.get_by_role("slider").blur()
@@ -132,14 +140,16 @@ def on_a_phone(browser: Browser, server: str, folder: Path) -> None:
 
 
 def show_text_as_text(browser: Browser, server: str, folder: Path) -> None:
-    with page_of(browser, server, DESKTOP) as page:
-        ask(page, "<img src=x onerror=alert(1)>")
+    """Checks that HTML in a question is shown as text."""
+    with open_page(browser, server, DESKTOP) as page:
+        submit_question(page, "<img src=x onerror=alert(1)>")
         expect(page.locator("#start")).to_be_enabled(timeout=120_000)
         expect(page.locator("main img")).to_have_count(0)
 
 
 def show_errors(browser: Browser, server: str, folder: Path) -> None:
-    with page_of(browser, server, DESKTOP) as page:
+    """Checks the messages about wrong settings."""
+    with open_page(browser, server, DESKTOP) as page:
         page.locator("summary").click()
         others = page.get_by_label("Others, as JSON")
         for value, complaint in (
@@ -148,19 +158,20 @@ def show_errors(browser: Browser, server: str, folder: Path) -> None:
             ("[1]", "“Others, as JSON” must be an object"),
         ):
             others.fill(value)
-            ask(page, QUESTION)
+            submit_question(page, QUESTION)
             expect(page.locator(".problem")).to_contain_text(complaint)
             expect(page.locator("#status")).to_contain_text(f"Not answered: {complaint}")
 
 
-def stop(browser: Browser, server: str, folder: Path) -> None:
-    with page_of(browser, server, DESKTOP) as page:
+def stop_answer(browser: Browser, server: str, folder: Path) -> None:
+    """Checks that a click stops an answer."""
+    with open_page(browser, server, DESKTOP) as page:
         page.locator("summary").click()
         # A token a step takes long enough for a click.
         settings = '{"diffusion_acceptance": "top_k", "diffusion_accept_tokens": 1}'
         page.get_by_label("Others, as JSON").fill(settings)
         page.get_by_label("Most tokens").fill("900")
-        ask(page, QUESTION)
+        submit_question(page, QUESTION)
         expect(page.locator(".token").first).to_be_visible(timeout=120_000)
         page.get_by_role("button", name="Stop").click()
         expect(page.locator(".problem")).to_have_text("Stopped.")

@@ -1,7 +1,7 @@
 """Draws docs/dashboard.json without Grafana: Prometheus scrapes a running server for a while, and
 answers the queries of all panels.
 
-    make serve   # elsewhere, with something that asks it
+    make serve   # elsewhere, with clients that send requests
     .venv/bin/python scripts/draw_dashboard.py http://127.0.0.1:8000 --prometheus PROGRAM FILE.png
 
 Needs Prometheus (Debian's package `prometheus`) and matplotlib. A query that Prometheus does not
@@ -38,11 +38,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120)
     arguments = parser.parse_args()
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    draw(panels, watch(panels, arguments), arguments.picture)
+    draw_panels(panels, scrape_panels(panels, arguments), arguments.picture)
 
 
-def watch(panels: list[Any], arguments: argparse.Namespace) -> dict[int, list[Any]]:
-    """What Prometheus answers to the queries of each panel, by its id."""
+def scrape_panels(panels: list[Any], arguments: argparse.Namespace) -> dict[int, list[Any]]:
+    """Runs Prometheus for a while. Returns its answers to the queries of each panel, by the panel's
+    id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -64,7 +65,7 @@ def watch(panels: list[Any], arguments: argparse.Namespace) -> dict[int, list[An
                 panel["id"]: [
                     line
                     for target in panel.get("targets", ())
-                    for line in ask(address, target, start, time.time())
+                    for line in query_prometheus(address, target, start, time.time())
                 ]
                 for panel in panels
             }
@@ -73,8 +74,10 @@ def watch(panels: list[Any], arguments: argparse.Namespace) -> dict[int, list[An
             prometheus.wait()
 
 
-def ask(address: str, target: Any, start: float, end: float) -> list[tuple[str, list[Any]]]:
-    """The lines of one query: their names, and [time, value] of each."""
+def query_prometheus(
+    address: str, target: Any, start: float, end: float
+) -> list[tuple[str, list[Any]]]:
+    """Returns the lines of one query: name, and [time, value] pairs."""
     query = target["expr"]
     for name, value in VARIABLES.items():
         query = query.replace(name, value)
@@ -94,8 +97,8 @@ def ask(address: str, target: Any, start: float, end: float) -> list[tuple[str, 
     ]
 
 
-def draw(panels: list[Any], lines: dict[int, list[Any]], picture: Path) -> None:
-    """Each panel where Grafana has it."""
+def draw_panels(panels: list[Any], lines: dict[int, list[Any]], picture: Path) -> None:
+    """Draws each panel where Grafana has it."""
     places = [panel["gridPos"] for panel in panels]
     height = max(place["y"] + place["h"] for place in places)
     figure = pyplot.figure(figsize=(18, 0.36 * height))

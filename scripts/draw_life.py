@@ -21,6 +21,8 @@ API, ENGINE, WORKER = range(3)
 
 
 class Box(NamedTuple):
+    """A step of a request's life, and the code that does it."""
+
     lane: int
     row: float
     title: str
@@ -130,48 +132,55 @@ ARROWS = (
 
 
 def left(box: Box) -> float:
+    """Returns the x of a box, in px."""
     return LEFT + box.lane * (LANE_WIDTH + LANE_GAP)
 
 
 def top(box: Box) -> float:
+    """Returns the y of a box, in px."""
     return TOP + box.row * ROW
 
 
 def height(box: Box) -> float:
+    """Returns the height of a box, in px."""
     return 32 + 16 * len(box.code)
 
 
-def text(x: float, y: float, words: str, size: float, color: str = INK, **style: str) -> str:
+def draw_text(x: float, y: float, words: str, size: float, color: str = INK, **style: str) -> str:
+    """Returns an SVG text."""
     attributes = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in style.items())
     start = f'<text x="{x}" y="{y}" font-size="{size}" fill="{color}"{attributes}>'
     return f"{start}{escape(words)}</text>"
 
 
-def lane(number: int) -> list[str]:
+def draw_lane(number: int) -> list[str]:
+    """Returns the background of a process, with its name."""
     name, color = LANES[number]
     x = LEFT - 8 + number * (LANE_WIDTH + LANE_GAP)
     return [
         f'<rect x="{x}" y="8" width="{LANE_WIDTH + 16}" height="{HEIGHT - 16}" rx="8" '
         f'fill="{color}"/>',
-        text(x + 12, 38, name, 17, font_weight="bold"),
+        draw_text(x + 12, 38, name, 17, font_weight="bold"),
     ]
 
 
-def drawn(box: Box) -> list[str]:
+def draw_box(box: Box) -> list[str]:
+    """Returns a box with its title and code."""
     x, y = left(box), top(box)
     lines = [
         f'<rect x="{x}" y="{y}" width="{LANE_WIDTH}" height="{height(box)}" rx="6" '
         f'fill="{PAPER}" stroke="#b9c4cd"/>',
-        text(x + 10, y + 21, box.title, 14, font_weight="bold"),
+        draw_text(x + 10, y + 21, box.title, 14, font_weight="bold"),
     ]
     lines += [
-        text(x + 10, y + 40 + 16 * i, code, 11.5, SOFT, font_family="monospace")
+        draw_text(x + 10, y + 40 + 16 * i, code, 11.5, SOFT, font_family="monospace")
         for i, code in enumerate(box.code)
     ]
     return lines
 
 
-def arrow(start: Box, end: Box) -> str:
+def draw_arrow(start: Box, end: Box) -> str:
+    """Returns an arrow between two boxes, horizontal between lanes and vertical within one."""
     if start.lane == end.lane:
         x = left(start) + LANE_WIDTH / 2
         ends = (top(start) + height(start), top(end) - 3)
@@ -189,9 +198,9 @@ def arrow(start: Box, end: Box) -> str:
     )
 
 
-def forward_rows(x: float, y: float) -> list[str]:
-    """What one forward holds: a bar for each of three requests."""
-    lines = [text(x, y, "What one forward holds", 14, font_weight="bold")]
+def draw_forward_rows(x: float, y: float) -> list[str]:
+    """Returns the inset that shows the rows of one forward: a bar for each of three requests."""
+    lines = [draw_text(x, y, "What one forward holds", 14, font_weight="bold")]
     requests = (  # and their causal rows, in px
         ("a new request: its prompt, and its first canvas", 110),
         ("a canvas that is being denoised", 0),
@@ -199,7 +208,7 @@ def forward_rows(x: float, y: float) -> list[str]:
     )
     for i, (words, causal) in enumerate(requests):
         bar = y + 24 + 56 * i
-        lines.append(text(x, bar + 4, words, 12, SOFT))
+        lines.append(draw_text(x, bar + 4, words, 12, SOFT))
         for start, width, color in ((0, causal, CAUSAL), (causal, 92, BIDIRECTIONAL)):
             lines.append(
                 f'<rect x="{x + start}" y="{bar + 12}" width="{width}" height="16" fill="{color}"/>'
@@ -211,11 +220,12 @@ def forward_rows(x: float, y: float) -> list[str]:
     for i, (words, color) in enumerate(legend):
         line = y + 204 + 22 * i
         lines.append(f'<rect x="{x}" y="{line - 10}" width="12" height="12" fill="{color}"/>')
-        lines.append(text(x + 20, line, words, 12, SOFT))
+        lines.append(draw_text(x + 20, line, words, 12, SOFT))
     return lines
 
 
 def draw(path: Path) -> None:
+    """Writes the figure to `path`."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'font-family="Segoe UI, Helvetica, Arial, sans-serif">',
@@ -225,11 +235,11 @@ def draw(path: Path) -> None:
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{PAPER}"/>',
     ]
     for number in range(len(LANES)):
-        lines += lane(number)
-    lines += forward_rows(left(BOXES["check"]) + 4, TOP + 1.6 * ROW)
-    lines += [arrow(BOXES[start], BOXES[end]) for start, end in ARROWS]
+        lines += draw_lane(number)
+    lines += draw_forward_rows(left(BOXES["check"]) + 4, TOP + 1.6 * ROW)
+    lines += [draw_arrow(BOXES[start], BOXES[end]) for start, end in ARROWS]
     for box in BOXES.values():
-        lines += drawn(box)
+        lines += draw_box(box)
     path.write_text("\n".join([*lines, "</svg>"]) + "\n")
 
 

@@ -23,6 +23,7 @@ NOT_SEEN, IN_CONTEXT, IN_ROWS = "#eeeeee", "#4c78a8", "#f58518"
 
 
 def draw(path: Path) -> None:
+    """Writes the figure to `path`."""
     length = CONTEXT + ROWS
     query_pos, key_pos = torch.arange(CONTEXT, length)[:, None], torch.arange(length)
     figure, axes = plt.subplots(len(PANELS), figsize=(7, 8), layout="constrained")

@@ -1,4 +1,4 @@
-"""What ruff cannot know of this project; `make lint` runs it.
+"""Checks that ruff cannot make; `make lint` runs them.
 
 No test or bench has a tolerance of its own, docstrings are sentences, files and README stay short,
 and files that pages name exist.
@@ -27,8 +27,8 @@ FRAGMENT = re.compile(
 )
 
 
-def own_tolerances(source: str) -> Iterator[str]:
-    """Comparisons with a tolerance that is a number, or the library's."""
+def find_own_tolerances(source: str) -> Iterator[str]:
+    """Yields comparisons with a tolerance that is a number, or the library's default."""
     for node in ast.walk(ast.parse(source)):
         sides = node.comparators if isinstance(node, ast.Compare) else []
         values = [side.value for side in sides if isinstance(side, ast.Constant)]
@@ -50,8 +50,8 @@ def own_tolerances(source: str) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-def fragments(source: str) -> Iterator[str]:
-    """Finds docstrings of functions and classes that are no sentences."""
+def find_fragments(source: str) -> Iterator[str]:
+    """Yields docstrings of functions and classes that are not sentences."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             text = ast.get_docstring(node) or ""
@@ -59,16 +59,17 @@ def fragments(source: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {text.splitlines()[0]}"
 
 
-def complaints() -> Iterator[str]:
+def find_complaints() -> Iterator[str]:
+    """Yields all complaints about this project, one line each."""
     for path in (*ROOT.glob("vllm_dllm/**/*.py"), *ROOT.glob("attention_kernels/**/*.py")):
         name, source = path.relative_to(ROOT), path.read_text()
-        for found in fragments(source):
+        for found in find_fragments(source):
             yield f"{name}, {found}: say it in a sentence"
         lines = len(source.splitlines())
         if lines > MOST_LINES and "triton" not in path.stem:
             yield f"{name} has {lines} lines, expected {MOST_LINES} at most: part it"
     for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("bench/**/*.py")):
-        for found in own_tolerances(path.read_text()):
+        for found in find_own_tolerances(path.read_text()):
             yield f"{path.relative_to(ROOT)}, {found}: name it in tests/tolerances.py, with why"
     if (lines := len(README.read_text().splitlines())) > 120:
         yield f"README.md has {lines} lines, expected 120 at most: move something to docs/"
@@ -79,6 +80,6 @@ def complaints() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    found = list(complaints())
+    found = list(find_complaints())
     print(*found, sep="\n", end="\n" if found else "")
     sys.exit(bool(found))

@@ -24,8 +24,8 @@ HEADER = """\
 """
 
 
-def resolve(*index_args: str) -> dict[str, str]:
-    """Name -> version of everything pip would install into an empty environment."""
+def resolve_packages(*index_args: str) -> dict[str, str]:
+    """Returns name -> version of everything that pip would install into an empty environment."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
     command += ["--no-build-isolation", "--quiet", "--report", "-", *index_args]
     result = subprocess.run(
@@ -39,10 +39,10 @@ def resolve(*index_args: str) -> dict[str, str]:
 
 def main() -> None:
     try:
-        pins = resolve()
+        pins = resolve_packages()
     except subprocess.CalledProcessError:
         print("Trying again with the PyTorch CPU index.", file=sys.stderr)
-        pins = resolve("--extra-index-url", TORCH_CPU_INDEX)
+        pins = resolve_packages("--extra-index-url", TORCH_CPU_INDEX)
     pins = {name: v for name, v in pins.items() if name not in LEFT_OUT | {"vllm-dllm"}}
     lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
     target = ROOT / "requirements" / "cpu.txt"

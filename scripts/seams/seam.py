@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Seam:
+    """A place in vLLM and what it must say."""
+
     what: str
+    """What we rely on, for the error."""
     place: str
     """module:names below `vllm`, or the module alone."""
     line: str
-    """What stands there and makes it matter."""
+    """Text that must be in the source there."""
     since: str = "0"
     until: str | None = None
-    """The first version that does not say so any more."""
+    """The first version that no longer has it."""

@@ -4,17 +4,17 @@ from scripts.seams.seam import Seam
 
 SEAMS = [
     Seam(
-        "the header names a request",
+        "a request's id comes from its header",
         "entrypoints.serve.engine.serving:BaseServing._base_request_id",
         'raw_request.headers.get("X-Request-Id")',
     ),
     Seam(
-        "and so the chunks of a completion",
+        "a completion's id comes from the request's",
         "entrypoints.openai.completion.serving:OpenAIServingCompletion._create_completion",
         'request_id = f"cmpl-{self._base_request_id(raw_request, request.request_id)}"',
     ),
     Seam(
-        "and those of a chat",
+        "a chat's id comes from the request's",
         "entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_completion",
         'f"chatcmpl-{self._base_request_id(raw_request, request.request_id)}"',
     ),
@@ -24,7 +24,7 @@ SEAMS = [
         r'yield "data: [DONE]\n\n"',
     ),
     Seam(
-        "a chat's, too",
+        "a chat's stream has an end",
         "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
         r'yield "data: [DONE]\n\n"',
     ),
@@ -75,7 +75,7 @@ SEAMS = [
         "return None, tool_call_info.content or None",
     ),
     Seam(
-        "and it is asked for the rest at the end of a stream",
+        "a parser is asked for the rest at the end of a stream",
         "parser.abstract_parser:DelegatingParser._flush_engine_parsers",
         'finish = getattr(parser, "finish_streaming", None)',
     ),

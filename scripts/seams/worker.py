@@ -64,7 +64,7 @@ SEAMS = [
         "_cached_get_attn_backend(",
     ),
     Seam(
-        "the cache can be cleared",
+        "the choice of attention backend is cached",
         "v1.attention.selector",
         "@cache\ndef _cached_get_attn_backend",
     ),
@@ -138,7 +138,7 @@ SEAMS = [
             logits = self.model.compute_logits(sample_hidden_states)""",
     ),
     Seam(
-        "it sees the batch before the forward",
+        "a model's state sees the batch before the forward",
         f"{_RUNNER}.execute_model",
         "**self.model_state.prepare_inputs(input_batch, self.req_states),",
     ),
@@ -154,11 +154,11 @@ SEAMS = [
         end_idx = start_idx + CHUNK_SIZE""",
     ),
     Seam(
-        "chosen tokens, too",
+        "chosen tokens are scored in chunks",
         f"{_PROMPT_SCORES}:PromptLogprobsWorker",
         "b = min(a + CHUNK_SIZE, hi)",
     ),
-    Seam("in chunks of so many rows", _PROMPT_SCORES, "\nCHUNK_SIZE = 1024\n"),
+    Seam("a chunk of prompt scores has 1024 rows", _PROMPT_SCORES, "\nCHUNK_SIZE = 1024\n"),
     Seam(
         "a request with one token left is padded with drafts",
         f"{_SCHEDULER}.schedule",
@@ -175,7 +175,7 @@ SEAMS = [
                 end_idx -= 1""",
     ),
     Seam(
-        "the runner scores prompts by",
+        "the runner scores prompts",
         f"{_RUNNER}.sample_tokens",
         """self.prompt_logprobs_worker.compute_prompt_logprobs(
             self.model.compute_logits,
@@ -192,12 +192,12 @@ SEAMS = [
         "self.prompt_logprobs_worker = PromptLogprobsWorker(",
     ),
     Seam(
-        "they hear of every request that comes",
+        "the runner tells prompt scores about each new request",
         f"{_RUNNER}.add_requests",
         "self.prompt_logprobs_worker.add_request(\n",
     ),
     Seam(
-        "and of every one that leaves",
+        "the runner tells prompt scores about each request that leaves",
         f"{_RUNNER}._remove_request",
         "self.prompt_logprobs_worker.remove_request(req_id)",
     ),
@@ -268,10 +268,10 @@ SEAMS = [
         since="0.33",
     ),
     # --- the room of vLLM's sampler ---------------------------------------------------------------
-    Seam("for allowed tokens", _LOGIT_BIAS, "MAX_NUM_ALLOWED_TOKEN_IDS = 1024"),
-    Seam("for stop tokens", _LOGIT_BIAS, "MAX_NUM_STOP_TOKEN_IDS = 128"),
+    Seam("the sampler's limit of allowed tokens", _LOGIT_BIAS, "MAX_NUM_ALLOWED_TOKEN_IDS = 1024"),
+    Seam("the sampler's limit of stop tokens", _LOGIT_BIAS, "MAX_NUM_STOP_TOKEN_IDS = 128"),
     Seam(
-        "for bad words",
+        "the sampler's limit of bad words",
         "v1.worker.gpu.sample.bad_words:BadWordsState.add_request",
         "max_total_tokens = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS",
     ),

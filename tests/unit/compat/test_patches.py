@@ -12,7 +12,7 @@ import pytest
 import vllm
 
 from scripts import upstream_table
-from scripts.vllm_seams import of_version
+from scripts.vllm_seams import concerns_version
 from tests.paths import ROOT
 from vllm_dllm.compat.patches import CPU, MOST, PATCHES
 
@@ -161,7 +161,7 @@ def test_what_is_replaced_is_in_the_table(platform: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    expected = {patch.target for patch in PATCHES if of_version(patch, vllm.__version__)}
+    expected = {patch.target for patch in PATCHES if concerns_version(patch, vllm.__version__)}
     expected -= ONLY_DURING_A_CALL
     if platform == "gpu":
         expected -= {patch.target for patch in CPU}
@@ -176,7 +176,7 @@ def test_the_table_is_short() -> None:
 
 def test_the_docs_show_it() -> None:
     page = upstream_table.PAGE.read_text()
-    assert page == upstream_table.with_table(page), "run scripts/upstream_table.py"
+    assert page == upstream_table.replace_table(page), "run scripts/upstream_table.py"
 
 
 def test_every_name_is_replaced_through_the_table() -> None:
