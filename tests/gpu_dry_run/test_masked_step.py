@@ -3,19 +3,18 @@
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
-from tests.gpu_dry_run.test_step import PROMPT, C, H, R, config
-from tests.unit.step.test_logits import Model
+from tests.gpu_dry_run.test_step import PROMPT, C, H, R, config, input_batch
+from tests.unit.step.batches import Model
+from tests.unit.step.worker import params
 from vllm_dllm.config.architectures import FAMILIES
-from vllm_dllm.requests.options import RequestOptions, server_defaults
+from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.step.masked.masked_state import CausalModelState
 from vllm_dllm.step.runner import model_state
 
@@ -44,11 +43,8 @@ class Server:
             logprobs_mode="raw_logprobs",
         )
         state = CausalModelState.__new__(CausalModelState)
-        state.vllm_config, state.device = config(V, torch.float32, {}), CUDA
+        state.vllm_config, state.device = config(vocab_size=V, architecture=NEMOTRON), CUDA
         state.model_config = state.vllm_config.model_config
-        state.model_config.architecture = NEMOTRON
-        state.model_config.hf_config = SimpleNamespace(mask_token_id=100)
-        state.model_config.model = "a test's"
         state.model = Model(torch.empty(V, H, device=CUDA))
         state.model.streams_vocabulary = False
         state.max_num_tokens, state.max_num_reqs, state._latest_metadata = 4096, R, None
@@ -58,62 +54,25 @@ class Server:
         self.widths: dict[str, int] = {}
 
     def admit(self, req_id: str, mode: str, **asked: Any) -> None:
-        defaults = server_defaults({}, FAMILIES[NEMOTRON])
         self.widths[req_id] = 1 if mode == "autoregressive" else C
-        made = SamplingParams(**{"max_tokens": 100, "temperature": 1.0} | asked)
-        made._all_stop_token_ids = set(asked.get("stop_token_ids", ()))
-        RequestOptions(
-            **defaults,
-            mode=mode,
-            canvas_length=self.widths[req_id] if mode == "autoregressive" else None,
-            joins_commits=self.joins_commits,
-            is_counted=True,
-        ).store_in(made)
+        carried = {
+            **server_defaults({}, FAMILIES[NEMOTRON]),
+            "mode": mode,
+            "canvas_length": 1 if mode == "autoregressive" else None,
+            "joins_commits": self.joins_commits,
+            "is_counted": True,
+        }
+        made = params(carried=carried, **{"max_tokens": 100, "seed": None} | asked)
         self.req_states.add_request(req_id, PROMPT, list(range(PROMPT)), 0, 100)
         self.sampler.add_request(self.req_states.req_id_to_index[req_id], made)
         self.req_states.apply_staged_writes()
         self.sampler.apply_staged_writes()
 
     def step(self, rows: dict[str, int], *, prefills: bool) -> None:
-        batch = self._batch(rows, prefills)
+        batch = input_batch(rows, self.req_states, prefills=prefills)
         self.state.prepare_inputs(batch, self.req_states)
         self.state.prepare_attn(batch, CUDAGraphMode.NONE, (), None, [], None)
         self.sampler(torch.empty(len(batch.logits_indices), V, device=CUDA), batch)
-
-    def _batch(self, rows: dict[str, int], prefills: bool) -> Any:
-        lengths = np.array(list(rows.values()), dtype=np.int32)
-        slots = np.array([self.req_states.req_id_to_index[one] for one in rows], dtype=np.int32)
-        canvases = np.zeros_like(lengths) if prefills else lengths
-        ends, canvas_ends = (
-            np.concatenate(([0], np.cumsum(n))).astype(np.int32) for n in (lengths, canvases)
-        )
-        total = int(ends[-1])
-
-        def on_device(shape: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=CUDA)
-
-        return SimpleNamespace(
-            req_ids=list(rows),
-            num_reqs=len(rows),
-            num_tokens=total,
-            num_tokens_after_padding=total,
-            num_draft_tokens=int(canvas_ends[-1]),
-            num_draft_tokens_per_req=canvases,
-            num_scheduled_tokens=lengths,
-            is_prefilling_np=np.full(len(rows), prefills),
-            has_prefill=prefills,
-            max_query_len=int(lengths.max()),
-            cu_num_logits_np=canvas_ends,
-            query_start_loc_np=ends,
-            query_start_loc=on_device(ends.shape),
-            seq_lens=on_device(lengths.shape),
-            seq_lens_cpu_upper_bound=torch.from_numpy(lengths if prefills else PROMPT + lengths),
-            prefill_len_np=np.full(len(rows), PROMPT, dtype=np.int32),
-            idx_mapping_np=slots,
-            idx_mapping=on_device(slots.shape),
-            logits_indices=on_device(int(canvas_ends[-1]), torch.int64),
-            input_ids=on_device(total, torch.int64),
-        )
 
 
 @pytest.mark.parametrize("joins_commits", [True, False], ids=["joins", "runs ahead"])

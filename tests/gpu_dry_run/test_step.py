@@ -1,7 +1,6 @@
 """A denoise step on a GPU: the host waits for nothing, whatever requests ask for but bad words of
 several tokens. Nor does it when requests come: what they bring is copied while the host goes on."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,13 +10,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 from vllm.config.compilation import CUDAGraphMode
-from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
-from tests.unit.step.test_logits import Model
-from vllm_dllm.requests.options import parse_keys
+from tests.unit.step import worker
+from tests.unit.step.batches import Model
 from vllm_dllm.step.runner import model_state
 from vllm_dllm.step.runner.model_state import DiffusionModelState
 from vllm_dllm.step.runner.sampler import DiffusionSampler
@@ -59,17 +57,6 @@ WATCHED = {
 ALL = REQUESTS | WAITED_FOR | WATCHED
 
 
-def params(**options: Any) -> SamplingParams:
-    extra = {name: options.pop(name) for name in list(options) if name.startswith("diffusion_")}
-    feed, words = extra.pop("diffusion_feed", None), options.pop("bad_words", None)
-    made = SamplingParams(max_tokens=100, **{"temperature": 1.0} | options)
-    # As on any server that has metrics.
-    replace(parse_keys(extra, {}, None), is_counted=True, canvas_feed=feed).store_in(made)
-    made._bad_words_token_ids = words
-    made._all_stop_token_ids = set(options.get("stop_token_ids", ()))
-    return made
-
-
 class Server(NamedTuple):
     """What vLLM's runner has of a model on a GPU, as far as steps go."""
 
@@ -81,7 +68,11 @@ class Server(NamedTuple):
         for kind in kinds:
             self.req_states.add_request(kind, PROMPT, list(range(PROMPT)), 0, 100)
             slot = self.req_states.req_id_to_index[kind]
-            self.sampler.add_request(slot, params(**ALL[kind]))
+            asked = dict(ALL[kind])
+            # As on any server that has metrics.
+            carried = {"is_counted": True, "canvas_feed": asked.pop("diffusion_feed", None)}
+            made = worker.params(carried=carried, **{"max_tokens": 100, "seed": None} | asked)
+            self.sampler.add_request(slot, made)
         self.req_states.apply_staged_writes()
         self.sampler.apply_staged_writes()
 
@@ -115,37 +106,11 @@ class Server(NamedTuple):
         self.sampler(source, batch)
 
     def batch(self) -> Any:
-        ids = list(self.req_states.req_id_to_index)
-        slots = np.array([self.req_states.req_id_to_index[kind] for kind in ids], dtype=np.int32)
-        lengths = np.array(
-            [ALL[kind].get("diffusion_canvas_length", C) for kind in ids], dtype=np.int32
-        )
-        ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-
-        def on_device(array: np.ndarray) -> torch.Tensor:
-            return torch.empty(array.shape, dtype=torch.int32, device=CUDA)
-
-        return SimpleNamespace(
-            req_ids=ids,
-            num_reqs=len(ids),
-            num_tokens=int(ends[-1]),
-            num_tokens_after_padding=int(ends[-1]),
-            num_draft_tokens=int(ends[-1]),
-            num_draft_tokens_per_req=lengths,
-            num_scheduled_tokens=lengths,
-            is_prefilling_np=np.zeros(len(ids), dtype=bool),
-            has_prefill=False,
-            max_query_len=C,
-            cu_num_logits_np=ends,
-            query_start_loc_np=ends,
-            query_start_loc=on_device(ends),
-            seq_lens=on_device(lengths),
-            # With asynchronous scheduling the canvas in flight may have been accepted.
-            seq_lens_cpu_upper_bound=torch.from_numpy(PROMPT + 2 * lengths),
-            idx_mapping_np=slots,
-            idx_mapping=on_device(slots),
-            input_ids=torch.empty(int(ends[-1]), dtype=torch.int64, device=CUDA),
-        )
+        rows = {
+            kind: ALL[kind].get("diffusion_canvas_length", C)
+            for kind in self.req_states.req_id_to_index
+        }
+        return input_batch(rows, self.req_states)
 
 
 @pytest.fixture(params=VOCABULARIES)
@@ -171,7 +136,8 @@ def start(
         req_states=req_states, sampling_states=sampling_states, logprobs_mode="raw_logprobs"
     )
     state = DiffusionModelState.__new__(DiffusionModelState)
-    state.vllm_config, state.model, state.device = config(vocab_size, dtype, settings), model, CUDA
+    state.vllm_config = config(dtype, vocab_size=vocab_size, settings=settings)
+    state.model, state.device = model, CUDA
     state.model_config = state.vllm_config.model_config
     state.max_num_tokens, state.max_num_reqs = 4096, max_num_reqs
     state.dtype = dtype
@@ -204,38 +170,45 @@ def self_conditioning(dtype: torch.dtype) -> Any:
     )
 
 
-def config(vocab_size: int, dtype: torch.dtype, settings: dict[str, Any]) -> Any:
-    generation = {
-        "max_denoising_steps": 48,
-        "t_min": 0.4,
-        "t_max": 0.8,
-        "stability_threshold": 1,
-        "confidence_threshold": 0.005,
-        "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.1},
-    }
+def config(dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
+    return worker.config(hidden_size=H, canvas_length=C, context=512, dtype=dtype, **sizes)
+
+
+def input_batch(rows: dict[str, int], req_states: RequestState, *, prefills: bool = False) -> Any:
+    """vLLM's, of requests that are all in their prefill, or none."""
+    lengths = np.array(list(rows.values()), dtype=np.int32)
+    slots = np.array([req_states.req_id_to_index[each] for each in rows], dtype=np.int32)
+    canvases = np.zeros_like(lengths) if prefills else lengths
+    ends, canvas_ends = (
+        np.concatenate(([0], np.cumsum(n))).astype(np.int32) for n in (lengths, canvases)
+    )
+    total = int(ends[-1])
+
+    def on_device(shape: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=CUDA)
+
     return SimpleNamespace(
-        additional_config={"vllm_dllm": settings},
-        kv_transfer_config=None,
-        parallel_config=SimpleNamespace(
-            rank=0,
-            tensor_parallel_size=1,
-            worker_cls="",
-            use_ubatching=False,
-            prefill_context_parallel_size=1,
-        ),
-        scheduler_config=SimpleNamespace(async_scheduling=True),
-        diffusion_config=SimpleNamespace(canvas_length=C, max_denoising_steps=None),
-        model_config=SimpleNamespace(
-            architecture="DiffusionGemmaForBlockDiffusion",
-            get_vocab_size=lambda: vocab_size,
-            max_model_len=512,
-            dtype=dtype,
-            enable_cumem_allocator=False,
-            hf_config=SimpleNamespace(),
-            hf_text_config=SimpleNamespace(hidden_size=H),
-            try_get_generation_config=lambda: generation,
-            override_generation_config={},
-        ),
+        req_ids=list(rows),
+        num_reqs=len(rows),
+        num_tokens=total,
+        num_tokens_after_padding=total,
+        num_draft_tokens=int(canvas_ends[-1]),
+        num_draft_tokens_per_req=canvases,
+        num_scheduled_tokens=lengths,
+        is_prefilling_np=np.full(len(rows), prefills),
+        has_prefill=prefills,
+        max_query_len=int(lengths.max()),
+        cu_num_logits_np=canvas_ends,
+        query_start_loc_np=ends,
+        query_start_loc=on_device(ends.shape),
+        seq_lens=on_device(lengths.shape),
+        # With asynchronous scheduling the canvas in flight may have been accepted.
+        seq_lens_cpu_upper_bound=torch.from_numpy(lengths if prefills else PROMPT + 2 * lengths),
+        prefill_len_np=np.full(len(rows), PROMPT, dtype=np.int32),
+        idx_mapping_np=slots,
+        idx_mapping=on_device(slots.shape),
+        logits_indices=on_device(int(canvas_ends[-1]), torch.int64),
+        input_ids=on_device(total, torch.int64),
     )
 
 

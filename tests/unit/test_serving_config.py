@@ -27,6 +27,15 @@ from vllm_dllm.serving_config import steps
 Configure = Callable[..., VllmConfig]
 
 
+@pytest.fixture
+def masked(monkeypatch: pytest.MonkeyPatch) -> Configure:
+    plugin.register()
+    folder = str(CHECKPOINTS / "sdar-tiny")
+    return lambda **options: EngineArgs(
+        folder, enforce_eager=True, **options
+    ).create_engine_config()
+
+
 @pytest.fixture(scope="module")
 def configure(tmp_path_factory: pytest.TempPathFactory) -> Configure:
     plugin.register()
@@ -65,45 +74,38 @@ def test_compiled_graphs_do_not_depend_on_the_scheduler(configure: Configure) ->
 
 
 @pytest.mark.parametrize(("block_length", "page"), [(4, 128), (32, 128), (24, 384)])
-def test_cached_pages_hold_whole_blocks(block_length: int, page: int) -> None:
-    """Of a masked model, whose user named no --block-size."""
-    plugin.register()
-    options: Any = {"hf_overrides": {"block_size": block_length}, "enforce_eager": True}
-    config = EngineArgs(str(CHECKPOINTS / "sdar-tiny"), **options).create_engine_config()
+def test_cached_pages_hold_whole_blocks(masked: Configure, block_length: int, page: int) -> None:
+    """Whose user named no --block-size."""
+    config = masked(hf_overrides={"block_size": block_length})
     assert config.cache_config.block_size == page
 
 
 @pytest.mark.parametrize(("block_length", "page"), [(4, 16), (32, 32), (24, 48)])
 def test_cached_pages_hold_whole_blocks_on_gpus(
-    block_length: int, page: int, monkeypatch: pytest.MonkeyPatch
+    masked: Configure, block_length: int, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM asks the attention backends once the model is loaded, unless the user has spoken."""
-    plugin.register()
     monkeypatch.setattr(serving_config.current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(serving_config, "set_attention_backend", lambda config: None)
     monkeypatch.setattr(
         serving_config.current_platform, "check_and_update_config", lambda config: None
     )
-    options: Any = {"hf_overrides": {"block_size": block_length}, "enforce_eager": True}
-    config = EngineArgs(str(CHECKPOINTS / "sdar-tiny"), **options).create_engine_config()
+    config = masked(hf_overrides={"block_size": block_length})
     monkeypatch.setattr(Platform, "_find_non_ssm_backends", lambda _: [TritonAttentionBackend])
     Platform.update_block_size_for_backend(config)
     assert config.cache_config.block_size == page
 
 
 @pytest.mark.parametrize(("options", "length"), [({}, 4), ({"canvas_length": 8}, 8)])
-def test_a_canvas_is_the_blocks_in_flight(options: dict[str, int], length: int) -> None:
+def test_a_canvas_is_the_blocks_in_flight(
+    masked: Configure, options: dict[str, int], length: int
+) -> None:
     """Of the checkpoint's length, or of the one that the user names."""
-    plugin.register()
-    config = EngineArgs(
-        str(CHECKPOINTS / "sdar-tiny"),
-        enforce_eager=True,
-        diffusion_config=options or None,
-        additional_config={"vllm_dllm": {"blocks_in_flight": 3}},
-    ).create_engine_config()
-    masked = MaskedConfig.from_vllm_config(config)
+    settings = {"vllm_dllm": {"blocks_in_flight": 3}}
+    config = masked(diffusion_config=options or None, additional_config=settings)
+    found = MaskedConfig.from_vllm_config(config)
     assert config.diffusion_config.canvas_length == 3 * length
-    assert (masked.block_length, masked.blocks_in_flight) == (length, 3)
+    assert (found.block_length, found.blocks_in_flight) == (length, 3)
 
 
 def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:
@@ -113,15 +115,13 @@ def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:
 
 @pytest.mark.parametrize(("block_length", "warnings"), [(3, 0), (4, 0), (64, 1)])
 def test_blocks_longer_than_the_checkpoint_s_are_warned_of(
-    block_length: int, warnings: int, monkeypatch: pytest.MonkeyPatch
+    masked: Configure, block_length: int, warnings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugin.register()
     log: list[str] = []
     monkeypatch.setattr(
         serving_config.logger, "warning", lambda text, *args: log.append(text % args)
     )
-    options: Any = {"diffusion_config": {"canvas_length": block_length}, "enforce_eager": True}
-    config = EngineArgs(str(CHECKPOINTS / "sdar-tiny"), **options).create_engine_config()
+    config = masked(diffusion_config={"canvas_length": block_length})
     assert config.diffusion_config.canvas_length == block_length
     assert len(log) == warnings
     assert all(

@@ -91,17 +91,12 @@ def random_batch(dtype: torch.dtype, requests: list[Request] = REQUESTS) -> Page
     )
 
 
-def test_engine_layout() -> None:
-    batch = random_batch(torch.float32)
-    output = attend(batch, engine_layout(batch))
-    allowed(batch, scale=0.3, window_left=WINDOW - 1).check(output)
-
-
 WITH_IMAGES = [*REQUESTS, Request(40, 7, causal=True, images=((7, 12), (15, 40)))]
 
 
-def test_images() -> None:
-    batch = random_batch(torch.float32, WITH_IMAGES)
+@pytest.mark.parametrize("requests", [REQUESTS, WITH_IMAGES], ids=["text", "images"])
+def test_engine_layout(requests: list[Request]) -> None:
+    batch = random_batch(torch.float32, requests)
     output = attend(batch, engine_layout(batch))
     allowed(batch, scale=0.3, window_left=WINDOW - 1).check(output)
 

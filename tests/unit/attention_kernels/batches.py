@@ -36,6 +36,7 @@ MIXES = {
         Request(59, 40, causal=True, images=((42, 90), (90, 97))),  # side by side
         Request(9, 17, causal=True),
         Request(16, 0, causal=True, images=((0, 16),)),
+        Request(30, 40, causal=True, images=((25, 50), (52, 70))),  # its first rows are cached
     ],
 }
 

@@ -36,36 +36,37 @@ def test_writes_where_it_is_told(batch: PagedBatch) -> None:
     assert torch.equal(output, call(batch))
 
 
-def test_no_queries_and_no_requests(batch: PagedBatch) -> None:
-    no_requests = {
+@pytest.fixture
+def no_requests(batch: PagedBatch) -> dict[str, Any]:
+    return {
         "block_table": batch.block_table[:0],
         "query_start_loc": batch.query_start_loc[:1],
         "window_rule": "reference",
         "seq_lens": batch.seq_lens[:0],
         "causal": batch.causal[:0],
     }
+
+
+def test_no_queries_and_no_requests(batch: PagedBatch, no_requests: dict[str, Any]) -> None:
     assert call(batch, query=batch.query[:0], **no_requests).shape == (0, 4, 16)
     assert (call(batch, **no_requests) == 0).all()
+    for others in ({}, no_requests):  # the implementation is checked all the same
+        empty = {"query": batch.query[:0]} | others
+        with pytest.raises(ValueError, match=r"impl must be .*, got 'cutlass'"):
+            call(batch, **empty, impl="cutlass")
+        with pytest.raises(ValueError, match="impl 'fa4' takes tensors on a GPU, got query on cpu"):
+            call(batch, **empty, impl="fa4")
 
 
 CASES: dict[str, tuple[Any, str]] = {
     "query": (torch.zeros(7, 64), r"query must have 3 dimensions, got shape \(7, 64\)"),
     "key_cache": (torch.zeros(6, 16, 2, 8), r"key_cache must have shape \(6, 16, 2, 16\), got"),
     "value_cache": (torch.zeros(6, 16, 1, 16), r"value_cache must have shape"),
-    "block_table": (
-        torch.zeros(2, 3),
-        "block_table must have dtype torch.int32, got torch.f",
-    ),
-    "query_start_loc": (
-        torch.zeros(2, dtype=torch.int32),
-        r"query_start_loc must have shape \(3",
-    ),
+    "block_table": (torch.zeros(2, 3), "block_table must have dtype torch.int32, got torch.f"),
+    "query_start_loc": (torch.zeros(2, dtype=torch.int32), r"query_start_loc must have shape \(3"),
     "seq_lens": (torch.zeros(2, dtype=torch.int64), "seq_lens must have dtype torch.int32"),
     "causal": (torch.zeros(3, dtype=torch.int32), r"causal must have shape \(2,\), got \(3,\)"),
-    "window_rule": (
-        "two-sided",
-        "window_rule must be 'reference', 'symmetric' or a tensor",
-    ),
+    "window_rule": ("two-sided", "window_rule must be 'reference', 'symmetric' or a tensor"),
     "spans": (torch.zeros(7, dtype=torch.int32), r"spans must have shape \(7, 2\), got \(7,\)"),
     "softcap": (-1.0, r"softcap must be at least 0 \(none\), got -1.0"),
     "key_scale": (torch.tensor([1], dtype=torch.int32), "key_scale must have dtype torch.float32"),
@@ -79,23 +80,6 @@ def test_errors_name_the_argument(batch: PagedBatch, name: str) -> None:
     value, message = CASES[name]
     with pytest.raises(ValueError, match=message):
         call(batch, **{name: value})
-
-
-@pytest.mark.parametrize("no_requests", [False, True], ids=["no queries", "no requests"])
-def test_impl_is_checked_for_an_empty_batch(batch: PagedBatch, no_requests: bool) -> None:
-    empty: dict[str, Any] = {"query": batch.query[:0]}
-    if no_requests:
-        empty |= {
-            "block_table": batch.block_table[:0],
-            "query_start_loc": batch.query_start_loc[:1],
-            "seq_lens": batch.seq_lens[:0],
-            "causal": batch.causal[:0],
-            "window_rule": "reference",
-        }
-    with pytest.raises(ValueError, match=r"impl must be .*, got 'cutlass'"):
-        call(batch, **empty, impl="cutlass")
-    with pytest.raises(ValueError, match="impl 'fa4' takes tensors on a GPU, got query on cpu"):
-        call(batch, **empty, impl="fa4")
 
 
 @pytest.mark.parametrize("name", ["key_cache", "value_cache", "seq_lens", "causal", "window_rule"])

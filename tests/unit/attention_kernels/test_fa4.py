@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from attention_kernels.chunks import Chunks
 from attention_kernels.masks import block_spans, visible
 from attention_kernels.testing import PagedBatch, Request, with_gaps
 from tests.paths import ROOT
-from tests.unit.attention_kernels.test_chunks import MIXED, WITH_IMAGES
+from tests.unit.attention_kernels.test_chunks import MIXED, WITH_IMAGES, cut
 
 SCRIPT = Path(__file__).parent / "compile_fa4.py"
 TENSOR_CORES = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -62,17 +63,7 @@ def test_mask_function(
     monkeypatch.setattr(chunks_module, "CHUNK", 16)
     batch = PagedBatch.random(requests, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
     starts, lengths = batch.query_start_loc, batch.seq_lens
-    chunks = Chunks.cut(
-        batch.block_table,
-        starts,
-        lengths,
-        batch.causal,
-        batch.symmetric,
-        num_tokens=len(batch.query),
-        block_size=16,
-        window_left=window_left,
-        spans=batch.spans,
-    )
+    chunks = cut(batch, window_left)
     table = truth_table(chunks, 16, int(chunks.seq_lens.max()))
     checked = 0
     for chunk, row in enumerate(chunks.query_start_loc[:-1].tolist()):
@@ -111,17 +102,7 @@ def test_mask_function_of_blocks(monkeypatch: pytest.MonkeyPatch, block: int) ->
     requests = [Request(queries, context, causal=True), Request(block, 2 * block, causal=True)]
     batch = PagedBatch.random(requests, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
     positions = [torch.arange(r.query_len) + r.context_len for r in requests]
-    chunks = Chunks.cut(
-        batch.block_table,
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.causal,
-        batch.symmetric,
-        num_tokens=len(batch.query),
-        block_size=16,
-        window_left=-1,
-        spans=block_spans(torch.cat(positions), block),
-    )
+    chunks = cut(replace(batch, spans=block_spans(torch.cat(positions), block)), window_left=-1)
     table, checked = truth_table(chunks, 16, int(chunks.seq_lens.max())), 0
     for chunk, row in enumerate(chunks.query_start_loc[:-1].tolist()):
         num_rows = int(chunks.query_start_loc[chunk + 1]) - row
@@ -169,35 +150,24 @@ def test_compiles(capability: int, head_size: int, group: int, page: int) -> Non
     assert with_images[".entry"] == 1, "the mask without images was taken for that with them"
 
 
+GAPPED = ["query", "output", "block_table", "query_start_loc", "seq_lens", "causal", "window_rule"]
+
+
 @pytest.mark.fa4
-@pytest.mark.parametrize(
-    "name",
-    ["query", "output", "block_table", "query_start_loc", "seq_lens", "causal", "window_rule"],
-)
+@pytest.mark.parametrize("name", [*GAPPED, "spans"])
 def test_gaps_along_a_last_dimension_are_refused(name: str) -> None:
-    from attention_kernels import fa4_fwd
-
-    batch = PagedBatch.random(
-        MIXED, num_heads=2, num_kv_heads=1, head_size=32, block_size=16, dtype=torch.float16
-    )
-    arguments = {**batch.arguments(), "output": torch.zeros_like(batch.query)}
-    arguments[name] = with_gaps(arguments[name])
-    arguments["symmetric"] = arguments.pop("window_rule")
-    with pytest.raises(ValueError, match=f"a {name} that is contiguous along its last dimension"):
-        fa4_fwd.attention(**arguments, scale=0.3, window_left=-1, softcap=0.0)
-
-
-@pytest.mark.fa4
-def test_gaps_in_spans_are_refused() -> None:
     from attention_kernels import fa4_fwd
 
     batch = PagedBatch.random(
         WITH_IMAGES, num_heads=2, num_kv_heads=1, head_size=32, block_size=16, dtype=torch.float16
     )
     arguments = {**batch.arguments(), "output": torch.zeros_like(batch.query)}
-    arguments["spans"] = with_gaps(arguments["spans"])
+    arguments[name] = with_gaps(arguments[name])
     arguments["symmetric"] = arguments.pop("window_rule")
-    with pytest.raises(ValueError, match="impl 'fa4' takes contiguous spans, got strides"):
+    said = "impl 'fa4' takes contiguous spans, got strides"
+    if name != "spans":
+        said = f"a {name} that is contiguous along its last dimension"
+    with pytest.raises(ValueError, match=said):
         fa4_fwd.attention(**arguments, scale=0.3, window_left=-1, softcap=0.0)
 
 

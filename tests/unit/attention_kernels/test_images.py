@@ -1,6 +1,5 @@
-"""Images in Triton: which tiles are visited, what spans must be like, and that they matter.
-Visibility and numbers are in `test_triton.py`, some of whose batches have images.
-"""
+"""Images in Triton: which tiles are visited, and that spans matter. Visibility and numbers are in
+`test_triton.py`, some of whose batches have images."""
 
 import sys
 from dataclasses import replace
@@ -16,9 +15,9 @@ from hypothesis import strategies as st
 from attention_kernels.api import attention
 from attention_kernels.interpreter import interpret_kernels
 from attention_kernels.masks import visible, visible_range
-from attention_kernels.testing import PagedBatch, Request, allowed, with_gaps
+from attention_kernels.testing import Request, allowed
 from attention_kernels.tiling import images, key_range, with_images
-from tests.unit.attention_kernels.test_triton import seen_by_definition
+from tests.unit.attention_kernels.batches import small_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("here")]
@@ -87,14 +86,9 @@ def test_visits_all_keys_that_are_seen_and_no_tile_without_one(
     assert [int(bound) for bound in by_definition] == [start, end]
 
 
-def batch_of(requests: list[Request], **options: int) -> PagedBatch:
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "block_size": 16}
-    return PagedBatch.random(requests, **{**sizes, **options})
-
-
 def test_images_that_are_read_causally_are_wrong() -> None:
     """As stock vLLM reads them, and as they are in a batch that is said to have none."""
-    batch = batch_of([Request(40, 10, causal=True, images=((15, 30),)), Request(8, 20)])
+    batch = small_batch([Request(40, 10, causal=True, images=((15, 30),)), Request(8, 20)])
     right = allowed(batch, scale=0.3)
     right.check(attention(**batch.to(DEVICE).arguments(), scale=0.3).cpu())
     without = replace(batch, spans=None)
@@ -106,42 +100,7 @@ def test_images_that_are_read_causally_are_wrong() -> None:
 
 
 def test_no_span_is_as_no_spans() -> None:
-    batch = batch_of([Request(40, 10, causal=True), Request(8, 20)]).to(DEVICE)
+    batch = small_batch([Request(40, 10, causal=True), Request(8, 20)]).to(DEVICE)
     of_none = replace(batch, spans=torch.zeros_like(batch.query[:, 0, :2], dtype=torch.int32))
     plain, spanned = (attention(**b.arguments(), scale=0.3) for b in (batch, of_none))
     assert torch.equal(plain, spanned)
-
-
-@pytest.mark.parametrize("window_left", [-1, 3, 20])
-def test_the_first_rows_of_an_image_may_be_in_the_cache(window_left: int) -> None:
-    """As after a hit in the prefix cache."""
-    batch = batch_of([Request(30, 40, causal=True, images=((25, 50), (52, 70)))])
-    for first_key in range(0, 70, 32):
-        probe = batch.probe(first_key).to(DEVICE)
-        output = attention(**probe.arguments(), scale=1.0, window_left=window_left).cpu()
-        expected = seen_by_definition(batch, window_left, first_key)
-        assert torch.equal(output > 0, expected[:, None].expand_as(output))
-
-
-@pytest.mark.parametrize("block_size", [16, 128])
-def test_pages_before_the_window_may_hold_anything(block_size: int) -> None:
-    """Though the image is longer than the window."""
-    window_left, context_len = 20, 300
-    batch = batch_of(
-        [Request(90, context_len, causal=True, images=((300, 380),))], block_size=block_size
-    )
-    options = {"scale": 0.3, "window_left": window_left}
-    right = allowed(batch, **options)
-    position = torch.arange(context_len - window_left)
-    pages = batch.block_table[0, position // block_size].long()
-    for cache in (batch.key_cache, batch.value_cache):
-        cache[pages, position % block_size] = torch.nan
-    right.check(attention(**batch.to(DEVICE).arguments(), **options).cpu())
-
-
-def test_gaps_in_spans_are_refused() -> None:
-    batch = batch_of([Request(40, 10, causal=True, images=((15, 30),))]).to(DEVICE)
-    arguments = batch.arguments()
-    arguments["spans"] = with_gaps(arguments["spans"])
-    with pytest.raises(ValueError, match=r"takes contiguous spans, got strides .* shape \(40, 2\)"):
-        attention(**arguments, scale=0.3)

@@ -9,7 +9,7 @@ import torch
 
 from attention_kernels.api import FP8, attention
 from attention_kernels.testing import Request, allowed, with_gaps
-from tests.unit.attention_kernels.batches import small_batch
+from tests.unit.attention_kernels.batches import MIXES, small_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("triton_version")]
@@ -31,25 +31,17 @@ def test_strided_arguments() -> None:
     allowed(batch, scale=0.3).check(output[:, : batch.query.shape[1]].cpu())
 
 
-GAPPED = [
-    "query",
-    "key_cache",
-    "value_cache",
-    "block_table",
-    "query_start_loc",
-    "seq_lens",
-    "causal",
-    "window_rule",
-    "output",
-]
+GAPPED = ["query", "key_cache", "value_cache", "block_table", "query_start_loc", "seq_lens"]
+GAPPED += ["causal", "window_rule", "spans", "output"]
 
 
 @pytest.mark.parametrize("name", GAPPED)
 def test_gaps_along_a_last_dimension_are_refused(name: str) -> None:
-    arguments = small_batch().to(DEVICE).arguments()
+    arguments = small_batch(MIXES["images"]).to(DEVICE).arguments()
     arguments["output"] = torch.zeros_like(arguments["query"])
     arguments[name] = with_gaps(arguments[name])
-    with pytest.raises(ValueError, match=f"a {name} that is contiguous .*, got strides .*copy"):
+    said = "contiguous spans" if name == "spans" else f"a {name} that is contiguous .*"
+    with pytest.raises(ValueError, match=f"{said}, got strides .*"):
         attention(**arguments, scale=0.3)
     assert not arguments["output"].any(), "written all the same"
 
@@ -131,7 +123,10 @@ def test_pages_before_the_window_may_hold_anything(block_size: int) -> None:
     """An engine gives them to other requests."""
     window_left = 20
     batch = small_batch(
-        [Request(8, 300), Request(5, 200, True), Request(3, 77, symmetric=True)],
+        [
+            *(Request(8, 300), Request(5, 200, True), Request(3, 77, symmetric=True)),
+            Request(90, 300, causal=True, images=((300, 380),)),  # longer than the window
+        ],
         block_size=block_size,
     )
     options = {"scale": 0.3, "window_left": window_left}

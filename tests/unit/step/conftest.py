@@ -13,8 +13,12 @@ from vllm_dllm.models import vocabulary
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> Callable[..., Worker]:
     kernel_of("buffer_utils._apply_write_kernel")  # the native one
     monkeypatch.setattr(gpu_buffers, "UvaBuffer", cpu_buffers.UvaBuffer)  # as its CPU worker does
-    monkeypatch.setattr(vocabulary, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     return Worker

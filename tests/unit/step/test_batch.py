@@ -1,49 +1,31 @@
 """Which rows of a step belong to which canvas."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import torch
 
-from vllm_dllm.step.batch import CanvasBatch
+from tests.unit.step.batches import canvas_batch
 
 C = 4
 
 
-def step(rows: list[int], canvas_rows: list[int], slots: list[int]) -> SimpleNamespace:
-    """vLLM's InputBatch, as far as canvases go: rows of each request, the last of them a canvas."""
-    return SimpleNamespace(
-        num_reqs=len(rows),
-        num_tokens=sum(rows),
-        cu_num_logits_np=np.cumsum([0, *canvas_rows]).astype(np.int32),
-        query_start_loc_np=np.cumsum([0, *rows]).astype(np.int32),
-        idx_mapping_np=np.array(slots, dtype=np.int32),
-    )
-
-
-def build(batch: SimpleNamespace) -> CanvasBatch:
-    return CanvasBatch.build(batch, C, torch.device("cpu"))  # type: ignore[arg-type]
-
-
 def test_only_full_canvases_need_no_indices() -> None:
-    batch = build(step([4, 4], [4, 4], [7, 2]))
+    batch = canvas_batch(C, [4, 4], [7, 2])
     assert batch.slots.tolist() == [7, 2] and batch.lengths.tolist() == [4, 4]
     assert batch.cells is None and batch.tokens is None and batch.valid is None
     assert batch.by_row(torch.tensor([5, 6])).tolist() == [5] * 4 + [6] * 4
 
 
 def test_slots_in_order_are_a_slice() -> None:
-    in_order = build(step([4, 4, 4], [4, 0, 4], [3, 9, 4]))
+    in_order = canvas_batch(C, [4, 0, 4], [3, 9, 4], [0, 4, 0])
     assert in_order.slot_index == slice(3, 5)
     assert in_order.request_index.tolist() == [0, 2]
     for slots in ([4, 3], [3, 5]):
-        index = build(step([4, 4], [4, 4], slots)).slot_index
+        index = canvas_batch(C, [4, 4], slots).slot_index
         assert isinstance(index, torch.Tensor) and index.tolist() == slots
 
 
 def test_prefills_and_short_canvases() -> None:
     # A prefill that goes on, a prompt's last 3 rows with a canvas cut to 2, a full canvas.
-    batch = build(step([5, 5, 4], [0, 2, 4], [1, 0, 3]))
+    batch = canvas_batch(C, [0, 2, 4], [1, 0, 3], [5, 3, 0])
     assert batch.requests.tolist() == [1, 2] and batch.slots.tolist() == [0, 3]
     assert batch.tokens is not None and batch.tokens.tolist() == [8, 9, 10, 11, 12, 13]
     assert batch.cells is not None and batch.cells.tolist() == [0, 1, 4, 5, 6, 7]
@@ -54,12 +36,12 @@ def test_prefills_and_short_canvases() -> None:
 
 
 def test_kept_for_steps_with_the_same_canvases() -> None:
-    first = build(step([4, 4], [4, 4], [7, 2]))
-    assert build(step([4, 4], [4, 4], [7, 2])) is first
+    first = canvas_batch(C, [4, 4], [7, 2])
+    assert canvas_batch(C, [4, 4], [7, 2]) is first
     for other in (
-        step([4, 4], [4, 4], [7, 3]),  # another request
-        step([4, 4], [4, 3], [7, 2]),  # a canvas cut short
-        step([5, 4], [4, 4], [7, 2]),  # the end of a prompt before it
-        step([4], [4], [7]),
+        canvas_batch(C, [4, 4], [7, 3]),  # another request
+        canvas_batch(C, [4, 3], [7, 2], [0, 1]),  # a canvas cut short
+        canvas_batch(C, [4, 4], [7, 2], [1, 0]),  # the end of a prompt before it
+        canvas_batch(C, [4], [7]),
     ):
-        assert build(other) is not first
+        assert other is not first

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests import tolerances
-from tests.unit.step.test_logits import LARGEST, LENGTHS, H, Model, make
+from tests.unit.step.batches import Model
+from tests.unit.step.test_logits import LARGEST, LENGTHS, H, make
 from tests.unit.step.test_logits import C as LONGEST
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.logit_rules import LogitRules

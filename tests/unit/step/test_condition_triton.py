@@ -2,17 +2,15 @@
 interpreter where there is no GPU."""
 
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from attention_kernels.interpreter import interpret_kernels
 from tests import tolerances
+from tests.unit.step.batches import canvas_batch
 from vllm_dllm.models.self_conditioning import SelfConditioning
-from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 from vllm_dllm.step.uniform import condition_triton
 from vllm_dllm.step.uniform.uniform_step import UniformStep
@@ -36,7 +34,7 @@ def interpreted() -> None:
 
 
 def step_of(batch: str, fuses: bool) -> UniformStep:
-    slots, prompts, canvases = map(np.array, BATCHES[batch])
+    slots, prompts, canvases = BATCHES[batch]
     step = UniformStep.__new__(UniformStep)
     step.fuses = fuses
     step.slots = CanvasSlots(torch.zeros(R, C, dtype=torch.int64, device=DEVICE), H, torch.float32)
@@ -49,13 +47,7 @@ def step_of(batch: str, fuses: bool) -> UniformStep:
         module = SelfConditioning(H, INTERMEDIATE, eps=1e-6).to(DEVICE)
     torch.nn.init.normal_(module.pre_norm.weight, generator=generator)
     step.model = SimpleNamespace(self_conditioning=module)
-    input_batch: Any = SimpleNamespace(
-        num_reqs=len(slots),
-        cu_num_logits_np=np.concatenate(([0], np.cumsum(canvases))),
-        query_start_loc_np=np.concatenate(([0], np.cumsum(prompts + canvases))),
-        idx_mapping_np=slots,
-    )
-    step.batch = CanvasBatch.build(input_batch, C, DEVICE)
+    step.batch = canvas_batch(C, canvases, slots, prompts, device=DEVICE)
     return step
 
 

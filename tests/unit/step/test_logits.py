@@ -3,21 +3,16 @@
 import math
 import re
 from collections.abc import Iterator
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from tests import tolerances
+from tests.unit.step.batches import Filters, Model, canvas_batch
 from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.impossible import BAD_WORD_LOGIT
-from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules
-from vllm_dllm.models import vocabulary
-from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
-from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.denoise.logit_rules import LogitRules
 from vllm_dllm.step.logits import soft_embedding
 from vllm_dllm.step.logits.canvas_logits import WholeLogits
 from vllm_dllm.step.logits.sampling_memory import SamplingMemory, step_bytes
@@ -29,7 +24,7 @@ from vllm_dllm.step.logits.streamed_logits import (
     tile_shape,
 )
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("one_rank")]
 
 V, H, C, LENGTHS = 20_000, 16, 24, [24, 10, 17]
 ROWS = sum(LENGTHS)
@@ -37,57 +32,6 @@ MIB = 1 << 20
 LARGEST = 80.0  # logit: capped at 30, and divided by a temperature of 0.4 or more; a bias of 5 more
 # Of a logit of H terms: vectors of norm 2 sqrt(H) and sqrt(H), capped, biased and scaled.
 OF_LOGITS = dict(rtol=0.0, atol=tolerances.dot_error() * 2 * H / 0.4 + tolerances.SHORT * LARGEST)
-
-
-class Model(DiffusionGemmaForBlockDiffusion):
-    """The part that reads the vocabulary."""
-
-    def __init__(self, embeddings: torch.Tensor, head: torch.Tensor | None = None) -> None:
-        nn.Module.__init__(self)
-        vocab_size = len(embeddings)
-        self.config = SimpleNamespace(
-            final_logit_softcapping=30.0, vocab_size=vocab_size, tie_word_embeddings=head is None
-        )
-        self.lm_head = SimpleNamespace(weight=embeddings if head is None else head)
-        self.model = nn.Module()
-        self.model.normalizer = H**0.5
-        shard = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=vocab_size)
-        self.model.embed_tokens = SimpleNamespace(weight=embeddings, shard_indices=shard)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.cap_logits(hidden @ self.lm_head.weight.T)
-
-
-class Filters:
-    """Rules for the second canvas."""
-
-    def __init__(self, rules: LogitRules | None) -> None:
-        self.rules = rules
-
-    def ruled(self, batch: CanvasBatch) -> list[int]:
-        return [] if self.rules is None else [1]
-
-    needs_whole_rows = ruled
-
-    def of_canvas(
-        self,
-        i: int,
-        batch: CanvasBatch,
-        start: torch.Tensor,
-        guess: torch.Tensor,
-        kept: None = None,
-        lead: None = None,
-    ) -> CanvasRules:
-        before = torch.full((2,), NO_TOKEN)
-        return CanvasRules(self.rules or LogitRules(), start, guess, before)
-
-    def truncate(self, scaled: torch.Tensor, batch: CanvasBatch, rows: slice) -> torch.Tensor:
-        return scaled
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
 
 @pytest.fixture(scope="module")
@@ -99,17 +43,6 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def hidden() -> torch.Tensor:
     return torch.randn(ROWS, H, generator=torch.Generator().manual_seed(1))
-
-
-def batch_of(lengths: list[int]) -> CanvasBatch:
-    ends = np.cumsum([0, *lengths])
-    input_batch = SimpleNamespace(
-        num_reqs=len(lengths),
-        cu_num_logits_np=ends,
-        query_start_loc_np=ends,
-        idx_mapping_np=np.arange(len(lengths)),
-    )
-    return CanvasBatch.build(input_batch, C, torch.device("cpu"))
 
 
 def make(
@@ -124,7 +57,7 @@ def make(
     if guesses is None:
         guesses = torch.full((len(LENGTHS), C), NO_TOKEN)
     starts = torch.tensor([5, 50, 500])
-    batch, embedding = batch_of(LENGTHS), SoftEmbedding(model, **soft)
+    batch, embedding = canvas_batch(C, LENGTHS), SoftEmbedding(model, **soft)
     memory = SamplingMemory(budget)
     return kind(source, batch, starts, guesses, embedding, Filters(rules), memory)
 
@@ -162,7 +95,7 @@ def test_a_tolerance_is_kept(model: Model, hidden: torch.Tensor) -> None:
     _, exact = read(make(StreamedLogits, hidden, model))
     longest = model.model.embed_tokens.weight.norm(dim=-1).max() * model.model.normalizer
     best = model.compute_logits(hidden).argmax(-1)
-    canvases = batch_of(LENGTHS).unflatten(best)
+    canvases = canvas_batch(C, LENGTHS).unflatten(best)
     for guesses in (canvases, canvases.flip(-1), None):
         _, soft = read(make(StreamedLogits, hidden, model, guesses=guesses, tolerance=0.05))
         error = (soft - exact).norm(dim=-1).max()

@@ -9,11 +9,11 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 
 from tests import tolerances
+from tests.unit.step.batches import canvas_batch
 from tests.unit.step.worker import C, V, Worker, noise, params, sure
 from vllm_dllm.denoise.temperature import temperature
 from vllm_dllm.requests.options import load_options
 from vllm_dllm.step.asked.logprobs import StepLogprobs
-from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
 
 pytestmark = pytest.mark.numerics
@@ -155,10 +155,7 @@ def test_first_tokens_that_were_known_before(worker: GetWorker) -> None:
         assert options is not None
         kept.remove_request(slot)
         kept.add_request(NewRequest(slot, made, options, C, C, num_steps=1))
-    ends = torch.arange(0, 4 * C, C).numpy()
-    batch: Any = type("", (), {"num_reqs": 3, "cu_num_logits_np": ends})
-    batch.query_start_loc_np, batch.idx_mapping_np = ends, torch.arange(3).numpy()
-    canvases = CanvasBatch.build(batch, C, torch.device("cpu"))
+    canvases = canvas_batch(C, [C] * 3)
     first, second = noise(3, 1), noise(3, 2)
     kept.keep_seeds([0, 1, 2], first, None)
     first_rows = first.clone()

@@ -11,6 +11,7 @@ import torch
 import zmq
 
 from tests.processes import HANGS_S
+from tests.unit.config.test_files import room_for
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import unpack_canvases
 from vllm_dllm.step.watched import observers
@@ -204,3 +205,25 @@ def test_trace_and_stream_show_the_same(listener: Any, tmp_path: Path) -> None:
     streamed = received(socket)[1]
     for field in ("step", "tokens", "accepted", "finished"):
         assert streamed[field] == lines[0][field]
+
+
+def test_a_full_disk_costs_lines_of_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        observers.logger, "warning", lambda text, *values: warnings.append(text % values)
+    )
+    path = tmp_path / "trace.jsonl"
+    watching = observing(path)
+    watching.show(step(1), batch(0), ["before"])
+    with room_for(path.stat().st_size + 20):  # of a line that is longer
+        for _ in range(3):
+            watching.show(step(1), batch(0), ["lost"])
+    watching.show(step(1), batch(0), ["after"])
+    kept = [json.loads(line)["request_id"] for line in path.read_text().splitlines()]
+    assert kept == ["before", "after"]
+    assert warnings == [
+        f"A line of the trace was dropped, and more may follow: cannot write to {path}: File too "
+        f"large."
+    ]

@@ -10,73 +10,28 @@ from vllm.v1.worker.gpu.sample import prompt_logprob
 
 from tests import tolerances
 from tests.unit.cpu.kernel_inputs import kernel_of
-from tests.unit.step.test_logits import Model, batch_of
+from tests.unit.step.batches import Filters, Model, canvas_batch
 from vllm_dllm.compat import prompt_logprobs
 from vllm_dllm.denoise.bad_words import BadWords
-from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties
-from vllm_dllm.models import vocabulary
+from vllm_dllm.denoise.logit_rules import LogitRules, Penalties
 from vllm_dllm.step.asked.logprob_tensors import LogprobRequest, token_logprobs
-from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import MaskedLogits
 from vllm_dllm.step.logits.sampling_memory import SamplingMemory, step_bytes, whole_rows
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("one_rank")]
 
 V, H, C, NUM_CANVASES = 70_001, 8, 24, 8
-ROWS = C * NUM_CANVASES
+ROWS, ALL = C * NUM_CANVASES, range(NUM_CANVASES)
 BUDGET = 16 << 20
 assert ROWS * V * 4 > 3 * BUDGET, "whole logits must not fit"
 SMALL_V, SMALL_BUDGET = 3_001, 4 << 20
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "get_tp_group", lambda: Rank())
-
-
-class Rank:
-    world_size = 1
-
-
 @pytest.fixture(scope="module")
 def model() -> Model:
     return Model(torch.randn(V, H, generator=torch.Generator().manual_seed(0)))
-
-
-class Filters:
-    """The same rules, or truncation, for every canvas."""
-
-    def __init__(self, rules: LogitRules | None = None, top_p: float | None = None) -> None:
-        self.rules, self.top_p = rules, top_p
-
-    def ruled(self, batch: CanvasBatch) -> list[int]:
-        return [] if self.rules is None else list(range(NUM_CANVASES))
-
-    def needs_whole_rows(self, batch: CanvasBatch) -> list[int]:
-        return [] if self.rules is None and self.top_p is None else list(range(NUM_CANVASES))
-
-    def of_canvas(
-        self,
-        i: int,
-        batch: CanvasBatch,
-        start: torch.Tensor,
-        guess: torch.Tensor,
-        kept: None,
-        lead: None = None,
-    ) -> CanvasRules:
-        return CanvasRules(self.rules or LogitRules(), start, guess, torch.full((2,), NO_TOKEN))
-
-    def truncate(self, scaled: torch.Tensor, batch: CanvasBatch, rows: slice) -> torch.Tensor:
-        if self.top_p is None:
-            return scaled
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-        num_rows = len(scaled)
-        top_k = torch.full((num_rows,), 50)
-        return apply_top_k_top_p(scaled, top_k, torch.full((num_rows,), self.top_p)).clamp(-1e20)
 
 
 def penalties() -> LogitRules:
@@ -95,7 +50,7 @@ def logits_of(
     hidden = torch.randn(C * num_canvases, H, generator=generator)
     guesses = torch.randint(V, (num_canvases, C), generator=generator)
     starts = torch.zeros(num_canvases, dtype=torch.int64)
-    batch, embedding = batch_of([C] * num_canvases), SoftEmbedding(model, **soft)
+    batch, embedding = canvas_batch(C, [C] * num_canvases), SoftEmbedding(model, **soft)
     memory = SamplingMemory(BUDGET)
     return StreamedLogits(hidden, batch, starts, guesses, embedding, filters, memory)
 
@@ -117,10 +72,10 @@ STEPS: dict[str, tuple[Callable[[StreamedLogits], None], Filters, dict[str, floa
     "exact": (read, Filters(), {}),
     "tolerance": (read, Filters(), {"tolerance": 0.01}),
     "top_k": (read, Filters(), {"top_k": 64}),
-    "penalties": (read, Filters(penalties()), {}),
-    "bad-words": (read, Filters(bad_words()), {}),
-    "bias": (read, Filters(LogitRules(bias=torch.zeros(V))), {}),
-    "top_p": (read, Filters(top_p=0.9), {}),
+    "penalties": (read, Filters(penalties(), canvases=ALL), {}),
+    "bad-words": (read, Filters(bad_words(), canvases=ALL), {}),
+    "bias": (read, Filters(LogitRules(bias=torch.zeros(V)), canvases=ALL), {}),
+    "top_p": (read, Filters(top_p=0.9, canvases=ALL), {}),
     "logprobs": (report, Filters(), {}),
 }
 
@@ -161,11 +116,11 @@ def test_whole_logits_count_too(kind: str, asked: str) -> None:
     small = Model(torch.randn(SMALL_V, H, generator=torch.Generator().manual_seed(0)))
     source = small.compute_logits(torch.randn(ROWS, H))
     memory = SamplingMemory(SMALL_BUDGET)
-    batch, embedding = batch_of([C] * NUM_CANVASES), SoftEmbedding(small)
+    batch, embedding = canvas_batch(C, [C] * NUM_CANVASES), SoftEmbedding(small)
     starts = torch.zeros(NUM_CANVASES, dtype=torch.int64)
     guesses = torch.zeros(NUM_CANVASES, C, dtype=torch.int64)
     rules = LogitRules(bias=torch.zeros(SMALL_V)) if asked == "bias" else None
-    filters = Filters(rules, top_p=0.9 if asked == "top_p" else None)
+    filters = Filters(rules, 0.9 if asked == "top_p" else None, ALL)
 
     def use() -> None:
         made = MaskedLogits(source, batch, starts, guesses, embedding, filters, memory)

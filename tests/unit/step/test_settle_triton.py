@@ -4,13 +4,13 @@ Triton's interpreter where there is no GPU: what it hands on and what it leaves 
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
 from attention_kernels.interpreter import interpret_kernels
 from tests import tolerances
+from tests.unit.step.batches import input_batch
 from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise import draws_triton
@@ -99,10 +99,6 @@ class Step(UniformStep):
         self.requests.settings.add_request(NewRequest(slot, params, options, 20, 20, STEPS))
 
 
-def choice(generator: torch.Generator, shape: tuple[int, ...], share: float) -> torch.Tensor:
-    return torch.rand(shape, generator=generator) < share
-
-
 def step_of(seed: int, slots: list[int], widths: list[int], *flags: bool) -> Step:
     """In the middle of things: canvases that commit, stand still, are sure, near their end, and
     some that the scheduler cut: it did not know yet where they begin."""
@@ -143,17 +139,10 @@ def step_of(seed: int, slots: list[int], widths: list[int], *flags: bool) -> Ste
     step.stats = RowStats(guess, below(20, rows), entropy, -entropy)
     step.stats = RowStats(*(column.to(DEVICE) for column in step.stats))
     step.soft_rows = torch.randn(rows, H, generator=generator).to(DEVICE)
-    ends = np.concatenate(([0], np.cumsum(widths)))
-    batch: Any = SimpleNamespace(
-        num_reqs=n,
-        num_draft_tokens=rows,
-        cu_num_logits_np=ends,
-        query_start_loc_np=ends,
-        idx_mapping_np=np.array(slots),
-        seq_lens=torch.tensor([40 + 10 * i for i in range(n)], dtype=torch.int32, device=DEVICE),
-        # Later than where any of them ends, as with asynchronous scheduling.
-        seq_lens_cpu_upper_bound=torch.full((n,), CONTEXT, dtype=torch.int32),
-    )
+    batch = input_batch(widths, slots)
+    batch.seq_lens = torch.tensor([40 + 10 * i for i in range(n)], dtype=torch.int32, device=DEVICE)
+    # Later than where any of them ends, as with asynchronous scheduling.
+    batch.seq_lens_cpu_upper_bound = torch.full((n,), CONTEXT, dtype=torch.int32)
     step.input_batch = batch
     step.batch = CanvasBatch.build(batch, C, DEVICE)
     return step
@@ -227,8 +216,7 @@ def alone(i: int, slots: list[int], widths: list[int]) -> Step:
     step.stats = RowStats(*(column[rows] for column in step.stats))
     step.soft_rows = step.soft_rows[rows]
     batch = step.input_batch
-    batch.num_reqs, batch.idx_mapping_np = 1, np.array(slots[i : i + 1])
-    batch.cu_num_logits_np = batch.query_start_loc_np = np.array([0, widths[i]])
+    vars(batch).update(vars(input_batch(widths[i : i + 1], slots[i : i + 1])))
     batch.seq_lens = batch.seq_lens[i : i + 1]
     step.batch = CanvasBatch.build(batch, C, DEVICE)
     return step

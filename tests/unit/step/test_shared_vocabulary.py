@@ -12,12 +12,12 @@ import torch
 
 from tests import tolerances
 from tests.processes import HANGS_S
-from tests.unit.step.test_logits import LARGEST, LENGTHS, ROWS, Filters, H, Model, batch_of
+from tests.unit.step.batches import Model
+from tests.unit.step.test_logits import LARGEST, LENGTHS, ROWS, H, make
+from tests.unit.step.test_logits import read as read_rows
 from vllm_dllm.denoise.vocab_stream import BLOCK
 from vllm_dllm.models import vocabulary
 from vllm_dllm.step.logits.canvas_logits import ReadRows
-from vllm_dllm.step.logits.sampling_memory import SamplingMemory
-from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 
 pytestmark = pytest.mark.numerics
@@ -65,13 +65,7 @@ def shard_of(embeddings: torch.Tensor, rank: int) -> Model:
 
 
 def read(model: Model, hidden: torch.Tensor, guesses: torch.Tensor, **soft: float) -> ReadRows:
-    embedding, starts = SoftEmbedding(model, **soft), torch.tensor([5, 50, 500])
-    batch = batch_of(LENGTHS)
-    memory = SamplingMemory(1 << 30)
-    logits = StreamedLogits(hidden, batch, starts, guesses, embedding, Filters(None), memory)
-    generator = torch.Generator().manual_seed(2)
-    temperature = torch.rand(ROWS, 1, generator=generator) + 0.4
-    return logits.read(temperature, torch.rand(ROWS, dtype=torch.float64, generator=generator))
+    return read_rows(make(StreamedLogits, hidden, model, None, 1 << 30, guesses, **soft))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.paths import CHECKPOINTS
-from tests.unit.step.test_logits import Model
+from tests.unit.step.batches import Model
 from vllm_dllm.config.architectures import FAMILIES, Family, family_of
 from vllm_dllm.requests.options import parse_keys, server_defaults
 from vllm_dllm.step.canvas_step import CanvasStep
@@ -51,7 +51,14 @@ def config(
     return SimpleNamespace(
         additional_config={"vllm_dllm": settings or {}},
         kv_transfer_config=None,
-        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=num_workers),
+        parallel_config=SimpleNamespace(
+            rank=0,
+            tensor_parallel_size=num_workers,
+            worker_cls="",
+            use_ubatching=False,
+            prefill_context_parallel_size=1,
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
         diffusion_config=SimpleNamespace(canvas_length=canvas_length, max_denoising_steps=None),
         structured_outputs_config=StructuredOutputsConfig(),
         model_config=SimpleNamespace(
