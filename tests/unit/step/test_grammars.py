@@ -186,7 +186,11 @@ def stuck(*args: Any) -> Any:
 @pytest.mark.parametrize("kind", [{}, MASKED], ids=["uniform", "masked"])
 @pytest.mark.parametrize("fault", ["no grammar", "no path", "an illegal token"])
 def test_a_request_goes_on_without_its_grammar(
-    patient: GetWorker, monkeypatch: pytest.MonkeyPatch, fault: str, kind: dict[str, Any]
+    patient: GetWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: Callable[..., list[str]],
+    fault: str,
+    kind: dict[str, Any],
 ) -> None:
     """The scheduler, which has one of its own, ends it. Nobody else is disturbed, and the log says
     why."""
