@@ -11,15 +11,14 @@ prints for each case of the file what `check` looks at.
 """
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Mapping
 
 from attention_kernels.support import shared_bytes
 from bench.codegen.case import Case
 from tests.paths import ROOT
+from tests.processes import output_of
 
 TENSOR_CORES = {90: "wgmma.mma_async", 100: "tcgen05.mma"}  # on others mma.sync
 INSTRUCTIONS = (*TENSOR_CORES.values(), "mma.sync", "cp.async")
@@ -37,14 +36,9 @@ def check(chip: int, case: Case, found: Mapping[str, int]) -> None:
 
 def compile_apart(file: str) -> dict[str, dict[str, int]]:
     """What `check` looks at, for each of the file's CASES."""
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.triton_for_gpus", file],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"},
-    )
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    variables = {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
+    printed = output_of("-m", "tests.triton_for_gpus", file, variables=variables)
+    return json.loads(printed)
 
 
 def compile_case(chip: int, case: Case) -> dict[str, int]:

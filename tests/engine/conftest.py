@@ -18,6 +18,11 @@ TRAINED = CHECKPOINTS / "diffusiongemma-tiny"
 HELD_OUT = CHECKPOINTS / "held_out.jsonl"
 
 
+def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    """Of a chat, up to where the model answers."""
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Random checkpoint with canvas 32 and the given sliding window."""

@@ -211,6 +211,8 @@ def each_alone(engine: Callable[..., Engine], checkpoint: Path, family: str) -> 
     ]
 
 
+PREEMPTED = {"block_size": 32, "max_model_len": 416}
+BEHIND = {"async_scheduling": True}  # steps before the last one's tokens are known
 neighbours = pytest.mark.parametrize(
     "options",
     [
@@ -220,24 +222,15 @@ neighbours = pytest.mark.parametrize(
         pytest.param(
             {"long_prefill_token_threshold": 7}, id="in small chunks", marks=pytest.mark.thorough
         ),
+        pytest.param({"num_gpu_blocks_override": 30, **PREEMPTED}, id="preempted"),
+        pytest.param(BEHIND, id="behind", marks=pytest.mark.thorough),
         pytest.param(
-            {"num_gpu_blocks_override": 30, "block_size": 32, "max_model_len": 416}, id="preempted"
+            BEHIND | {"max_num_seqs": 1}, id="behind, one at a time", marks=pytest.mark.thorough
         ),
+        pytest.param(BEHIND | {"max_num_batched_tokens": 23}, id="behind, chunked"),
+        pytest.param(BEHIND | {"num_gpu_blocks_override": 22, **PREEMPTED}, id="behind, preempted"),
     ],
 )
-
-asynchronously = pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="together", marks=pytest.mark.thorough),
-        pytest.param({"max_num_seqs": 1}, id="one at a time", marks=pytest.mark.thorough),
-        pytest.param({"max_num_batched_tokens": 23}, id="chunked"),
-        pytest.param(
-            {"num_gpu_blocks_override": 22, "block_size": 32, "max_model_len": 416}, id="preempted"
-        ),
-    ],
-)
-"""Like `neighbours`, of servers that schedule a step before the last one's tokens are known."""
 
 
 def assert_as_alone(

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from tests import tolerances
+from tests.engine.conftest import chat_tokens
 from tests.engine.drafters import DRAFTER, TARGET, make_dflash2, serve, started
 from tests.engine.one_step import is_best_guess
 from tests.engine.rounding import add_noise
@@ -33,12 +34,7 @@ def chat_prompts() -> list[list[int]]:
     """The held-out prompts, all 506 of them."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     rows = map(json.loads, (CHECKPOINTS / "held_out.jsonl").read_text().splitlines())
-    return [
-        tokenizer.apply_chat_template(
-            row["messages"], add_generation_prompt=True, return_dict=False
-        )
-        for row in rows
-    ]
+    return [chat_tokens(tokenizer, row["messages"]) for row in rows]
 
 
 def engine(drafter: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:

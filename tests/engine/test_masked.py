@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +22,6 @@ from tests.engine.masked_requests import (
     GetMade,
     assert_as_alone,
     assert_scores,
-    asynchronously,
     count_forwards,
     each,
     each_alone,
@@ -35,6 +35,7 @@ from tests.engine.nemotron import SeededReference
 from tests.engine.one_step import random_ids
 from tests.engine.parting import first_parting
 from tests.engine.rounding import assert_same, decided, noisy_model
+from tests.engines import asynchronous_scheduling
 from vllm_dllm.compat.logprobs import RevealedLogprob
 
 pytestmark = pytest.mark.numerics
@@ -143,22 +144,8 @@ def test_neighbours(
     options: dict[str, Any],
 ) -> None:
     alone = undisturbed(family)
-    assert_as_alone(engine, made(family, 4).checkpoint, family, alone, options)
-
-
-@each("SDAR", "LLaDA2.2", "Nemotron", "Fast-dLLM", thorough=("MoE", "LLaDA2"))
-@asynchronously
-def test_asynchronous_scheduling(
-    engine: GetEngine,
-    made: GetMade,
-    undisturbed: Callable[[str], list[Trajectory]],
-    asynchronous: None,
-    family: str,
-    options: dict[str, Any],
-) -> None:
-    options = {"async_scheduling": True, **options}
-    alone = undisturbed(family)
-    assert_as_alone(engine, made(family, 4).checkpoint, family, alone, options)
+    with asynchronous_scheduling() if "async_scheduling" in options else nullcontext():
+        assert_as_alone(engine, made(family, 4).checkpoint, family, alone, options)
 
 
 @each("Nemotron", thorough=("SDAR", "LLaDA2", "Fast-dLLM", "MoE"))

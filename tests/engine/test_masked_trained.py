@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 from vllm import SamplingParams
 
-from tests.engine.conftest import HELD_OUT, Engine
+from tests.engine.conftest import HELD_OUT, Engine, chat_tokens
 from tests.engine.masked import Reference, Rule
 from tests.paths import CHECKPOINTS
 from vllm_dllm.cpu.compat.ops import int8_sums_are_exact
@@ -42,12 +42,7 @@ def test_trajectories_and_answers(
     served = engine(SDAR, hf_overrides={"block_size": block_length})
     rows = [json.loads(line) for line in HELD_OUT.open()][::stride]
     tokenizer = served.llm.get_tokenizer()
-    prompts = [
-        tokenizer.apply_chat_template(
-            row["messages"], add_generation_prompt=True, return_dict=False
-        )
-        for row in rows
-    ]
+    prompts = [chat_tokens(tokenizer, row["messages"]) for row in rows]
     params = SamplingParams(
         max_tokens=MOST_TOKENS,
         temperature=0.0,

@@ -2,14 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.processes import output_of
 
 PROGRAM = Path(__file__).with_name("serve_qwen.py")
 NEITHER = ("KMP_BLOCKTIME", "GOMP_SPINCOUNT", "TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER")
@@ -43,15 +43,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(checkpoint: Path, *runs: str, plugins: str) -> dict[str, Any]:
     env = {name: value for name, value in os.environ.items() if name not in NEITHER}
     env |= {"VLLM_PLUGINS": plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(checkpoint), *runs],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert done.returncode == 0 and results, done.stdout + done.stderr
-    return json.loads(results[0].removeprefix("RESULT"))
+    said = output_of(PROGRAM, checkpoint, *runs, env=env)
+    result = next(line for line in said.splitlines() if line.startswith("RESULT"))
+    return json.loads(result.removeprefix("RESULT"))
 
 
 @pytest.fixture(scope="module")

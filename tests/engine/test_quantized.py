@@ -18,7 +18,7 @@ from checkpoints.recipes.images.tasks import IMAGE_TASKS, generate_image
 from checkpoints.recipes.tokenizer import IMAGE_ID, build_tokenizer
 from tests import tolerances
 from tests.engine import quantized, reference
-from tests.engine.conftest import CHECKPOINTS, HELD_OUT, TRAINED, Engine
+from tests.engine.conftest import CHECKPOINTS, HELD_OUT, TRAINED, Engine, chat_tokens
 from tests.engine.one_step import Prompt, random_ids, read_one_step
 from tests.engine.rounding import assert_same, decided
 from vllm_dllm.cpu.compat.ops import int8_sums_are_exact
@@ -158,9 +158,7 @@ def test_one_step_of_the_shipped(engine: Callable[..., Engine], shipped: Path) -
     rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
     pairs: list[tuple[Prompt, list[int]]] = []
     for seed, row in enumerate(rows[:: len(rows) // NUM_PROMPTS][:NUM_PROMPTS]):
-        prompt = tokenizer.apply_chat_template(
-            row["messages"], add_generation_prompt=True, return_dict=False
-        )
+        prompt = chat_tokens(tokenizer, row["messages"])
         canvas = random_ids(1, VOCAB, seed)
         pairs.append((prompt, canvas))
     assert_equal_near_boundaries(served, model, plain, pairs, least_shift=0.1)
@@ -201,10 +199,7 @@ def test_images(engine: Callable[..., Engine], tmp_path: Path, scheme: str) -> N
     rng, pairs = random.Random(0), list[tuple[Prompt, list[int]]]()
     for seed in range(NUM_PICTURES):
         example = generate_image(rng, list(IMAGE_TASKS)[seed % len(IMAGE_TASKS)], held_out=True)
-        messages = example.template_messages()
-        tokens = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
+        tokens = chat_tokens(tokenizer, example.template_messages())
         seen = reference.Seen.prepare(original, tokens, [example.picture.image])
         text = [token for token in tokens if token != IMAGE_ID]
         canvas = random_ids(1, VOCAB, seed)

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+from tests.engine.conftest import HELD_OUT, TRAINED, Engine, chat_tokens
 from tests.engine.one_step import Prompt, engine_input
 from tests.engine.parting import Decisions, Settings, first_parting, is_decided_by_rounding
 from tests.engine.rounding import noisy_model
@@ -131,12 +131,7 @@ def test_trained_checkpoint(engine: Callable[..., Engine], num_blocks: int, ever
     canvas_length = model.config.canvas_length
     rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
     rows = rows[::every]
-    prompts = [
-        tokenizer.apply_chat_template(
-            row["messages"], add_generation_prompt=True, return_dict=False
-        )
-        for row in rows
-    ]
+    prompts = [chat_tokens(tokenizer, row["messages"]) for row in rows]
     # Whole canvases, up to the one that ends the answer.
     lengths = [
         canvas_length * (1 + len(tokenizer.encode(row["answer"])) // canvas_length) for row in rows

@@ -1,7 +1,6 @@
 """What a start compiled, the next one loads."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 from vllm import envs
 
 from checkpoints.recipes.tiny import make_tiny_checkpoint
+from tests.processes import run
 
 pytestmark = pytest.mark.compiler
 
@@ -32,12 +32,7 @@ class Starts:
 
     def start(self) -> subprocess.CompletedProcess[str]:
         settings = {"VLLM_CACHE_ROOT": str(self.cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        return subprocess.run(
-            [sys.executable, str(PROGRAM), str(self.checkpoint)],
-            env=os.environ | settings,
-            capture_output=True,
-            text=True,
-        )
+        return run(sys.executable, PROGRAM, self.checkpoint, variables=settings)
 
     def libraries(self) -> dict[Path, int]:
         """When each was last written, in ns."""

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.documented import CLIENTS, MAKE, SERVERS, TINY, TOOLS
 from tests.documents import programs
 from tests.engines import in_this_process
 from tests.paths import CHECKPOINTS, ROOT
+from tests.processes import output_of, run
 from tests.server.conftest import Server
 from vllm_dllm import cli
 
@@ -38,9 +38,7 @@ def in_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_make_runs_what_is_tested_below(target: str) -> None:
     # By itself, even where `make` runs the tests: make hands its options on, and announces folders.
     environment = {name: value for name, value in os.environ.items() if name not in MAKES_OWN}
-    shown = subprocess.run(
-        ["make", "--dry-run", *target.split()[1:]], env=environment, capture_output=True, text=True
-    )
+    shown = run("make", "--dry-run", *target.split()[1:], env=environment)
     last = shown.stdout.replace("\\\n", " ").strip().splitlines()[-1]
     assert shlex.split(last) == shlex.split(MAKE[target]), shown.stderr
 
@@ -95,30 +93,20 @@ def at(server: Server, text: str) -> str:
 
 @pytest.mark.parametrize("command", CLIENTS)
 def test_request(command: str, server: Server) -> None:
-    done = subprocess.run(
-        [*shlex.split(at(server, command)), "--silent", "--show-error"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = json.loads(output_of(*shlex.split(at(server, command)), "--silent", "--show-error"))
     assert answer["choices"][0]["message"]["content"] == "a d q x", answer
 
 
 def test_client_program(server: Server) -> None:
     texts = {p.text for p in programs() if p.text.startswith("from openai import OpenAI")}
     for text in texts:
-        done = subprocess.run(
-            [sys.executable, "-c", at(server, text)], capture_output=True, text=True
-        )
-        assert done.stdout == "a d q x\n", done.stderr
+        assert output_of("-c", at(server, text)) == "a d q x\n"
 
 
 def require_a_decision(server: Server) -> None:
     """That the documented program makes one."""
     (text,) = (p.text for p in programs() if p.text.startswith("import math"))
-    done = subprocess.run([sys.executable, "-c", at(server, text)], capture_output=True, text=True)
-    assert re.fullmatch(r"a (9\d|100)%\n", done.stdout), done.stdout + done.stderr
+    assert re.fullmatch(r"a (9\d|100)%\n", output_of("-c", at(server, text)))
 
 
 def test_decision_program(server: Server) -> None:
@@ -130,7 +118,7 @@ def test_offline_program(tmp_path: Path) -> None:
     for text in texts:
         program = tmp_path / "program.py"
         program.write_text(text.replace("max_model_len", "enforce_eager=True, max_model_len"))
-        done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+        done = run(sys.executable, program)
         assert done.returncode == 0, done.stderr
         assert "a d q x" in done.stdout.splitlines(), done.stdout
         assert "nanobind" not in done.stderr
@@ -138,7 +126,4 @@ def test_offline_program(tmp_path: Path) -> None:
 
 def test_bench_starts() -> None:
     """As `make bench` does; measuring takes an hour."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.serving", "--help"], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and re.match(r"usage: .*serving", done.stdout), done.stderr
+    assert re.match(r"usage: .*serving", output_of("-m", "bench.serving", "--help"))

@@ -1,7 +1,5 @@
 """Images over HTTP: chats with pictures are answered, bad pictures are refused."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from tests.faults.fuzz import SEEING, Fuzz, make_seeing
 from tests.paths import CHECKPOINTS, ROOT
 from tests.pictures import data_url as url_of_bytes
 from tests.pictures import encoded, write_video
+from tests.processes import output_of
 from tests.server.conftest import UNCOMPILED, Server, serving
 
 MOST_IMAGES = SEEING.most_images
@@ -88,11 +87,7 @@ def test_documented_programs(folder: Path) -> None:
     with serving(CHECKPOINTS / "diffusiongemma-tiny-vision", folder, *UNCOMPILED) as server:
         for text in texts:
             there = text.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{server.port}")
-            done = subprocess.run(
-                [sys.executable, "-c", there], cwd=ROOT, capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr
-            outputs.append(done.stdout)
+            outputs.append(output_of("-c", there, cwd=ROOT))
     assert outputs == ["4+3=7\n", "58 tokens of prompt\n"]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.metrics import check_against, ours, since
+from tests.processes import run
 from tests.server.conftest import MAX_MODEL_LEN, Server
 from tests.server.dashboard_queries import check, queries
 from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
@@ -108,7 +108,7 @@ def test_top(server: Server) -> None:
     ask(server, QUESTIONS[1])
     command = [sys.executable, "-m", "vllm_dllm", "top", "--once"]
     url = f"http://127.0.0.1:{server.port}"
-    done = subprocess.run([*command, "--url", url], capture_output=True, text=True)
+    done = run(*command, "--url", url)
     assert done.returncode == 0 and done.stderr == ""
     assert re.search(r"Requests +0 running, 0 waiting", done.stdout)
     assert re.search(r"Denoise steps per block +– +\d+\.\d\d\n", done.stdout)

@@ -1,13 +1,12 @@
 """The engine and the worker of a server come from its fork server."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.processes import output_of
 from tests.server.conftest import CHECKPOINT, Server
 from vllm_dllm.cpu.fork_server import serves_our_model
 
@@ -45,13 +44,7 @@ def test_the_environment_is_foreseen() -> None:
     """What vLLM sets before it starts an engine, and libraries read when they are loaded."""
     given = ("OMP_", "GOMP_", "KMP_", "VLLM_RING")  # or they would not be ours
     environment = {k: v for k, v in os.environ.items() if not k.startswith(given)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(CHECKPOINT)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert "RESULT []" in done.stdout.splitlines(), done.stdout + done.stderr
+    assert "RESULT []" in output_of("-c", PROGRAM, CHECKPOINT, env=environment).splitlines()
 
 
 @pytest.mark.parametrize(

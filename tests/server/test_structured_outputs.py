@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +11,9 @@ from openai import BadRequestError
 from pydantic import BaseModel
 
 from tests.documents import programs
+from tests.processes import output_of
 from tests.server.conftest import Server
+from tests.unit.requests.test_structured_outputs import ENDLESS
 
 ODD = [{"role": "user", "content": "kq 7 {w: 3 zx"}]
 KNOWN = [{"role": "user", "content": "Write JSON with name Nora, age 31."}]
@@ -98,20 +98,10 @@ def test_responses(server: Server) -> None:
 
 def test_documented_program(server: Server) -> None:
     (text,) = (p.text for p in programs() if p.text.startswith("from pydantic import BaseModel"))
-    done = subprocess.run(
-        [sys.executable, "-c", text.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "name='Nora' age=31\n", done.stderr
+    there = text.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+    assert output_of("-c", there) == "name='Nora' age=31\n"
 
 
-ENDLESS = {
-    "$ref": "#/$defs/a",
-    "$defs": {
-        "a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
-    },
-}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown type": ({"json": {"type": "strin"}}, "Invalid type: strin .*#/type"),
     "endless reference": ({"json": ENDLESS}, "no answer of at most .* tokens was found"),

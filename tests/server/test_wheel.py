@@ -19,6 +19,7 @@ import pytest
 from checkpoints.recipes.tasks import SERVING_NOTE
 from tests.documented import WHEEL
 from tests.paths import ROOT
+from tests.processes import output_of
 
 MADE_FROM = (
     *("LICENSE", "README.md", "pyproject.toml"),
@@ -66,11 +67,7 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*command: str | Path, cwd: Path) -> str:
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
-    done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of(*command, cwd=cwd, env=environment)
 
 
 def test_command_without_its_script(programs: Path, tmp_path: Path) -> None:

@@ -2,9 +2,8 @@
 
 import logging
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import vllm
 from vllm import ModelRegistry
 
+from tests.processes import run
 from vllm_dllm import plugin
 
 IN_A_FRESH_PROCESS = """
@@ -30,9 +30,15 @@ logging.getLogger("vllm_dllm").info("hello from the extension")
 
 
 @pytest.fixture
-def registered() -> Iterator[None]:
-    """Leaves the process as `register` makes it, whatever a test did."""
-    yield
+def register_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Registers with a vLLM of this version, and leaves the process as `register` makes it."""
+
+    def register(version: str) -> None:
+        monkeypatch.setattr(vllm, "__version__", version)
+        plugin.register()
+
+    yield register
+    monkeypatch.undo()
     plugin.register()
 
 
@@ -45,9 +51,7 @@ def test_entry_point() -> None:
 def test_vllm_loads_it_and_shows_its_log() -> None:
     """vLLM swallows errors of plugins and would go on without us."""
     env = {**os.environ, "VLLM_PLUGINS": "vllm_dllm", "VLLM_LOGGING_LEVEL": "INFO"}
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_FRESH_PROCESS], env=env, capture_output=True, text=True
-    )
+    done = run(sys.executable, "-c", IN_A_FRESH_PROCESS, env=env)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     assert "registered vllm_dllm.models.diffusion_gemma" in done.stdout, output
@@ -56,7 +60,7 @@ def test_vllm_loads_it_and_shows_its_log() -> None:
     assert "INFO" in line  # vLLM's format
 
 
-def test_register_is_repeatable(registered: None) -> None:
+def test_register_is_repeatable() -> None:
     plugin.register()
     plugin.register()
     model = ModelRegistry.models["DiffusionGemmaForBlockDiffusion"]
@@ -88,12 +92,10 @@ def served_model() -> Any:
 def test_another_vllm_is_told_the_known_versions(
     version: str,
     remedy: str,
-    registered: None,
+    register_with: Callable[[str], None],
     complaints: dict[str, list[str]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm, "__version__", version)
-    plugin.register()
+    register_with(version)
     (complaint,) = complaints["error"]
     assert f"knows vLLM 0.32 and 0.33, found {version}. Diffusion models cannot" in complaint
     assert complaint.endswith(remedy)
@@ -104,13 +106,9 @@ def test_another_vllm_is_told_the_known_versions(
 
 @pytest.mark.parametrize("version", ["0.32.0+cpu", "0.32.7", "0.33.0", "0.33.0rc1"])
 def test_known_versions_are_served_without_a_word(
-    version: str,
-    registered: None,
-    complaints: dict[str, list[str]],
-    monkeypatch: pytest.MonkeyPatch,
+    version: str, register_with: Callable[[str], None], complaints: dict[str, list[str]]
 ) -> None:
-    monkeypatch.setattr(vllm, "__version__", version)
-    plugin.register()
+    register_with(version)
     assert complaints == {"error": [], "warning": []}
     assert served_model().module_name == "vllm_dllm.models.diffusion_gemma"
 
@@ -119,20 +117,19 @@ def test_known_versions_are_served_without_a_word(
 def test_a_newer_vllm_is_tried_at_the_users_own_risk(
     version: str,
     can_serve: bool,
-    registered: None,
+    register_with: Callable[[str], None],
     complaints: dict[str, list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setenv("VLLM_DLLM_UNKNOWN_VLLM", "1")
-    plugin.register()
+    register_with(version)
     assert (len(complaints["warning"]), len(complaints["error"])) == (can_serve, not can_serve)
     ours = "vllm_dllm.models.diffusion_gemma"
     assert (served_model().module_name == ours) is can_serve
 
 
 def test_what_does_not_load_is_not_replaced_by_vllms_own(
-    registered: None, monkeypatch: pytest.MonkeyPatch
+    register_with: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM logs the error and goes on."""
     monkeypatch.setitem(sys.modules, "vllm_dllm.serving_config", None)

@@ -115,12 +115,9 @@ def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:
 
 @pytest.mark.parametrize(("block_length", "warnings"), [(3, 0), (4, 0), (64, 1)])
 def test_blocks_longer_than_the_checkpoint_s_are_warned_of(
-    masked: Configure, block_length: int, warnings: int, monkeypatch: pytest.MonkeyPatch
+    masked: Configure, block_length: int, warnings: int, logged: Callable[..., list[str]]
 ) -> None:
-    log: list[str] = []
-    monkeypatch.setattr(
-        serving_config.logger, "warning", lambda text, *args: log.append(text % args)
-    )
+    log = logged(serving_config)
     config = masked(diffusion_config={"canvas_length": block_length})
     assert config.diffusion_config.canvas_length == block_length
     assert len(log) == warnings
@@ -130,12 +127,13 @@ def test_blocks_longer_than_the_checkpoint_s_are_warned_of(
 
 
 @pytest.fixture
-def on_h100(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def on_h100(
+    monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]
+) -> Callable[..., Any]:
     """The 26B model's settings as vLLM leaves them on an H100, adjusted; and the log's lines."""
     platform = SimpleNamespace(is_cuda_alike=lambda: True)
     monkeypatch.setattr(steps, "current_platform", platform)
-    log: list[str] = []
-    monkeypatch.setattr(steps.logger, "info", lambda text, *args: log.append(text % args))
+    log = logged(steps, "info")
 
     def choose(max_num_seqs: int | None = None, **options: Any) -> tuple[Any, str]:
         text = SimpleNamespace(hidden_size=2816, vocab_size=262_144)

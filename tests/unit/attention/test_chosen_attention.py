@@ -22,12 +22,9 @@ Chosen = Callable[..., tuple[str, bool]]
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
+def chosen(monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]) -> Chosen:
     """What the log says of a kind of layer, and whether FlashAttention-4 is part of it."""
-    log: list[str] = []
-    monkeypatch.setattr(
-        vllm_dllm.attention.gpu.logger, "info_once", lambda text, *args: log.append(text % args)
-    )
+    log = logged(vllm_dllm.attention.gpu, "info_once")
 
     def choose(
         layer: LayerKind, version: int | None = None, cache: str = "auto", chip: Any = (9, 0)
@@ -90,10 +87,9 @@ Serve = Callable[[AttentionConfig], list[str]]
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+def serve(monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]) -> Serve:
     """Starts a server on a GPU that ours can serve, as far as attention goes; what it logs."""
-    log: list[str] = []
-    monkeypatch.setattr(serving_config.logger, "info", lambda text, *args: log.append(text % args))
+    log = logged(serving_config, "info")
 
     def stock(vllm_config: Any) -> None:
         vllm_config.attention_config.flash_attn_version = 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.config import AttentionConfig, VllmConfig
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import vllm_dllm.attention.flash_attention
@@ -21,6 +21,7 @@ from attention_kernels.api import FP8
 from attention_kernels.fa4 import import_fa4
 from attention_kernels.testing import PagedBatch, Request, allowed
 from tests.triton_version import interpreted_without_gpu
+from tests.unit.attention.metadata import common_metadata
 from vllm_dllm import plugin
 from vllm_dllm.attention import WindowRules, gpu_backend, use_window_rules
 from vllm_dllm.attention.choice import Choice
@@ -47,20 +48,8 @@ HQ, HKV, D, PAGE, WINDOW = 4, 2, 32, 16, 12
 
 def metadata(batch: PagedBatch, by_blocks: bool = False):
     builder = GpuCanvasBackend.get_builder_cls()(None, [], None, torch.device("cpu"))
-    common = CommonAttentionMetadata(
-        query_start_loc=batch.query_start_loc,
-        query_start_loc_cpu=batch.query_start_loc,
-        seq_lens=batch.seq_lens,
-        num_reqs=len(batch.seq_lens),
-        num_actual_tokens=len(batch.query),
-        max_query_len=8,
-        max_seq_len=1024,
-        block_table_tensor=batch.block_table,
-        slot_mapping=torch.zeros(len(batch.query), dtype=torch.int64),
-        causal=batch.causal,
-    )
     rules = WindowRules(batch.symmetric, batch.spans, by_blocks)
-    return builder.build(0, common, window_rules=rules)
+    return builder.build(0, common_metadata(batch), window_rules=rules)
 
 
 def engine_layout(batch: PagedBatch) -> torch.Tensor:
@@ -142,13 +131,12 @@ def config(cache_dtype: str = "auto") -> VllmConfig:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[str]]:
+def gpu(
+    monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]
+) -> Callable[[int, int], list[str]]:
     """Pretends that there is a GPU of this capability; collects the warnings of our attention."""
     plugin.register()
-    warnings: list[str] = []
-    monkeypatch.setattr(
-        vllm_dllm.attention.logger, "warning_once", lambda text, *args: warnings.append(text % args)
-    )
+    warnings = logged(vllm_dllm.attention, "warning_once")
 
     def pretend(major: int, minor: int) -> list[str]:
         platform = SimpleNamespace(

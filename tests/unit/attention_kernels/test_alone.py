@@ -1,12 +1,11 @@
 """The kernels, and their tests, need PyTorch and Triton; vLLM and our extension may be absent."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.paths import ROOT
+from tests.processes import output_of
 
 # All of this folder's tests are imported, and some run, in a process that cannot import either.
 PROGRAM = """
@@ -29,10 +28,4 @@ FAST = "test_api or test_masks or test_rounding or test_support"
 @pytest.mark.slow
 def test_without_vllm() -> None:
     arguments = ["-q", "-p", "no:cacheprovider", "-k", FAST]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments, str(Path(__file__).parent)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of("-c", PROGRAM, *arguments, Path(__file__).parent, cwd=ROOT)

@@ -3,9 +3,6 @@ to. Its numbers are in `test_kernels_gpu.py`.
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from attention_kernels.chunks import Chunks
 from attention_kernels.masks import block_spans, visible
 from attention_kernels.testing import PagedBatch, Request, with_gaps
 from tests.paths import ROOT
+from tests.processes import output_of
 from tests.unit.attention_kernels.test_chunks import MIXED, WITH_IMAGES, cut
 
 SCRIPT = Path(__file__).parent / "compile_fa4.py"
@@ -133,14 +131,9 @@ def test_mask_function_of_blocks(monkeypatch: pytest.MonkeyPatch, block: int) ->
     ],
 )
 def test_compiles(capability: int, head_size: int, group: int, page: int) -> None:
-    process = subprocess.run(
-        [sys.executable, SCRIPT, *map(str, (capability, head_size, group, page))],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert process.returncode == 0, process.stderr
-    ours, another, ours_again, with_images = json.loads(process.stdout)
+    arguments = (SCRIPT, capability, head_size, group, page)
+    printed = output_of(*arguments, variables={"PYTHONPATH": str(ROOT)})
+    ours, another, ours_again, with_images = json.loads(printed)
     for made in (ours, with_images):
         assert made[TENSOR_CORES[capability]] > 0 and made["ld.local"] == 0, made
     # Stock vLLM's causal tensor is not part of FlashAttention-4's key: what was compiled for a

@@ -2,9 +2,6 @@
 the Triton installed here makes. No GPU is needed."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,6 +12,7 @@ from bench.codegen.case import CHIPS, Case
 from bench.codegen.kernels import cases
 from bench.codegen.rules import broken
 from tests.paths import ROOT
+from tests.processes import output_of
 
 ROWS = table.read()
 CASES = {(name, chip): case for chip in CHIPS for name, case in cases(chip).items()}
@@ -30,14 +28,7 @@ COMPILED_HERE = (
 
 def compile_apart(*arguments: str) -> str:
     """In a process of its own: this one may have Triton's functions in the interpreter."""
-    process = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout
+    return output_of(*arguments, variables={"PYTHONPATH": str(ROOT)})
 
 
 def test_each_version_has_a_row_for_each_kernel_and_chip() -> None:

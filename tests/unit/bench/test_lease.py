@@ -22,7 +22,7 @@ from bench.lease import experts, install, linears, pack
 from bench.lease.__main__ import Lease, end_session
 from bench.lease.stages import STAGES, Stage
 from tests.paths import ROOT
-from tests.processes import is_running, wait_for
+from tests.processes import is_running, output_of, wait_for
 from vllm_dllm.experts import definition, few_rows_triton
 
 MINUTES = 15 * 60
@@ -93,11 +93,8 @@ def test_a_second_call_leaves_out_what_is_done(tmp_path: Path) -> None:
     (tmp_path / "trace-ours-bf16-1x128.json.gz").write_bytes(b"timeline")
     back = tmp_path / "back"
     command = ["bash", "bench/lease.sh", "--out", str(tmp_path), "--for", "1", "--bring", str(back)]
-    process = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"LEASE_SITE": "none"}
-    )
-    assert process.returncode == 0, process.stderr
-    found = json.loads(process.stdout.splitlines()[-1])
+    printed = output_of(*command, cwd=ROOT, variables={"LEASE_SITE": "none"})
+    found = json.loads(printed.splitlines()[-1])
     assert set(found["done"]) == names and found["left"] == []
     assert (back / "trace-ours-bf16-1x128.json.gz").read_bytes() == b"timeline"
     with tarfile.open(back / "lease.tar.xz") as packed:
@@ -142,14 +139,8 @@ def test_unpacks_an_archive_when_all_of_its_parts_are_there(tmp_path: Path) -> N
         copy = tmp_path / "project" / "bench" / "lease.sh"
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(script)
-        process = subprocess.run(
-            ["bash", str(copy), "--unpack", str(upload)],
-            capture_output=True,
-            text=True,
-            env=os.environ | places | {"PYTHONPATH": str(ROOT)},
-        )
-        assert process.returncode == 0, process.stderr
-        said.append(process.stdout)
+        places["PYTHONPATH"] = str(ROOT)
+        said.append(output_of("bash", copy, "--unpack", upload, variables=places))
     assert "vllm: 1 of 2 parts" in said[0] and "vllm: unpacked" in said[1]
     assert (tmp_path / "site" / "module.py").read_text() == "VALUE = 1"
 

@@ -23,7 +23,6 @@ from vllm_dllm.canvases.endpoints import (
     make_token_texts,
     page_address,
 )
-from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import FEED
 
 KEYS = ("first", "second")
@@ -79,12 +78,6 @@ def application(
     engine = SimpleNamespace(model_config=model_config, get_tokenizer=Tokenizer)
     asyncio.run(plugin.init_state(engine, app.state, args))
     return TestClient(app)
-
-
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv(canvas_feeds.FOLDER, str(tmp_path))
-    return tmp_path
 
 
 def extra_of(answer: Any) -> dict[str, Any]:

@@ -93,12 +93,6 @@ async def ask(
     return sent[0]["status"], b"".join(message["body"] for message in sent[1:])
 
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv(canvas_feeds.FOLDER, str(tmp_path))
-    return tmp_path
-
-
 async def watch(
     folder: Path, engine: Engine, body: Any, *args: Any
 ) -> tuple[int, list[dict[str, Any]], bytes]:

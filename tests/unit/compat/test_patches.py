@@ -2,8 +2,6 @@
 
 import ast
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import vllm
 from scripts import upstream_table
 from scripts.vllm_seams import concerns_version
 from tests.paths import ROOT
+from tests.processes import output_of
 from vllm_dllm.compat.patches import CPU, MOST, PATCHES
 
 ONLY_DURING_A_CALL = {
@@ -153,14 +152,8 @@ REGISTERED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_what_is_replaced_is_in_the_table(platform: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_FRESH_PROCESS, platform],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    printed = output_of("-c", IN_A_FRESH_PROCESS, platform, cwd=ROOT)
+    found = json.loads(printed.splitlines()[-1])
     expected = {patch.target for patch in PATCHES if concerns_version(patch, vllm.__version__)}
     expected -= ONLY_DURING_A_CALL
     if platform == "gpu":

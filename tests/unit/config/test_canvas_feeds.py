@@ -1,12 +1,11 @@
 """The folder of a server's feeds: its owner's, handed down, and gone at the end."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import output_of
 from vllm_dllm.config import canvas_feeds
 
 
@@ -24,10 +23,7 @@ def test_a_folder_lasts_as_long_as_the_first_process(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     env = {key: value for key, value in os.environ.items() if key != canvas_feeds.FOLDER}
-    done = subprocess.run(
-        [sys.executable, program, base], env=env, capture_output=True, text=True, check=True
-    )
-    child, parent = done.stdout.splitlines()
+    child, parent = output_of(program, base, env=env).splitlines()
     assert child == parent and parent.startswith(f"{base}/") and parent.endswith(" 0o700")
     assert not list(base.iterdir())
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import is_running, wait_for
+from tests.processes import is_running, run, wait_for
 from vllm_dllm.cpu.fork_server import changed_variables
 
 PROGRAM = """
@@ -178,12 +178,7 @@ def test_libraries_end_and_nothing_is_taken_down(tmp_path: Path) -> None:
     program, folder = tmp_path / "program.py", tmp_path / "ends"
     program.write_text(ENDING)
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, str(program), str(folder)],
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-    )
+    done = run(sys.executable, program, folder, variables={"PYTHONPATH": os.getcwd()})
     assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
     assert sorted(path.name for path in folder.iterdir()) == ["c", "python"]
 

@@ -13,10 +13,8 @@ Log = list[str]
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    lines: Log = []
-    monkeypatch.setattr(stopwatch.logger, "warning", lambda text, *args: lines.append(text % args))
-    return lines
+def log(logged: Callable[..., Log]) -> Log:
+    return logged(stopwatch)
 
 
 def clock(run: Callable[[], Any]) -> float:

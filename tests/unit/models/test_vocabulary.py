@@ -1,6 +1,7 @@
 """Whether a model's vocabulary is read tile by tile."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(vocabulary.logger, "warning", lambda text, *a: lines.append(text % a))
-    return lines
+def said(logged: Callable[..., list[str]]) -> list[str]:
+    return logged(vocabulary)
 
 
 def model_of(checkpoint: Path, vocab_size: int, is_tied: bool = True):

@@ -1,8 +1,6 @@
 """attention_kernels by itself: a wheel that wants PyTorch and Triton, and runs without vLLM."""
 
-import os
 import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.paths import ROOT
+from tests.processes import output_of
 
 PACKAGE = ROOT / "attention_kernels"
 
@@ -41,15 +40,7 @@ print(masks.__file__)
 
 
 def run(*command: object, **environment: str) -> str:
-    process = subprocess.run(
-        [str(word) for word in command],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        cwd=Path("/"),  # not where the sources are
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
+    return output_of(*command, variables=environment, cwd="/")  # not where the sources are
 
 
 def project(path: Path) -> dict[str, Any]:

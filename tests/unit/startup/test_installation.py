@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from tests.paths import ROOT
+from tests.processes import output_of, run
 from vllm_dllm.startup import installation
 
 BROKEN = """
@@ -63,9 +63,7 @@ def install(folder: Path, name: str, version: str, code: str | None = None) -> N
 
 def check(folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-I", "-S", "-c", PROGRAM, str(folder), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(output_of(*command))
 
 
 def test_entry_point() -> None:
@@ -128,9 +126,7 @@ def test_no_warning_of_shared_memory_follows_the_last_line() -> None:
     )
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
     said = [
-        subprocess.run(
-            [sys.executable, "-c", program, word], env=environment, capture_output=True, text=True
-        ).stderr
+        run(sys.executable, "-c", program, word, env=environment).stderr
         for word in ("checked", "unchecked")
     ]
     assert said[0] == "" and "leaked shared_memory" in said[1]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import run
 from vllm_dllm.startup.last_line import one_line
 
 # What vLLM does: a child process logs its exception, the parent raises one that says nothing.
@@ -36,19 +37,20 @@ if __name__ == "__main__":
 """
 
 
+def run_apart(program: Path, *words: str, level: str | None) -> "subprocess.CompletedProcess[str]":
+    """`level`: of `VLLM_LOGGING_LEVEL`."""
+    env = {"TMPDIR": str(program.parent), "PYTHONPATH": ":".join(sys.path)}
+    return run(
+        sys.executable, program, *words, env=env | ({"VLLM_LOGGING_LEVEL": level} if level else {})
+    )
+
+
 def last_words(
     folder: Path, error: str, method: str = "spawn", level: str | None = "INFO"
 ) -> list[str]:
-    """`level`: of `VLLM_LOGGING_LEVEL`."""
     program = folder / "program.py"
     program.write_text(PROGRAM.replace("{error}", error))
-    done = subprocess.run(
-        [sys.executable, str(program), "serve", method],
-        capture_output=True,
-        text=True,
-        env={"TMPDIR": str(folder), "PYTHONPATH": ":".join(sys.path)}
-        | ({} if level is None else {"VLLM_LOGGING_LEVEL": level}),
-    )
+    done = run_apart(program, "serve", method, level=level)
     assert done.returncode == 1
     return done.stderr.splitlines()
 
@@ -130,13 +132,7 @@ def test_a_call_of_a_worker_at_a_start(
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(CALL)
-    done = subprocess.run(
-        [sys.executable, str(program), call],
-        capture_output=True,
-        text=True,
-        env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-        | ({} if level is None else {"VLLM_LOGGING_LEVEL": level}),
-    )
+    done = run_apart(program, call, level=level)
     assert done.returncode == 0 and "WorkerProc hit an exception." in done.stderr
     assert ("Traceback" in done.stderr) == is_shown, done.stderr
 

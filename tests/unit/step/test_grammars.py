@@ -194,8 +194,7 @@ def test_a_request_goes_on_without_its_grammar(
 ) -> None:
     """The scheduler, which has one of its own, ends it. Nobody else is disturbed, and the log says
     why."""
-    lines: list[str] = []
-    monkeypatch.setattr(grammars.logger, "error", lambda text, why: lines.append(text % why))
+    lines = logged(grammars, "error")
     if fault == "no grammar":
         monkeypatch.setattr(CanvasGrammars, "_compile", broken)
     if fault == "no path":

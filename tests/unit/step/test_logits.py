@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -123,13 +123,13 @@ def test_rules_go_from_the_left_whatever_the_tiles(model: Model, hidden: torch.T
 
 
 def test_the_log_says_what_top_k_leaves_out(
-    model: Model, hidden: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    model: Model,
+    hidden: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: Callable[..., list[str]],
 ) -> None:
-    lines: list[str] = []
+    lines = logged(soft_embedding, "info")
     monkeypatch.setattr(soft_embedding, "LOG_SECONDS", 0.0)
-    monkeypatch.setattr(
-        soft_embedding.logger, "info", lambda text, *values: lines.append(text % values)
-    )
     logits = make(StreamedLogits, hidden, model, top_k=3, budget=100 * MIB)
     read(logits)
     probs = model.compute_logits(hidden)

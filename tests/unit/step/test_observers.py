@@ -1,6 +1,7 @@
 """Who looks at a step's canvases sees those it asked for; where nobody looks, nothing happens."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,6 @@ from vllm_dllm.step.watched.observers import CanvasObservers
 
 C = 4
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv(canvas_feeds.FOLDER, str(tmp_path))
-    return tmp_path
 
 
 @pytest.fixture
@@ -208,12 +203,9 @@ def test_trace_and_stream_show_the_same(listener: Any, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_lines_of_the_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, logged: Callable[..., list[str]]
 ) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(
-        observers.logger, "warning", lambda text, *values: warnings.append(text % values)
-    )
+    warnings = logged(observers)
     path = tmp_path / "trace.jsonl"
     watching = observing(path)
     watching.show(step(1), batch(0), ["before"])

@@ -26,11 +26,7 @@ current_platform.import_kernels()
 HQ, HKV, D = 4, 2, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MIXES = {
-    "causal": [
-        Request(5, 0, causal=True),
-        Request(1, 40, causal=True),
-        Request(9, 17, causal=True),
-    ],
+    "causal": TRITON_MIXES["causal"],
     "canvases": [Request(8, 33), Request(8, 2), Request(1, 150), Request(3, 0)],
     "equal canvases": [Request(8, 120), Request(8, 120)],  # which end with their pages
     "mixed": [
@@ -42,23 +38,8 @@ MIXES = {
         Request(1, 0, causal=True),
     ],
     "images": [*TRITON_MIXES["images"], Request(0, 12)],
-    # Of the first, longer and shorter than windows, the first rows are in the cache already.
-    "images after a hit": [
-        Request(30, 40, causal=True, images=((25, 50), (52, 70))),
-        Request(8, 37),
-    ],
 }
-BY_BLOCKS = {
-    "blocks": [
-        Request(8, 36, causal=4),
-        Request(64, 32, causal=32),
-        Request(0, 12),
-        Request(23, 0, causal=4),  # ends inside a block
-        Request(9, 17, causal=4),  # begins in one
-        Request(8, 37),
-        Request(8, 37, causal=True),
-    ],
-}
+BY_BLOCKS = {"blocks": [*TRITON_MIXES["blocks"], Request(0, 12)]}
 # Every mix with every window, every page size with both.
 VISIBILITY = [
     pytest.param(mix, window_left, page, id=f"{mix}-window{window_left}-page{page}")
@@ -175,15 +156,7 @@ def test_numbers(
 @pytest.mark.parametrize("window_left", [0, 11])
 def test_a_processor_with_amx_serves_bf16(attend: Attend, window_left: int) -> None:
     """vLLM's kernels for it lay the cache out in another way than canvases read it."""
-    batch = random_batch("mixed", 32, torch.bfloat16)
-    output = attend(batch, window_left)
-    allowed(
-        batch,
-        scale=0.3,
-        window_left=window_left,
-        softcap=0.0,
-        cuts_off=not torch.cpu._is_avx512_bf16_supported(),
-    ).check(output)
+    test_numbers(attend, "bf16", "mixed", window_left, None)
 
 
 def test_layout_check_accepts_this_machine_and_names_what_it_refuses() -> None:

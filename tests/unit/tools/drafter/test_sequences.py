@@ -131,19 +131,21 @@ def test_asks_a_server_for_token_ids(
     assert answers == [[prompt[0], EOS_ID] for prompt in prompts]
 
 
-def test_refuses_a_server_without_token_ids(
-    server: tuple[str, dict[str, Any]], prompts: list[list[int]]
+@pytest.mark.parametrize(
+    ("token_ids", "said"),
+    [
+        (None, r"sent no token ids: expected vLLM 0\.32"),
+        ([700], "tiny wrote token 700, the target's vocabulary has 512"),
+    ],
+)
+def test_refuses_what_a_server_says(
+    server: tuple[str, dict[str, Any]],
+    prompts: list[list[int]],
+    token_ids: list[int] | None,
+    said: str,
 ) -> None:
-    server[1]["token_ids"] = None
-    with pytest.raises(InputError, match=r"sent no token ids: expected vLLM 0\.32"):
-        server_completer(server[0], MAX_TOKENS, 512)(prompts)
-
-
-def test_refuses_a_server_with_another_vocabulary(
-    server: tuple[str, dict[str, Any]], prompts: list[list[int]]
-) -> None:
-    server[1]["token_ids"] = [700]
-    with pytest.raises(InputError, match="tiny wrote token 700, the target's vocabulary has 512"):
+    server[1]["token_ids"] = token_ids
+    with pytest.raises(InputError, match=said):
         server_completer(server[0], MAX_TOKENS, 512)(prompts)
 
 

@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from tests.paths import CHECKPOINTS
+from tests.processes import run as run_program
 from tests.unit.tools.stub_server import ROWS, STUB, write_checkpoint, write_task
 from vllm_dllm import cli
 from vllm_dllm.tools import evaluate
@@ -203,7 +203,7 @@ def test_without_the_extra() -> None:
         "import sys; sys.modules['lm_eval'] = None; "
         "from vllm_dllm import cli; sys.exit(cli.main(['eval', 'x']))"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    result = run_program(sys.executable, "-c", script)
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
         "vllm-dllm eval: there is no lm_eval here: pip install 'vllm-dllm[eval]'"
