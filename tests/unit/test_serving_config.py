@@ -108,6 +108,17 @@ def test_a_canvas_is_the_blocks_in_flight(
     assert (found.block_length, found.blocks_in_flight) == (length, 3)
 
 
+def test_a_default_of_more_blocks_in_flight_than_there_are() -> None:
+    plugin.register()
+    settings = {"blocks_in_flight": 2, "defaults": {"diffusion_blocks_in_flight": 3}}
+    with pytest.raises(ValueError, match=r"diffusion_blocks_in_flight must be at most 2, .* got 3"):
+        EngineArgs(
+            str(CHECKPOINTS / "sdar-tiny"),
+            enforce_eager=True,
+            additional_config={"vllm_dllm": settings},
+        ).create_engine_config()
+
+
 def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:
     with pytest.raises(ValueError, match="blocks_in_flight must be 1 for this model, got 2"):
         configure(additional_config={"vllm_dllm": {"blocks_in_flight": 2}})

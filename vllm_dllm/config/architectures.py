@@ -48,6 +48,11 @@ class Family:
         when no mask is left before a token that ends the answer."""
         return self.is_causal or self.is_shifted
 
+    @property
+    def allows_blocks_in_flight(self) -> bool:
+        """Whether a block can begin before the one before it is finished."""
+        return not (self.is_seeded or self.moves_tokens)
+
 
 _NO_WINDOWS = {"use_sliding_window": False}
 FAMILIES = {

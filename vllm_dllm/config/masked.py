@@ -101,7 +101,7 @@ class MaskedConfig:
         """
         if self.blocks_in_flight == 1:
             return
-        if self.family.is_seeded or self.family.moves_tokens:
+        if not self.family.allows_blocks_in_flight:
             raise ValueError(
                 f"blocks_in_flight must be 1 for this model, got {self.blocks_in_flight}: a "
                 "block begins with what the one before it leaves. Leave it out of "
@@ -113,4 +113,13 @@ class MaskedConfig:
             "of its right answers in blocks of 32. Compare with `vllm-dllm eval`.",
             self.blocks_in_flight,
             self.block_length,
+        )
+
+
+def check_asked_blocks(asked: int | None, served: int) -> None:
+    """Raises ValueError unless a request may have `asked` blocks in flight (None: all `served`)."""
+    if (asked or 1) > served:
+        raise ValueError(
+            f"diffusion_blocks_in_flight must be at most {served}, the server's "
+            f"blocks_in_flight, got {asked}. Lower it or leave it out."
         )

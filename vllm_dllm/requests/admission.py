@@ -14,6 +14,7 @@ from vllm_dllm.compat.admission import KEYS_OF_VLLM
 from vllm_dllm.config.architectures import Family, family_of
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
+from vllm_dllm.config.masked import check_asked_blocks
 from vllm_dllm.requests.limits import check_request_limits, check_token_limits
 from vllm_dllm.requests.numbers import (
     check_allowed_tokens,
@@ -173,11 +174,7 @@ def _check_canvas(options: RequestOptions, served: ServedModel, params: Sampling
             f"diffusion_pinned must be positions of the canvas, from 0 to {width - 1}, got "
             f"{reprlib.repr(outside)} in it."
         )
-    if (options.blocks_in_flight or 1) > served.blocks_in_flight:
-        raise ValueError(
-            f"diffusion_blocks_in_flight must be at most {served.blocks_in_flight}, the server's "
-            f"blocks_in_flight, got {options.blocks_in_flight}. Lower it or leave it out."
-        )
+    check_asked_blocks(options.blocks_in_flight, served.blocks_in_flight)
     if options.constrained and not params.logprob_token_ids:
         raise ValueError(
             "diffusion_constrained needs logprob_token_ids, which are what it chooses among, got "

@@ -88,7 +88,9 @@ class RequestOptions:
     ] = None
     edit_steps: Annotated[_Count, RequestKey(by_server=True, masked=True, uniform=False)] = 16
     """16 is LLaDA2.1's."""
-    blocks_in_flight: Annotated[_Count | None, RequestKey(masked=True, uniform=False)] = None
+    blocks_in_flight: Annotated[
+        _Count | None, RequestKey(by_server=True, masked=True, uniform=False)
+    ] = None
     mode: Annotated[Mode, RequestKey(by_server=True, masked=True, uniform=False)] = "diffusion"
     confidence_threshold: Annotated[Nats | None, RequestKey(by_server=True)] = None
     stability_threshold: Annotated[_CountOrNone | None, RequestKey(by_server=True)] = None
@@ -231,9 +233,8 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> Mapping[
         "acceptance": "confidence",
         "accept_probability": family.threshold,
         "entropy_bound": MASKED_ENTROPY_BOUND,
+        "edit_probability": family.edit_probability,
     }
-    if family.edit_probability is not None:
-        published["edit_probability"] = family.edit_probability
     return published | own
 
 

@@ -20,7 +20,7 @@ from vllm_dllm.config.architectures import family_of
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
-from vllm_dllm.config.masked import MaskedConfig
+from vllm_dllm.config.masked import MaskedConfig, check_asked_blocks
 from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.measured import folder
 from vllm_dllm.quantization import modelopt
@@ -168,9 +168,10 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
 def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     """Checks and sets what every diffusion model needs, at the end of its adjustments."""
     model_config = vllm_config.model_config
-    server_defaults(
+    defaults = server_defaults(
         extension.defaults, family_of(model_config.architecture, model_config.hf_config)
     )
+    check_asked_blocks(defaults.get("blocks_in_flight"), extension.blocks_in_flight)
     offer_tiles(vllm_config, extension)
     if extension.trace_path is not None:
         check_file("trace_path", Path(extension.trace_path))

@@ -87,6 +87,7 @@ def test_defaults_of_masked_models() -> None:
         "acceptance": "top_k",
         "accept_probability": 0.85,
         "entropy_bound": 0.35,
+        "edit_probability": None,
     }
     assert server_defaults({}, LLADA22) == {
         "acceptance": "confidence",
@@ -104,7 +105,7 @@ def test_a_default_of_null_is_none() -> None:
 
 def test_a_server_may_set_what_its_docs_say() -> None:
     own = {"canvas_length", "seed_canvas", "prediction", "pinned", "read_only", "constrained"}
-    others = {"blocks_in_flight", "logprobs", "stream_canvases"}
+    others = {"logprobs", "stream_canvases"}
     never = {f"diffusion_{name}" for name in own | others}
     assert {key for key, asked in KEYS.items() if not asked.by_server} == never
 

@@ -6,6 +6,7 @@ beats in both accuracy and speed are then tried on the other half, so that luck 
 not count.
 """
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,7 @@ def run(checkpoint: Path, **options: Any) -> None:
     """
     settings = Settings(**options)
     _check(checkpoint, settings)
-    space = Space(checkpoint)
+    space = Space(checkpoint, settings.serve_options or ())
     identity = _identity(checkpoint, settings)
     if resumable.is_finished(settings.out, identity, WORKING_FILES):
         return
@@ -71,13 +72,15 @@ def run(checkpoint: Path, **options: Any) -> None:
         task = _load(settings)
         halves = _halves(task, settings.limit)
         serving = serve_options({settings.task: task}, settings.serve_options)
+        if own := space.server_settings:
+            serving = [*serving, "--additional-config", json.dumps({"vllm_dllm": own})]
         resumable.start(partial, identity)
         with served(checkpoint, serving, console, logs) as port:
             measure = _measure(task, str(checkpoint), port, settings, logs / "lm_eval.log")
             tried, confirmed = _search_and_confirm(
                 partial, space, halves, settings, measure, console
             )
-    _write(partial, checkpoint, settings, tried, confirmed, console)
+    _write(partial, checkpoint, space, settings, tried, confirmed, console)
     resumable.finish(partial, settings.out, WORKING_FILES)
     console.print(f"vllm serve {checkpoint} --config {settings.out}/defaults.yaml", soft_wrap=True)
 
@@ -201,6 +204,7 @@ def _confirm(file: Path, tried: Tried, prompts: Sequence[int], measure: Measure)
 def _write(
     partial: Path,
     checkpoint: Path,
+    space: Space,
     settings: Settings,
     tried: Sequence[Tried],
     confirmed: Sequence[Confirmed],
@@ -211,7 +215,8 @@ def _write(
     here = machine()
     prompts = f"{len(own.measured.scores)} prompts of {settings.task}"
     console.print(report.as_table(confirmed, chosen, prompts))
-    report.write_defaults(partial / "defaults.yaml", chosen, own.measured, prompts)
+    extension = space.settings_for(chosen.tried.keys)
+    report.write_defaults(partial / "defaults.yaml", extension, chosen, own.measured, prompts)
     asked = {
         "checkpoint": str(checkpoint),
         "weights": sha256_sums(checkpoint),

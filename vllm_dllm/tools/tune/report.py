@@ -117,8 +117,10 @@ def _in_words(tried: Tried) -> str:
     )
 
 
-def write_defaults(path: Path, chosen: Confirmed, own: Measured, prompts: str) -> None:
-    """Writes a file for `vllm serve --config`."""
+def write_defaults(
+    path: Path, extension: dict[str, Any], chosen: Confirmed, own: Measured, prompts: str
+) -> None:
+    """Writes a file for `vllm serve --config` with these settings of the extension."""
     lines = [
         f"Made by: {command()}",
         f"On {prompts}: accuracy {_format_interval(chosen.accuracy)} %, 95% interval in brackets;",
@@ -127,10 +129,7 @@ def write_defaults(path: Path, chosen: Confirmed, own: Measured, prompts: str) -
         f"{own.tokens_per_forward:.2f}.",
         f"vllm serve CHECKPOINT --config {path.name}",
     ]
-    defaults = dict(chosen.tried.keys)
-    section = yaml.safe_dump(
-        {"additional-config": {"vllm_dllm": {"defaults": defaults}}}, sort_keys=False
-    )
+    section = yaml.safe_dump({"additional-config": {"vllm_dllm": extension}}, sort_keys=False)
     path.write_text("".join(f"# {line}\n" for line in lines) + section)
 
 

@@ -13,8 +13,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from vllm_dllm.tools.tune.space import Space, Value
 
-OWN = "own"
-"""Marks the trial with the checkpoint's own settings."""
+PRESET = "preset"
+"""Marks the trial of `Space.presets()` with this index. 0 is the checkpoint's own settings."""
+_UNBROKEN = (TrialState.COMPLETE, TrialState.WAITING)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Tried:
     def from_trial(cls, trial: FrozenTrial) -> "Tried":
         kept = trial.user_attrs
         return cls(
-            trial.number, kept["keys"], Measured.from_json(kept["measured"]), kept.get(OWN, False)
+            trial.number, kept["keys"], Measured.from_json(kept["measured"]), kept.get(PRESET) == 0
         )
 
 
@@ -75,8 +76,8 @@ def search(
     measure: Callable[[Mapping[str, Value]], Measured],
     on_trial: Callable[[Tried], None],
 ) -> list[Tried]:
-    """Measures settings until `trials` of them are in `file`, the checkpoint's own first. Those
-    that `file` holds from an earlier run count; one that was stopped is measured again."""
+    """Measures settings until `trials` of them are in `file`, the presets first. Those that `file`
+    holds from an earlier run count; a preset that was stopped is measured again."""
     storage = JournalStorage(JournalFileBackend(str(file)))
     study = optuna.create_study(
         study_name="tune", storage=storage, directions=["maximize"] * 2, load_if_exists=True
@@ -85,8 +86,10 @@ def search(
         study.tell(stopped.number, state=TrialState.FAIL)
     # A run that goes on must not draw what it drew before.
     study.sampler = TPESampler(seed=len(study.get_trials(deepcopy=False)))
-    if not any(tried.is_own for tried in _finished(study)):
-        study.enqueue_trial(space.own(), user_attrs={OWN: True})
+    known = {trial.user_attrs.get(PRESET) for trial in study.get_trials(states=_UNBROKEN)}
+    for number, parameters in enumerate(space.presets()):
+        if number not in known:
+            study.enqueue_trial(parameters, user_attrs={PRESET: number})
     while len(_finished(study)) < trials:
         trial = study.ask()
         keys = space.suggest(trial)

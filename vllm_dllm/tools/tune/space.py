@@ -1,21 +1,37 @@
 """The settings that are searched: `diffusion_*` keys of a request, and their ranges."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import optuna
 
-from vllm_dllm.config.architectures import family_of
+from vllm_dllm.config.architectures import LLADA22, family_of
 from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.options import MASKED_ENTROPY_BOUND
 
 Value = str | int | float
 _MOST_TOKENS = 32  # a step, for `top_k`
+_IN_FLIGHT = "diffusion_blocks_in_flight"
 _CHOICES = ("entropy_bound", "confidence", "top_k")
+BLOCKS_IN_FLIGHT = 4
+"""Most that are tried, and so the server's number meanwhile."""
+_PUBLISHED: Mapping[str, Sequence[Mapping[str, Value]]] = {
+    "SDARForCausalLM": [{"acceptance": "top_k", "accept_tokens": 1}],
+    "SDARMoeForCausalLM": [{"acceptance": "top_k", "accept_tokens": 1}],
+    "LLaDA2MoeModelLM": [
+        {"accept_probability": 0.7, "edits": 1, "edit_probability": 0.5},
+        {"accept_probability": 0.5, "edits": 1, "edit_probability": 0.0},
+    ],
+    "NemotronLabsDiffusionModel": [{"mode": "self_speculation"}],
+    "Fast_dLLM_QwenForCausalLM": [{"accept_probability": 0.9}],
+}
+"""By architecture, what a family's authors recommend beside the checkpoint's own settings, as
+changes to these: SDAR's loop of fixed counts, LLaDA2.1's quality and speed modes, Nemotron's
+verified drafts, the threshold of Fast-dLLM v2's demonstrations."""
 
 
 class Space:
@@ -23,15 +39,25 @@ class Space:
 
     Args:
         checkpoint: its folder, with config.json and generation_config.json.
+        serve_options: the user's, for `vllm serve`. With an `--additional-config` or `--config` of
+            their own, blocks in flight stay what they say, and are not searched.
 
     Raises:
         InputError: it is not a diffusion model, or a file lacks a value.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, serve_options: Sequence[str] = ()) -> None:
         config = _read(checkpoint / "config.json")
         names = config.get("architectures") or [""]
         self._family = family_of(names[0], SimpleNamespace(**config))
+        self._published = () if self._family is LLADA22 else _PUBLISHED.get(names[0], ())
+        self._has_edits = names[0] == "LLaDA2MoeModelLM" and self._family is not LLADA22
+        is_open = not any(
+            option.startswith(("--additional-config", "--config")) for option in serve_options
+        )
+        self._has_blocks_in_flight = (
+            self._family is not None and self._family.allows_blocks_in_flight and is_open
+        )
         self._config: DenoiseConfig | None = None
         if self._family is None:
             try:
@@ -48,13 +74,45 @@ class Space:
         """Whether the weights are those of an autoregressive model, too."""
         return self._family is not None and self._family.is_causal
 
+    @property
+    def server_settings(self) -> dict[str, Any]:
+        """The extension's settings of the server that tries them all."""
+        return {"blocks_in_flight": BLOCKS_IN_FLIGHT} if self._has_blocks_in_flight else {}
+
+    def settings_for(self, keys: Mapping[str, Value]) -> dict[str, Any]:
+        """Returns the extension's settings of a server that answers as that one did with `keys`."""
+        defaults = dict(keys)
+        # Edits go on until all blocks of a canvas are finished, so they need the same canvas.
+        if keys.get(_IN_FLIGHT, 1) == 1 and "diffusion_edit_probability" not in keys:
+            defaults.pop(_IN_FLIGHT, None)
+            return {"defaults": defaults}
+        return self.server_settings | {"defaults": defaults}
+
+    def presets(self) -> list[dict[str, Value]]:
+        """Returns the parameters of the first trials: the checkpoint's own settings, those that the
+        family's authors recommend, and as many blocks in flight as there may be."""
+        own = self.own()
+        found = [own, *(own | dict(change) for change in self._published)]
+        if self._has_blocks_in_flight:
+            found.append(own | {"blocks_in_flight": BLOCKS_IN_FLIGHT})
+        return found
+
     def own(self) -> dict[str, Value]:
         """Gives the parameters of the trial with the checkpoint's own settings."""
         if self._config is None:
             assert self._family is not None
             mode = {"mode": "diffusion"} if self._has_modes else {}
             threshold = self._family.threshold
-            return {**mode, "acceptance": "confidence", "accept_probability": threshold}
+            found: dict[str, Value] = {
+                **mode,
+                "acceptance": "confidence",
+                "accept_probability": threshold,
+            }
+            if self._has_edits:
+                found["edits"] = 0
+            if self._has_blocks_in_flight:
+                found["blocks_in_flight"] = 1
+            return found
         config = self._config
         return {
             "acceptance": "entropy_bound",
@@ -80,8 +138,15 @@ class Space:
         if rule == "entropy_bound":
             keys["diffusion_entropy_bound"] = _log(trial, "entropy_bound", bound, 0.1, 30)
         elif rule == "confidence":
-            probability = trial.suggest_float("accept_probability", 0.5, 0.995)
+            probability = trial.suggest_float("accept_probability", 0.5, 1.0)
             keys["diffusion_accept_probability"] = probability
+            if self._has_edits and trial.suggest_categorical("edits", (0, 1)):
+                edit_probability = trial.suggest_float("edit_probability", 0, 0.95)
+                keys["diffusion_edit_probability"] = edit_probability
+            if self._has_blocks_in_flight:
+                keys[_IN_FLIGHT] = trial.suggest_int(
+                    "blocks_in_flight", 1, BLOCKS_IN_FLIGHT, log=True
+                )
         else:
             tokens = trial.suggest_int("accept_tokens", 1, _MOST_TOKENS, log=True)
             keys["diffusion_accept_tokens"] = tokens

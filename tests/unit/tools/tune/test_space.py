@@ -10,6 +10,7 @@ from optuna.trial import FixedTrial
 
 from tests.paths import CHECKPOINTS
 from vllm_dllm.config.architectures import FAMILIES
+from vllm_dllm.config.masked import check_asked_blocks
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.tools.tune.space import Space
@@ -42,33 +43,84 @@ def test_own_settings_of_a_masked_model(masked: Path) -> None:
     assert space.suggest(FixedTrial(space.own())) == {
         "diffusion_acceptance": "confidence",
         "diffusion_accept_probability": 0.85,
+        "diffusion_blocks_in_flight": 1,
     }
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_every_suggestion_is_served(masked: Path, is_masked: bool) -> None:
-    space = Space(masked if is_masked else TINY)
-    study = optuna.create_study(sampler=RandomSampler(seed=0))
-    rules = set()
-    for _ in range(60):
-        keys = space.suggest(study.ask())
-        server_defaults(keys, FAMILIES["SDARForCausalLM"] if is_masked else None)
-        rules.add(keys["diffusion_acceptance"])
-    assert rules == {"entropy_bound", "confidence", "top_k"}
+FAST_DLLM, LLADA2, NEMOTRON, SDAR = (
+    "Fast_dLLM_QwenForCausalLM",
+    "LLaDA2MoeModelLM",
+    "NemotronLabsDiffusionModel",
+    "SDARForCausalLM",
+)
+SEARCHED = {  # architecture: keys beside the three rules' own
+    SDAR: {"blocks_in_flight"},
+    LLADA2: {"blocks_in_flight", "edit_probability"},
+    NEMOTRON: {"mode"},
+    FAST_DLLM: set(),
+}
 
 
-def test_modes_are_searched(tmp_path: Path) -> None:
-    """Nemotron's: verified drafts take no other key."""
-    config = {"architectures": ["NemotronLabsDiffusionModel"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    space, family = Space(tmp_path), FAMILIES["NemotronLabsDiffusionModel"]
-    own = {"diffusion_acceptance": "confidence", "diffusion_accept_probability": 0.9}
-    assert space.suggest(FixedTrial(space.own())) == own
+@pytest.mark.parametrize("architecture", [None, *SEARCHED])
+def test_every_suggestion_and_preset_is_served(tmp_path: Path, architecture: str | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    space = Space(TINY if architecture is None else tmp_path)
     study = optuna.create_study(sampler=RandomSampler(seed=0))
-    drawn = [space.suggest(study.ask()) for _ in range(30)]
-    for keys in drawn:
-        server_defaults(keys, family)
-    assert {"diffusion_mode": "self_speculation"} in drawn and len({*map(str, drawn)}) > 10
+    presets = [space.suggest(FixedTrial(preset)) for preset in space.presets()]
+    drawn = [space.suggest(study.ask()) for _ in range(60)]
+    for keys in presets + drawn:
+        family = FAMILIES[architecture] if architecture else None
+        check_asked_blocks(
+            server_defaults(keys, family).get("blocks_in_flight"),
+            space.server_settings.get("blocks_in_flight", 1),
+        )
+    rules = {"entropy_bound", "confidence", "top_k"}
+    assert {keys.get("diffusion_acceptance") for keys in drawn} - {None} == rules
+    if architecture is not None:
+        found = {key.removeprefix("diffusion_") for keys in drawn for key in keys}
+        rules_own = {"acceptance", "accept_probability", "accept_tokens", "entropy_bound"}
+        assert found - rules_own == SEARCHED[architecture]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "presets"),
+    [
+        (
+            SDAR,
+            [
+                {"acceptance": "top_k", "accept_tokens": 1},
+                {"acceptance": "confidence", "accept_probability": 0.85, "blocks_in_flight": 4},
+            ],
+        ),
+        (NEMOTRON, [{"mode": "self_speculation"}]),
+        (FAST_DLLM, [{"acceptance": "confidence", "accept_probability": 0.9}]),
+    ],
+)
+def test_presets_of_a_family(
+    tmp_path: Path, architecture: str, presets: list[dict[str, object]]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    space = Space(tmp_path)
+    own, *others = (space.suggest(FixedTrial(preset)) for preset in space.presets())
+    assert own == space.suggest(FixedTrial(space.own()))
+    assert others == [
+        {f"diffusion_{key}": value for key, value in preset.items()} for preset in presets
+    ]
+
+
+def test_a_server_as_in_the_trial(masked: Path) -> None:
+    """One block in flight needs no wider canvas, unless edits wait for all blocks of a canvas."""
+    space, one = Space(masked), {"diffusion_acceptance": "confidence"}
+    key, edits = "diffusion_blocks_in_flight", {"diffusion_edit_probability": 0.5}
+    assert space.settings_for(one | {key: 1}) == {"defaults": one}
+    for keys in (one | {key: 2}, one | {key: 1} | edits):
+        assert space.settings_for(keys) == {"blocks_in_flight": 4, "defaults": keys}
+    assert Space(masked, ["--additional-config={}"]).server_settings == {}
+
+
+def test_blocks_in_flight_that_the_user_has_set_are_not_searched(masked: Path) -> None:
+    space = Space(masked, ["--additional-config", '{"vllm_dllm": {"blocks_in_flight": 2}}'])
+    assert all("blocks_in_flight" not in preset for preset in space.presets())
 
 
 def test_no_diffusion_model(tmp_path: Path) -> None:
