@@ -14,8 +14,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import vllm_dllm
-from scripts.seams import SEAMS, SIGNATURES
-from scripts.seams.seam import Seam
+from scripts.seams import SEAMS, SIGNATURES, Seam
 from vllm_dllm.compat.patches import PATCHES, Patch
 from vllm_dllm.compat.version import is_at_least
 from vllm_dllm.cpu.kernels import native_kernels
@@ -119,8 +118,8 @@ def moved_seams(sources: Sources) -> Iterator[str]:
         text = sources.text(seam.place)
         if text is None:
             yield f"{seam.what}: vllm.{seam.place} is gone"
-        elif seam.line not in text:
-            yield f"{seam.what}: vllm.{seam.place} no longer says: {seam.line}"
+        elif seam.text not in text:
+            yield f"{seam.what}: vllm.{seam.place} no longer says: {seam.text}"
 
 
 def changed_signatures(sources: Sources) -> Iterator[str]:
