@@ -23,7 +23,7 @@ from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.system_utils import kill_process_tree
 
 from vllm_dllm.compat.drafting import has_dflash_method
-from vllm_dllm.compat.patching import is_server, patch
+from vllm_dllm.compat.patching import patch
 
 logger = init_logger(__name__)
 
@@ -47,12 +47,10 @@ class ServerStopping(GracefulHTTPError, RetryableRequestError):
 
 
 def stop_gracefully() -> None:
-    """Changes how servers of diffusion models and DFlash drafters stop. Repeatable; does nothing in
-    a process that is no server."""
-    if is_server():
-        patch("v1.engine.async_llm:AsyncLLM.shutdown", _patch_shutdown)
-        patch("v1.engine.async_llm:AsyncLLM.check_admission", _patch_check_admission)
-        patch("entrypoints.launchers.launcher:NoSignalServer.shutdown", _patch_close)
+    """Changes how servers of diffusion models and DFlash drafters stop. Repeatable."""
+    patch("v1.engine.async_llm:AsyncLLM.shutdown", _patch_shutdown)
+    patch("v1.engine.async_llm:AsyncLLM.check_admission", _patch_check_admission)
+    patch("entrypoints.launchers.launcher:NoSignalServer.shutdown", _patch_close)
 
 
 def _patch_shutdown(stock: Any) -> Any:

@@ -30,10 +30,7 @@ class _MessageError(Exception):
 def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]) -> None:
     """Admits a request when its answer is asked for, not when the first part of it is read: a
     mistake then has its HTTP status. Also counts answers for `usage`; `count_tokens(params,
-    tokenizer)` makes the counter of a request's tokens, or None. Repeatable; does nothing in a
-    process that is no server."""
-    if not is_server():
-        return
+    tokenizer)` makes the counter of a request's tokens, or None. Repeatable."""
 
     def patch_generate(stock: Any) -> Any:
         def generate(

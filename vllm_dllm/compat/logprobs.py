@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.logprobs import Logprob
 
-from vllm_dllm.compat.patching import is_server, patch
+from vllm_dllm.compat.patching import patch
 
 _BITS = 32
 
@@ -72,8 +72,6 @@ def return_revealed_steps() -> None:
         return create
 
     patch("v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", sampled)
-    if not is_server():
-        return
     serving = "entrypoints.openai"
     patch(
         f"{serving}.chat_completion.serving:OpenAIServingChat._create_chat_logprobs",

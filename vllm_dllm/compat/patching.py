@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from vllm_dllm.compat.patches import PATCHES
+from vllm_dllm.compat.patches import PATCHES, SERVER
 
 _TARGETS = {patch.target for patch in PATCHES}
+_OF_SERVERS = {patch.target for patch in SERVER}
 _made: dict[str, list[tuple[Any, Any]]] = {}  # by target: pairs of vLLM's own and our replacement
 
 
@@ -24,7 +25,7 @@ def is_server() -> bool:
 
 def patch(target: str, make: Callable[[Any], Any]) -> None:
     """Replaces `target` of vLLM's, `stock`, by `make(stock)`. A second call replaces the first
-    one's.
+    one's. Does nothing for what only servers have, in a process that is no server.
 
     Args:
         target: "module:name" or "module:Class.name" below `vllm`, as in the table.
@@ -32,6 +33,8 @@ def patch(target: str, make: Callable[[Any], Any]) -> None:
             staticmethod where vLLM has one.
     """
     assert target in _TARGETS, f"{target} must be in compat/patches.py"
+    if target in _OF_SERVERS and not is_server():
+        return
     owner, name = resolve_target(target)
     stock = get_stock(target)
     ours = make(stock)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_dllm.compat.patching import is_server, patch
+from vllm_dllm.compat.patching import patch
 
 if TYPE_CHECKING:  # loads what only workers need
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -86,11 +86,9 @@ class PromptOnlyLogprobs:
 
 
 def cache_token_texts() -> None:
-    """Decodes each token beside log-probabilities only once. vLLM decodes each one again: 20
-    prompts of 1,000 tokens with 20 alternatives are 420,000 calls of the tokenizer, in the process
-    that serves all clients. Repeatable; does nothing in a process that is no server."""
-    if not is_server():
-        return
+    """Has a server decode each token beside log-probabilities only once. vLLM decodes each one
+    again: 20 prompts of 1,000 tokens with 20 alternatives are 420,000 calls of the tokenizer, in
+    the process that serves all clients. Repeatable."""
 
     def make(stock: Any) -> Any:
         known: dict[int, tuple[Any, dict[int, str]]] = {}  # by id of a tokenizer, which is kept

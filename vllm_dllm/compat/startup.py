@@ -6,7 +6,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_dllm.compat.patching import is_server, patch, set_entry
+from vllm_dllm.compat.patching import patch, set_entry
 
 
 def set_config_hooks(
@@ -29,9 +29,7 @@ def set_config_hooks(
 
 def explain_bind_errors(explain: Callable[[str, int, OSError], str]) -> None:
     """Ends a server that cannot listen with the line that `explain(host, port, error)` returns,
-    without a traceback. Repeatable; does nothing in a process that is no server."""
-    if not is_server():
-        return
+    without a traceback. Repeatable."""
 
     def make(stock: Any) -> Any:
         def create_server_socket(addr: tuple[str, int], **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from vllm_dllm.compat import version
 from vllm_dllm.compat.metrics import StepCounts, pop_step_counts
-from vllm_dllm.compat.patching import is_server, patch
+from vllm_dllm.compat.patching import patch
 
 
 class TokenCounter(Protocol):
@@ -79,16 +79,14 @@ async def _count_each(results: AsyncIterator[Any], counter: _UsageCounter) -> As
 
 def patch_usage() -> None:
     """Adds the counts to each `usage`. With vLLM before 0.33, also corrects `finish_reason` to
-    `length` for an answer that was cut behind a tool call, unless it is streamed. Repeatable; does
-    nothing in a process that is no server."""
-    if not is_server():
-        return
-    from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
+    `length` for an answer that was cut behind a tool call, unless it is streamed. Repeatable."""
 
     def with_counts(stock: Any) -> Any:
         def usage_info(**fields: Any) -> Any:
             usage = stock(**fields)
             if (counter := _counter.get()) is not None:
+                from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
+
                 details = usage.completion_tokens_details
                 known = {} if details is None else details.model_dump()
                 usage.completion_tokens_details = CompletionTokenUsageInfo(
