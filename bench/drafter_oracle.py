@@ -21,10 +21,11 @@ def best_widths(
         load_target(target, "cpu"), load_drafter(drafter), prompts, answers, num_drafts
     )
     widths = range(1, num_drafts + 1)
-    best = [min((one.lengths(width) for width in widths), key=len) for one in replayed]
+    best = [min((one.emitted_lengths(width) for width in widths), key=len) for one in replayed]
     return {
         "tau": mean_length(best),
         "tau_of_fixed": {
-            str(width): mean_length([one.lengths(width) for one in replayed]) for width in widths
+            str(width): mean_length([one.emitted_lengths(width) for one in replayed])
+            for width in widths
         },
     }

@@ -114,7 +114,7 @@ def test_each_verification_emits_what_the_reference_says(everything: dict[str, A
     for emitted, (expected, undecided) in zip(
         everything["drafted"]["emitted"][some], replay_with_noise(prompts, answers), strict=True
     ):
-        lengths = expected.lengths(WIDTH)
+        lengths = expected.emitted_lengths(WIDTH)
         if undecided & set(accumulate(lengths[:-1], initial=0)):
             continue
         # Of the last one the reference counts no tokens past the end of the answer.

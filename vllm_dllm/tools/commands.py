@@ -18,19 +18,20 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]  # what argparse's add_argumen
 
 @dataclass(frozen=True)
 class Command:
-    work: str
-    """"module:function"."""
-    text: str
+    """One sub-command."""
+
+    work: str  # the function that does it, as "module:function"
+    text: str  # what it does, for the help
     arguments: tuple[Argument, ...] = ()
     more: str = ""
-    """What only its own help says."""
+    """A further sentence for its own help."""
     resumes: bool = False
     """Whether a stopped run continues when the command is repeated."""
 
 
 def _arg(flags: str, text: str, kind: Any = str, default: Any = None, **options: Any) -> Argument:
-    """`flags`: "-o --out! FOLDER" is required, for its `!`, and the help calls its value FOLDER.
-    A default is added to the text."""
+    """Makes an argument. `flags`: such as "-o --out! FOLDER", where `!` makes it required and
+    FOLDER is the name of its value in the help. The default is added to the text."""
     words = flags.split()
     names = [word.rstrip("!") for word in words if word[0] == "-" or word == words[0]]
     if len(names) < len(words):
@@ -47,9 +48,9 @@ def _flag(name: str, text: str) -> Argument:
     return (name,), {"action": "store_true", "help": text}
 
 
-def _most_images(text: str) -> int | None:
-    """Reads the number of images in vLLM's `--limit-mm-per-prompt`, or None if it names none, or
-    names videos, which take the same tower."""
+def _parse_image_limit(text: str) -> int | None:
+    """Returns the most images of a prompt by vLLM's `--limit-mm-per-prompt`; None if it does not
+    limit them, or allows videos, which need the same tower."""
     try:
         limits = json.loads(text)
         found = limits.get("image")
@@ -62,7 +63,7 @@ def _most_images(text: str) -> int | None:
     return None if limits.get("video") else found
 
 
-def _layer_ids(text: str) -> tuple[int, ...]:
+def _parse_layer_ids(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
@@ -218,7 +219,7 @@ COMMANDS = {
         resumes=True,
     ),
     "plan": Command(
-        "vllm_dllm.tools.plan.capacity:show",
+        "vllm_dllm.tools.plan.capacity:print_plan",
         "Say how many requests of a checkpoint a GPU has room for. Needs no GPU.",
         (
             _CHECKPOINT,
@@ -232,7 +233,7 @@ COMMANDS = {
             _arg(
                 "--limit-mm-per-prompt JSON",
                 """'{"image": 0}' leaves the vision tower out, as it does in vllm serve""",
-                _most_images,
+                _parse_image_limit,
                 dest="most_images",
             ),
         ),
@@ -260,7 +261,7 @@ DRAFTER_COMMANDS = {
             _arg(
                 "--target-layers I,J,…",
                 "target layers whose outputs are the context, from 0 (default: spread evenly)",
-                _layer_ids,
+                _parse_layer_ids,
                 dest="target_layer_ids",
             ),
             _arg("--mask-token TOKEN", "default: that of the target's tokenizer"),

@@ -1,4 +1,4 @@
-"""Progress bars of commands that work through many equal parts."""
+"""Progress bars for commands that take minutes."""
 
 import sys
 
@@ -7,9 +7,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bars(console: Console | None = None) -> Progress:
-    """Makes one line per task: what it does, a bar, parts done of all, time left.
+    """Makes a display with one line per task: description, bar, parts done of all, time left.
 
-    They stay on stderr; with a `console`, they are on it while they move, if it is a terminal.
+    The lines stay on stderr. With a `console` they are drawn there if it is a terminal, and vanish
+    at the end.
     """
     return Progress(
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""Prompts of a JSON Lines file as token ids.
+"""Reads prompts from a JSON Lines file, and encodes them.
 
 A row is {"messages": [...]}, which goes through the chat template, or {"prompt": "text"}.
 """
@@ -17,9 +17,9 @@ Row = tuple[str, dict[str, Any]]
 """Where the row is, for error messages, and its content."""
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Reads all lines that are not empty. Raises InputError, naming the line, if one is no
-    prompt."""
+def read_prompt_rows(path: Path) -> list[Row]:
+    """Returns the rows of all lines that are not empty. Raises InputError, with the line's number,
+    if one is not a prompt."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -41,25 +41,31 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def encode_rows(rows: Sequence[Row], model: Path, room: int, remedy: str) -> list[list[int]]:
-    """Gives the token ids of each row, by the tokenizer of `model`.
+def encode_prompt_rows(
+    rows: Sequence[Row], model: Path, max_tokens: int, remedy: str
+) -> list[list[int]]:
+    """Returns the token ids of each row, by the tokenizer of `model`.
 
-    Raises InputError for a row of more than `room` tokens; `remedy` says why, and what to do.
+    Raises InputError for a row of more than `max_tokens` tokens; its message ends with `remedy`,
+    which says why, and what to do.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = []
     for place, row in rows:
         try:
-            tokens = _encode(tokenizer, row)
+            tokens = _encode_row(tokenizer, row)
         except (TemplateError, TypeError, ValueError) as error:
             raise InputError(f"{place} cannot be encoded: {error}") from error
-        if not 0 < len(tokens) <= room:
-            raise InputError(f"{place} has {len(tokens)} tokens, expected 1 to {room}: {remedy}")
+        if not 0 < len(tokens) <= max_tokens:
+            raise InputError(
+                f"{place} has {len(tokens)} tokens, expected 1 to {max_tokens}: {remedy}"
+            )
         prompts.append(tokens)
     return prompts
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int]:
+def _encode_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int]:
+    """Returns the token ids of one row. Raises TypeError if its prompt is not a string."""
     if "messages" in row:
         text = tokenizer.apply_chat_template(
             row["messages"], tokenize=False, add_generation_prompt=True

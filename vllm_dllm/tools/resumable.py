@@ -1,9 +1,10 @@
-"""Commands that write a whole folder or nothing, and continue when repeated after a stop.
+"""Output folders of commands that write a whole folder or nothing, and continue when repeated after
+a stop.
 
-Everything is written to OUT.partial, which is renamed to OUT at the end. One file in it identifies
-the run; every other file there was made by that run and is not made again. Files that OUT does not
-keep are removed after the renaming, the run's own last: while OUT has it, repeating the command
-finishes the run.
+A command writes to OUT.partial, which is renamed to OUT at the end. The file `RUN_FILE` in it
+identifies the run: its other files were made by that run and are not made again. Files that OUT
+does not keep are removed after the renaming, `RUN_FILE` last. While OUT has it, repeating the
+command finishes the run.
 """
 
 import hashlib
@@ -20,34 +21,35 @@ _UNFINISHED = ".tmp"
 
 
 def partial_folder(out: Path) -> Path:
-    """Names OUT.partial. Raises InputError if OUT already exists and is finished."""
+    """Returns the path of OUT.partial. Raises InputError if OUT exists and is finished."""
     if out.exists() and not (out / RUN_FILE).exists():
-        raise _exists(out)
+        raise _exists_error(out)
     return out.with_name(out.name + ".partial")
 
 
-def _exists(out: Path) -> InputError:
+def _exists_error(out: Path) -> InputError:
     return InputError(f"{out} exists already: remove it or name another folder")
 
 
 def file_marks(files: Iterable[Path]) -> list[list[Any]]:
-    """Gives name, size and time of each file, which tell weights apart without reading them."""
+    """Returns name, size and time of each file, which identify weights without reading them."""
     return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
 def digest(content: object) -> str:
+    """Returns the SHA-256 sum of the `repr` of a value."""
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def is_resumed(partial: Path, run: dict[str, Any], what: str) -> bool:
-    """Says whether the same run left `partial`. Writes nothing.
+    """Returns whether `partial` is left from a stopped run that was identified by `run`, a value
+    for JSON. Writes nothing.
 
-    run: identifies the run, and can be stored as JSON. Raises InputError if another run left
-    `partial`; its message says that they differ in `what`.
+    Raises InputError if it is left from another run; the message says that they differ in `what`.
     """
     if not partial.exists() or {f.name for f in partial.iterdir()} <= {RUN_FILE + _UNFINISHED}:
         return False
-    if not _is_of(run, partial):
+    if not _is_run_in(run, partial):
         raise InputError(
             f"{partial} is left from a run with another {what}: remove it, or repeat that run to "
             f"finish it"
@@ -55,37 +57,39 @@ def is_resumed(partial: Path, run: dict[str, Any], what: str) -> bool:
     return True
 
 
-def _is_of(run: dict[str, Any], folder: Path) -> bool:
+def _is_run_in(run: dict[str, Any], folder: Path) -> bool:
+    """Returns whether the folder was written by this run."""
     file = folder / RUN_FILE
     # Through JSON and back, or tuples would differ from what was read.
     return file.exists() and read_json(file) == json.loads(json.dumps(run))
 
 
-def start(partial: Path, run: dict[str, Any]) -> None:
-    """Makes the folder unless it is there, and writes what identifies the run."""
+def start_run(partial: Path, run: dict[str, Any]) -> None:
+    """Makes the folder unless it exists, and writes `RUN_FILE`."""
     partial.mkdir(parents=True, exist_ok=True)
     write_json(partial / RUN_FILE, run)
 
 
-def finish(partial: Path, out: Path, working: Iterable[str] = ()) -> None:
-    """Renames `partial` to `out`, removes `working`, the files and folders that only an unfinished
-    run needs, and says where the rest is."""
+def finish_run(partial: Path, out: Path, working: Iterable[str] = ()) -> None:
+    """Renames `partial` to `out`, removes `working` (names of files and folders that only an
+    unfinished run needs), and prints where the result is."""
     partial.rename(out)
-    _clear(out, working)
+    _remove_working(out, working)
 
 
 def is_finished(out: Path, run: dict[str, Any], working: Iterable[str] = ()) -> bool:
-    """Says whether the same run made `out` and was stopped in `finish`; if so, completes that.
-    Raises InputError if another run made `out`."""
+    """Returns whether the same run made `out` and was stopped in `finish_run`; if so, completes
+    that. Raises InputError if another run made `out`."""
     if not out.exists():
         return False
-    if not _is_of(run, out):
-        raise _exists(out)
-    _clear(out, working)
+    if not _is_run_in(run, out):
+        raise _exists_error(out)
+    _remove_working(out, working)
     return True
 
 
-def _clear(out: Path, working: Iterable[str]) -> None:
+def _remove_working(out: Path, working: Iterable[str]) -> None:
+    """Removes working files and `RUN_FILE`, and prints that `out` is written."""
     for name in (*working, RUN_FILE):
         if (out / name).is_dir():
             shutil.rmtree(out / name)

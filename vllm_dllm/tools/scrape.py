@@ -1,4 +1,4 @@
-"""The numbers on a server's `/metrics`, and how they have changed."""
+"""Reads the numbers on a server's `/metrics`, and computes how they have changed."""
 
 import functools
 import time
@@ -16,64 +16,70 @@ Labels = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Scrape:
+    """The samples of one reading."""
+
     at: float  # seconds of the monotonic clock
     samples: Mapping[str, list[tuple[Labels, float]]]  # by name
 
     def total(self, name: str, **labels: str) -> float:
-        """Adds up the samples of all engines that have these labels; 0 if there are none."""
+        """Returns the sum of the samples with these labels; 0 if there are none."""
         return sum(
             value for found, value in self.samples.get(name, ()) if labels.items() <= found.items()
         )
 
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """Adds up by the values of a label, in the server's order."""
+    def totals_by(self, name: str, label: str) -> dict[str, float]:
+        """Returns the sum of the samples for each value of a label, in the server's order."""
         found: dict[str, float] = {}
         for labels, value in self.samples.get(name, ()):
             found[labels[label]] = found.get(labels[label], 0.0) + value
         return found
 
-    def is_behind(self, earlier: "Scrape") -> bool:
-        """Says whether the server was started anew since then."""
+    def has_restarted_since(self, earlier: "Scrape") -> bool:
+        """Returns whether the server was started anew since an earlier scrape."""
         name = "vllm_dllm:forwards_total"
         return self.total(name) < earlier.total(name)
 
 
 @dataclass(frozen=True)
 class Change:
-    """What has happened since the scrape `before`, or if it is None, since the server's start."""
+    """The changes between two scrapes."""
 
-    before: Scrape | None
+    before: Scrape | None  # None: since the server's start
     now: Scrape
 
     def difference(self, name: str, **labels: str) -> float:
+        """Returns the change of a total."""
         before = self.before.total(name, **labels) if self.before is not None else 0.0
         return self.now.total(name, **labels) - before
 
     def ratio(self, name: str, per: str) -> float | None:
-        """Divides two changes; None if there is nothing to divide by."""
+        """Returns the quotient of two changes; None if the second is 0."""
         whole = self.difference(per)
         return self.difference(name) / whole if whole else None
 
     def mean(self, histogram: str) -> float | None:
+        """Returns the mean of a histogram's new values; None if there are none."""
         return self.ratio(f"{histogram}_sum", f"{histogram}_count")
 
     def rate(self, name: str) -> float | None:
-        """Gives the change per second."""
+        """Returns the change per second; None for changes since the server's start."""
         if self.before is None or self.now.at <= self.before.at:
             return None
         return self.difference(name) / (self.now.at - self.before.at)
 
     def shares(self, name: str, label: str) -> dict[str, float]:
+        """Returns which share of a change each value of a label has, without those at 0."""
         found = {
-            value: self.difference(name, **{label: value}) for value in self.now.by(name, label)
+            value: self.difference(name, **{label: value})
+            for value in self.now.totals_by(name, label)
         }
         whole = sum(found.values())
         return {value: part / whole for value, part in found.items() if part} if whole else {}
 
 
 def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
-    """Reads a server's metrics. Raises InputError if none at `url` answers with them in time."""
-    text = _get(url, timeout_s)
+    """Reads a server's metrics. Raises InputError if `url` does not answer with them in time."""
+    text = _get_metrics(url, timeout_s)
     samples: dict[str, list[tuple[Labels, float]]] = {}
     try:
         for family in text_string_to_metric_families(text):
@@ -85,7 +91,7 @@ def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
 
 
 def scrape_canvases(url: str) -> Scrape:
-    """Reads a diffusion server's metrics. Raises InputError if there is none at `url`."""
+    """Reads the metrics of a diffusion model's server. Raises InputError if `url` is none."""
     found = scrape(url)
     samples = found.samples
     if not any(name.startswith("vllm:") for name in samples):
@@ -103,12 +109,13 @@ def scrape_canvases(url: str) -> Scrape:
 
 @functools.cache
 def _client() -> httpx.Client:
-    """Makes one client for all scrapes, because making one takes 50 ms. It ignores proxies that the
-    environment names, and keeps no connection open because the server may start anew."""
+    """Returns one client for all scrapes, because making one takes 50 ms. It ignores proxies of the
+    environment, and keeps no connection open, because the server may restart."""
     return httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
-def _get(url: str, timeout_s: float) -> str:
+def _get_metrics(url: str, timeout_s: float) -> str:
+    """Returns the text of `/metrics`. Raises InputError if there is none."""
     try:
         answer = _client().get(f"{url}/metrics", timeout=timeout_s)
         return answer.raise_for_status().text

@@ -1,4 +1,4 @@
-"""A `vllm serve` process for as long as a `with` block lasts."""
+"""Runs a `vllm serve` process for the length of a `with` block."""
 
 import contextlib
 import os
@@ -21,11 +21,11 @@ from vllm_dllm.errors import ServerError
 HOST = "127.0.0.1"
 STOP_SECONDS = 20  # after this long, a server that was asked to stop is killed
 ENDING_SECONDS = 3  # a server whose connections broke has ended within this time, if it ends
-FIRST_ERRORS, LAST_LINES = 3, 12  # lines of its log to show when it ends
+FIRST_ERRORS, LAST_LINES = 3, 12  # lines of its log to show when it has ended by itself
 
 
 def serve_command(checkpoint: Path, port: int, *options: str) -> list[str]:
-    """Makes a command: `vllm serve` with this interpreter, for this machine only."""
+    """Returns the command of `vllm serve`, with this interpreter, for this machine only."""
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
     return [*command, "--host", HOST, "--port", str(port), *options]
 
@@ -43,7 +43,7 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def choose_port(wanted: int | None) -> int:
-    """Gives `wanted`, or any free port for None. Raises ServerError if something listens there."""
+    """Returns `wanted`, or any free port for None. Raises ServerError if the port is in use."""
     with socket.socket() as probe:
         # As the server will: a port whose connections are merely closing counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,11 +58,11 @@ def choose_port(wanted: int | None) -> int:
 
 
 class Server:
-    """A server that starts with its block, answers after `wait_until_ready` and ends with it.
+    """A server that runs as long as its `with` block, and answers after `wait_until_ready`.
 
-    It runs in its own process group, so that Ctrl-C reaches only the program that uses it, and
-    stopping it also stops the engine processes it started. Signals that would end the program leave
-    through the block. Must be used in the main thread.
+    It runs in its own process group: Ctrl-C reaches only the program that uses it, and stopping it
+    also stops its engine processes. SIGTERM and SIGHUP raise SystemExit, so that the block ends.
+    Must be used in the main thread.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Server:
                 start_new_session=True,
             )
         ending = (signal.SIGTERM, signal.SIGHUP)
-        self._handlers = {number: signal.signal(number, _exit) for number in ending}
+        self._handlers = {number: signal.signal(number, _raise_exit) for number in ending}
         return self
 
     def __exit__(
@@ -96,11 +96,11 @@ class Server:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._signal(signal.SIGTERM)
+            self._send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
         finally:  # also when Ctrl-C is pressed again while waiting
-            self._signal(signal.SIGKILL)
+            self._send_signal(signal.SIGKILL)
             self._process.wait()
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
@@ -109,14 +109,14 @@ class Server:
     def pid(self) -> int:
         return self._process.pid
 
-    def _signal(self, number: int) -> None:
-        """Signals the whole process group; engine processes may outlive their parent."""
+    def _send_signal(self, number: int) -> None:
+        """Sends a signal to the process group: engine processes may outlive their parent."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
     def wait_until_ready(self, waiting: Callable[[float], None]) -> float:
-        """Gives the seconds until the server answered; calls `waiting(seconds so far)` several
-        times a second. Raises ServerError if the server ends."""
+        """Waits until the server answers, and returns the seconds that took. Calls `waiting(seconds
+        so far)` several times a second. Raises ServerError if the server ends."""
         start = time.monotonic()
         # trust_env: a proxy named in the environment has no business with our own server.
         with httpx.Client(timeout=5, trust_env=False) as client:
@@ -137,7 +137,7 @@ class Server:
             raise ServerError(f"the server {ended}. From its log, {self.log}:\n\n{self._excerpt()}")
 
     def _excerpt(self) -> str:
-        """Takes the log's first errors and its end: vLLM names the cause well before the end."""
+        """Returns the log's first errors and its end. vLLM logs the cause long before the end."""
         lines = self.log.read_text(errors="replace").splitlines()
         before, end = lines[:-LAST_LINES], lines[-LAST_LINES:]
         errors = [line for line in before if re.search(r"\b\w+(Error|Exception): ", line)]
@@ -153,12 +153,14 @@ class Server:
             return False
 
 
-def _exit(number: int, stack: FrameType | None) -> None:
+def _raise_exit(number: int, stack: FrameType | None) -> None:
+    """Handles a signal: ends the program with the usual exit status."""
     raise SystemExit(128 + number)
 
 
 def wait_on_console(server: Server, console: Console) -> float:
-    """Waits until the server answers; a terminal shows the seconds, and what it last logged."""
+    """Waits until the server answers, and returns the seconds that took. Shows them, and the last
+    line of its log, on a terminal."""
     if not console.is_terminal or console.is_dumb_terminal:
         return server.wait_until_ready(lambda seconds: None)
     with console.status("") as status:

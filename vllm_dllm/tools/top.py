@@ -23,7 +23,8 @@ WINDOW_SECONDS = 10.0
 
 
 def run(url: str, once: bool) -> None:
-    """Shows the server until `q` or Ctrl-C; one frame of text if `once`, or without a terminal.
+    """Shows the server's metrics until `q` or Ctrl-C. With `once`, or without a terminal, it prints
+    one frame of text.
 
     Raises:
         InputError: there is no server, or it has no metrics of canvases.
@@ -33,25 +34,26 @@ def run(url: str, once: bool) -> None:
     if once or not sys.stdout.isatty():
         time.sleep(REFRESH_SECONDS)
         scrapes.append(scrape_canvases(url))
-        Console(color_system=None, highlight=False).print(frame(url, scrapes))
+        Console(color_system=None, highlight=False).print(draw_frame(url, scrapes))
         return
     console = Console(highlight=False)
-    with _keys() as is_q_typed, Live(console=console, screen=True, auto_refresh=False) as live:
+    with _keyboard() as wait_for_q, Live(console=console, screen=True, auto_refresh=False) as live:
         problem = None
         while True:
-            live.update(frame(url, scrapes, problem), refresh=True)
-            if is_q_typed(REFRESH_SECONDS):
+            live.update(draw_frame(url, scrapes, problem), refresh=True)
+            if wait_for_q(REFRESH_SECONDS):
                 return
             try:
-                _add(scrapes, scrape_canvases(url))
+                _append_scrape(scrapes, scrape_canvases(url))
                 problem = None
             except InputError as error:
                 problem = str(error)
 
 
-def _add(scrapes: deque[Scrape], scrape: Scrape) -> None:
-    """Keeps the scrapes of the last seconds, of one life of the server."""
-    if scrape.is_behind(scrapes[-1]):
+def _append_scrape(scrapes: deque[Scrape], scrape: Scrape) -> None:
+    """Adds a scrape, and drops those before `WINDOW_SECONDS` and those before a restart of the
+    server."""
+    if scrape.has_restarted_since(scrapes[-1]):
         scrapes.clear()
     scrapes.append(scrape)
     while scrapes[0].at < scrape.at - WINDOW_SECONDS:
@@ -59,8 +61,9 @@ def _add(scrapes: deque[Scrape], scrape: Scrape) -> None:
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
-    """Reads single keys of the terminal, without Enter, if there is one to type on."""
+def _keyboard() -> Iterator[Callable[[float], bool]]:
+    """Sets the terminal, if there is one, to pass single keys without Enter. Yields a function that
+    waits so many seconds and returns whether q was typed."""
     if not sys.stdin.isatty():
         yield _sleep
         return
@@ -70,13 +73,13 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
-        yield _is_q_typed
+        yield _wait_for_q
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _is_q_typed(seconds: float) -> bool:
-    """Waits so many seconds for a q; other keys are read and forgotten."""
+def _wait_for_q(seconds: float) -> bool:
+    """Waits until a q is typed, at most so many seconds, and returns whether one was."""
     end, keyboard = time.monotonic() + seconds, sys.stdin.fileno()
     while (left := end - time.monotonic()) > 0:
         if select.select([keyboard], [], [], left)[0]:
@@ -95,8 +98,8 @@ BAR = 24  # characters
 NONE = "–"
 
 
-def frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) -> RenderableType:
-    """Draws what `scrapes`, the oldest first, say."""
+def draw_frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) -> RenderableType:
+    """Draws all lines from the scrapes, the oldest first. `problem`: an error to show below."""
     now = scrapes[-1]
     lines: list[RenderableType] = [_title(url, now), "", _requests(now), _memory(now), ""]
     lines += [_rates(scrapes), ""]
@@ -104,7 +107,7 @@ def frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) -> Re
     lines += [_shares("Requests by rule", Change(None, now), "requests", "acceptance")]
     if cut := now.total("vllm_dllm:canvases_cut_total"):
         lines.append(_line("Canvases cut", f"{cut:.0f}, by the end of the context"))
-    if len(engines := now.by("vllm:num_requests_running", "engine")) > 1:
+    if len(engines := now.totals_by("vllm:num_requests_running", "engine")) > 1:
         lines += ["", _engines(scrapes, engines)]
     if problem is not None:
         lines += ["", Text(problem, style="bold red")]
@@ -112,7 +115,7 @@ def frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) -> Re
 
 
 def _title(url: str, now: Scrape) -> Text:
-    models = ", ".join(now.by("vllm_dllm:forwards_total", "model_name"))
+    models = ", ".join(now.totals_by("vllm_dllm:forwards_total", "model_name"))
     return Text.assemble((models, "bold"), f"  {url}")
 
 
@@ -123,15 +126,13 @@ def _requests(now: Scrape) -> Text:
 
 
 def _memory(now: Scrape) -> Text:
-    shares = now.by("vllm:kv_cache_usage_perc", "engine").values()
+    shares = now.totals_by("vllm:kv_cache_usage_perc", "engine").values()
     share = sum(shares) / len(shares) if shares else 0.0
     full = round(share * BAR)
     return _line("KV cache", f"{'█' * full}{'░' * (BAR - full)} {share:.1%}")
 
 
-Number = Callable[[Change], float | None]
-
-ROWS: Mapping[str, tuple[Number, str]] = {
+RATES: Mapping[str, tuple[Callable[[Change], float | None], str]] = {
     "Tokens per second": (lambda c: c.rate("vllm:generation_tokens_total"), ".1f"),
     "Forwards per second": (lambda c: c.rate("vllm_dllm:forwards_total"), ".1f"),
     "Tokens per forward": (
@@ -149,16 +150,18 @@ ROWS: Mapping[str, tuple[Number, str]] = {
         ".1f",
     ),
     "Entropy when finished, nats": (lambda c: c.mean("vllm_dllm:block_entropy_nats"), ".4f"),
-    "Commits that took no forward": (lambda c: _spared(c), ".0%"),
+    "Commits that took no forward": (lambda c: _share_of_free_commits(c), ".0%"),
 }
+"""Name of a line -> its number, and the number's format."""
 
 
-def _spared(change: Change) -> float | None:
+def _share_of_free_commits(change: Change) -> float | None:
     shares = change.shares("vllm_dllm:commits_total", "forward")
     return 1 - shares.get("own", 0.0) if shares else None
 
 
 def _rates(scrapes: Sequence[Scrape]) -> Table:
+    """Draws the lines of `RATES`, for the last seconds and since the server's start."""
     recent = Change(scrapes[0], scrapes[-1])
     since_start = Change(None, scrapes[-1])
     seconds = recent.now.at - scrapes[0].at
@@ -168,7 +171,7 @@ def _rates(scrapes: Sequence[Scrape]) -> Table:
     table.add_column(justify="right", min_width=12)
     headings = ("", f"last {seconds:.0f} s", "since start")
     table.add_row(*(Text(heading, style="dim") for heading in headings))
-    for name, (number, form) in ROWS.items():
+    for name, (number, form) in RATES.items():
         cells = (_cell(number(change), form) for change in (recent, since_start))
         table.add_row(name, *cells)
     return table
@@ -179,6 +182,7 @@ def _cell(number: float | None, form: str) -> str:
 
 
 def _shares(title: str, change: Change, name: str, label: str) -> Text:
+    """Draws a line that says which share of a counter each value of a label has."""
     shares = change.shares(f"vllm_dllm:{name}_total", label)
     words = [
         f"{value.replace('_', ' ')} {'<1%' if share < 0.01 else format(share, '.0%')}"
@@ -188,6 +192,7 @@ def _shares(title: str, change: Change, name: str, label: str) -> Text:
 
 
 def _engines(scrapes: Sequence[Scrape], engines: Mapping[str, float]) -> Table:
+    """Draws a line for each engine, whose running requests are `engines`."""
     change = Change(scrapes[0], scrapes[-1])
     table = Table.grid(padding=(0, 2))
     for heading in ("Engine", "running", "waiting", "forwards"):

@@ -34,7 +34,7 @@ def summarize(
             "rows": len(rows),
             "exact_match": sum(right[i] for i in rows) / len(rows),
             "tokens": sum(len(replayed[i].answer) for i in rows) / len(rows),
-            "tau": mean_length([replayed[i].lengths(verify_width) for i in rows]),
+            "tau": mean_length([replayed[i].emitted_lengths(verify_width) for i in rows]),
         }
         for task, rows in sorted(by_task.items(), key=lambda item: item[0] == "all")
     }
@@ -75,7 +75,7 @@ def main() -> None:
             summary = summarize(tasks, right, replayed, draft_width)
         for verify_width in sorted({draft_width, *args.draft_widths}):
             if verify_width <= draft_width:
-                lengths = [one.lengths(verify_width) for one in replayed]
+                lengths = [one.emitted_lengths(verify_width) for one in replayed]
                 widths[f"{draft_width}/{verify_width}"] = mean_length(lengths)
     print(f"{'task':12} {'rows':>5} {'exact':>7} {'tokens':>7} {'τ':>6}")
     for task, line in summary.items():

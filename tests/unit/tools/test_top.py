@@ -16,7 +16,7 @@ from vllm_dllm import cli
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import top
 from vllm_dllm.tools.scrape import Scrape, scrape_canvases
-from vllm_dllm.tools.top import frame
+from vllm_dllm.tools.top import draw_frame
 
 OF_ENGINE = """\
 vllm:num_requests_running{{engine="{engine}",model_name="m"}} 3.0
@@ -52,7 +52,7 @@ def scrape(served: Served, text: str, at: float) -> Scrape:
 
 def lines(*scrapes: Scrape, problem: str | None = None) -> list[str]:
     screen = Console(file=io.StringIO(), width=100, color_system=None)
-    screen.print(frame("http://here", scrapes, problem))
+    screen.print(draw_frame("http://here", scrapes, problem))
     return [line for line in screen.file.getvalue().splitlines() if line.strip()]
 
 
@@ -172,4 +172,4 @@ def test_a_server_that_started_anew(served: Served) -> None:
         scrape(served, OF_ENGINE.format(engine=0, tokens=n, forwards=n), at)
         for n, at in ((40, 1.0), (2, 2.0))
     )
-    assert new.is_behind(old) and not old.is_behind(new)
+    assert new.has_restarted_since(old) and not old.has_restarted_since(new)

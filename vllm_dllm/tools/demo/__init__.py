@@ -1,4 +1,4 @@
-"""`vllm-dllm demo`: a server, a few questions, and the canvases while they denoise.
+"""`vllm-dllm demo`: starts a server, asks a few questions, and draws canvases while they denoise.
 
 The demo streams answers over HTTP with the canvases in them (docs/canvases.md), like any client.
 """
@@ -53,10 +53,10 @@ def run(
     pace: float,  # seconds
     save_picture: Path | None,
 ) -> None:
-    """Serves `checkpoint`, asks, draws and stops the server, whatever happens.
+    """Serves `checkpoint`, asks the questions, draws the canvases, and stops the server.
 
     Raises:
-        InputError, ServerError: say what went wrong and what to do.
+        InputError, ServerError: an option cannot be used, or the server failed.
     """
     if not 0 <= pace <= 5:
         raise InputError(f"--pace must be 0 to 5 seconds, got {pace:g}.")
@@ -76,20 +76,21 @@ def run(
     command = serve_command(checkpoint, port, *OPTIONS)
     with Server(command, port, log, _environment()) as server:
         try:
-            view.wait_for(server, checkpoint)
+            view.wait_for_server(server, checkpoint)
             for question in questions:
                 answer = Answer(question)
-                view.show(answer, _steps_of(answer, server))
+                view.show_answer(answer, _ask_in_thread(answer, server))
                 if question is questions[0] and save_picture is not None and answer.steps:
                     first = [step for step in answer.steps if step.block == 0]
-                    picture.save(save_picture, question, first)
-                    view.say(f"Picture: {save_picture}")
+                    picture.save_picture(save_picture, question, first)
+                    view.print_note(f"Picture: {save_picture}")
         finally:
-            view.say(f"\nStopping the server. Its log stays: {log}")
+            view.print_note(f"\nStopping the server. Its log stays: {log}")
 
 
 def _environment() -> dict[str, str]:
-    """Names the user's plugins, and those that show canvases."""
+    """Returns the server's environment, which loads the user's plugins, and those that show
+    canvases."""
     variable, _, needed = WATCHING_PLUGINS.partition("=")
     names = (*os.environ.get(variable, "").split(","), *needed.split(","))
     return {variable: ",".join(dict.fromkeys(name for name in names if name))}
@@ -97,7 +98,7 @@ def _environment() -> dict[str, str]:
 
 @dataclass
 class Answer:
-    """One question, and what has come of it."""
+    """One question, and what has come of its answer."""
 
     question: Question
     text: str = ""
@@ -106,7 +107,7 @@ class Answer:
     steps: list[Step] = field(default_factory=list)
 
     def ask(self, port: int) -> Iterator[Step]:
-        """Asks the server at `port`; gives the steps as they come."""
+        """Asks the server at `port`, and yields the steps as they come."""
         # trust_env: a proxy named in the environment has no business with our own server.
         with openai.OpenAI(
             base_url=f"http://{HOST}:{port}/v1",
@@ -135,9 +136,9 @@ class Answer:
             self.seconds = time.monotonic() - start
 
 
-def _steps_of(answer: Answer, server: Server) -> Iterator[Step]:
-    """Gives the steps of `answer` as they come, up to its last one; `answer` keeps them as well. A
-    thread asks, so that drawing takes none of the time that is told.
+def _ask_in_thread(answer: Answer, server: Server) -> Iterator[Step]:
+    """Asks a question, and yields the steps of its answer as they come, which `answer` keeps as
+    well. A thread asks, so that drawing does not slow down the measured answer.
 
     Raises ServerError when the request fails or the server ends.
     """
@@ -162,62 +163,63 @@ def _steps_of(answer: Answer, server: Server) -> Iterator[Step]:
 
 
 class View:
-    """Redraws in place on a terminal; elsewhere prints plain lines."""
+    """Draws answers in place on a terminal; elsewhere prints plain lines."""
 
     def __init__(self, console: Console, pace_s: float) -> None:
         self._console = console
         self._pace_s = pace_s
         self._live = console.is_terminal and not console.is_dumb_terminal
 
-    def say(self, text: str) -> None:
+    def print_note(self, text: str) -> None:
+        """Prints a line that is not part of an answer."""
         self._console.print(Text(text, "dim"), soft_wrap=True)
 
-    def wait_for(self, server: Server, checkpoint: Path) -> None:
-        """Shows the seconds, and what the server last logged, until it answers."""
-        self.say(f"Starting a server for {checkpoint} on port {server.port}.")
-        self.say(f"Log: {server.log}")
+    def wait_for_server(self, server: Server, checkpoint: Path) -> None:
+        """Waits until the server answers; shows the seconds, and the last line of its log."""
+        self.print_note(f"Starting a server for {checkpoint} on port {server.port}.")
+        self.print_note(f"Log: {server.log}")
         seconds = wait_on_console(server, self._console)
-        self.say(f"Ready after {seconds:.0f} s.")
+        self.print_note(f"Ready after {seconds:.0f} s.")
         if note := read_serving_note(checkpoint):
-            self.say(note)
+            self.print_note(note)
 
-    def show(self, answer: Answer, steps: Iterator[Step]) -> None:
-        """Draws the steps as they come, then the answer."""
+    def show_answer(self, answer: Answer, steps: Iterator[Step]) -> None:
+        """Draws the steps as they come, then the answer and its speed."""
         self._console.print()
         if (image := answer.question.image) is not None:
             self._show_image(image)
         self._console.print(Text(answer.question.text, "bold cyan"), soft_wrap=not self._live)
         if self._live:
-            self._redraw(steps)
+            self._animate(steps)
         else:
             for step in steps:
-                self._console.print(Text(drawing.line(step)), soft_wrap=True)
+                self._console.print(Text(drawing.format_line(step)), soft_wrap=True)
         self._console.print(Text(answer.text, "bold"), soft_wrap=not self._live)
-        self.say(
-            f"{_work(answer.steps)}{_count(answer.num_tokens, 'token')} in {answer.seconds:.2f} s: "
-            f"{answer.num_tokens / answer.seconds:.0f} tokens/s"
+        self.print_note(
+            f"{_describe_steps(answer.steps)}{_count(answer.num_tokens, 'token')} in "
+            f"{answer.seconds:.2f} s: {answer.num_tokens / answer.seconds:.0f} tokens/s"
         )
 
     def _show_image(self, image: Image.Image) -> None:
         """Draws a question's picture, in colours where the terminal has some."""
         if self._live and self._console.color_system is not None:
-            self._console.print(drawing.half_blocks(image), no_wrap=True, overflow="crop")
+            self._console.print(drawing.draw_in_colors(image), no_wrap=True, overflow="crop")
         else:
-            self._console.print(Text(drawing.shades(image)), soft_wrap=True)
+            self._console.print(Text(drawing.draw_in_shades(image)), soft_wrap=True)
 
-    def _redraw(self, steps: Iterator[Step]) -> None:
+    def _animate(self, steps: Iterator[Step]) -> None:
         """Draws one frame per step, in the same place; each stays for at least `pace_s`."""
         before: list[str] = []
         with Live(console=self._console, auto_refresh=False) as live:
             for step in steps:
-                drawn = drawing.frame(step, before, self._console.width)
+                drawn = drawing.draw_frame(step, before, self._console.width)
                 live.update(drawn, refresh=True)
                 time.sleep(self._pace_s)
                 if step.finished:
                     before.append("".join(step.texts))
 
 
-def _work(steps: Sequence[Step]) -> str:
+def _describe_steps(steps: Sequence[Step]) -> str:
     if not steps:
         return "No canvases: this model writes one token after the other. "
     num_canvases = sum(step.finished for step in steps)

@@ -1,4 +1,4 @@
-"""Draws a canvas, and a small picture: in colours for a terminal, in plain text for a pipe."""
+"""Draws canvases and small pictures: in colours for a terminal, in plain text for a pipe."""
 
 import math
 import unicodedata
@@ -26,7 +26,7 @@ SHADES = " ░▒▓█"  # from paper to ink
 
 @dataclass(frozen=True)
 class Step:
-    """One denoise step of one canvas; all lists have one entry per canvas position."""
+    """One denoise step of one canvas. Lists have one entry per canvas position."""
 
     block: int  # which canvas of the answer, from 0
     number: int  # 1-based, starts again with every canvas
@@ -37,7 +37,7 @@ class Step:
 
     @classmethod
     def from_event(cls, canvas: Mapping[str, Any]) -> "Step":
-        """Reads an event in the stream of an answer (docs/canvases.md)."""
+        """Reads the canvas of an event in the stream of an answer (docs/canvases.md)."""
         return cls(
             block=canvas["block"],
             number=canvas["step"],
@@ -48,16 +48,16 @@ class Step:
         )
 
 
-def cells(step: Step) -> list[tuple[str, str]]:
-    """Gives (text, style) of every canvas position: the best guess, and whether it is accepted."""
+def position_cells(step: Step) -> list[tuple[str, str]]:
+    """Returns (text, style) of each canvas position: its best guess, and whether it is accepted."""
     return [
-        (_one_line(text), FINISHED if step.finished else ACCEPTED if accepted else OPEN)
+        (_printable(text), FINISHED if step.finished else ACCEPTED if accepted else OPEN)
         for text, accepted in zip(step.texts, step.accepted, strict=True)
     ]
 
 
-def _one_line(text: str) -> str:
-    """Makes a token's text short and printable, on one line."""
+def _printable(text: str) -> str:
+    """Returns a token's text without line breaks and unprintable characters."""
     text = text.replace("\n", "⏎").replace("\t", " ")
     shown = "".join(UNREADABLE if _is_unreadable(char) else char for char in text)
     return shown or END
@@ -89,21 +89,21 @@ def entropy_bar(entropy_nats: float, num_cells: int = BAR_CELLS) -> str:
     return "█" * filled + "░" * (num_cells - filled)
 
 
-def frame(step: Step, before: Sequence[str], width: int) -> Group:
-    """Draws one step for a terminal: the answer so far, counters, and the canvas."""
+def draw_frame(step: Step, before: Sequence[str], width: int) -> Group:
+    """Draws one step for a terminal: the earlier blocks, counters, and the canvas."""
     width = min(width, WIDEST_FRAME)
     status = Text(no_wrap=True, overflow="ellipsis")
     status.append(_counters(step))
     status.append(entropy_bar(step.entropy_nats), "cyan")
     status.append("  finished" if step.finished else "", FINISHED)
     inside = max(width - 4, 1)  # the panel's border and padding
-    canvas = Panel(Group(*wrap_cells(cells(step), inside)), width=width)
+    canvas = Panel(Group(*wrap_cells(position_cells(step), inside)), width=width)
     return Group(*(Text(block, FINISHED) for block in before), status, canvas)
 
 
-def line(step: Step) -> str:
-    """Writes one step as a line of plain text; a position that is not accepted is a mark."""
-    drawn = [HIDDEN if style == OPEN else text for text, style in cells(step)]
+def format_line(step: Step) -> str:
+    """Returns one step as a line of plain text, with a mark for positions that are not accepted."""
+    drawn = [HIDDEN if style == OPEN else text for text, style in position_cells(step)]
     return f"{_counters(step)} {''.join(drawn).rstrip(END)}"
 
 
@@ -115,19 +115,19 @@ def _counters(step: Step) -> str:
     )
 
 
-def half_blocks(image: Image.Image) -> Text:  # RGB
-    """Draws in colours: a character's foreground is the upper pixel, its background the lower."""
+def draw_in_colors(image: Image.Image) -> Text:
+    """Draws an RGB image: a character's foreground is the upper pixel, its background the lower."""
     lines = []
     for pixels in _pairs_of_rows(image):
         line = Text()
         for upper, lower in pixels.tolist():
-            line.append(UPPER_HALF, f"{_style(upper)} on {_style(lower)}")
+            line.append(UPPER_HALF, f"{_color(upper)} on {_color(lower)}")
         lines.append(line)
     return Text("\n").join(lines)
 
 
-def shades(image: Image.Image) -> str:
-    """Draws where there are no colours: the darker a pixel, the fuller its character."""
+def draw_in_shades(image: Image.Image) -> str:
+    """Draws an image without colours: the darker two pixels, the fuller their character."""
     lines = []
     for pixels in _pairs_of_rows(image):
         darkness = 1 - pixels.mean(axis=(1, 2)) / 255  # [width]
@@ -137,12 +137,12 @@ def shades(image: Image.Image) -> str:
 
 
 def _pairs_of_rows(image: Image.Image) -> np.ndarray:
-    """Gives [height / 2, width, 2, 3] uint8; a last row of an odd height is there twice."""
+    """Returns the pixels [height / 2, width, 2, 3] uint8; of an odd height, the last row twice."""
     pixels = np.asarray(image)
     pixels = np.pad(pixels, ((0, len(pixels) % 2), (0, 0), (0, 0)), mode="edge")
     return pixels.reshape(-1, 2, image.width, 3).transpose(0, 2, 1, 3)
 
 
-def _style(pixel: list[int]) -> str:
+def _color(pixel: list[int]) -> str:
     red, green, blue = pixel
     return f"#{red:02x}{green:02x}{blue:02x}"

@@ -1,4 +1,4 @@
-"""A canvas while it denoises, as one SVG: one row per step, one column per position."""
+"""Draws the steps of a canvas as one SVG picture: one row per step, one column per position."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -11,7 +11,7 @@ from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.drawing import Step
 from vllm_dllm.tools.demo.questions import Question
 
-MOST_ROWS = 28
+MAX_ROWS = 28
 BAR_WIDTH = 90  # pixels, for the largest entropy in the picture
 CELL_WIDTH, LINE_HEIGHT, FONT_SIZE, MARGIN = 8.4, 19, 14, 18  # pixels
 PIXEL = 4  # of a question's picture: drawn this many times larger
@@ -20,10 +20,9 @@ QUESTION, LABEL, BAR, BACKGROUND = "#79c0ff", "#8b949e", "#d29922", "#0d1117"
 LEGEND = "green: accepted   grey: best guess   white: finished   bar: mean entropy, nats"
 
 
-def save(path: Path, question: Question, steps: Sequence[Step]) -> None:
-    """Draws the question and the steps of one canvas; if there are more than `MOST_ROWS`, an even
-    selection."""
-    widths = [cell_len(text) for text, _ in drawing.cells(steps[-1])]
+def save_picture(path: Path, question: Question, steps: Sequence[Step]) -> None:
+    """Writes an SVG of the question and the steps of one canvas, at most `MAX_ROWS` of them."""
+    widths = [cell_len(text) for text, _ in drawing.position_cells(steps[-1])]
     left = MARGIN + len("step 00  ") * CELL_WIDTH
     right = left + (sum(widths) + 2) * CELL_WIDTH
     width = right + BAR_WIDTH + 8 + len("0.000") * CELL_WIDTH + MARGIN
@@ -41,9 +40,9 @@ def save(path: Path, question: Question, steps: Sequence[Step]) -> None:
         y += size[1] + LINE_HEIGHT / 2
     parts.append(_text(MARGIN, y, text, QUESTION, "bold"))
     y += 1.5 * LINE_HEIGHT
-    for step in spread(steps, MOST_ROWS):
+    for step in select_evenly(steps, MAX_ROWS):
         parts.append(_text(MARGIN, y, f"step {step.number:2d}", LABEL))
-        parts += _row(left, y, drawing.cells(step), widths)
+        parts += _row(left, y, drawing.position_cells(step), widths)
         bar = step.entropy_nats / max_entropy_nats * BAR_WIDTH
         parts.append(_rectangle(right, y - 10, max(bar, 1), 10, BAR))
         parts.append(_text(right + BAR_WIDTH + 8, y, f"{step.entropy_nats:.3f}", LABEL))
@@ -61,15 +60,15 @@ def save(path: Path, question: Question, steps: Sequence[Step]) -> None:
     path.write_text("\n".join([header, background, *parts, "</svg>\n"]), encoding="utf-8")
 
 
-def spread(steps: Sequence[Step], count: int) -> list[Step]:
-    """Takes at most `count` of the steps, evenly spread, the first and the last among them."""
+def select_evenly(steps: Sequence[Step], count: int) -> list[Step]:
+    """Returns at most `count` of the steps, evenly spread, the first and the last among them."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
 def _row(left: float, y: float, cells: list[tuple[str, str]], widths: list[int]) -> list[str]:
-    """Draws the cells as few text elements: neighbours of the same style share one."""
+    """Returns the text elements of one step's cells: neighbours of the same style share one."""
     parts, x = [], left
     fitted = [
         (set_cell_size(text, width), style)

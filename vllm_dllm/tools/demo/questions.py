@@ -1,4 +1,4 @@
-"""What the demo asks: text, and of a checkpoint that sees, something about pictures first."""
+"""The questions of the demo: about pictures, for a checkpoint that takes images, and in text."""
 
 import base64
 import json
@@ -15,12 +15,14 @@ _PICTURES = Path(__file__).parent / "pictures"
 
 @dataclass(frozen=True)
 class Question:
+    """A question, perhaps about a picture."""
+
     text: str
     picture: Path | None = None  # a PNG
 
     @cached_property
     def image(self) -> Image.Image | None:
-        """The picture's pixels, RGB."""
+        """The picture, in RGB."""
         if self.picture is None:
             return None
         with Image.open(self.picture) as image:
@@ -28,7 +30,7 @@ class Question:
 
     @property
     def message(self) -> ChatCompletionUserMessageParam:
-        """The message that asks it."""
+        """The chat message that asks the question."""
         if self.picture is None:
             return {"role": "user", "content": self.text}
         return {
@@ -56,7 +58,8 @@ TEXT_QUESTIONS = (
     Question("Sort: o r n i a z l v"),
     Question("Reverse: sand rose seed cherry eagle fox bridge cloud"),
 )
-"""Held-out prompts of the tasks in `checkpoints/recipes/tasks.py`, the longest way first."""
+"""Held-out prompts of the tasks in `checkpoints/recipes/tasks.py`; the first has the longest
+answer."""
 
 PICTURE_QUESTIONS = (
     Question("Add the two numbers.", _PICTURES / "add.png"),
@@ -67,12 +70,13 @@ PICTURE_QUESTIONS = (
 
 
 def questions_for(checkpoint: Path) -> Sequence[Question]:
-    return (*PICTURE_QUESTIONS, *TEXT_QUESTIONS) if sees(checkpoint) else TEXT_QUESTIONS
+    """Returns the demo's questions for a checkpoint."""
+    return (*PICTURE_QUESTIONS, *TEXT_QUESTIONS) if takes_images(checkpoint) else TEXT_QUESTIONS
 
 
-def sees(checkpoint: Path) -> bool:
-    """Says whether a server of it takes images: it has a vision tower, and an image processor's
-    settings."""
+def takes_images(checkpoint: Path) -> bool:
+    """Returns whether a checkpoint can be asked about images: it has a vision tower, and the
+    settings of an image processor."""
     config = json.loads((checkpoint / "config.json").read_text())
     return config.get("vision_config") is not None and any(
         checkpoint.glob("*processor_config.json")

@@ -1,7 +1,7 @@
-"""Many blocks of many sequences in one forward of the drafter, and the loss of what it guesses.
+"""Runs many blocks of many sequences in one forward of the drafter, and computes their loss.
 
-A block sees the tokens before its anchor, and itself in both directions; never another block or the
-tokens it has to guess. A narrow block ends early: nothing sees its masks past the width.
+A block sees the tokens before its anchor, and itself in both directions; never another block, or
+the tokens that it has to guess. Nothing sees the masks past the width of a narrow block.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ from vllm_dllm.tools.drafter.target_states import Target
 
 @dataclass(frozen=True)
 class Blocks:
-    """B sequences, N blocks each, W slots per block; Q = N · W, T = length of the longest."""
+    """The input of one forward: B sequences, N blocks each, W slots per block; Q = N · W, T = the
+    length of the longest sequence."""
 
     tokens: Tensor  # [B, Q] int64: anchor, mask, mask, …
     positions: Tensor  # [B, Q] int64
@@ -26,8 +27,8 @@ class Blocks:
     visible: Tensor  # [B, Q, T + Q] bool
 
 
-def pad(sequences: Sequence[KnownSequence], device: torch.device) -> Tensor:
-    """Gives [B, T] int64, right-padded with 0."""
+def pad_sequences(sequences: Sequence[KnownSequence], device: torch.device) -> Tensor:
+    """Returns the tokens [B, T] int64, right-padded with 0."""
     length = max(len(sequence.tokens) for sequence in sequences)
     rows = [sequence.tokens + [0] * (length - len(sequence.tokens)) for sequence in sequences]
     return torch.tensor(rows, device=device)
@@ -41,8 +42,8 @@ def make_blocks(
     block_size: int,  # W
     mask_token_id: int,
 ) -> Blocks:
-    """Builds the blocks of a batch: an anchor and masks behind it, the tokens that are wanted
-    there, and which tokens and slots each slot sees."""
+    """Builds the blocks of a batch: anchors and the masks behind them, the tokens to guess there,
+    and which tokens and slots each slot sees."""
     num_rows, num_tokens = tokens.shape
     device = tokens.device
     slot = torch.arange(block_size, device=device)
@@ -76,7 +77,7 @@ def block_logits(
     states: Tensor,  # [B, T, layers · H] of the whole sequences
     blocks: Blocks,
 ) -> Tensor:
-    """Gives [B, Q, V] float32."""
+    """Returns the drafter's logits [B, Q, V] float32."""
     dtype = drafter.fc.weight.dtype
     positions = torch.arange(states.shape[1], device=states.device).expand(states.shape[:2])
     context = drafter.context_kv(states.to(dtype), positions)
@@ -92,13 +93,13 @@ def drafting_loss(
     anchors: list[list[int]],  # [B][N], -1: no block
     widths: list[list[int]],  # [B][N], slots of each block
 ) -> Tensor:
-    """Gives the weighted mean of the cross entropies over the masked slots, [] float32, in nats.
+    """Returns the weighted mean of the cross entropies of the masked slots, [] float32, in nats.
 
-    The first wrong guess ends a draft, so tokens near the anchor weigh more: exp(-(k - 1) / γ), as
-    in the paper (arXiv:2602.06036).
+    The first wrong guess ends a draft, so slot k behind the anchor weighs exp(-(k - 1) / γ), as in
+    the paper (arXiv:2602.06036).
     """
     block_size = drafter.config.block_size
-    tokens = pad(rows, target.device)
+    tokens = pad_sequences(rows, target.device)
     lengths, starts, slots = (
         torch.tensor(values, device=target.device)
         for values in ([len(row.tokens) for row in rows], anchors, widths)

@@ -1,8 +1,7 @@
-"""`vllm-dllm drafter calibrate-width`: makes a BlockPilot predictor for a target and its drafter,
-by cross-entropy against the best block size of each prompt.
+"""`vllm-dllm drafter calibrate-width`: trains a BlockPilot predictor for a target and its drafter.
 
-Measuring takes nearly all the time; a stopped run continues after the last part it measured
-(`resumable.py`).
+It measures which block size is best for each prompt, and trains the predictor to tell. Measuring
+takes nearly all the time; a stopped run continues after the last part it measured (`resumable.py`).
 """
 
 import copy
@@ -53,8 +52,8 @@ def calibrate_width(
     seed: int,
     device: str,
 ) -> None:
-    """Writes the predictor, its report and a plot to `out`. Raises InputError for input that cannot
-    be used; `out` never exists unfinished."""
+    """Writes a predictor, its report and a plot to `out`, which never exists unfinished. Raises
+    InputError for input that cannot be used."""
     partial = resumable.partial_folder(out)
     model = load_drafter(drafter)
     text_config = target_text_config(target)
@@ -72,7 +71,7 @@ def calibrate_width(
     if not resumable.is_finished(out, run, MEASURED_FOLDERS):
         resumable.is_resumed(partial, run, "target, drafter, prompts or sizes")
         verifier, model = load_target(target, device), model.to(device)
-        resumable.start(partial, run)
+        resumable.start_run(partial, run)
         measure_part = functools.partial(
             measure, verifier, model, sizes=sizes, max_tokens=max_tokens
         )
@@ -89,7 +88,7 @@ def calibrate_width(
         report = build_report(predictor, training, held_out, seed)
         resumable.write_json(partial / REPORT_FILE, report)
         save_plot(report, partial / PLOT_FILE)
-        resumable.finish(partial, out, MEASURED_FOLDERS)
+        resumable.finish_run(partial, out, MEASURED_FOLDERS)
     print(describe(json.loads((out / REPORT_FILE).read_text())))
 
 
@@ -98,7 +97,8 @@ def _measure_sides(
     sides: tuple[list[list[int]], list[list[int]]],  # training and held-out prompts
     partial: Path,
 ) -> list[Measured]:
-    """Measures each side's prompts; parts that a stopped run has measured are read."""
+    """Measures the training and the held-out prompts. Parts that a stopped run has measured are
+    read."""
     measured: list[Measured] = []
     with progress_bars() as progress:
         for name, side in zip(MEASURED_FOLDERS, sides, strict=True):
@@ -125,8 +125,8 @@ VALIDATION_SHARE = 0.15  # of the training prompts, to choose an epoch
 
 
 def train_predictor(data: Measured, config: PredictorConfig, seed: int) -> BlockPilot:
-    """Trains on the CPU, in seconds for a few thousand prompts; a seed gives the same weights.
-    Those of the epoch with the lowest loss on the validation prompts are kept."""
+    """Trains a predictor on the CPU, in seconds for a few thousand prompts, and returns it with the
+    weights of the epoch with the lowest validation loss. The same seed gives the same weights."""
     torch.manual_seed(seed)
     predictor = BlockPilot(config)
     order = torch.randperm(len(data))

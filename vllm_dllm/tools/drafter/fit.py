@@ -1,6 +1,6 @@
-"""The steps of a training run, its log, and the state that a stopped run continues from.
+"""Runs the steps of a training, and keeps the log and the state that a stopped run continues from.
 
-Each step draws its random numbers from (seed, step), so only weights and optimisers are kept.
+Random numbers come from (seed, step), so only weights and optimisers are kept.
 """
 
 import random
@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,10 +28,10 @@ WARMUP, DECAY = 0.02, 0.6  # shares of the run in which the learning rate rises,
 
 @dataclass(frozen=True)
 class Options:
-    """What identifies a run, together with the target and the sequences."""
+    """The options of a training run."""
 
     block_size: int = 16
-    """Slots of a block: the anchor and the tokens drafted after it."""
+    """Slots of a block: the anchor and the tokens drafted behind it."""
     num_layers: int = 3
     target_layer_ids: tuple[int, ...] | None = None
     """None: as many as the drafter has layers, spread as in the published drafters."""
@@ -58,7 +58,8 @@ def fit(
     options: Options,
     partial: Path,
 ) -> list[dict[str, Any]]:
-    """Trains in place; returns the log. Saves its state in `partial` now and then."""
+    """Trains the drafter in place, and returns the log. Saves its state in `partial` now and
+    then."""
     held_out = sequences[:: max(HELD_OUT_SHARE, len(sequences) // MAX_HELD_OUT)]
     learnt = [s for s in sequences if s not in held_out] or held_out
     learnt.sort(key=lambda sequence: len(sequence.tokens))
@@ -76,7 +77,7 @@ def fit(
     progress = _progress(options, step, elapsed_s)
     while progress < 1:
         scale = min(1, (progress + 1e-3) / WARMUP) * min(1, (1 - progress) / DECAY)
-        loss_nats = drafting_loss(drafter, target, *draw(learnt, options, step))
+        loss_nats = drafting_loss(drafter, target, *draw_batch(learnt, options, step))
         loss_nats.backward()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -115,7 +116,7 @@ def fit(
 
 
 def _progress(options: Options, step: int, elapsed_s: float) -> float:
-    """Says how far the run is, from 0 to 1, by steps or by time, as the options ask."""
+    """Returns how far the run is, from 0 to 1, by steps or by time, as the options ask."""
     if options.steps is not None:
         return step / options.steps
     assert options.minutes is not None
@@ -123,7 +124,7 @@ def _progress(options: Options, step: int, elapsed_s: float) -> float:
 
 
 def _optimizers(drafter: DFlashDrafter) -> list[torch.optim.Optimizer]:
-    """Takes Muon for matrices, with updates of AdamW's size, and AdamW for norms."""
+    """Makes Muon for matrices, with updates of AdamW's size, and AdamW for norms."""
     matrices = [p for p in drafter.parameters() if p.dim() == 2]
     rest = [p for p in drafter.parameters() if p.dim() != 2]
     optimizers = [
@@ -136,14 +137,21 @@ def _optimizers(drafter: DFlashDrafter) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def draw(
+class Batch(NamedTuple):
+    """What a step trains on."""
+
+    rows: list[KnownSequence]
+    anchors: list[list[int]]  # [B][N], -1: no block
+    widths: list[list[int]]  # [B][N], slots of each block
+
+
+def draw_batch(
     sequences: list[KnownSequence],  # from short to long
     options: Options,
     step: int,
-) -> tuple[list[KnownSequence], list[list[int]], list[list[int]]]:
-    """Draws what a step trains on: sequences of similar length, about `tokens_per_batch` tokens
-    with their blocks, and anchors and widths [B][N] of these; anchor -1 fills rows that have
-    fewer."""
+) -> Batch:
+    """Draws sequences of similar length, with about `tokens_per_batch` tokens and slots of blocks,
+    and the anchors and widths of their blocks."""
     rng = random.Random(f"{options.seed} {step}")
     start = rng.randrange(len(sequences))
     rows: list[KnownSequence] = []
@@ -166,13 +174,13 @@ def draw(
         ]
         for _ in rows
     ]
-    return rows, [row + [-1] * (num_blocks - len(row)) for row in anchors], widths
+    return Batch(rows, [row + [-1] * (num_blocks - len(row)) for row in anchors], widths)
 
 
 def _mean_length(target: Target, drafter: DFlashDrafter, held_out: list[KnownSequence]) -> float:
-    """Computes τ at the drafter's own width."""
+    """Returns τ of the held-out sequences at the drafter's own width."""
     prompts = [s.tokens[: s.first_anchor] for s in held_out]
     answers = [s.tokens[s.first_anchor :] for s in held_out]
     draft_width = drafter.config.block_size - 1
     replayed = replay(target, drafter, prompts, answers, draft_width)
-    return mean_length([one.lengths(draft_width) for one in replayed])
+    return mean_length([one.emitted_lengths(draft_width) for one in replayed])

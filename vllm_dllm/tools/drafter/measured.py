@@ -1,13 +1,12 @@
-"""What a width predictor learns from: how far each block size gets on each prompt.
+"""Measures how many tokens each block size yields on each prompt, for a width predictor to learn.
 
-The target answers every prompt once. Speculative decoding is lossless, so the course of every block
-size can be worked out on that answer (`offline`); the drafter sees blocks of that size. τ of a
-prompt is the mean number of tokens its verifications emit. The label is the size with the largest
-τ. Answers are only a few blocks long, so nine prompts in ten have ties: the label is then the size
-that is best for all prompts together, if it is among them, else the smallest. So labels differ from
-the overall best only where another size is better. If ties went to the smallest, a predictor that
-cannot tell prompts apart would choose it for all of them, and lose on the others: 2 to 18 % of τ,
-measured with a half-trained drafter.
+The target answers every prompt once. Speculative decoding is lossless, so the verifications of
+every block size can be computed from that answer (`offline`). τ of a prompt is the mean number of
+tokens that its verifications emit. The label is the size with the largest τ. Answers are only a few
+blocks long, so nine prompts in ten have ties: the label is then the size that is best for all
+prompts together, if it is among them, else the smallest. If ties went to the smallest, a predictor
+that cannot tell prompts apart would choose it for all of them, and lose 2 to 18 % of τ on the
+others (measured with a half-trained drafter).
 """
 
 import json
@@ -31,7 +30,7 @@ _TIE = 1e-9  # of τ: the same sums in another order
 
 @dataclass(frozen=True)
 class Measured:
-    """n prompts at S block sizes."""
+    """Measurements of n prompts at S block sizes."""
 
     logits: Tensor  # [n, V] fp32, the target's at the last prompt position
     emitted: Tensor  # [n, S] int64, tokens that verifications emit
@@ -45,21 +44,22 @@ class Measured:
 
     @property
     def tau(self) -> Tensor:
-        """[n, S] fp64"""
+        """[n, S] fp64: tokens per verification."""
         return self.emitted.double() / self.verifications
 
     @property
     def best_fixed(self) -> int:
-        """Index of the size that is best for all prompts together."""
+        """The index of the size that is best for all prompts together."""
         return int(self.tau.mean(0).argmax())
 
     @property
     def smallest_best(self) -> Tensor:
-        """[n] int64, index of the smallest of each prompt's best sizes."""
+        """[n] int64: the index of the smallest of each prompt's best sizes."""
         return self._is_best().int().argmax(-1)
 
     def labels(self, best_fixed: int) -> Tensor:
-        """[n] int64, index of each prompt's best size; ties go to `best_fixed`, or the smallest."""
+        """Returns [n] int64: the index of each prompt's best size. Ties go to `best_fixed` if it is
+        among them, or else to the smallest."""
         is_best = self._is_best()
         return torch.where(is_best[:, best_fixed], best_fixed, is_best.int().argmax(-1))
 
@@ -69,7 +69,8 @@ class Measured:
 
 
 def candidate_sizes(trained_block_size: int, radius: int) -> tuple[int, ...]:
-    """Gives the size that the drafter was trained with, and `radius` smaller ones, from 2 on."""
+    """Returns the block size that the drafter was trained with, and the `radius` sizes below it,
+    but none below 2."""
     if radius < 1:
         raise InputError(f"--radius must be at least 1, got {radius}")
     return tuple(range(max(2, trained_block_size - radius), trained_block_size + 1))
@@ -82,11 +83,12 @@ def measure(
     sizes: Sequence[int],
     max_tokens: int,
 ) -> Measured:
-    """Measures all prompts but those whose answer is a single token: nothing is drafted there."""
+    """Measures all prompts but those whose answer is a single token, for which nothing is
+    drafted."""
     answers = complete(target, prompts, max_tokens)
     courses = [replay(target, drafter, prompts, answers, size - 1) for size in sizes]
     lengths = [
-        [course[i].lengths(size - 1) for course, size in zip(courses, sizes, strict=True)]
+        [course[i].emitted_lengths(size - 1) for course, size in zip(courses, sizes, strict=True)]
         for i in range(len(prompts))
     ]
     drafted = [i for i, answer in enumerate(answers) if len(answer) > 1]
@@ -106,7 +108,8 @@ def measure_in_parts(
     folder: Path,
     advance: Callable[[int], None],
 ) -> Measured:
-    """Measures part by part, each written to the folder when complete, or read if it is there."""
+    """Measures the prompts in parts. Each is written to the folder when it is complete, and read
+    from there if it exists."""
     parts: list[Measured] = []
     for start in range(0, len(prompts), PROMPTS_PER_PART):
         part = prompts[start : start + PROMPTS_PER_PART]
@@ -126,7 +129,8 @@ def measure_in_parts(
 def split_prompts(
     prompts: Sequence[list[int]], held_out_share: float, seed: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Gives (training, held out). Duplicates count once, so that no prompt is on both sides."""
+    """Returns the training and the held-out prompts, in random order. Duplicates count once, so
+    that no prompt is on both sides."""
     different = [json.loads(text) for text in dict.fromkeys(map(json.dumps, prompts))]
     order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed)).tolist()
     num_held_out = round(len(different) * held_out_share)

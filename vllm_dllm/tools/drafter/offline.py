@@ -1,4 +1,4 @@
-"""Speculative decoding worked out offline: how many tokens every verification would emit.
+"""Computes offline how many tokens every verification of speculative decoding would emit.
 
 Greedy speculative decoding is lossless, so the tokens are those of the target alone, whatever the
 drafter does. They are generated once; one forward of the target gives the states of all of them
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_dllm.tools.drafter.blocks import block_logits, make_blocks, pad
+from vllm_dllm.tools.drafter.blocks import block_logits, make_blocks, pad_sequences
 from vllm_dllm.tools.drafter.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.sequences import KnownSequence
 from vllm_dllm.tools.drafter.target_states import Target, check_fit
@@ -27,7 +27,7 @@ ROWS_PER_FORWARD = 16
 
 @dataclass(frozen=True)
 class Replayed:
-    """A prompt's completion and how well one draft width guesses it from every anchor."""
+    """A prompt's answer, and how many of its tokens a draft after each of them guesses."""
 
     answer: list[int]
     first_logits: Tensor  # [V] float32 on the CPU: what the first token is chosen from
@@ -35,8 +35,9 @@ class Replayed:
     """How many drafted tokens are right before the first wrong one, at each answer token but the
     last."""
 
-    def lengths(self, verify_width: int) -> list[int]:
-        """Counts what each verification emits that takes `verify_width` of the drafted tokens."""
+    def emitted_lengths(self, verify_width: int) -> list[int]:
+        """Returns how many tokens each verification emits, if it verifies `verify_width` of the
+        drafted tokens."""
         lengths: list[int] = []
         anchor, last = 0, len(self.answer) - 1
         while anchor < last:
@@ -54,7 +55,8 @@ def replay(
     answers: Sequence[list[int]],  # the target's greedy tokens of each prompt, at least one
     draft_width: int,
 ) -> list[Replayed]:
-    """Drafts `draft_width` tokens after every answer token but the last, in order of `prompts`."""
+    """Drafts `draft_width` tokens behind every answer token but the last, and counts how many are
+    right. Returns one result for each prompt, in their order."""
     check_fit(drafter.config, target.config)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))
     replayed: dict[int, Replayed] = {}
@@ -71,8 +73,8 @@ def replay(
 def _replay_rows(
     target: Target, drafter: DFlashDrafter, rows: list[KnownSequence], draft_width: int
 ) -> list[tuple[Tensor, list[int]]]:
-    """Gives (first logits [V], matches) of each row."""
-    tokens = pad(rows, target.device)
+    """Returns the fields `first_logits` and `matches` of `Replayed` for each row."""
+    tokens = pad_sequences(rows, target.device)
     lengths = torch.tensor([len(row.tokens) for row in rows], device=target.device)
     first = torch.tensor([row.first_anchor for row in rows], device=target.device)
     states, logits = target.states(tokens, drafter.target_layer_ids)
@@ -97,6 +99,7 @@ def _replay_rows(
 
 
 def mean_length(lengths: Sequence[Sequence[int]]) -> float:
-    """Computes τ over all verifications of all prompts; 1, as without drafts, if there are none."""
+    """Returns τ, the mean length over all verifications of all prompts; 1, as without drafts, if
+    there are none."""
     num_verifications = sum(map(len, lengths))
     return sum(map(sum, lengths)) / num_verifications if num_verifications else 1.0

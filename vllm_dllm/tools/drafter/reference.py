@@ -48,7 +48,7 @@ def drafter_config(
     mask_token_id: int,
     block_size: int,
 ) -> Qwen3Config:
-    """Describes a drafter as wide as its target, laid out as the published ones
+    """Returns the config of a drafter as wide as its target, in the layout of published ones
     (z-lab/…-DFlash)."""
     return Qwen3Config(
         architectures=[ARCHITECTURE],
@@ -89,6 +89,7 @@ class DFlashDrafter(nn.Module):
         states: Tensor,  # [B, C, layers · H], the target's states side by side
         positions: Tensor,  # [B, C] int64
     ) -> ContextKV:
+        """Returns each layer's keys and values of the context."""
         context = self.hidden_norm(self.fc(states))
         rotation = self.rotary(context, positions)
         keys_values = []
@@ -107,7 +108,8 @@ class DFlashDrafter(nn.Module):
         context: ContextKV,
         visible: Tensor | None = None,  # [B, Q, C + Q] bool, True: the query sees the key
     ) -> Tensor:
-        """Gives [B, Q, H] for the target's LM head. Without `visible` all queries are one block."""
+        """Returns hidden states [B, Q, H] for the target's LM head. Without `visible` all queries
+        are one block."""
         rotation = self.rotary(embeddings, positions)
         cache = DynamicCache(context)
         hidden = embeddings

@@ -1,10 +1,10 @@
-"""What a width predictor gains on prompts it has not seen.
+"""Reports what a width predictor gains on prompts that it was not trained on.
 
 It is compared with the best fixed size, chosen on the training prompts, and with the oracle, which
-knows the best size of each prompt. A predictor is not an oracle: one that reaches it has seen the
-answers. The paper's has: on all 64 prompts whose choices it published (AMAP-ML/BlockPilot,
-utils/*/1.json) it chose the oracle's size. There the oracle is 3.5 % (GSM8K) and 4.0 % (MATH-500)
-better than a fixed 16, and 1.3 % and 1.2 % with sizes up to the trained 16 only.
+knows the best size of each prompt. A predictor as good as the oracle has seen the answers. The
+paper's has: on all 64 prompts whose choices it published (AMAP-ML/BlockPilot, utils/*/1.json) it
+chose the oracle's size. There the oracle is 3.5 % (GSM8K) and 4.0 % (MATH-500) better than a fixed
+16, and 1.3 % and 1.2 % with sizes up to the trained 16 only.
 """
 
 from pathlib import Path
@@ -26,11 +26,11 @@ LEAST_ROOM = 0.01  # of τ, between those two, for that share to mean anything
 def build_report(
     predictor: BlockPilot, training: Measured, held_out: Measured, seed: int
 ) -> dict[str, Any]:
-    """Gives numbers on the held-out prompts, ready for JSON. τ is the mean over prompts, as the
-    paper takes it; `pooled_tau` weighs all verifications equally, which is what time depends on."""
+    """Returns the report's numbers, ready for JSON. τ is the mean over prompts, as in the paper;
+    `pooled_tau` weighs all verifications equally, which decides how long answers take."""
     sizes = predictor.config.block_sizes
     fixed = training.best_fixed
-    predicted = predictor.predict_widths(held_out.logits) + 1
+    predicted = predictor.predict_widths(held_out.logits) + 1  # with the anchor
     chosen = torch.searchsorted(torch.tensor(sizes), predicted)
     labels = held_out.labels(fixed)
     policies = {
@@ -38,19 +38,19 @@ def build_report(
         "best_fixed": torch.full_like(labels, fixed),
         "oracle": held_out.smallest_best,
     }
-    numbers = {name: _policy(held_out, sizes, index) for name, index in policies.items()}
+    numbers = {name: _measure_policy(held_out, sizes, index) for name, index in policies.items()}
     numbers["best_fixed"]["block_size"] = sizes[fixed]
-    tau = {name: _of(held_out.tau, index) for name, index in policies.items()}
+    tau = {name: _select(held_out.tau, index) for name, index in policies.items()}
     room = numbers["oracle"]["tau"] - numbers["best_fixed"]["tau"]
     gain = numbers["blockpilot"]["tau"] - numbers["best_fixed"]["tau"]
-    low, high = _interval(tau["blockpilot"] - tau["best_fixed"], seed)
+    low, high = _confidence_interval(tau["blockpilot"] - tau["best_fixed"], seed)
     share = gain / room if room > 0 else 0.0
     return {
         "variant": predictor.config.variant,
         "seed": seed,
         "held_out": numbers,
         "held_out_fixed": {
-            str(size): _policy(held_out, sizes, torch.full_like(labels, i))
+            str(size): _measure_policy(held_out, sizes, torch.full_like(labels, i))
             for i, size in enumerate(sizes)
         },
         "gain_over_best_fixed": gain / numbers["best_fixed"]["tau"],
@@ -74,22 +74,24 @@ def build_report(
     }
 
 
-def _of(values: Tensor, index: Tensor) -> Tensor:
+def _select(values: Tensor, index: Tensor) -> Tensor:
+    """Returns [n]: the entry of each row of `values` [n, S] that `index` [n] int64 names."""
     return values.gather(1, index[:, None]).squeeze(1)
 
 
-def _policy(data: Measured, sizes: tuple[int, ...], index: Tensor) -> dict[str, float]:
-    emitted, verifications = _of(data.emitted, index), _of(data.verifications, index)
+def _measure_policy(data: Measured, sizes: tuple[int, ...], index: Tensor) -> dict[str, float]:
+    """Returns the numbers of a policy that chooses the size `index` [n] int64 for each prompt."""
+    emitted, verifications = _select(data.emitted, index), _select(data.verifications, index)
     drafted = (torch.tensor(sizes)[index] - 1) * verifications
     return {
-        "tau": _of(data.tau, index).mean().item(),
+        "tau": _select(data.tau, index).mean().item(),
         "pooled_tau": (emitted.sum() / verifications.sum()).item(),
         "verified_a_token": (drafted.sum() / emitted.sum()).item(),
     }
 
 
-def _interval(differences: Tensor, seed: int) -> tuple[float, float]:
-    """Says where 95 % of the means of resampled prompts lie."""
+def _confidence_interval(differences: Tensor, seed: int) -> tuple[float, float]:
+    """Returns the bounds between which 95 % of the means of resampled prompts lie."""
     values = differences.numpy()
     rows = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.percentile(values[rows].mean(1), (2.5, 97.5))
@@ -97,7 +99,7 @@ def _interval(differences: Tensor, seed: int) -> tuple[float, float]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """Puts the report into a few lines."""
+    """Returns the report as a few lines of text."""
     numbers, lines = report["held_out"], []
     training, held_out = report["prompts"]
     lines.append(f"Trained on {training} prompts, {held_out} others held out:")

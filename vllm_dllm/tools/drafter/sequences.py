@@ -1,8 +1,8 @@
-"""The token sequences that a drafter learns from.
+"""Collects the token sequences that a drafter is trained on.
 
-A drafter learns what its own target writes. So prompts are answered greedily by the target, from a
-running vLLM server or by transformers, once: answers are written line by line, and a stopped run
-continues after the last whole line. Or the sequences are the blocks that a serving drafter kept
+A drafter learns what its own target writes. So the target answers prompts greedily, in a running
+vLLM server or in transformers. Answers are written line by line, and a stopped run continues after
+the last whole line. Or the sequences are the blocks that a serving drafter kept
 (`vllm_dllm/drafters/buffer.py`).
 """
 
@@ -21,7 +21,7 @@ import torch
 from vllm_dllm.drafters.buffer import PATTERN
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.target_states import Target
-from vllm_dllm.tools.prompt_file import encode_rows, read_rows
+from vllm_dllm.tools.prompt_file import encode_prompt_rows, read_prompt_rows
 
 BATCH_SIZE = 128
 SERVER_CONNECTIONS = 32
@@ -41,16 +41,17 @@ class KnownSequence:
 
 
 def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
-    """Reads the token ids of every row of a JSON Lines file; at most `room` tokens each."""
+    """Returns the token ids of every row of a JSON Lines file, at most `room` tokens each."""
     remedy = "the answer must fit after it in the model's context; shorten it or lower --max-tokens"
-    return encode_rows(read_rows(path), model, room, remedy)
+    return encode_prompt_rows(read_prompt_rows(path), model, room, remedy)
 
 
 @torch.no_grad()
 def complete(
     target: Target, prompts: Sequence[list[int]], max_tokens: int, batch_size: int = BATCH_SIZE
 ) -> list[list[int]]:
-    """Answers greedily by transformers, in the prompts' order; answers that end have EOS last."""
+    """Returns the target's greedy answers, by transformers, in the prompts' order. An answer that
+    ends has EOS as its last token."""
     model = target.model
     stops = model.generation_config.eos_token_id
     stop_ids = set(stops if isinstance(stops, list) else [stops])
@@ -73,8 +74,9 @@ def complete(
     return [answers[i] for i in range(len(prompts))]
 
 
-def server_completer(url: str, max_tokens: int, vocab_size: int) -> Completer:
-    """Answers greedily by the model that the vLLM server at `url` serves."""
+def make_server_completer(url: str, max_tokens: int, vocab_size: int) -> Completer:
+    """Makes the function that has the vLLM server at `url` answer prompts greedily. Raises
+    InputError if no server answers, or if it serves another model."""
     client = openai.OpenAI(base_url=url.rstrip("/").removesuffix("/v1") + "/v1", api_key="none")
     try:
         name = client.models.list().data[0].id

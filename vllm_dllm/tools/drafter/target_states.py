@@ -1,4 +1,5 @@
-"""What a drafter takes from its target: states of chosen layers, embedding, LM head."""
+"""The target of a drafter, with what the drafter takes from it: hidden states of chosen layers,
+embedding, LM head."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +28,8 @@ class Target:
         tokens: Tensor,  # [B, T] int64, right-padded, so that causal attention needs no mask
         layer_ids: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        """Gives the layers' outputs side by side [B, T, layers · H], and logits [B, T, V]; both in
-        the model's dtype. Values at padded positions mean nothing."""
+        """Returns the layers' outputs [B, T, layers · H], side by side, and logits [B, T, V], both
+        in the model's dtype. Values at padded positions mean nothing."""
         # By hooks: the last entry of `output_hidden_states` has been through the final norm.
         caught: dict[int, Tensor] = {}
 
@@ -48,11 +49,12 @@ class Target:
         return torch.cat([caught[i] for i in layer_ids], dim=-1), logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Takes the table's rows as they are: vLLM shares the table with the drafter, not a
-        scale."""
+        """Returns the embedding of tokens [...] int64, as [..., H]. It is not scaled: vLLM shares
+        the table with the drafter, but not a scale."""
         return F.embedding(tokens, self.model.get_input_embeddings().weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the LM head's logits [..., V] of hidden states [..., H]."""
         return self.model.get_output_embeddings()(hidden)
 
 
@@ -63,13 +65,14 @@ def load_target(path: Path, device: str) -> Target:
 
 
 def target_text_config(path: Path) -> Any:
+    """Returns the text config of a model's folder. Raises InputError if there is none."""
     if not (path / "config.json").is_file():
         raise InputError(f"{path} holds no model: expected a folder with config.json")
     return AutoConfig.from_pretrained(path).get_text_config()
 
 
 def check_fit(drafter: Any, target: Any, names: tuple[str, str] = ("given", "given")) -> None:
-    """Raises InputError when the drafter's config was made for another target's config."""
+    """Raises InputError if the drafter's config does not fit the target's."""
     try:
         check_drafter(drafter.to_dict(), target.to_dict(), *names)
     except DrafterMismatch as error:

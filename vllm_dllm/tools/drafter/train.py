@@ -29,9 +29,9 @@ from vllm_dllm.tools.drafter.sequences import (
     KnownSequence,
     collect,
     complete,
+    make_server_completer,
     read_buffer,
     read_prompts,
-    server_completer,
 )
 from vllm_dllm.tools.drafter.target_states import (
     check_fit,
@@ -55,8 +55,8 @@ def train(
     device: str | None = None,  # None: a GPU if there is one
     **options: Any,
 ) -> None:
-    """Writes a drafter to `out`. The options are the fields of `Options`. Raises InputError for
-    input that cannot be used; `out` never exists unfinished.
+    """Trains a drafter, and writes it to `out`, which never exists unfinished. Further options are
+    the fields of `Options`. Raises InputError for input that cannot be used.
 
     Sequences come from `prompts`, which the target or the `server` answers, or from the buffer of
     a serving drafter, which must be `init_from`.
@@ -79,10 +79,10 @@ def train(
     if resumable.is_finished(out, run, WORKING_FILES):
         return
     resumable.is_resumed(partial, run, "target, other sequences or options")
-    ask = server_completer(server, settings.max_tokens, config.vocab_size) if server else None
+    ask = make_server_completer(server, settings.max_tokens, config.vocab_size) if server else None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_target(target, device)
-    resumable.start(partial, run)
+    resumable.start_run(partial, run)
     if questions:
         ask = ask or (lambda batch: complete(model, batch, settings.max_tokens))
         sequences = collect(questions, ask, partial / COMPLETIONS_FILE)
@@ -99,8 +99,8 @@ def train(
         dflash["trained_context"] = max(longest, dflash.get("trained_context", 0))
     save_drafter(drafter, partial, torch.bfloat16)
     (partial / LOG_FILE).write_text(json.dumps(log) + "\n")
-    _draw(log, partial / "training.png")
-    resumable.finish(partial, out, WORKING_FILES)
+    _plot_log(log, partial / "training.png")
+    resumable.finish_run(partial, out, WORKING_FILES)
 
 
 def _check_arguments(
@@ -110,6 +110,7 @@ def _check_arguments(
     from_buffer: Path | None,
     init_from: Path | None,
 ) -> None:
+    """Raises InputError for options that do not go together."""
     if (prompts is None) == (from_buffer is None):
         raise InputError("expected either --prompts FILE.jsonl or --from-buffer DIR")
     if server is not None and prompts is None:
@@ -153,7 +154,8 @@ def config_for_target(target: Path, text_config: Any, options: Options) -> Qwen3
 
 
 def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Spreads them evenly from the second to the third last layer, as in published drafters."""
+    """Returns the indices of `count` layers, evenly spread from the second to the third last, as in
+    published drafters."""
     if count == 1:
         return (num_target_layers // 2,)
     first, last = 1, max(num_target_layers - 3, 1)
@@ -162,7 +164,7 @@ def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _new_drafter(config: Qwen3Config, seed: int) -> DFlashDrafter:
-    """Makes one of random weights: fan-in scaled normal matrices; norms stay one."""
+    """Makes a drafter with random weights: fan-in scaled normal matrices; norms stay one."""
     torch.manual_seed(seed)
     drafter = DFlashDrafter(config)
     for parameter in drafter.parameters():
@@ -178,6 +180,8 @@ def _fingerprint(
     options: Options,
     sources: Sequence[Any],
 ) -> dict[str, Any]:
+    """Returns what identifies a run: two runs with equal values write the same drafter."""
+
     def weights(folder: Path) -> list[list[Any]]:
         return resumable.file_marks(sorted(folder.glob("*.safetensors")))
 
@@ -190,8 +194,8 @@ def _fingerprint(
     }
 
 
-def _draw(log: list[dict[str, Any]], path: Path) -> None:
-    """Draws loss and acceptance length over the steps."""
+def _plot_log(log: list[dict[str, Any]], path: Path) -> None:
+    """Writes a plot of loss and acceptance length over the steps."""
     figure = Figure(figsize=(10, 4), layout="tight")
     for axes, key, label in zip(
         figure.subplots(1, 2),

@@ -1,7 +1,7 @@
-"""`vllm-dllm eval`: how accurate, fast and large checkpoints are when served.
+"""`vllm-dllm eval`: measures how accurate, fast and large checkpoints are when they are served.
 
-Each checkpoint gets its own `vllm serve`, one after the other; lm-evaluation-harness sends it the
-tasks' prompts over HTTP, like any client.
+Each checkpoint is served by its own `vllm serve`, one after the other. lm-evaluation-harness sends
+it the tasks' prompts over HTTP, like any client.
 """
 
 import functools
@@ -18,9 +18,9 @@ from rich.console import Console
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate import report
 from vllm_dllm.tools.evaluate.harness import Asking, evaluate
-from vllm_dllm.tools.evaluate.report import Row, plot
+from vllm_dllm.tools.evaluate.report import Row, save_plot
 from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics, read_weight_bytes
-from vllm_dllm.tools.evaluate.serving import quiet, serve_options, served
+from vllm_dllm.tools.evaluate.serving import redirect_library_logs, run_server, serve_options
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.progress import progress_bars
 from vllm_dllm.tools.server_process import check_checkpoint
@@ -37,31 +37,33 @@ def run(
     out: Path,  # folder for eval.json and eval.png
     **options: Any,
 ) -> None:
-    """Prints a table, and writes it with a plot to `out`. The options are the fields of `Asking`.
+    """Evaluates the checkpoints, prints a table, and writes it with a plot to `out`. The other
+    options are the fields of `Asking`.
 
     Raises:
-        InputError, ServerError: say what went wrong and what to do.
+        InputError, ServerError: an option cannot be used, or a server failed.
     """
     asking = Asking(**options)
-    _check(checkpoints, asking, out)
+    _check_options(checkpoints, asking, out)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-eval-"))
-    with quiet(logs / "lm_eval.log"):
+    with redirect_library_logs(logs / "lm_eval.log"):
         loaded = load_tasks(tasks or [HELD_OUT], asking.data)
         asking = replace(asking, serve_options=serve_options(loaded, asking.serve_options))
         rows: list[Row] = []
         for checkpoint in checkpoints:
             rows += _evaluate_checkpoint(checkpoint, loaded, asking, console, logs)
     table = report.with_recovery(rows)
-    asked = report.asked(table, asking.concurrency)
-    console.print(report.as_table(table, asked))
-    machine = report.machine()
-    report.save(table, asking, machine, out / "eval.json")
-    plot(table, f"{asked}; {machine['device']}", out / "eval.png")
+    asked = report.describe_prompts(table, asking.concurrency)
+    console.print(report.make_table(table, asked))
+    machine = report.describe_machine()
+    report.save_json(table, asking, machine, out / "eval.json")
+    save_plot(table, f"{asked}; {machine['device']}", out / "eval.png")
     console.print(f"{out / 'eval.json'}, {out / 'eval.png'}", soft_wrap=True)
 
 
-def _check(checkpoints: Sequence[Path], asking: Asking, out: Path) -> None:
+def _check_options(checkpoints: Sequence[Path], asking: Asking, out: Path) -> None:
+    """Raises InputError or ServerError for options that cannot be used."""
     for checkpoint in checkpoints:
         check_checkpoint(checkpoint)
     if len(set(checkpoints)) < len(checkpoints):
@@ -76,7 +78,8 @@ def _check(checkpoints: Sequence[Path], asking: Asking, out: Path) -> None:
 def _evaluate_checkpoint(
     checkpoint: Path, tasks: dict[str, Task], asking: Asking, console: Console, logs: Path
 ) -> Iterator[Row]:
-    with served(checkpoint, asking.serve_options or (), console, logs) as port:
+    """Serves a checkpoint, and yields the rows of its tasks."""
+    with run_server(checkpoint, asking.serve_options or (), console, logs) as port:
         weight_bytes = read_weight_bytes(port)
         for name, task in tasks.items():
             before = read_metrics(port)
@@ -93,4 +96,4 @@ def _evaluate_checkpoint(
                 )
             console.print(f"{name}: {outcome.num_prompts} prompts, {outcome.seconds:.0f} s")
             done = Counters.since(before, port)
-            yield from report.rows(checkpoint, name, outcome, done, weight_bytes)
+            yield from report.make_rows(checkpoint, name, outcome, done, weight_bytes)

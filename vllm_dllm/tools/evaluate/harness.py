@@ -1,4 +1,4 @@
-"""One task against one server, through lm-evaluation-harness, timed."""
+"""Runs one task of lm-evaluation-harness against one server, and times it."""
 
 import contextlib
 import json
@@ -25,8 +25,8 @@ ANSWER_SECONDS = 3600
 
 
 class _Client(LocalCompletionsAPI):
-    """Also reports each answer, and measures how long all of them took, without the time for
-    preparing prompts and scoring."""
+    """The harness's client of completions, which also reports each answer, and measures how long
+    all of them took, without the time for preparing prompts and scoring."""
 
     seconds = 0.0
     on_answer: Callable[[], None]
@@ -50,13 +50,13 @@ class _Client(LocalCompletionsAPI):
 
 
 class _ChatClient(_Client, LocalChatCompletion):
-    """The harness's `local-chat-completions`, reported and measured likewise."""
+    """The same for chat completions."""
 
 
-def sampling_of(checkpoint: Path) -> dict[str, object]:
-    """What takes the place of the tasks' own sampling parameters. Canvases of noise denoise at the
-    checkpoint's own temperatures: tasks that ask for 0 mean other kinds of model. Masked models
-    are among those."""
+def sampling_overrides(checkpoint: Path) -> dict[str, object]:
+    """Returns sampling parameters that replace those of a task. DiffusionGemma denoises at its own
+    temperatures, so temperature 1 replaces the 0 that tasks have for other models. Masked models
+    keep theirs."""
     config = json.loads((checkpoint / "config.json").read_text())
     is_masked = not FAMILIES.keys().isdisjoint(config.get("architectures") or ())
     return {} if is_masked else {"temperature": 1.0}
@@ -64,21 +64,21 @@ def sampling_of(checkpoint: Path) -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class Asking:
-    """How `eval` and `tune` ask a task's prompts."""
+    """How `eval` and `tune` send the prompts of a task."""
 
     data: Path
     """Folder of data sets, each in OWNER/NAME."""
     api: str
     """`chat` or `completions`."""
     limit: int | None
-    """The first so many prompts of a task; None for all."""
+    """How many prompts of a task, from its first on; None for all."""
     concurrency: int
     """Prompts at once."""
     serve_options: Sequence[str] | None
     """Further options for `vllm serve`; None for those of `serving.serve_options`."""
 
     def check(self, least_prompts: int = 1) -> None:
-        """Raises InputError for what cannot be asked."""
+        """Raises InputError for options that cannot be used."""
         for name, number, least in (
             ("limit", self.limit, least_prompts),
             ("concurrency", self.concurrency, 1),
@@ -91,6 +91,8 @@ class Asking:
 
 @dataclass(frozen=True)
 class Score:
+    """One metric of a task's answers."""
+
     name: str
     """The names of the metric, and of the filter that found the answer in the text."""
     value: float
@@ -101,6 +103,8 @@ class Score:
 
 @dataclass(frozen=True)
 class Outcome:
+    """The result of one task."""
+
     scores: list[Score]
     num_prompts: int
     seconds: float
@@ -117,10 +121,11 @@ def evaluate(
     prompts: Sequence[int] | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Outcome:
-    """Sends the server the task's prompts. What the harness would print goes to `log`.
+    """Sends the task's prompts to the server, and scores the answers. The harness's output goes to
+    `log`. Raises InputError if the server does not answer.
 
-    prompts: these only, by their index in the task, whatever the limit. options: `diffusion_*` keys
-    that each request gets.
+    prompts: indices of the prompts to send, in the place of the first `limit`. options:
+    `diffusion_*` keys of each request.
     """
     client = (_ChatClient if asking.api == "chat" else _Client)(
         base_url=f"http://{HOST}:{port}/v1/{APIS[asking.api]}",
@@ -139,7 +144,7 @@ def evaluate(
                 tasks=[task],
                 limit=asking.limit if prompts is None else None,
                 samples=None if prompts is None else {task.task_name: list(prompts)},
-                gen_kwargs=sampling_of(Path(model))
+                gen_kwargs=sampling_overrides(Path(model))
                 | ({"vllm_xargs": dict(options)} if options else {}),
                 apply_chat_template=asking.api == "chat",
                 task_manager=task_manager(False),
@@ -155,8 +160,8 @@ def evaluate(
         Score(
             key.removesuffix(",none").replace(",", ", "),
             value,
-            _number(results, key),
-            _by_prompt(found["samples"][name], *key.split(",")),
+            _standard_error(results, key),
+            _values_by_prompt(found["samples"][name], *key.split(",")),
         )
         for key, value in results.items()
         if key.partition(",")[0] in higher_is_better
@@ -164,12 +169,16 @@ def evaluate(
     return Outcome(scores, found["n-samples"][name]["effective"], client.seconds)
 
 
-def _number(results: dict[str, Any], key: str) -> float | None:
+def _standard_error(results: dict[str, Any], key: str) -> float | None:
+    """Returns the standard error of a metric; `key`: "metric,filter". None if there is none."""
     metric, _, filter_name = key.partition(",")
     stderr = results.get(f"{metric}_stderr,{filter_name}")
     return stderr if isinstance(stderr, float) else None  # "N/A" for a single prompt
 
 
-def _by_prompt(samples: list[dict[str, Any]], metric: str, filter_name: str) -> dict[int, object]:
+def _values_by_prompt(
+    samples: list[dict[str, Any]], metric: str, filter_name: str
+) -> dict[int, object]:
+    """Returns a metric's value for each prompt, by index in the task."""
     judged = (sample for sample in samples if sample["filter"] == filter_name)
     return {sample["doc_id"]: sample.get(metric) for sample in judged}

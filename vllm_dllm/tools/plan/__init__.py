@@ -1,6 +1,7 @@
-"""How many requests of a checkpoint fit a GPU: `vllm-dllm plan`.
+"""`vllm-dllm plan`: computes how many requests of a checkpoint a GPU has room for.
 
-These are its choices, apart from what takes seconds to load: each command's help reads them.
+This file has the choices of its options, because the help of all commands needs them, and
+`capacity.py` takes seconds to load.
 """
 
 from dataclasses import dataclass
@@ -8,11 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPU:
+    """A kind of GPU."""
+
     memory_gib: float
-    """What its driver offers, by the data sheet."""
-    published: int | None = None
-    """Tokens a second of one request of DiffusionGemma 26B in FP8, as vLLM published them for its
-    own version. Nobody has measured ours."""
+    """Its memory by the data sheet, as the driver reports it."""
+    published_tokens_per_s: int | None = None
+    """Tokens per second of one request of DiffusionGemma 26B in FP8, as vLLM published them for its
+    own version."""
 
 
 GPUS = {
@@ -23,4 +26,4 @@ GPUS = {
     "b200": GPU(178.4),
 }
 ELEMENT_BYTES = {"auto": 2, "fp8": 1}
-"""The size of a key's or a value's element, by --kv-cache-dtype."""
+"""--kv-cache-dtype -> bytes of an element of a key or a value."""

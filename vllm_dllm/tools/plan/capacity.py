@@ -1,5 +1,5 @@
-"""What `vllm-dllm plan` prints: where a GPU's memory goes, how many requests it holds. Sizes follow
-from a checkpoint's shape: of weights, of what a request keeps, of keys and values."""
+"""Computes what takes a GPU's memory, and how many requests it has room for, from a checkpoint's
+shape: sizes of weights, of what a request keeps between steps, and of keys and values."""
 
 import math
 from dataclasses import dataclass
@@ -20,39 +20,39 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 
-USED = 0.92  # of the memory: vLLM's --gpu-memory-utilization
+MEMORY_UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 WORKSPACE_GIB = 3.0
 """Assumed for activations, CUDA graphs and libraries. vLLM measures it when it starts."""
-BLOCK_SIZE = 16  # tokens: vLLM's on GPUs
-TOKEN_BUDGET = 8192  # of a step: vLLM's on GPUs of this size
+BLOCK_SIZE = 16  # tokens: vLLM's default on GPUs
+TOKEN_BUDGET = 8192  # of a step: vLLM's default on GPUs of this size
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All sizes in bytes, on each GPU."""
+    """How the memory of each GPU is used. Sizes are in bytes."""
 
     memory: int
     weights: int
     workspace: int
     sampling: int
-    state: int  # of a request
+    state: int  # of a request, between steps
     kv: int  # of a request
-    in_a_step: int  # canvases that one step denoises
-    longest: int  # tokens of a request, by the checkpoint
-    is_26b: bool  # of the shape that figures are published for
+    canvases_per_step: int
+    max_context: int  # tokens of a request, by the checkpoint
+    is_26b: bool  # the checkpoint has the shape of the published figures
 
     @property
     def left(self) -> int:
-        """What is left for requests."""
+        """The memory that is left for requests."""
         return self.memory - self.weights - self.workspace - self.sampling
 
     @property
     def num_requests(self) -> int:
-        """How many requests memory has room for."""
+        """How many requests the memory has room for."""
         return max(0, self.left // (self.kv + self.state))
 
 
-def make(
+def make_plan(
     checkpoint: Path,
     memory_gib: float,
     context: int,
@@ -60,8 +60,8 @@ def make(
     kv_cache_dtype: str,
     most_images: int | None = None,  # of a prompt; None: any number
 ) -> Plan:
-    """Adds up sizes. Raises InputError when the checkpoint cannot be read, or a number makes no
-    sense."""
+    """Computes the sizes. Raises InputError if the checkpoint cannot be read, or a number is out of
+    range."""
     for name, number in (("--context", context), ("--tensor-parallel-size", ranks)):
         if number < 1:
             raise InputError(f"{name} must be at least 1, got {number}")
@@ -69,19 +69,19 @@ def make(
         raise InputError(f"--memory-gib must be greater than 0, got {memory_gib}")
     shape = read_shape(checkpoint, most_images)
     return Plan(
-        memory=int(USED * memory_gib * GIB),
+        memory=int(MEMORY_UTILIZATION * memory_gib * GIB),
         weights=shape.weight_bytes // ranks,
         workspace=int(WORKSPACE_GIB * GIB),
         sampling=ExtensionConfig().sampling_memory_mib * MIB,
         state=shape.state_bytes(),
         kv=shape.kv_bytes(context, ELEMENT_BYTES[kv_cache_dtype], ranks, BLOCK_SIZE),
-        in_a_step=max_canvases_per_step(TOKEN_BUDGET, shape.canvas_length),
-        longest=shape.max_position_embeddings,
+        canvases_per_step=max_canvases_per_step(TOKEN_BUDGET, shape.canvas_length),
+        max_context=shape.max_position_embeddings,
         is_26b=(len(shape.layers), shape.hidden_size) == (30, 2816),
     )
 
 
-def show(
+def print_plan(
     checkpoint: Path,
     gpu: str,
     memory_gib: float | None,
@@ -90,25 +90,25 @@ def show(
     kv_cache_dtype: str,
     most_images: int | None,
 ) -> None:
-    """Prints the plan. Raises InputError as `make` does, and where the weights do not fit."""
+    """Prints the plan. Raises InputError as `make_plan` does, and if the weights do not fit."""
     if memory_gib is None:
         memory_gib = GPUS[gpu].memory_gib
-    plan = make(checkpoint, memory_gib, context, ranks, kv_cache_dtype, most_images)
+    plan = make_plan(checkpoint, memory_gib, context, ranks, kv_cache_dtype, most_images)
     if plan.left <= 0:
         raise InputError(
             f"the weights take {plan.weights / GIB:.1f} of the {plan.memory / GIB:.1f} GiB that "
             f"vLLM uses of each {gpu}, and {WORKSPACE_GIB:g} GiB are needed beside them: raise "
             f"--tensor-parallel-size, or quantise the checkpoint"
         )
-    for line in lines(plan, checkpoint.resolve().name, gpu, context, ranks):
+    for line in format_plan(plan, checkpoint.resolve().name, gpu, context, ranks):
         print(line)
 
 
-def lines(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> list[str]:
-    """Puts a plan into the lines that the command prints."""
+def format_plan(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> list[str]:
+    """Returns the lines that the command prints."""
     many = f"each of {ranks} {gpu}" if ranks > 1 else f"one {gpu}"
     rows = [
-        ("used by vLLM", plan.memory, f"{USED:.0%}: --gpu-memory-utilization"),
+        ("used by vLLM", plan.memory, f"{MEMORY_UTILIZATION:.0%}: --gpu-memory-utilization"),
         ("  weights", plan.weights, "from the headers of the files"),
         ("  workspace", plan.workspace, "activations, graphs: an assumption"),
         ("  sampling", plan.sampling, "sampling_memory_mib"),
@@ -118,23 +118,23 @@ def lines(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> list[str
         ("  between steps", plan.state, "an embedding per canvas position"),
     ]
     found = [f"{name}, {many}, {context:,} tokens of context per request", ""]
-    found += [f"{label:18} {_size(size)}   {why}".rstrip() for label, size, why in rows]
+    found += [f"{label:18} {_format_size(size)}   {why}".rstrip() for label, size, why in rows]
     found += ["", f"Memory has room for {plan.num_requests:,} requests."]
-    if context > plan.longest:
+    if context > plan.max_context:
         found += [
-            f"But the model is for {plan.longest:,} tokens at most (max_position_embeddings in its "
-            f"config.json): vLLM refuses --max-model-len {context}."
+            f"But the model is for {plan.max_context:,} tokens at most (max_position_embeddings in "
+            f"its config.json): vLLM refuses --max-model-len {context}."
         ]
     found += [
-        f"A step of {TOKEN_BUDGET:,} tokens denoises {plan.in_a_step} canvases: for more at once, "
-        f"raise --max-num-batched-tokens and --max-num-seqs."
+        f"A step of {TOKEN_BUDGET:,} tokens denoises {plan.canvases_per_step} canvases: for more "
+        f"at once, raise --max-num-batched-tokens and --max-num-seqs."
     ]
-    if plan.is_26b and (published := GPUS[gpu].published):
+    if plan.is_26b and (published := GPUS[gpu].published_tokens_per_s):
         found += [f"Published for stock vLLM, FP8, one request: {published:,} tokens per second."]
     return found
 
 
-def _size(num_bytes: int) -> str:
+def _format_size(num_bytes: int) -> str:
     unit, name = (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB")
     return f"{num_bytes / unit:8.2f} {name}"
 
@@ -145,19 +145,20 @@ MODEL_BYTES = 2  # of an activation, and of an expected embedding: bf16
 
 @dataclass(frozen=True)
 class Layer:
-    """What one attention layer keeps of a token."""
+    """The sizes of one attention layer's keys and values."""
 
     num_kv_heads: int
     head_size: int
     window: int | None  # tokens; None: full attention
 
     def bytes_per_token(self, element_bytes: int, ranks: int) -> int:
-        """Counts on one of `ranks` GPUs: heads are spread over them, copied where they are few."""
+        """Returns the bytes of a token's keys and values on one of `ranks` GPUs. Heads are spread
+        over the GPUs, and copied if they are fewer."""
         return 2 * math.ceil(self.num_kv_heads / ranks) * self.head_size * element_bytes
 
     def num_tokens(self, context: int, canvas_length: int) -> int:
-        """Counts what a request holds that denoises the end of a context of that length. Everything
-        that the canvas' first row sees is kept, and the canvas."""
+        """Returns for how many tokens a request keeps keys and values while it denoises the end of
+        a context of that length: those that the canvas' first row sees, and the canvas."""
         if self.window is None:
             return context
         return min(context, self.window - 1 + canvas_length)
@@ -165,6 +166,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Shape:
+    """The sizes of a checkpoint."""
+
     layers: tuple[Layer, ...]
     hidden_size: int
     canvas_length: int
@@ -172,12 +175,12 @@ class Shape:
     weight_bytes: int
 
     def state_bytes(self) -> int:
-        """Counts what a request keeps between steps: an embedding for each canvas position."""
+        """Returns what a request keeps between steps: an embedding for each canvas position."""
         return self.canvas_length * self.hidden_size * MODEL_BYTES
 
     def kv_bytes(self, context: int, element_bytes: int, ranks: int, block_size: int) -> int:
-        """Counts keys and values of a request on each GPU, in whole blocks, and one more in each
-        layer with a window, which need not begin where a block does."""
+        """Returns the bytes of a request's keys and values on each GPU, in whole blocks. A layer
+        with a window has one block more, because the window need not begin where a block does."""
         total = 0
         for layer in self.layers:
             tokens = layer.num_tokens(context, self.canvas_length)
@@ -187,8 +190,8 @@ class Shape:
 
 
 def read_shape(folder: Path, most_images: int | None = None) -> Shape:
-    """Reads a checkpoint's config.json and the headers of its weight files. The vision tower
-    counts only where it is loaded. `most_images`: of a prompt, None: any number.
+    """Reads a checkpoint's config.json and the headers of its weight files. `most_images`: of a
+    prompt, None: any number. If it is 0, vLLM does not load the vision tower.
 
     Raises InputError if it is not a diffusion language model, or its files are damaged.
     """
@@ -206,7 +209,7 @@ def read_shape(folder: Path, most_images: int | None = None) -> Shape:
         if not name.startswith(left_out)
     )
     return Shape(
-        tuple(_layer(text, index) for index in range(text.num_hidden_layers)),
+        tuple(_read_layer(text, index) for index in range(text.num_hidden_layers)),
         text.hidden_size,
         canvas_length,
         text.max_position_embeddings,
@@ -215,7 +218,8 @@ def read_shape(folder: Path, most_images: int | None = None) -> Shape:
 
 
 def _serves_images(folder: Path, config: PretrainedConfig) -> bool:
-    """Decides as `models/image_processor.py` does."""
+    """Returns whether a server of the checkpoint takes images, as `models/image_processor.py`
+    decides it."""
     if getattr(config, "vision_config", None) is None:
         return False
     try:
@@ -226,6 +230,7 @@ def _serves_images(folder: Path, config: PretrainedConfig) -> bool:
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
+    """Reads config.json by transformers. Raises InputError if that is not possible."""
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{file} does not exist: expected the folder of a checkpoint")
@@ -237,7 +242,8 @@ def _read_config(folder: Path) -> PretrainedConfig:
         raise InputError(f"{file} is not what transformers expects ({error})") from error
 
 
-def _layer(text: Any, index: int) -> Layer:
+def _read_layer(text: Any, index: int) -> Layer:
+    """Returns the layer of a text config."""
     own = text.per_layer_config[index] if text.is_heterogeneous else text
     kinds = getattr(text, "layer_types", None)
     is_sliding = kinds is not None and kinds[index] == "sliding_attention"

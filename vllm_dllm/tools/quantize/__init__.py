@@ -1,1 +1,1 @@
-"""`vllm-dllm quantize`: FP8 and NVFP4 copies of DiffusionGemma checkpoints."""
+"""`vllm-dllm quantize`: writes quantised copies of checkpoints."""

@@ -1,4 +1,4 @@
-"""The largest inputs of the quantised linears while a model denoises.
+"""Measures the largest inputs of the quantised linears while a model denoises.
 
 transformers' `generate` runs over the prompts: most rows are canvases, from pure noise to the
 finished block, with self-conditioning; the rest are prompts and finished blocks in the encoder.
@@ -18,7 +18,7 @@ from transformers import (
     DiffusionGemmaForBlockDiffusion,
 )
 
-from vllm_dllm.tools.prompt_file import encode_rows, read_rows
+from vllm_dllm.tools.prompt_file import encode_prompt_rows, read_prompt_rows
 from vllm_dllm.tools.resumable import write_json
 
 NUM_PROMPTS = 128
@@ -31,10 +31,10 @@ Ranges = dict[str, list[float]]
 
 
 def read_prompts(path: Path, checkpoint: Path, config: DiffusionGemmaConfig) -> list[list[int]]:
-    """Reads the tokens of at most NUM_PROMPTS rows, spread evenly over the file."""
-    rows = read_rows(path)
+    """Returns the token ids of at most NUM_PROMPTS rows, spread evenly over the file."""
+    rows = read_prompt_rows(path)
     count = min(len(rows), NUM_PROMPTS)
-    return encode_rows(
+    return encode_prompt_rows(
         [rows[i * len(rows) // count] for i in range(count)],
         checkpoint,
         config.text_config.max_position_embeddings - NUM_CANVASES * config.canvas_length,
@@ -43,14 +43,16 @@ def read_prompts(path: Path, checkpoint: Path, config: DiffusionGemmaConfig) -> 
 
 
 class InputRanges:
-    """Watches a model's quantised linears; `largest` holds fp32 tensors on the model's device."""
+    """Records the largest inputs of a model's quantised linears."""
 
     def __init__(self) -> None:
+        # By input group: [1] or [num_experts] fp32, on the model's device.
         self.largest: dict[str, torch.Tensor] = {}
 
     @contextmanager
     def watch(self, model: DiffusionGemmaForBlockDiffusion) -> Iterator[None]:
-        """Both modes of a layer count towards one range: they are one layer in vLLM."""
+        """Records the inputs of forwards in a block. Encoder and decoder layers share a range: they
+        are one layer in vLLM."""
         handles = []
         for layers in (model.model.encoder.language_model.layers, model.model.decoder.layers):
             for i, layer in enumerate(layers):
@@ -72,18 +74,19 @@ class InputRanges:
             for handle in handles:
                 handle.remove()
 
-    def _note(self, group: str, largest: torch.Tensor) -> None:
+    def _record(self, group: str, largest: torch.Tensor) -> None:
         known = self.largest.get(group)
         self.largest[group] = largest if known is None else torch.maximum(known, largest)
 
     def _linear_hook(self, group: str) -> Callable[[nn.Module, tuple[torch.Tensor]], None]:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-            self._note(group, inputs[0].abs().amax().float().reshape(1))
+            self._record(group, inputs[0].abs().amax().float().reshape(1))
 
         return hook
 
     def _experts_hook(self, name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        """Computes the inner activations a second time, so as to leave the forward alone."""
+        """Makes the hook of a layer's experts. It computes their inner activations a second time,
+        because the forward does not show them."""
 
         def hook(experts: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             hidden, chosen = inputs[0], inputs[1]  # [T, H], [T, top_k]
@@ -94,8 +97,8 @@ class InputRanges:
                 gate, up = F.linear(routed, experts.gate_up_proj[expert]).chunk(2, dim=-1)
                 outer[expert] = routed.abs().amax()
                 inner[expert] = (experts.act_fn(gate) * up).abs().amax()
-            self._note(f"{name}.gate_up_proj", outer)
-            self._note(f"{name}.down_proj", inner)
+            self._record(f"{name}.gate_up_proj", outer)
+            self._record(f"{name}.down_proj", inner)
 
         return hook
 
@@ -106,11 +109,11 @@ def calibrate(
     results: Path,
     advance: Callable[[int], None],
 ) -> Ranges:
-    """Denoises answers to all prompts and returns the ranges.
+    """Denoises answers to all prompts, and returns the ranges of the inputs.
 
-    After each prompt they are written to `results`, from which an interrupted calibration
-    continues; `advance` is called with the number of prompts done. Noise is seeded per prompt, so
-    that the outcome does not depend on interruptions.
+    They are written to `results` after each prompt, and an interrupted calibration continues from
+    there; `advance` is called with the number of prompts done. Noise is seeded per prompt, so the
+    result does not depend on interruptions.
     """
     done, known = 0, Ranges()
     if results.exists():

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are quantised, which are left, and why; and the table of that.
+"""Decides which tensors of a checkpoint are quantised, and describes that in a table.
 
 The linears of the text layers are quantised, experts too. Masked models' checkpoints keep experts
 one by one. transformers' DiffusionGemma keeps a layer's in two tensors, gate_up_proj [E, 2I, H] and
@@ -34,7 +34,7 @@ PRESETS = {  # of compressed-tensors
     "nvfp4": "NVFP4",
     "w4a16": "W4A16",
 }
-_WIDTHS = {"nvfp4": GROUP_SIZE, "w4a16": INT4_GROUP_SIZE}  # must divide a row's
+_GROUP_SIZES = {"nvfp4": GROUP_SIZE, "w4a16": INT4_GROUP_SIZE}
 
 _LAYER = r"(?:model\.decoder|model|encoder)\.layers\.(\d+)\."
 _TOGETHER = (("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj"))
@@ -64,14 +64,10 @@ KEPT = (
 class Linear:
     """A linear of the quantised checkpoint, and where its weight comes from."""
 
-    module: str
-    """Its name: model.decoder.layers.0.experts.3.up_proj"""
-    expert: int | None
-    """Index into the first axis of the source tensor; None if the tensor is the matrix."""
-    rows: slice
-    """Rows of the source matrix."""
-    shape: tuple[int, int]
-    """[out, in]"""
+    module: str  # its name, such as model.decoder.layers.0.experts.3.up_proj
+    expert: int | None  # index into the first axis of the source tensor; None: it is the matrix
+    rows: slice  # of the source matrix
+    shape: tuple[int, int]  # [out, in]
     weight_group: str
     """Linears that vLLM fuses into one matrix share a global weight scale; this names the group."""
     input_group: str
@@ -81,18 +77,19 @@ class Linear:
 
 @dataclass(frozen=True)
 class Plan:
-    scheme: str
-    """A key of PRESETS."""
+    """What becomes of each tensor of a checkpoint."""
+
+    scheme: str  # a key of PRESETS
     quantized: dict[str, tuple[Linear, ...]]
     """Tensor name -> the linears it becomes."""
     kept: dict[str, str]
-    """Tensor name -> why."""
+    """Tensor name -> why it is left as it is."""
     ignore: list[str]
-    """Linear modules that are left, by transformers' names."""
+    """Linear modules that are left as they are, by transformers' names."""
 
 
 def make_plan(scheme: str, source: Source) -> Plan:
-    """Decides about every tensor. InputError if one is unknown, missing or has a wrong shape."""
+    """Decides about every tensor. Raises InputError if one is unknown, missing or malformed."""
     if scheme == "nvfp4" and source.is_masked:
         raise InputError(
             "nvfp4 is for DiffusionGemma alone, whose inputs it measures while that denoises; a "
@@ -105,12 +102,12 @@ def make_plan(scheme: str, source: Source) -> Plan:
             _check_linear(name, info, linears[0].shape[1], scheme)
             quantized[name] = linears
         else:
-            kept[name] = _reason(name)
+            kept[name] = _reason_to_keep(name)
     if source.is_masked:
         expected = _expected_of_masked(quantized, source.config["num_hidden_layers"])
     else:
         config = DiffusionGemmaConfig.from_dict(source.config)
-        expected = _expected(config.text_config.layer_types)
+        expected = _expected_of_diffusion_gemma(config.text_config.layer_types)
     for name in expected:
         if name not in quantized:
             raise InputError(
@@ -121,6 +118,7 @@ def make_plan(scheme: str, source: Source) -> Plan:
 
 
 def _linears(name: str, info: TensorInfo) -> tuple[Linear, ...]:
+    """Returns the linears that a tensor becomes; none for a tensor that is not quantised."""
     if _DENSE.fullmatch(name):
         module = name.removesuffix(".weight")
         fused = re.sub(r"\.[qkv]_proj$", ".qkv_proj", module)
@@ -150,16 +148,17 @@ def _linears(name: str, info: TensorInfo) -> tuple[Linear, ...]:
 
 
 def _expect_axes(name: str, info: TensorInfo, count: int) -> tuple[int, ...]:
+    """Returns the shape of a tensor. Raises InputError unless it has `count` axes."""
     if len(info.shape) != count:
         raise InputError(f"{name}: expected {count} axes, got the shape {list(info.shape)}")
     return info.shape
 
 
 def _check_linear(name: str, info: TensorInfo, width: int, scheme: str) -> None:
-    """Raises InputError if the tensor of linears with inputs of that width cannot be quantised."""
+    """Raises InputError if a tensor of linears with inputs of that width cannot be quantised."""
     if info.dtype not in ("BF16", "F16", "F32"):
         raise InputError(f"{name}: expected BF16, F16 or F32 weights, got {info.dtype}")
-    group = _WIDTHS.get(scheme, 1)
+    group = _GROUP_SIZES.get(scheme, 1)
     if width % group:
         raise InputError(
             f"{name}: {scheme} needs an input width that is a multiple of {group}, got {width}; "
@@ -167,7 +166,8 @@ def _check_linear(name: str, info: TensorInfo, width: int, scheme: str) -> None:
         )
 
 
-def _reason(name: str) -> str:
+def _reason_to_keep(name: str) -> str:
+    """Returns why a tensor is left as it is. Raises InputError for an unknown tensor."""
     for pattern, reason in KEPT:
         if re.fullmatch(pattern, name):
             return reason
@@ -177,8 +177,8 @@ def _reason(name: str) -> str:
     )
 
 
-def _expected(layer_types: Sequence[str]) -> Iterator[str]:
-    """Gives the names of all tensors that a complete DiffusionGemma has to quantise."""
+def _expected_of_diffusion_gemma(layer_types: Sequence[str]) -> Iterator[str]:
+    """Yields the names of all tensors to quantise in a complete DiffusionGemma checkpoint."""
     for i, layer_type in enumerate(layer_types):
         prefix = f"model.decoder.layers.{i}"
         # Full-attention layers have no values of their own: the keys serve as values.
@@ -191,7 +191,8 @@ def _expected(layer_types: Sequence[str]) -> Iterator[str]:
 
 
 def _expected_of_masked(quantized: Collection[str], num_layers: int) -> Iterator[str]:
-    """Gives names that must be there beside the ones that are. All layers must have some."""
+    """Yields tensors that a masked model's checkpoint with the `quantized` ones must have: all of a
+    group of projections, and one in each layer."""
     first = min(quantized, default="model.layers.0.self_attn.q_proj.weight")
     missing = set(range(num_layers))
     for match in filter(None, map(_DENSE.fullmatch, quantized)):
@@ -203,6 +204,7 @@ def _expected_of_masked(quantized: Collection[str], num_layers: int) -> Iterator
 
 
 def _ignored_modules(kept: Mapping[str, str], source: Source) -> list[str]:
+    """Returns the names of the linear modules that are left as they are, for config.json."""
     modules = {"lm_head", "diffusion_head"} if source.is_masked else {"lm_head"}
     for name, reason in kept.items():
         module = name.removesuffix(".weight")
@@ -215,7 +217,7 @@ def _ignored_modules(kept: Mapping[str, str], source: Source) -> list[str]:
 
 
 def quantization_scheme(scheme: str) -> QuantizationScheme:
-    """Takes compressed-tensors' preset for all linears, with the format it is stored in."""
+    """Returns compressed-tensors' preset for all linears, with the format of their tensors."""
     preset = preset_name_to_scheme(PRESETS[scheme], ["Linear"])
     if scheme == "w4a16":
         assert preset.weights is not None
@@ -225,7 +227,7 @@ def quantization_scheme(scheme: str) -> QuantizationScheme:
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
-    """Makes config.json's quantization_config, as compressed-tensors' ModelCompressor writes it."""
+    """Returns config.json's quantization_config as compressed-tensors' ModelCompressor does."""
     preset = quantization_scheme(plan.scheme)
     config = QuantizationConfig(
         config_groups={"group_0": preset},
@@ -237,7 +239,7 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
 
 
 def quantized_bytes(linear: Linear, scheme: str) -> int:
-    """Counts the bytes of a linear's tensors in the quantised checkpoint."""
+    """Returns the bytes of a linear's tensors in the quantised checkpoint."""
     out, width = linear.shape
     if scheme in ("fp8-dynamic", "int8"):
         return out * width + 4 * out  # weight, fp32 scale for each row
@@ -247,7 +249,7 @@ def quantized_bytes(linear: Linear, scheme: str) -> int:
 
 
 def describe(plan: Plan, tensors: Mapping[str, TensorInfo]) -> str:
-    """Makes a table of what is quantised, what is left and why, with sizes before and after."""
+    """Returns a table of what is quantised, what is left and why, with sizes before and after."""
     lines = [f"{'quantised to ' + plan.scheme:52} {'linears':>8} {'before':>10} {'after':>10}"]
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in plan.quantized:
@@ -258,10 +260,10 @@ def describe(plan: Plan, tensors: Mapping[str, TensorInfo]) -> str:
         old = sum(tensors[name].num_bytes for name in names)
         new = sum(quantized_bytes(linear, plan.scheme) for linear in linears)
         before, after = before + old, after + new
-        layers = _ranges(int(name.partition("layers.")[2].partition(".")[0]) for name in names)
-        label = kind.removesuffix(".weight").replace("*", layers)
-        lines.append(f"  {label:50} {len(linears):8} {_size(old)} {_size(new)}")
-    lines.append(f"  {'total':50} {'':8} {_size(before)} {_size(after)} {after / before:7.3f}x")
+        numbers = (int(name.partition("layers.")[2].partition(".")[0]) for name in names)
+        label = kind.removesuffix(".weight").replace("*", _format_ranges(numbers))
+        lines.append(f"  {label:50} {len(linears):8} {_format_size(old)} {_format_size(new)}")
+    lines.append(f"  {'total':59} {_format_change(before, after)}")
     lines += ["", f"{'left as it is':52} {'tensors':>8} {'size':>10}"]
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, reason in plan.kept.items():
@@ -270,14 +272,18 @@ def describe(plan: Plan, tensors: Mapping[str, TensorInfo]) -> str:
     for reason, names in sorted(reasons.items()):
         size = sum(tensors[name].num_bytes for name in names)
         rest += size
-        lines.append(f"  {reason:50} {len(names):8} {_size(size)}")
+        lines.append(f"  {reason:50} {len(names):8} {_format_size(size)}")
     before, after = before + rest, after + rest
-    lines += ["", f"{'checkpoint':61} {_size(before)} {_size(after)} {after / before:7.3f}x"]
+    lines += ["", f"{'checkpoint':61} {_format_change(before, after)}"]
     return "\n".join(lines)
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """Writes 0, 1, 3 as {0-1,3}."""
+def _format_change(before: int, after: int) -> str:
+    return f"{_format_size(before)} {_format_size(after)} {after / before:7.3f}x"
+
+
+def _format_ranges(numbers: Iterable[int]) -> str:
+    """Returns 0, 1, 3 as {0-1,3}."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -287,7 +293,7 @@ def _ranges(numbers: Iterable[int]) -> str:
     return "{" + ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs) + "}"
 
 
-def _size(num_bytes: int) -> str:
+def _format_size(num_bytes: int) -> str:
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]

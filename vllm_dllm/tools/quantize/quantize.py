@@ -1,5 +1,4 @@
-"""Makes a quantised checkpoint in compressed-tensors' format out of a DiffusionGemma one or a
-masked model's.
+"""Quantises a checkpoint of DiffusionGemma or of a masked model, in compressed-tensors' format.
 
 Weights are read one tensor at a time and written one shard at a time; only calibration loads the
 model. A stopped run continues after the last shard it wrote (`resumable.py`).
@@ -58,7 +57,7 @@ COPIED = (
 
 @dataclass(frozen=True)
 class Scales:
-    """What has to be known about all shards before the first one is written."""
+    """The ranges of weights and inputs, which come from all shards and are needed for the first."""
 
     weight_amax: dict[str, float]
     """Weight group -> largest magnitude."""
@@ -76,8 +75,7 @@ def quantize(
 ) -> None:
     """Writes the quantised checkpoint to `out`, or with `dry_run` prints what it would hold.
 
-    Raises InputError for input that cannot be used; mostly before anything is written, and always
-    without creating `out`.
+    Raises InputError for input that cannot be used; `out` is not created then.
     """
     source = read_source(checkpoint)
     plan = make_plan(scheme, source)
@@ -101,16 +99,17 @@ def quantize(
         if resumed and known.exists():
             weight_amax = resumable.read_json(known)
         else:
-            weight_amax = _weight_amax(source, plan, progress)
-        resumable.start(partial, run)
+            weight_amax = _find_weight_amax(source, plan, progress)
+        resumable.start_run(partial, run)
         write_json(known, weight_amax)
-        scales = Scales(weight_amax, _input_amax(checkpoint, prompts, partial, progress))
+        scales = Scales(weight_amax, _find_input_amax(checkpoint, prompts, partial, progress))
         _write_shards(source, plan, scales, partial, progress)
     _write_rest(source, plan, partial)
-    resumable.finish(partial, out, WORKING_FILES)
+    resumable.finish_run(partial, out, WORKING_FILES)
 
 
 def _check_calibration(scheme: str, calibration: Path | None) -> None:
+    """Raises InputError unless --calibration is given for nvfp4, and for nvfp4 alone."""
     if scheme == "nvfp4" and calibration is None:
         raise InputError(
             "nvfp4 needs --calibration PROMPTS.jsonl: the scale of the inputs is measured while "
@@ -123,7 +122,7 @@ def _check_calibration(scheme: str, calibration: Path | None) -> None:
 
 
 def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """Gives what makes two runs the same run."""
+    """Returns what identifies a run: two runs with equal values write the same checkpoint."""
     files = [source.path / name for name in source.shards]
     return {
         "scheme": scheme,
@@ -133,8 +132,8 @@ def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[
     }
 
 
-def _weight_amax(source: Source, plan: Plan, progress: Progress) -> dict[str, float]:
-    """Finds each weight group's largest magnitude, and checks that all tensors are finite."""
+def _find_weight_amax(source: Source, plan: Plan, progress: Progress) -> dict[str, float]:
+    """Returns each weight group's largest magnitude. Raises InputError for a NaN or infinity."""
     task = progress.add_task("checking weights", total=len(source.tensors))
     largest: dict[str, float] = defaultdict(float)
     for file_name, tensors in source.shards.items():
@@ -147,21 +146,22 @@ def _weight_amax(source: Source, plan: Plan, progress: Progress) -> dict[str, fl
                         f"finite weights; copy the file again or repair the checkpoint"
                     )
                 for linear in plan.quantized.get(name, ()):
-                    amax = _matrix(weight, linear).abs().amax().item()
+                    amax = _linear_weight(weight, linear).abs().amax().item()
                     largest[linear.weight_group] = max(largest[linear.weight_group], amax)
                 progress.advance(task)
     return largest
 
 
-def _matrix(weight: torch.Tensor, linear: Linear) -> torch.Tensor:
+def _linear_weight(weight: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """Returns the part [out, in] of a tensor that is the weight of a linear."""
     matrix = weight if linear.expert is None else weight[linear.expert]
     return matrix[linear.rows]
 
 
-def _input_amax(
+def _find_input_amax(
     checkpoint: Path, prompts: list[list[int]], partial: Path, progress: Progress
 ) -> dict[str, float]:
-    """Finds each input group's largest magnitude while the model answers the prompts, if any."""
+    """Returns each input group's largest magnitude while the model answers the prompts, if any."""
     if not prompts:
         return {}
     task = progress.add_task("calibrating, prompts", total=len(prompts))
@@ -176,7 +176,8 @@ def _input_amax(
 
 
 def _report_idle_experts(ranges: Ranges) -> None:
-    """Experts that saw no token get the layer's scale, like all; many of them are a bad sign."""
+    """Prints how many experts have seen no token. They get the scale of their layer, like all; many
+    of them mean that the prompts are too few."""
     idle = {
         group.removesuffix(".gate_up_proj"): sum(value == 0 for value in values)
         for group, values in ranges.items()
@@ -196,12 +197,11 @@ def quantize_linear(
     weight_amax: float,
     input_amax: float | None,
 ) -> dict[str, torch.Tensor]:
-    """Quantises a linear with compressed-tensors and returns its tensors by their names in the
+    """Quantises a linear with compressed-tensors, and returns its tensors by their names in the
     checkpoint, such as `weight_packed` and `weight_scale`.
 
-    Scales are computed in fp32 whatever the weight's type; w4a16 rounds them to bf16 before it
-    rounds weights. `weight_amax` is the largest magnitude of the linears that share a global scale,
-    `input_amax` that of their inputs; only nvfp4 has global scales.
+    Scales are computed in fp32; w4a16 rounds them to bf16 before it rounds weights. Only nvfp4 has
+    global scales, of the largest magnitude of weights or inputs that share one.
     """
     args, weight = scheme.weights, weight.float()
     parts = {"weight": weight}
@@ -233,7 +233,7 @@ def _global_scale(amax: float) -> torch.Tensor:
 def _write_shards(
     source: Source, plan: Plan, scales: Scales, partial: Path, progress: Progress
 ) -> None:
-    """Writes all shards but those that a stopped run has written."""
+    """Writes all shards that a stopped run has not written."""
     task = progress.add_task(f"quantising to {plan.scheme}", total=len(source.tensors))
     for name, tensors in source.shards.items():
         if not (partial / name).exists():
@@ -250,6 +250,7 @@ def _write_shard(
     partial: Path,
     advance: Callable[[], None],
 ) -> None:
+    """Writes one shard; calls `advance` after each tensor of the source."""
     scheme = quantization_scheme(plan.scheme)
     shard: dict[str, torch.Tensor] = {}
     with open_shard(source.path / file_name) as file:
@@ -257,7 +258,7 @@ def _write_shard(
             weight = file.get_tensor(name)
             for linear in plan.quantized.get(name, ()):
                 parts = quantize_linear(
-                    _matrix(weight, linear),
+                    _linear_weight(weight, linear),
                     scheme,
                     scales.weight_amax[linear.weight_group],
                     scales.input_amax.get(linear.input_group),
@@ -277,7 +278,7 @@ def _write_shard(
 
 
 def _write_rest(source: Source, plan: Plan, partial: Path) -> None:
-    """Writes the index, config.json and the files that have nothing to do with weights."""
+    """Writes the index and config.json, and copies tokenizer and other files."""
     if source.has_index:
         weight_map: dict[str, str] = {}
         total_size = 0

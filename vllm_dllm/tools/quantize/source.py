@@ -1,4 +1,4 @@
-"""What a checkpoint to be quantised holds, read without its weights."""
+"""Reads what a checkpoint to be quantised holds, without its weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from vllm_dllm.quantization.weight_files import (
 
 @dataclass(frozen=True)
 class Source:
+    """A checkpoint to be quantised."""
+
     path: Path
     config: dict[str, Any]
     """config.json"""
@@ -26,11 +28,12 @@ class Source:
 
     @property
     def is_masked(self) -> bool:
-        """Says whether it is of a masked model, not DiffusionGemma."""
+        """Whether the checkpoint is of a masked model, not of DiffusionGemma."""
         return DIFFUSION_GEMMA not in self.config["architectures"]
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
+        """Tensor name -> what it is, of all shards."""
         return {name: info for shard in self.shards.values() for name, info in shard.items()}
 
 
@@ -62,6 +65,7 @@ def read_source(path: Path) -> Source:
 
 
 def _check_types(path: Path, tensors: dict[str, TensorInfo]) -> None:
+    """Raises InputError for a tensor of a quantised type."""
     for name, info in tensors.items():
         if info.dtype not in UNQUANTISED_BYTES:
             raise InputError(

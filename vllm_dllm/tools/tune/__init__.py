@@ -21,9 +21,9 @@ from rich.console import Console
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.evaluate.harness import Asking, evaluate
-from vllm_dllm.tools.evaluate.report import machine, sha256_sums
+from vllm_dllm.tools.evaluate.report import describe_machine, sha256_sums
 from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics
-from vllm_dllm.tools.evaluate.serving import quiet, serve_options, served
+from vllm_dllm.tools.evaluate.serving import redirect_library_logs, run_server, serve_options
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.progress import progress_bars
 from vllm_dllm.tools.server_process import check_checkpoint
@@ -68,20 +68,20 @@ def run(checkpoint: Path, **options: Any) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-tune-"))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with quiet(logs / "lm_eval.log"):
+    with redirect_library_logs(logs / "lm_eval.log"):
         task = _load(settings)
         halves = _halves(task, settings.limit)
         serving = serve_options({settings.task: task}, settings.serve_options)
         if own := space.server_settings:
             serving = [*serving, "--additional-config", json.dumps({"vllm_dllm": own})]
-        resumable.start(partial, identity)
-        with served(checkpoint, serving, console, logs) as port:
+        resumable.start_run(partial, identity)
+        with run_server(checkpoint, serving, console, logs) as port:
             measure = _measure(task, str(checkpoint), port, settings, logs / "lm_eval.log")
             tried, confirmed = _search_and_confirm(
                 partial, space, halves, settings, measure, console
             )
     _write(partial, checkpoint, space, settings, tried, confirmed, console)
-    resumable.finish(partial, settings.out, WORKING_FILES)
+    resumable.finish_run(partial, settings.out, WORKING_FILES)
     console.print(f"vllm serve {checkpoint} --config {settings.out}/defaults.yaml", soft_wrap=True)
 
 
@@ -212,7 +212,7 @@ def _write(
 ) -> None:
     chosen = choose_settings(confirmed, settings.max_loss / 100)
     own = next(c for c in confirmed if c.tried.is_own)
-    here = machine()
+    here = describe_machine()
     prompts = f"{len(own.measured.scores)} prompts of {settings.task}"
     console.print(report.as_table(confirmed, chosen, prompts))
     extension = space.settings_for(chosen.tried.keys)

@@ -105,7 +105,7 @@ def test_whole_demo_of_a_checkpoint_that_sees(
     asked = (checkpoint / "steps.json.asked").read_text().splitlines()
     expected = [question.message["content"] for question in questions_for(checkpoint)]
     assert [json.loads(body)["messages"][0]["content"] for body in asked] == expected
-    assert drawing.shades(PICTURE_QUESTIONS[0].image) in capsys.readouterr().out
+    assert drawing.draw_in_shades(PICTURE_QUESTIONS[0].image) in capsys.readouterr().out
     assert "<image" in (checkpoint / "c.svg").read_text()
 
 

@@ -14,7 +14,7 @@ from vllm_dllm.tools.demo.questions import Question
 
 def test_picture(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "canvas.svg"
-    picture.save(path, Question("Sort: <dog> & cat"), steps(*RECORDED))
+    picture.save_picture(path, Question("Sort: <dog> & cat"), steps(*RECORDED))
     texts = [element.text for element in ElementTree.parse(path).iter() if element.text]
     words = [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts]
     assert "Sort: <dog> & cat" in words
@@ -28,7 +28,7 @@ def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Que
     path = tmp_path / "canvas.svg"
     heights = []
     for question in (Question(with_picture.text), with_picture):
-        picture.save(path, question, steps(*RECORDED))
+        picture.save_picture(path, question, steps(*RECORDED))
         root = ElementTree.parse(path).getroot()
         heights.append(float(root.attrib["viewBox"].split()[3]))
         shown = list(root.iter("{http://www.w3.org/2000/svg}image"))
@@ -42,6 +42,6 @@ def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Que
 
 def test_a_picture_shows_both_ends_of_many_steps() -> None:
     many = steps(*(RECORDED[0] | {"step": number} for number in range(1, 49)))
-    numbers = [step.number for step in picture.spread(many, 28)]
+    numbers = [step.number for step in picture.select_evenly(many, 28)]
     assert len(numbers) == 28 and numbers[0] == 1 and numbers[-1] == 48
     assert numbers == sorted(set(numbers))

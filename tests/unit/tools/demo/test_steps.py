@@ -8,16 +8,16 @@ from vllm_dllm.tools.demo import drawing
 
 def test_cells() -> None:
     first, second, third = steps(*RECORDED)
-    assert drawing.cells(first) == [
+    assert drawing.position_cells(first) == [
         ("cat", drawing.ACCEPTED),
         ("moon", drawing.OPEN),
         ("house", drawing.OPEN),
         ("·", drawing.ACCEPTED),
     ]
-    assert drawing.cells(second)[1:3] == [(" ", drawing.ACCEPTED), ("sun", drawing.OPEN)]
-    assert {style for _, style in drawing.cells(third)} == {drawing.FINISHED}
+    assert drawing.position_cells(second)[1:3] == [(" ", drawing.ACCEPTED), ("sun", drawing.OPEN)]
+    assert {style for _, style in drawing.position_cells(third)} == {drawing.FINISHED}
     (odd,) = steps(event(1, ["\n", "\x07", "\ufffd", ""], [1, 1, 1, 1], 0.0))
-    assert [text for text, _ in drawing.cells(odd)] == ["⏎", "▒", "▒", "·"]
+    assert [text for text, _ in drawing.position_cells(odd)] == ["⏎", "▒", "▒", "·"]
 
 
 def test_flow_breaks_between_cells() -> None:

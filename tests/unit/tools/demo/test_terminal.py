@@ -19,7 +19,7 @@ def draw(console: Console, question: Question = SORT) -> None:
     answer = SimpleNamespace(
         question=question, text="cat dog", steps=recorded, num_tokens=4, seconds=0.5
     )
-    demo.View(console, pace_s=0).show(answer, iter(recorded))
+    demo.View(console, pace_s=0).show_answer(answer, iter(recorded))
 
 
 def test_plain_lines_when_piped() -> None:
@@ -39,7 +39,7 @@ def test_plain_lines_when_piped() -> None:
 def test_a_model_without_canvases_is_called_one() -> None:
     out = io.StringIO()
     answer = SimpleNamespace(question=SORT, text="cat", steps=[], num_tokens=1, seconds=0.5)
-    demo.View(Console(file=out, width=100), pace_s=0).show(answer, iter([]))
+    demo.View(Console(file=out, width=100), pace_s=0).show_answer(answer, iter([]))
     assert out.getvalue().splitlines()[-1] == (
         "No canvases: this model writes one token after the other. 1 token in 0.50 s: 2 tokens/s"
     )
@@ -76,7 +76,7 @@ def test_redrawn_in_place_on_a_terminal() -> None:
 
 
 def test_half_blocks() -> None:
-    drawn = drawing.half_blocks(PIXELS)
+    drawn = drawing.draw_in_colors(PIXELS)
     assert drawn.plain == "▀▀\n▀▀"
     assert [str(span.style) for span in drawn.spans] == [
         *("#ff0000 on #000000", "#ffffff on #ffffff"),
@@ -106,7 +106,7 @@ def test_a_picture_on_a_terminal(with_picture: Question) -> None:
 
 
 def test_a_picture_where_there_are_no_colours(with_picture: Question) -> None:
-    assert drawing.shades(PIXELS) == "▓\n▒"
+    assert drawing.draw_in_shades(PIXELS) == "▓\n▒"
     out = io.StringIO()
     draw(Console(file=out, highlight=False, width=72), with_picture)
     assert out.getvalue().splitlines()[1:4] == ["▓", "▒", "What number is shown?"]

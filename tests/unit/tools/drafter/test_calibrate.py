@@ -147,7 +147,7 @@ def test_measures_what_decoding_would_do(
     for i, size in enumerate(SIZES):
         replayed = replay(target, half_trained, prompts, answers, size - 1)
         right = [course for course in replayed if len(course.answer) > 1]
-        lengths = [course.lengths(size - 1) for course in right]
+        lengths = [course.emitted_lengths(size - 1) for course in right]
         assert found.emitted[:, i].tolist() == [sum(one) for one in lengths]
         assert found.verifications[:, i].tolist() == [len(one) for one in lengths]
         assert torch.equal(found.logits, torch.stack([course.first_logits for course in right]))

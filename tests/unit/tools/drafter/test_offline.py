@@ -73,7 +73,7 @@ def test_equals_literal_speculative_decoding(
     replayed = replay(target, half_trained, prompts[:6], answers, draft_width)
     emitted: list[int] = []
     for prompt, found in zip(prompts, replayed, strict=False):
-        lengths = found.lengths(verify_width)
+        lengths = found.emitted_lengths(verify_width)
         expected = literal(target, half_trained, prompt, draft_width, verify_width, MAX_TOKENS)
         assert (found.answer, lengths) == expected
         first = target.model(torch.tensor([prompt])).logits[0, -1]
@@ -90,8 +90,8 @@ def test_an_answer_of_one_token_needs_no_verification(
     one, other = replay(
         target, half_trained, prompts[:2], [[EOS_ID], [9, 9, EOS_ID]], draft_width=3
     )
-    assert one.lengths(3) == []
-    assert sum(other.lengths(3)) == 2
+    assert one.emitted_lengths(3) == []
+    assert sum(other.emitted_lengths(3)) == 2
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_an_answer_of_one_token_needs_no_verification(
 )
 def test_walks_from_accepted_token_to_accepted_token(verify_width: int, lengths: list[int]) -> None:
     replayed = Replayed(list(range(8)), torch.zeros(1), matches=[3, 0, 1, 3, 0, 7, 0])
-    assert replayed.lengths(verify_width) == lengths
+    assert replayed.emitted_lengths(verify_width) == lengths
 
 
 def test_tau_is_the_mean_over_verifications() -> None:

@@ -14,8 +14,8 @@ from vllm_dllm.tools.drafter.sequences import (
     KnownSequence,
     collect,
     complete,
+    make_server_completer,
     read_prompts,
-    server_completer,
 )
 from vllm_dllm.tools.drafter.target_states import Target
 
@@ -127,7 +127,7 @@ def server(
 def test_asks_a_server_for_token_ids(
     server: tuple[str, dict[str, Any]], prompts: list[list[int]], suffix: str
 ) -> None:
-    answers = server_completer(server[0] + suffix, MAX_TOKENS, 512)(prompts)
+    answers = make_server_completer(server[0] + suffix, MAX_TOKENS, 512)(prompts)
     assert answers == [[prompt[0], EOS_ID] for prompt in prompts]
 
 
@@ -146,9 +146,9 @@ def test_refuses_what_a_server_says(
 ) -> None:
     server[1]["token_ids"] = token_ids
     with pytest.raises(InputError, match=said):
-        server_completer(server[0], MAX_TOKENS, 512)(prompts)
+        make_server_completer(server[0], MAX_TOKENS, 512)(prompts)
 
 
 def test_says_that_no_server_answers() -> None:
     with pytest.raises(InputError, match="no vLLM server answers at http://127"):
-        server_completer("http://127.0.0.1:9", MAX_TOKENS, 512)
+        make_server_completer("http://127.0.0.1:9", MAX_TOKENS, 512)

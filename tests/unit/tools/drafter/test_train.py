@@ -62,7 +62,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def stopped_at(step: int) -> Iterator[None]:
     """The training in the block is stopped by Ctrl-C as it reaches the step."""
 
-    draw = fit.draw
+    draw = fit.draw_batch
 
     def stop(sequences: Any, options: Options, now: int) -> Any:
         if now == step:
@@ -70,7 +70,7 @@ def stopped_at(step: int) -> Iterator[None]:
         return draw(sequences, options, now)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fit, "draw", stop)
+        patch.setattr(fit, "draw_batch", stop)
         yield
 
 
@@ -121,7 +121,7 @@ def test_anchors_lie_where_the_next_token_is_known() -> None:
     anchors_seen: set[int] = set()
     widths_seen: set[int] = set()
     for step in range(300):
-        rows, anchors, widths = fit.draw([short, long], options, step)
+        rows, anchors, widths = fit.draw_batch([short, long], options, step)
         assert rows in ([short, long], [long])
         assert short not in rows or anchors[0] == [7, -1, -1, -1]
         assert len(set(anchors[-1])) == 4
@@ -130,7 +130,7 @@ def test_anchors_lie_where_the_next_token_is_known() -> None:
     assert anchors_seen == set(range(6, 19))
     assert widths_seen == set(range(2, 17))
     options = Options(steps=1, blocks_per_sequence=4, tokens_per_batch=100)
-    assert {len(fit.draw([short, long], options, step)[0]) for step in range(20)} == {1}
+    assert {len(fit.draw_batch([short, long], options, step)[0]) for step in range(20)} == {1}
 
 
 @pytest.mark.parametrize("step", [3, 6], ids=["between two logs", "just after a log"])

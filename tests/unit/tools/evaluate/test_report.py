@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from vllm_dllm.tools.evaluate import report
-from vllm_dllm.tools.evaluate.report import Row, plot
+from vllm_dllm.tools.evaluate.report import Row, save_plot
 
 
 def row(checkpoint: str, task: str, accuracy: float, steps: float | None = 2.5) -> Row:
@@ -35,10 +35,10 @@ def test_recovery_is_of_the_same_task() -> None:
 def test_table_and_picture(tmp_path: Path) -> None:
     rows = report.with_recovery(ROWS)
     console = Console(record=True, width=110, file=(tmp_path / "table").open("w"))
-    console.print(report.as_table(rows, report.asked(rows, 8)))
+    console.print(report.make_table(rows, report.describe_prompts(rows, 8)))
     lines = [line.split() for line in console.export_text().splitlines()]
     assert ["a", "x,", "exact_match", "80.0", "100.0%", "150", "2.50", "4.00", "3.90"] in lines
     assert ["b", "y,", "exact_match", "10.0", "-", "150", "-", "4.00", "3.90"] in lines
-    assert report.asked(rows, 8) == "10 prompts of x, 10 prompts of y, 8 at once"
-    plot(rows, "somewhere", tmp_path / "new" / "eval.png")
+    assert report.describe_prompts(rows, 8) == "10 prompts of x, 10 prompts of y, 8 at once"
+    save_plot(rows, "somewhere", tmp_path / "new" / "eval.png")
     assert (tmp_path / "new" / "eval.png").read_bytes().startswith(b"\x89PNG")
