@@ -1,5 +1,5 @@
 """Puts events of canvases between the server-sent events of a stream: never inside of one, never
-behind the last. The stream may come in pieces that are cut anywhere; its events are sent on whole.
+after the last. The stream may come in pieces that are cut anywhere; its events are sent on whole.
 """
 
 import asyncio

@@ -110,6 +110,7 @@ class CanvasStreams:
         self._app, self._source = app, source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on to vLLM, with its canvases in the answer if it asks for them."""
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or scope["method"] != "POST" or path not in PREFIXES:
             return await self._app(scope, receive, send)

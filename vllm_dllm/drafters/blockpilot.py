@@ -63,6 +63,7 @@ class PredictorConfig:
 
     @property
     def num_inputs(self) -> int:
+        """The width of the network's input."""
         return self.vocab_size if self.variant == "full" else TOP_K + 2
 
 
@@ -196,6 +197,7 @@ class PredictedWidths(Mapping[str, int]):
 
     @cached_property
     def _known(self) -> dict[str, int]:
+        """The widths by request id; waits for the copy."""
         if self._copied is not None:
             self._copied.synchronize()
         return dict(zip(self._request_ids, self._widths.tolist(), strict=True))

@@ -57,7 +57,7 @@ class BlockBuffer:
         start: int,  # index of the block's anchor
         accepted: int,  # drafted tokens that the target accepted
     ) -> None:
-        """Queues a verified block: the tokens up to the bonus token, which the target put behind
+        """Queues a verified block: the tokens up to the bonus token, which the target put after
         the accepted ones. Neither waits nor raises."""
         self._seen += 1
         if self._seen % self._every:

@@ -34,7 +34,7 @@ class PendingContext:
         positions: torch.Tensor,  # [n] int64
         slots: torch.Tensor,  # [num_groups, n] int64
     ) -> None:
-        """Copies the context of n tokens behind the others."""
+        """Copies the context of n tokens after the others."""
         if self._buffers is None:
             width = sum(each.shape[-1] for each in states)
             self._buffers = Context(

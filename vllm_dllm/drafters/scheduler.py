@@ -67,7 +67,8 @@ class _DraftWidthMixin(drafting.DraftSchedulerHooks):
         return min(width, self.max_useful_width(request))
 
     def verified_width(self, request: Request) -> int:
-        # The policy may have a wider one by now, but no more tokens were drafted.
+        """Returns how many drafts of `request` the next step verifies: no more than were drafted,
+        even if the policy has a wider width by now."""
         return min(self._draft_widths.get(request.request_id, 0), self.draft_width(request))
 
     def complete_output(self, output: SchedulerOutput) -> None:
@@ -93,7 +94,8 @@ class _DraftWidthMixin(drafting.DraftSchedulerHooks):
         self._just_verified = request_id
 
     def block_emitted(self, request: Request, block_length: int) -> None:
-        # The tokens of a verification arrive right after their number.
+        """Keeps the emitted tokens in the buffer if they are those of a verification: these come
+        right after `drafts_verified`."""
         if self._buffer is not None and self._just_verified == request.request_id:
             anchor = request.num_tokens - block_length - 1
             self._buffer.add_block(request.all_token_ids, anchor, block_length - 1)

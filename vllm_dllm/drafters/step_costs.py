@@ -45,6 +45,7 @@ class StepCosts:
 
     @property
     def lacks_steps_without_drafts(self) -> bool:
+        """Whether a fit still needs steps without drafts."""
         return len(self._samples[False]) < self.LEAST
 
     def add_step(self, step: Step, seconds: float) -> None:
@@ -56,6 +57,7 @@ class StepCosts:
             self._fit()
 
     def _fit(self) -> None:
+        """Fits the weights to the remembered steps, if there are enough of both kinds."""
         if min(map(len, self._samples.values())) < self.LEAST:
             return
         samples = [sample for kind in self._samples.values() for sample in kind]

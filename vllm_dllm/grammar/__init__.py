@@ -7,12 +7,11 @@ legal. In each step `canvas.py` finds a legal path through the rows:
   improbable, `best_first_search.py` and then `beam_search.py` look for a better path.
 - `cutting.py` cuts the path where the answer can still be completed, with the searches of
   `completion.py`.
-- `run.py` does both for masked models, whose tokens stay once they are revealed.
+- `revealed_run.py` does both for masked models, whose tokens stay once they are revealed.
 
 `state.py` is an answer's place in its grammar, and `compiler.py` makes the first one. There is no
 engine in here, and no tensor of a device: predictions come as NumPy arrays.
 
 Legend: L = rows of a canvas, K = most probable tokens of each row, V = vocabulary size,
 W = ceil(V / 32) words of a mask, whose bit `t % 32` of word `t // 32` is 1 if token t is legal.
-A sequence that begins "behind" a token begins with the next one.
 """

@@ -1,7 +1,7 @@
 """Beam search for a cheap legal path, where the model is too unsure for the best-first search.
 
 A confident token in the wrong place, like a quotation mark too early, is legal, and everything
-behind it has to be repaired. So several paths are followed at once. A path costs how much less
+after it has to be repaired. So several paths are followed at once. A path costs how much less
 probable its tokens are than the rows' best guesses.
 """
 
@@ -21,10 +21,12 @@ _MARGIN_NATS = 16.0
 
 @dataclass
 class _Hypothesis:
-    state: GrammarState  # behind the tokens
+    """The first tokens of a path."""
+
+    state: GrammarState  # after the tokens
     tokens: list[int]
     cost_nats: float
-    mask: np.ndarray | None  # [W] uint32, legal behind the tokens; None: they ended the answer
+    mask: np.ndarray | None  # [W] uint32, legal after the tokens; None: they ended the answer
 
 
 def beam_search(

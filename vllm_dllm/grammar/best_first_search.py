@@ -23,7 +23,7 @@ MAX_STATES = 100
 class _Beginning:
     """The first tokens of a path."""
 
-    state: GrammarState  # behind the tokens; not moved any more
+    state: GrammarState  # after the tokens; not moved any more
     tokens: list[int]
     cost_nats: float
 
@@ -119,7 +119,7 @@ class _BestFirstSearch:
         self._push_next_tokens(extended, but_best_guess=True)
 
     def _push_next_tokens(self, beginning: _Beginning, *, but_best_guess: bool) -> None:
-        """Queues the legal tokens behind a beginning. Of beginnings with the same mask in the same
+        """Queues the legal tokens after a beginning. Of beginnings with the same mask in the same
         row, which are mostly in the same state, only the first is extended: it is the cheapest."""
         self._num_states += 1
         row, mask = len(beginning.tokens), mask_with_few_spaces(beginning.state)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from vllm_dllm.grammar.beam_search import beam_search
 from vllm_dllm.grammar.best_first_search import best_first_search
 from vllm_dllm.grammar.cutting import cut_to_fit
-from vllm_dllm.grammar.rows import CanvasRows, Path
+from vllm_dllm.grammar.rows import CanvasRows, LegalPath
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError, trace_path, walk_best_guesses
 
@@ -20,7 +20,7 @@ _ROWS_BEFORE_REPAIR = 24
 class ConstrainedCanvas:
     """The legal tokens of one canvas, and what they mean for the next one."""
 
-    path: Path  # if the answer ends, it may be shorter than the canvas: the rows behind are free
+    path: LegalPath  # shorter than the canvas if the answer ends: the rows after it are free
     next_forced: list[int]  # tokens that the next canvas has to begin with
     ended: bool  # the path ends the answer
     is_cut: bool  # the answer was cut and closed, because not all of it fits into its tokens
@@ -51,8 +51,10 @@ def constrain_canvas(
     return ConstrainedCanvas(path, end.forced_tokens(), end.has_ended, is_cut=tokens is not None)
 
 
-def find_path(start: GrammarState, rows: CanvasRows, num_rows: int) -> tuple[Path, GrammarState]:
-    """Returns a cheap legal path through the first `num_rows` rows, and the state behind it: that
+def find_path(
+    start: GrammarState, rows: CanvasRows, num_rows: int
+) -> tuple[LegalPath, GrammarState]:
+    """Returns a cheap legal path through the first `num_rows` rows, and the state after it: that
     of a walk along the best guesses, or if its repairs cost much, a cheaper one that a search
     finds. Does not move `start`."""
     end = start.copy()

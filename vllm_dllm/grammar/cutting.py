@@ -1,6 +1,6 @@
 """Cuts a path through a canvas where the answer can still be completed within its tokens.
 
-A path passes together with a plan: tokens that complete the answer behind it. The next canvas falls
+A path passes together with a plan: tokens that complete the answer after it. The next canvas falls
 back on the plan if it finds no other completion.
 """
 
@@ -9,21 +9,21 @@ from vllm_dllm.grammar.completion import (
     find_completion_quickly,
     search_shortest_first,
 )
-from vllm_dllm.grammar.rows import Path
+from vllm_dllm.grammar.rows import LegalPath
 from vllm_dllm.grammar.state import GrammarState
 
 
 def cut_to_fit(
     start: GrammarState,  # before the path; gets the plan
-    path: Path,
-    end: GrammarState,  # behind the path
+    path: LegalPath,
+    end: GrammarState,  # after the path
     num_tokens: int,  # that the answer may get, from `start` on
 ) -> list[int] | None:
-    """Returns None if the path may stay as it is: the answer can be completed behind it, or it ends
+    """Returns None if the path may stay as it is: the answer can be completed after it, or it ends
     inside of a call that the model chose to make, or nothing fits. A model's own call that does not
     fit is left unfinished.
 
-    Otherwise it returns the longest beginning of the path, by a quick search, behind which the
+    Otherwise it returns the longest beginning of the path, by a quick search, after which the
     answer can be completed, with its completion.
     """
     if end.in_optional_call and not path.is_stuck:
@@ -51,15 +51,15 @@ def cut_to_fit(
 def _find_tail(
     start: GrammarState,
     tokens: list[int],
-    end: GrammarState | None,  # behind `tokens`, for a search of all kinds; None: a quick one
+    end: GrammarState | None,  # after `tokens`, for a search of all kinds; None: a quick one
     num_tokens: int,
 ) -> list[int] | None:
-    """Returns what completes the answer behind `start` and `tokens` within `num_tokens`. `start`
+    """Returns what completes the answer after `start` and `tokens` within `num_tokens`. `start`
     remembers it, because the next step's path mostly begins in the same way."""
     key = (tuple(tokens), num_tokens, end is None)
     if key not in start.known_tails:
         max_tokens = num_tokens - len(tokens)
-        state = _state_behind(start, tokens) if end is None else end
+        state = _state_after(start, tokens) if end is None else end
         found = find_completion_quickly(state, max_tokens, start)
         if found is None and end is not None:
             found = search_shortest_first(end, max_tokens)
@@ -68,7 +68,7 @@ def _find_tail(
     return start.known_tails[key]
 
 
-def _state_behind(start: GrammarState, tokens: list[int]) -> GrammarState:
+def _state_after(start: GrammarState, tokens: list[int]) -> GrammarState:
     state = start.copy()
     for token in tokens:
         consumed = state.consume_token(token)

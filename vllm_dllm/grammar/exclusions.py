@@ -59,6 +59,6 @@ class Exclusions:
         return found
 
     def _tokens_completing_words(self, previous: Sequence[int]) -> set[int]:
-        """Returns the tokens that would complete a bad word behind the tokens `previous`."""
+        """Returns the tokens that would complete a bad word after the tokens `previous`."""
         words = self._words_by_last_but_one.get(previous[-1], ()) if previous else ()
         return {word[-1] for word in words if tuple(previous[1 - len(word) :]) == word[:-1]}

@@ -77,7 +77,7 @@ def reuse_plan(
     start: GrammarState,
     state: GrammarState,
 ) -> list[int] | None:
-    """Returns the shortest end of the plan that completes the answer at `state`, perhaps behind one
+    """Returns the shortest end of the plan that completes the answer at `state`, perhaps after one
     more token; None if none is found."""
     masks = _masks_along(start, plan)
     for head in ([], *promising_continuations(state)):
@@ -93,7 +93,7 @@ def reuse_plan(
 def _find_last_joint(
     state: GrammarState,
     tokens: list[int],
-    masks: list[bytes],  # before each of the tokens, and behind the last
+    masks: list[bytes],  # before each of the tokens, and after the last
     first: int,
 ) -> int | None:
     """Returns the largest i, at least `first`, for which `tokens[i:]` complete the answer at
@@ -113,7 +113,7 @@ def _find_last_joint(
 
 
 def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:
-    """Returns the masks before each of the tokens, and behind the last."""
+    """Returns the masks before each of the tokens, and after the last."""
     state, masks = start.copy(), [start.compute_mask().tobytes()]
     for token in tokens:
         state.consume_tokens([token])

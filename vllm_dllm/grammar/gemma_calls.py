@@ -34,7 +34,7 @@ def calls_rule(
     stop_after_first: bool,
 ) -> str:
     """Returns the body of a rule for calls of these functions. Without `at_least_one` it allows
-    free text, with or without calls behind it.
+    free text, with or without calls after it.
 
     Raises:
         SchemaError: a name or a schema cannot be used; says which, and where.
@@ -211,7 +211,7 @@ _BODY_BY_KIND: dict[str, Callable[[_ArgumentRules, Form], str]] = {
 
 
 def _key_literal(name: str, path: str) -> str:
-    """Writes the name of a property and the colon behind it."""
+    """Writes the name of a property and the colon after it."""
     if _PLAIN_KEY.fullmatch(name):
         return quote_literal(f"{name}:")
     if QUOTE in name:

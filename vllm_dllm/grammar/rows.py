@@ -45,7 +45,7 @@ class FoundPath(NamedTuple):
 
 
 @dataclass
-class Path:
+class LegalPath:
     """Legal tokens, one for each row from the canvas' first on, and what is known of these rows."""
 
     tokens: list[int] = field(default_factory=list)
@@ -53,14 +53,14 @@ class Path:
     cost_nats: float = 0.0
     """How much less probable the tokens are than the rows' best guesses."""
     masks: dict[int, np.ndarray] = field(default_factory=dict)
-    """Row -> [W] uint32, the tokens that are legal behind the path's tokens before this row. Rows
+    """Row -> [W] uint32, the tokens that are legal after the path's tokens before this row. Rows
     that the model is sure of have no mask: their distribution stays as it is."""
     num_reasoning: int = 0
     """How many of the first tokens are reasoning."""
     forced: set[int] = field(default_factory=set)
     """Rows that have one legal token."""
     is_stuck: bool = False
-    """Whether no token is legal behind these tokens, though the answer has not ended."""
+    """Whether no token is legal after these tokens, though the answer has not ended."""
     first_repair: int | None = None
     """The first row whose best guess is illegal."""
     confident_cost_nats: float = 0.0

@@ -36,7 +36,7 @@ class GrammarState:
         """How many tokens have to come before one may end an answer that could go on."""
         is_open = reasoning is not None and reasoning.is_open
         self.reasoning = reasoning if is_open else None
-        """The reasoning that the answer is in; the grammar begins behind it."""
+        """The reasoning that the answer is in; the grammar begins after it."""
         self._optional_reasoning = None if is_open else reasoning  # the first token may open it
         self.in_optional_call = False
         """Whether a tool call has begun that the grammar did not demand. Such a call is the model's
@@ -49,7 +49,7 @@ class GrammarState:
         """Characters of whitespace in the tokens of whitespace alone that came last."""
         self.plan: list[int] | None = None
         """Tokens that complete the answer from here, if some are known."""
-        # What searches found from here: by the most tokens allowed, and behind some tokens.
+        # What searches found from here: by the most tokens allowed, and after some tokens.
         self.known_completions: dict[int, list[int] | None] = {}
         self.known_tails: dict[tuple[tuple[int, ...], int, bool], list[int] | None] = {}
 

@@ -55,6 +55,7 @@ class GrammarVocabulary:
         return self._find_special_token(END)
 
     def _find_special_token(self, name: str) -> int | None:
+        """Returns the special token of that name; None if there is none."""
         tokens = self.tokenizer.tokenize_str(name)
         is_one = len(tokens) == 1 and self.tokenizer.decode_str(tokens) == name
         return tokens[0] if is_one else None

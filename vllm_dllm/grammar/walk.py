@@ -13,7 +13,7 @@ from vllm_dllm.grammar.masks import (
     pack_mask,
     unpack_mask,
 )
-from vllm_dllm.grammar.rows import CanvasRows, Path
+from vllm_dllm.grammar.rows import CanvasRows, LegalPath
 from vllm_dllm.grammar.state import GrammarState
 
 SURE_LOGPROB = math.log(0.99)
@@ -29,14 +29,14 @@ class StuckError(RuntimeError):
     """No token is legal though the grammar is incomplete; mostly a limit of llguidance."""
 
 
-def walk_best_guesses(state: GrammarState, rows: CanvasRows, num_rows: int) -> Path:
+def walk_best_guesses(state: GrammarState, rows: CanvasRows, num_rows: int) -> LegalPath:
     """Returns a path through the first `num_rows` rows, or to the token that ends the answer, or to
-    a dead end. Moves `state` behind it.
+    a dead end. Moves `state` to its end.
 
     Rows in succession that the model is sure of are consumed in one call. Every other row has its
     mask computed, which its entropy and its candidate need anyway.
     """
-    path = Path()
+    path = LegalPath()
     unsure = find_unsure_rows(state, rows, num_rows)
     guesses, best = rows.tokens[:, 0].tolist(), rows.logprobs[:, 0].tolist()
     row = _walk_reasoning(state, rows, num_rows, path)
@@ -56,9 +56,9 @@ def walk_best_guesses(state: GrammarState, rows: CanvasRows, num_rows: int) -> P
     return path
 
 
-def _walk_reasoning(state: GrammarState, rows: CanvasRows, num_rows: int, path: Path) -> int:
+def _walk_reasoning(state: GrammarState, rows: CanvasRows, num_rows: int, path: LegalPath) -> int:
     """Appends the best guesses of the rows of reasoning, if there is any, to the path; a stop token
-    gives way to a token that ends the reasoning. Returns the first row behind it. Moves `state`."""
+    gives way to a token that ends the reasoning. Returns the first row after it. Moves `state`."""
     row = 0
     while row < num_rows and state.reasoning is not None:
         guess = int(rows.tokens[row, 0])
@@ -90,7 +90,9 @@ def find_unsure_rows(state: GrammarState, rows: CanvasRows, num_rows: int) -> np
     return np.append(np.flatnonzero(unsure), num_rows)
 
 
-def _append_best_legal_token(state: GrammarState, rows: CanvasRows, row: int, path: Path) -> bool:
+def _append_best_legal_token(
+    state: GrammarState, rows: CanvasRows, row: int, path: LegalPath
+) -> bool:
     """Appends the row's most probable legal token to the path, and moves `state`. Returns False if
     no token is legal."""
     mask = mask_with_few_spaces(state)
@@ -114,7 +116,7 @@ def _append_best_legal_token(state: GrammarState, rows: CanvasRows, row: int, pa
 
 
 def mask_with_few_spaces(state: GrammarState) -> np.ndarray:
-    """Returns the mask [W] uint32 of the tokens that may come next. Behind `MAX_SPACES` characters
+    """Returns the mask [W] uint32 of the tokens that may come next. After `MAX_SPACES` characters
     of whitespace it has no more whitespace, unless nothing else is legal.
 
     Raises:
@@ -132,6 +134,8 @@ def mask_with_few_spaces(state: GrammarState) -> np.ndarray:
 
 
 class _Choice(NamedTuple):
+    """A token of a row."""
+
     token: int
     logprob: float
     rank: int  # among the row's tokens, the best has 0; K: it is none of the K most probable ones
@@ -147,9 +151,9 @@ def _best_legal_token(rows: CanvasRows, row: int, mask: np.ndarray) -> _Choice |
     return _Choice(*rows.best_legal(row, mask), rows.tokens.shape[1])
 
 
-def trace_path(state: GrammarState, rows: CanvasRows, tokens: list[int]) -> Path:
-    """Returns the path of these legal tokens, with its masks. Moves `state` behind it."""
-    path = Path()
+def trace_path(state: GrammarState, rows: CanvasRows, tokens: list[int]) -> LegalPath:
+    """Returns the path of these legal tokens, with its masks. Moves `state` to its end."""
+    path = LegalPath()
     for row, token in enumerate(tokens):
         best = logprob = float(rows.logprobs[row, 0])
         is_free = state.reasoning is not None

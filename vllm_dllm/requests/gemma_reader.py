@@ -44,7 +44,7 @@ class GemmaReader:
         self._markers, self._reads_calls = markers, reads_calls
         self._marker = re.compile("|".join(map(re.escape, markers)))
         self._rest = ""  # may be the beginning of a call or a marker
-        self._spaces = ""  # whitespace, which is not shown before a call or behind the last one
+        self._spaces = ""  # whitespace, which is not shown before a call or after the last one
         self._has_calls = False
 
     def read_piece(self, text: str) -> tuple[str, list[Call]]:
@@ -101,7 +101,7 @@ def _read_call(text: str, begin: int) -> tuple[Call, int]:
         raise _MalformedError
     parts, depth, word = ["{"], 1, ""
     at = begin
-    for at, kind, part in _argument_parts(text, head.end()):  # noqa: B007 (read behind the loop)
+    for at, kind, part in _argument_parts(text, head.end()):  # noqa: B007 (read after the loop)
         if kind == "word":
             word = part.strip()
             continue
@@ -150,13 +150,13 @@ def _word_json(word: str) -> str:
 def is_cut_marker(text: str, markers: Collection[str], stops: Collection[str]) -> bool:
     """Returns whether `text` is the beginning of a marker that one of the stop strings may have
     cut."""
-    behind = [marker[len(text) :] for marker in markers if text and marker.startswith(text)]
-    return any(_may_cut(stop, text, rest) for rest in behind for stop in stops)
+    after = [marker[len(text) :] for marker in markers if text and marker.startswith(text)]
+    return any(_may_cut(stop, text, rest) for rest in after for stop in stops)
 
 
-def _may_cut(stop: str, before: str, behind: str) -> bool:
-    """Returns whether a stop string may have cut a marker between `before` and `behind`."""
-    is_left_out = behind.startswith(stop) or stop.startswith(behind)
+def _may_cut(stop: str, before: str, after: str) -> bool:
+    """Returns whether a stop string may have cut a marker between `before` and `after`."""
+    is_left_out = after.startswith(stop) or stop.startswith(after)
     return is_left_out or before.endswith(stop) or stop.endswith(before)
 
 

@@ -42,6 +42,7 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
         self._reader = self._make_reader(begins_open=begins_in_reasoning(self))
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+        """Splits a whole answer into reasoning and content."""
         begins_open = END in model_output and BEGIN not in model_output.partition(END)[0]
         reader = self._make_reader(begins_open=begins_open)
         begun = reader.read_piece(model_output)
@@ -59,6 +60,7 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
         current_token_ids: Sequence[int],
         delta_token_ids: Sequence[int],
     ) -> DeltaMessage | None:
+        """Returns the reasoning and the content that the next piece of the stream adds."""
         self._tokens.update(delta_token_ids)
         return _delta_message(self._reader.read_piece(delta_text))
 

@@ -80,6 +80,7 @@ class GemmaToolParser(ToolParser):
         return request
 
     def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
+        """Splits a whole answer into its text and its calls."""
         reader = self._reader_for(request)
         text, calls = reader.read_piece(model_output)
         text += reader.finish(_stop_strings(request))
@@ -120,6 +121,7 @@ class GemmaToolParser(ToolParser):
         return DeltaMessage(content=rest) if rest else None
 
     def _reader_for(self, request: Any) -> GemmaReader:
+        """Makes the reader of one answer."""
         markers = _find_markers(self.model_tokenizer)
         return GemmaReader(markers, reads_calls=request.tool_choice != "none")
 
@@ -179,6 +181,8 @@ def calls_format(request: Any) -> dict[str, Any] | None:
 
 
 class _ToolChoice(NamedTuple):
+    """A request's `tool_choice`."""
+
     names: list[str]  # of the functions that may be called
     is_required: bool  # one of them must be called
     is_single: bool  # and only once

@@ -69,6 +69,7 @@ def check_token_limits(
 
 
 def _check_limit(name: str, unit: str, value: int, most: int) -> None:
+    """Raises VLLMValidationError if a parameter asks for more than the limit `most`."""
     if value > most:
         raise VLLMValidationError(
             f"{name} must ask for at most {most} {unit} on this server, got {value}. Ask for less, "

@@ -133,6 +133,7 @@ class MediaKind:
     example: str  # of a data URL
 
     def error(self, why: str) -> VLLMValidationError:
+        """Makes the error for a request's image or video."""
         return VLLMValidationError(why, parameter=f"{self.name}_url")
 
     def check_num_bytes(self, num_bytes: int) -> None:
@@ -197,6 +198,7 @@ VIDEO = MediaKind(
 
 
 def _reason(error: Exception) -> str:
+    """Returns an error's message for the client."""
     if isinstance(error, UnidentifiedImageError):
         return "its format is not known, or is no picture's"
     return str(error) or type(error).__name__

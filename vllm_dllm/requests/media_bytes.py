@@ -57,6 +57,7 @@ class CarefulImageIO(ImageMediaIO):
                 raise self._too_large("more") from error
 
     def _check_header(self, image: Image.Image) -> None:
+        """Raises VLLMValidationError for an image that is too large, or an animation."""
         if image.width * image.height > self.max_pixels:
             raise self._too_large(f"{image.width} x {image.height}")
         # A photograph of several sizes is no animation: cameras write such JPEGs.
@@ -148,6 +149,8 @@ class EvenFramesBackend(VideoBackend):
     def compute_frames_index_to_sample(
         cls, source: VideoSourceMetadata, target: VideoTargetMetadata, **_: Any
     ) -> list[int]:
+        """Returns the indices of the frames to decode. Raises VLLMValidationError for a file with
+        none or too many."""
         total = source.total_frames_num
         if not 0 < total <= MAX_FILE_FRAMES:
             raise VIDEO.error(

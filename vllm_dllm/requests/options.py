@@ -144,7 +144,7 @@ class RequestOptions:
 
     @property
     def judges_answer_only(self) -> bool:
-        """Whether positions behind the answer's end do not keep a canvas from finishing. By default
+        """Whether positions after the answer's end do not keep a canvas from finishing. By default
         they do not if the request predicts its answer."""
         return bool(self.prediction if self.judge_answer_only is None else self.judge_answer_only)
 

@@ -103,12 +103,13 @@ def _tag(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
 
 
 def _check_begin(node: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError unless a tag's `begin` is text."""
     if not isinstance(node["begin"], str):
         raise ValueError(f"{path}.begin must be text, got {node['begin']!r}")
 
 
 def _content_and_end(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    """Writes a tag behind its `begin`."""
+    """Writes a tag after its `begin`."""
     ends = [node["end"]] if isinstance(node["end"], str) else node["end"]
     if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
         raise ValueError(f"{path}.end must be text, or a list of texts, got {node['end']!r}")

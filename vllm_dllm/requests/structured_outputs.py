@@ -222,6 +222,7 @@ def _count_fewest_tokens_once(
 
 
 def _refusal(message: str) -> VLLMValidationError:
+    """Makes the error for a request's structured outputs."""
     return VLLMValidationError(f"{message}.", parameter="structured_outputs")
 
 

@@ -45,6 +45,7 @@ def _arg(flags: str, text: str, kind: Any = str, default: Any = None, **options:
 
 
 def _flag(name: str, text: str) -> Argument:
+    """Makes an option without a value."""
     return (name,), {"action": "store_true", "help": text}
 
 

@@ -101,35 +101,40 @@ NONE = "–"
 def draw_frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) -> RenderableType:
     """Draws all lines from the scrapes, the oldest first. `problem`: an error to show below."""
     now = scrapes[-1]
-    lines: list[RenderableType] = [_title(url, now), "", _requests(now), _memory(now), ""]
-    lines += [_rates(scrapes), ""]
-    lines += [_shares("Blocks finished by", Change(None, now), "canvases_finished", "cause")]
-    lines += [_shares("Requests by rule", Change(None, now), "requests", "acceptance")]
+    lines: list[RenderableType] = [
+        *(_title_line(url, now), ""),
+        _requests_line(now),
+        _memory_line(now),
+        "",
+    ]
+    lines += [_rates_table(scrapes), ""]
+    lines += [_shares_line("Blocks finished by", Change(None, now), "canvases_finished", "cause")]
+    lines += [_shares_line("Requests by rule", Change(None, now), "requests", "acceptance")]
     if cut := now.total("vllm_dllm:canvases_cut_total"):
-        lines.append(_line("Canvases cut", f"{cut:.0f}, by the end of the context"))
+        lines.append(_labelled_line("Canvases cut", f"{cut:.0f}, by the end of the context"))
     if len(engines := now.totals_by("vllm:num_requests_running", "engine")) > 1:
-        lines += ["", _engines(scrapes, engines)]
+        lines += ["", _engines_table(scrapes, engines)]
     if problem is not None:
         lines += ["", Text(problem, style="bold red")]
     return Group(*lines)
 
 
-def _title(url: str, now: Scrape) -> Text:
+def _title_line(url: str, now: Scrape) -> Text:
     models = ", ".join(now.totals_by("vllm_dllm:forwards_total", "model_name"))
     return Text.assemble((models, "bold"), f"  {url}")
 
 
-def _requests(now: Scrape) -> Text:
+def _requests_line(now: Scrape) -> Text:
     running = now.total("vllm:num_requests_running")
     waiting = now.total("vllm:num_requests_waiting")
-    return _line("Requests", f"{running:.0f} running, {waiting:.0f} waiting")
+    return _labelled_line("Requests", f"{running:.0f} running, {waiting:.0f} waiting")
 
 
-def _memory(now: Scrape) -> Text:
+def _memory_line(now: Scrape) -> Text:
     shares = now.totals_by("vllm:kv_cache_usage_perc", "engine").values()
     share = sum(shares) / len(shares) if shares else 0.0
     full = round(share * BAR)
-    return _line("KV cache", f"{'█' * full}{'░' * (BAR - full)} {share:.1%}")
+    return _labelled_line("KV cache", f"{'█' * full}{'░' * (BAR - full)} {share:.1%}")
 
 
 RATES: Mapping[str, tuple[Callable[[Change], float | None], str]] = {
@@ -160,7 +165,7 @@ def _share_of_free_commits(change: Change) -> float | None:
     return 1 - shares.get("own", 0.0) if shares else None
 
 
-def _rates(scrapes: Sequence[Scrape]) -> Table:
+def _rates_table(scrapes: Sequence[Scrape]) -> Table:
     """Draws the lines of `RATES`, for the last seconds and since the server's start."""
     recent = Change(scrapes[0], scrapes[-1])
     since_start = Change(None, scrapes[-1])
@@ -172,26 +177,26 @@ def _rates(scrapes: Sequence[Scrape]) -> Table:
     headings = ("", f"last {seconds:.0f} s", "since start")
     table.add_row(*(Text(heading, style="dim") for heading in headings))
     for name, (number, form) in RATES.items():
-        cells = (_cell(number(change), form) for change in (recent, since_start))
+        cells = (_format_cell(number(change), form) for change in (recent, since_start))
         table.add_row(name, *cells)
     return table
 
 
-def _cell(number: float | None, form: str) -> str:
+def _format_cell(number: float | None, form: str) -> str:
     return NONE if number is None else format(number, form)
 
 
-def _shares(title: str, change: Change, name: str, label: str) -> Text:
+def _shares_line(title: str, change: Change, name: str, label: str) -> Text:
     """Draws a line that says which share of a counter each value of a label has."""
     shares = change.shares(f"vllm_dllm:{name}_total", label)
     words = [
         f"{value.replace('_', ' ')} {'<1%' if share < 0.01 else format(share, '.0%')}"
         for value, share in shares.items()
     ]
-    return _line(title, ", ".join(words) or NONE)
+    return _labelled_line(title, ", ".join(words) or NONE)
 
 
-def _engines(scrapes: Sequence[Scrape], engines: Mapping[str, float]) -> Table:
+def _engines_table(scrapes: Sequence[Scrape], engines: Mapping[str, float]) -> Table:
     """Draws a line for each engine, whose running requests are `engines`."""
     change = Change(scrapes[0], scrapes[-1])
     table = Table.grid(padding=(0, 2))
@@ -205,5 +210,5 @@ def _engines(scrapes: Sequence[Scrape], engines: Mapping[str, float]) -> Table:
     return table
 
 
-def _line(title: str, text: str) -> Text:
+def _labelled_line(title: str, text: str) -> Text:
     return Text(f"{title:<28}  {text}")

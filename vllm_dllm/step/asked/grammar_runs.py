@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_dllm.denoise.masked import NO_BOUND, Candidates, Held, MaskedRules
-from vllm_dllm.grammar.run import ChooseCandidate, RowCandidate, RunRule, reveal_run
+from vllm_dllm.grammar.revealed_run import ChooseCandidate, RowCandidate, RunRule, reveal_run
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.step.asked.answer import Answer
 from vllm_dllm.step.asked.grammars import CanvasGrammars

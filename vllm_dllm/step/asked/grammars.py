@@ -22,7 +22,7 @@ from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import LegalPaths
 from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.reasoning import Reasoning
-from vllm_dllm.grammar.rows import Path
+from vllm_dllm.grammar.rows import LegalPath
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.requests.ends import EVERY_BLOCK
@@ -235,7 +235,7 @@ class CanvasGrammars:
         logits: CanvasLogits,
         row_temperature: torch.Tensor,
         revealing: Reveal | None,
-    ) -> Path | None:
+    ) -> LegalPath | None:
         """Canvas i's."""
         answer = self._ready(slot, begin)
         length = int(batch.lengths_np[i])
@@ -258,7 +258,7 @@ class CanvasGrammars:
         return async_tensor_h2d(np.asarray(values), device=self._device)
 
 
-def _exclude_illegal(logits: CanvasLogits, i: int, path: Path) -> None:
+def _exclude_illegal(logits: CanvasLogits, i: int, path: LegalPath) -> None:
     if path.masks:
         rows = sorted(path.masks)
         words = np.stack([path.masks[row] for row in rows])

@@ -196,7 +196,7 @@ class View:
                 self._console.print(Text(drawing.format_line(step)), soft_wrap=True)
         self._console.print(Text(answer.text, "bold"), soft_wrap=not self._live)
         self.print_note(
-            f"{_describe_steps(answer.steps)}{_count(answer.num_tokens, 'token')} in "
+            f"{_describe_steps(answer.steps)}{_pluralize(answer.num_tokens, 'token')} in "
             f"{answer.seconds:.2f} s: {answer.num_tokens / answer.seconds:.0f} tokens/s"
         )
 
@@ -220,11 +220,12 @@ class View:
 
 
 def _describe_steps(steps: Sequence[Step]) -> str:
+    """Returns how many steps and canvases there were, in words."""
     if not steps:
         return "No canvases: this model writes one token after the other. "
     num_canvases = sum(step.finished for step in steps)
-    return f"{_count(len(steps), 'step')} on {_count(num_canvases, 'canvas', 'es')}, "
+    return f"{_pluralize(len(steps), 'step')} on {_pluralize(num_canvases, 'canvas', 'es')}, "
 
 
-def _count(number: int, what: str, plural: str = "s") -> str:
+def _pluralize(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{plural if number != 1 else ''}"

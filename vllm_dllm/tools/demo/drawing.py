@@ -108,6 +108,7 @@ def format_line(step: Step) -> str:
 
 
 def _counters(step: Step) -> str:
+    """Returns the numbers of a step as text of a fixed width."""
     return (
         f"canvas {step.block + 1}  step {step.number:2d}  "
         f"accepted {sum(step.accepted):3d}/{len(step.accepted)}  "

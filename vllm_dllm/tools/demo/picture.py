@@ -36,18 +36,18 @@ def save_picture(path: Path, question: Question, steps: Sequence[Step]) -> None:
     parts = []
     if question.image is not None:
         size = tuple(PIXEL * length for length in question.image.size)
-        parts.append(_image(MARGIN, MARGIN, size, question.data_url))
+        parts.append(_svg_image(MARGIN, MARGIN, size, question.data_url))
         y += size[1] + LINE_HEIGHT / 2
-    parts.append(_text(MARGIN, y, text, QUESTION, "bold"))
+    parts.append(_svg_text(MARGIN, y, text, QUESTION, "bold"))
     y += 1.5 * LINE_HEIGHT
     for step in select_evenly(steps, MAX_ROWS):
-        parts.append(_text(MARGIN, y, f"step {step.number:2d}", LABEL))
-        parts += _row(left, y, drawing.position_cells(step), widths)
+        parts.append(_svg_text(MARGIN, y, f"step {step.number:2d}", LABEL))
+        parts += _svg_row(left, y, drawing.position_cells(step), widths)
         bar = step.entropy_nats / max_entropy_nats * BAR_WIDTH
-        parts.append(_rectangle(right, y - 10, max(bar, 1), 10, BAR))
-        parts.append(_text(right + BAR_WIDTH + 8, y, f"{step.entropy_nats:.3f}", LABEL))
+        parts.append(_svg_rectangle(right, y - 10, max(bar, 1), 10, BAR))
+        parts.append(_svg_text(right + BAR_WIDTH + 8, y, f"{step.entropy_nats:.3f}", LABEL))
         y += LINE_HEIGHT
-    parts.append(_text(MARGIN, y + LINE_HEIGHT / 2, LEGEND, LABEL))
+    parts.append(_svg_text(MARGIN, y + LINE_HEIGHT / 2, LEGEND, LABEL))
 
     height = y + LINE_HEIGHT / 2 + MARGIN
     header = (
@@ -55,7 +55,7 @@ def save_picture(path: Path, question: Question, steps: Sequence[Step]) -> None:
         f'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" '
         f'font-size="{FONT_SIZE}">'
     )
-    background = _rectangle(0, 0, width, height, BACKGROUND)
+    background = _svg_rectangle(0, 0, width, height, BACKGROUND)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([header, background, *parts, "</svg>\n"]), encoding="utf-8")
 
@@ -67,7 +67,7 @@ def select_evenly(steps: Sequence[Step], count: int) -> list[Step]:
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
-def _row(left: float, y: float, cells: list[tuple[str, str]], widths: list[int]) -> list[str]:
+def _svg_row(left: float, y: float, cells: list[tuple[str, str]], widths: list[int]) -> list[str]:
     """Returns the text elements of one step's cells: neighbours of the same style share one."""
     parts, x = [], left
     fitted = [
@@ -76,12 +76,12 @@ def _row(left: float, y: float, cells: list[tuple[str, str]], widths: list[int])
     ]
     for style, run in groupby(fitted, key=lambda cell: cell[1]):
         text = "".join(text for text, _ in run)
-        parts.append(_text(x, y, text, COLORS[style], "" if style == drawing.OPEN else "bold"))
+        parts.append(_svg_text(x, y, text, COLORS[style], "" if style == drawing.OPEN else "bold"))
         x += cell_len(text) * CELL_WIDTH
     return parts
 
 
-def _text(x: float, y: float, text: str, color: str, weight: str = "") -> str:
+def _svg_text(x: float, y: float, text: str, color: str, weight: str = "") -> str:
     bold = ' font-weight="bold"' if weight else ""
     # The length is given because a fallback font may be wider or narrower. Plain spaces would be
     # dropped at the ends and in runs.
@@ -92,14 +92,14 @@ def _text(x: float, y: float, text: str, color: str, weight: str = "") -> str:
     )
 
 
-def _image(x: float, y: float, size: tuple[int, ...], url: str) -> str:
+def _svg_image(x: float, y: float, size: tuple[int, ...], url: str) -> str:
     return (
         f'<image x="{x:.1f}" y="{y:.1f}" width="{size[0]}" height="{size[1]}" '
         f'style="image-rendering: pixelated" href="{url}"/>'
     )
 
 
-def _rectangle(x: float, y: float, width: float, height: float, color: str) -> str:
+def _svg_rectangle(x: float, y: float, width: float, height: float, color: str) -> str:
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}"/>'
     )

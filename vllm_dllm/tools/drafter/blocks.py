@@ -42,7 +42,7 @@ def make_blocks(
     block_size: int,  # W
     mask_token_id: int,
 ) -> Blocks:
-    """Builds the blocks of a batch: anchors and the masks behind them, the tokens to guess there,
+    """Builds the blocks of a batch: anchors and the masks after them, the tokens to guess there,
     and which tokens and slots each slot sees."""
     num_rows, num_tokens = tokens.shape
     device = tokens.device
@@ -95,7 +95,7 @@ def drafting_loss(
 ) -> Tensor:
     """Returns the weighted mean of the cross entropies of the masked slots, [] float32, in nats.
 
-    The first wrong guess ends a draft, so slot k behind the anchor weighs exp(-(k - 1) / γ), as in
+    The first wrong guess ends a draft, so slot k after the anchor weighs exp(-(k - 1) / γ), as in
     the paper (arXiv:2602.06036).
     """
     block_size = drafter.config.block_size

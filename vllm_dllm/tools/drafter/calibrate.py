@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, BlockPilot, PredictorConfig, save_predictor
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.drafter.measured import (
-    Measured,
+from vllm_dllm.tools.drafter.measurements import (
+    Measurements,
     candidate_sizes,
     measure,
     measure_in_parts,
@@ -93,13 +93,13 @@ def calibrate_width(
 
 
 def _measure_sides(
-    measure_part: Callable[[Sequence[list[int]]], Measured],
+    measure_part: Callable[[Sequence[list[int]]], Measurements],
     sides: tuple[list[list[int]], list[list[int]]],  # training and held-out prompts
     partial: Path,
-) -> list[Measured]:
+) -> list[Measurements]:
     """Measures the training and the held-out prompts. Parts that a stopped run has measured are
     read."""
-    measured: list[Measured] = []
+    measured: list[Measurements] = []
     with progress_bars() as progress:
         for name, side in zip(MEASURED_FOLDERS, sides, strict=True):
             folder = partial / name
@@ -124,7 +124,7 @@ WEIGHT_DECAY = 0.01
 VALIDATION_SHARE = 0.15  # of the training prompts, to choose an epoch
 
 
-def train_predictor(data: Measured, config: PredictorConfig, seed: int) -> BlockPilot:
+def train_predictor(data: Measurements, config: PredictorConfig, seed: int) -> BlockPilot:
     """Trains a predictor on the CPU, in seconds for a few thousand prompts, and returns it with the
     weights of the epoch with the lowest validation loss. The same seed gives the same weights."""
     torch.manual_seed(seed)

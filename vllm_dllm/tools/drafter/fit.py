@@ -27,11 +27,11 @@ WARMUP, DECAY = 0.02, 0.6  # shares of the run in which the learning rate rises,
 
 
 @dataclass(frozen=True)
-class Options:
+class TrainingOptions:
     """The options of a training run."""
 
     block_size: int = 16
-    """Slots of a block: the anchor and the tokens drafted behind it."""
+    """Slots of a block: the anchor and the tokens drafted after it."""
     num_layers: int = 3
     target_layer_ids: tuple[int, ...] | None = None
     """None: as many as the drafter has layers, spread as in the published drafters."""
@@ -55,7 +55,7 @@ def fit(
     target: Target,
     drafter: DFlashDrafter,
     sequences: list[KnownSequence],
-    options: Options,
+    options: TrainingOptions,
     partial: Path,
 ) -> list[dict[str, Any]]:
     """Trains the drafter in place, and returns the log. Saves its state in `partial` now and
@@ -115,7 +115,7 @@ def fit(
     return log
 
 
-def _progress(options: Options, step: int, elapsed_s: float) -> float:
+def _progress(options: TrainingOptions, step: int, elapsed_s: float) -> float:
     """Returns how far the run is, from 0 to 1, by steps or by time, as the options ask."""
     if options.steps is not None:
         return step / options.steps
@@ -147,7 +147,7 @@ class Batch(NamedTuple):
 
 def draw_batch(
     sequences: list[KnownSequence],  # from short to long
-    options: Options,
+    options: TrainingOptions,
     step: int,
 ) -> Batch:
     """Draws sequences of similar length, with about `tokens_per_batch` tokens and slots of blocks,

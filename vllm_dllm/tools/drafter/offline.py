@@ -55,7 +55,7 @@ def replay(
     answers: Sequence[list[int]],  # the target's greedy tokens of each prompt, at least one
     draft_width: int,
 ) -> list[Replayed]:
-    """Drafts `draft_width` tokens behind every answer token but the last, and counts how many are
+    """Drafts `draft_width` tokens after every answer token but the last, and counts how many are
     right. Returns one result for each prompt, in their order."""
     check_fit(drafter.config, target.config)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))

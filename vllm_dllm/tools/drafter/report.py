@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from vllm_dllm.drafters.blockpilot import BlockPilot
-from vllm_dllm.tools.drafter.measured import Measured
+from vllm_dllm.tools.drafter.measurements import Measurements
 
 RESAMPLES = 2000
 LEAK_SHARE = 0.95  # of the way from the best fixed size to the oracle
@@ -24,7 +24,7 @@ LEAST_ROOM = 0.01  # of τ, between those two, for that share to mean anything
 
 
 def build_report(
-    predictor: BlockPilot, training: Measured, held_out: Measured, seed: int
+    predictor: BlockPilot, training: Measurements, held_out: Measurements, seed: int
 ) -> dict[str, Any]:
     """Returns the report's numbers, ready for JSON. τ is the mean over prompts, as in the paper;
     `pooled_tau` weighs all verifications equally, which decides how long answers take."""
@@ -79,7 +79,7 @@ def _select(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(1, index[:, None]).squeeze(1)
 
 
-def _measure_policy(data: Measured, sizes: tuple[int, ...], index: Tensor) -> dict[str, float]:
+def _measure_policy(data: Measurements, sizes: tuple[int, ...], index: Tensor) -> dict[str, float]:
     """Returns the numbers of a policy that chooses the size `index` [n] int64 for each prompt."""
     emitted, verifications = _select(data.emitted, index), _select(data.verifications, index)
     drafted = (torch.tensor(sizes)[index] - 1) * verifications

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Qwen3Config
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.drafter.fit import STATE_FILE, Options, fit
+from vllm_dllm.tools.drafter.fit import STATE_FILE, TrainingOptions, fit
 from vllm_dllm.tools.drafter.reference import (
     DFlashDrafter,
     drafter_config,
@@ -56,12 +56,12 @@ def train(
     **options: Any,
 ) -> None:
     """Trains a drafter, and writes it to `out`, which never exists unfinished. Further options are
-    the fields of `Options`. Raises InputError for input that cannot be used.
+    the fields of `TrainingOptions`. Raises InputError for input that cannot be used.
 
     Sequences come from `prompts`, which the target or the `server` answers, or from the buffer of
     a serving drafter, which must be `init_from`.
     """
-    settings = Options(**options)
+    settings = TrainingOptions(**options)
     partial = resumable.partial_folder(out)
     _check_arguments(settings, prompts, server, from_buffer, init_from)
     text_config = target_text_config(target)
@@ -104,7 +104,7 @@ def train(
 
 
 def _check_arguments(
-    options: Options,
+    options: TrainingOptions,
     prompts: Path | None,
     server: str | None,
     from_buffer: Path | None,
@@ -128,7 +128,7 @@ def _check_arguments(
         )
 
 
-def config_for_target(target: Path, text_config: Any, options: Options) -> Qwen3Config:
+def config_for_target(target: Path, text_config: Any, options: TrainingOptions) -> Qwen3Config:
     """Makes the configuration of a new drafter. Raises InputError where there is no token for
     masks."""
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -177,7 +177,7 @@ def _fingerprint(
     target: Path,
     init_from: Path | None,
     server: str | None,
-    options: Options,
+    options: TrainingOptions,
     sources: Sequence[Any],
 ) -> dict[str, Any]:
     """Returns what identifies a run: two runs with equal values write the same drafter."""

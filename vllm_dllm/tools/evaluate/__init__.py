@@ -17,7 +17,7 @@ from rich.console import Console
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate import report
-from vllm_dllm.tools.evaluate.harness import Asking, evaluate
+from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate
 from vllm_dllm.tools.evaluate.report import Row, save_plot
 from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics, read_weight_bytes
 from vllm_dllm.tools.evaluate.serving import redirect_library_logs, run_server, serve_options
@@ -38,37 +38,37 @@ def run(
     **options: Any,
 ) -> None:
     """Evaluates the checkpoints, prints a table, and writes it with a plot to `out`. The other
-    options are the fields of `Asking`.
+    options are the fields of `PromptSettings`.
 
     Raises:
         InputError, ServerError: an option cannot be used, or a server failed.
     """
-    asking = Asking(**options)
-    _check_options(checkpoints, asking, out)
+    prompting = PromptSettings(**options)
+    _check_options(checkpoints, prompting, out)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-eval-"))
     with redirect_library_logs(logs / "lm_eval.log"):
-        loaded = load_tasks(tasks or [HELD_OUT], asking.data)
-        asking = replace(asking, serve_options=serve_options(loaded, asking.serve_options))
+        loaded = load_tasks(tasks or [HELD_OUT], prompting.data)
+        prompting = replace(prompting, serve_options=serve_options(loaded, prompting.serve_options))
         rows: list[Row] = []
         for checkpoint in checkpoints:
-            rows += _evaluate_checkpoint(checkpoint, loaded, asking, console, logs)
+            rows += _evaluate_checkpoint(checkpoint, loaded, prompting, console, logs)
     table = report.with_recovery(rows)
-    asked = report.describe_prompts(table, asking.concurrency)
+    asked = report.describe_prompts(table, prompting.concurrency)
     console.print(report.make_table(table, asked))
     machine = report.describe_machine()
-    report.save_json(table, asking, machine, out / "eval.json")
+    report.save_json(table, prompting, machine, out / "eval.json")
     save_plot(table, f"{asked}; {machine['device']}", out / "eval.png")
     console.print(f"{out / 'eval.json'}, {out / 'eval.png'}", soft_wrap=True)
 
 
-def _check_options(checkpoints: Sequence[Path], asking: Asking, out: Path) -> None:
+def _check_options(checkpoints: Sequence[Path], prompting: PromptSettings, out: Path) -> None:
     """Raises InputError or ServerError for options that cannot be used."""
     for checkpoint in checkpoints:
         check_checkpoint(checkpoint)
     if len(set(checkpoints)) < len(checkpoints):
         raise InputError("a checkpoint is named twice: name each one once")
-    asking.check()
+    prompting.check()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # now, not after everything has been measured
@@ -76,21 +76,25 @@ def _check_options(checkpoints: Sequence[Path], asking: Asking, out: Path) -> No
 
 
 def _evaluate_checkpoint(
-    checkpoint: Path, tasks: dict[str, Task], asking: Asking, console: Console, logs: Path
+    checkpoint: Path,
+    tasks: dict[str, Task],
+    prompting: PromptSettings,
+    console: Console,
+    logs: Path,
 ) -> Iterator[Row]:
     """Serves a checkpoint, and yields the rows of its tasks."""
-    with run_server(checkpoint, asking.serve_options or (), console, logs) as port:
+    with run_server(checkpoint, prompting.serve_options or (), console, logs) as port:
         weight_bytes = read_weight_bytes(port)
         for name, task in tasks.items():
             before = read_metrics(port)
             with progress_bars(console) as progress:
-                num_prompts = min(len(task.eval_docs), asking.limit or len(task.eval_docs))
+                num_prompts = min(len(task.eval_docs), prompting.limit or len(task.eval_docs))
                 bar = progress.add_task(name, total=num_prompts)
                 outcome = evaluate(
                     task,
                     str(checkpoint),
                     port,
-                    asking,
+                    prompting,
                     log=logs / "lm_eval.log",
                     on_answer=functools.partial(progress.advance, bar),
                 )

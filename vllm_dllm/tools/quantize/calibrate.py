@@ -75,6 +75,7 @@ class InputRanges:
                 handle.remove()
 
     def _record(self, group: str, largest: torch.Tensor) -> None:
+        """Raises a group's range to the magnitudes `largest`, if they are larger."""
         known = self.largest.get(group)
         self.largest[group] = largest if known is None else torch.maximum(known, largest)
 

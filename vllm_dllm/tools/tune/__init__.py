@@ -20,7 +20,7 @@ from rich.console import Console
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.evaluate.harness import Asking, evaluate
+from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate
 from vllm_dllm.tools.evaluate.report import describe_machine, sha256_sums
 from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics
 from vllm_dllm.tools.evaluate.serving import redirect_library_logs, run_server, serve_options
@@ -39,7 +39,7 @@ Measure = Callable[[Sequence[int], Mapping[str, Value]], Measured]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Asking):
+class Settings(PromptSettings):
     task: str
     """A task file, or a task name of lm-evaluation-harness."""
     trials: int

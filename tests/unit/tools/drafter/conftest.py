@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
-from vllm_dllm.tools.drafter.fit import Options, fit
+from vllm_dllm.tools.drafter.fit import TrainingOptions, fit
 from vllm_dllm.tools.drafter.reference import DFlashDrafter, load_drafter, save_drafter
 from vllm_dllm.tools.drafter.sequences import KnownSequence, complete
 from vllm_dllm.tools.drafter.target_states import Target, load_target
@@ -45,7 +45,7 @@ def half_trained_folder(
     drafter = load_drafter(drafter_folder).train()
     answers = complete(target, prompts, max_tokens=24)
     sequences = [KnownSequence(p + a, len(p)) for p, a in zip(prompts, answers, strict=True)]
-    fit(target, drafter, sequences, Options(block_size=8, steps=12), folder)
+    fit(target, drafter, sequences, TrainingOptions(block_size=8, steps=12), folder)
     save_drafter(drafter, folder, torch.float32)
     return folder
 

@@ -14,8 +14,8 @@ from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, load_pr
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter import calibrate
 from vllm_dllm.tools.drafter.calibrate import train_predictor
-from vllm_dllm.tools.drafter.measured import (
-    Measured,
+from vllm_dllm.tools.drafter.measurements import (
+    Measurements,
     candidate_sizes,
     measure,
     measure_in_parts,
@@ -33,15 +33,15 @@ V, BLOCK_SIZE, MAX_TOKENS = 40, 8, 16
 SIZES = (6, 7, 8)
 
 
-def measured(tau: list[list[float]], logits: torch.Tensor | None = None) -> Measured:
+def measured(tau: list[list[float]], logits: torch.Tensor | None = None) -> Measurements:
     """100 verifications a prompt and size."""
     emitted = torch.tensor([[round(100 * value) for value in row] for row in tau])
     if logits is None:
         logits = torch.zeros(len(tau), V)
-    return Measured(logits, emitted, torch.full_like(emitted, 100))
+    return Measurements(logits, emitted, torch.full_like(emitted, 100))
 
 
-def learnable(rows: int, *, by_chance: bool = False) -> Measured:
+def learnable(rows: int, *, by_chance: bool = False) -> Measurements:
     """Which size is best shows in the best token and in its lead, or in nothing."""
     kinds = torch.arange(rows) % 3
     logits = torch.randn(rows, V)
@@ -111,7 +111,7 @@ class Fixed:
 
 def test_numbers_of_a_report() -> None:
     training = measured([[2.0, 3.0, 2.5]] * 5)
-    held_out = Measured(
+    held_out = Measurements(
         torch.zeros(2, V),
         torch.tensor([[10, 12, 12], [30, 30, 30]]),
         torch.tensor([[5, 4, 6], [10, 10, 6]]),
@@ -203,7 +203,7 @@ def test_goes_on_where_it_was_interrupted(
 ) -> None:
     calls: list[int] = []
 
-    def measure_twice(*args: Any, **options: Any) -> Measured:
+    def measure_twice(*args: Any, **options: Any) -> Measurements:
         calls.append(len(args[2]))
         if len(calls) == 2:
             raise Interruption
@@ -224,10 +224,10 @@ def test_goes_on_where_it_was_interrupted(
 def test_parts_are_read_back_whole(tmp_path: Path) -> None:
     prompts, done = [[7] * (1 + i % 9) for i in range(70)], []
 
-    def fake(part: list[list[int]]) -> Measured:
+    def fake(part: list[list[int]]) -> Measurements:
         return measured([[float(len(prompt))] * 3 for prompt in part], torch.randn(len(part), V))
 
-    def refuse(part: list[list[int]]) -> Measured:
+    def refuse(part: list[list[int]]) -> Measurements:
         raise AssertionError("this part was measured before")
 
     one = measure_in_parts(fake, prompts, tmp_path, done.append)

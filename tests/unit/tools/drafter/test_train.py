@@ -16,7 +16,7 @@ from vllm_dllm import cli
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter import fit, train
-from vllm_dllm.tools.drafter.fit import Options
+from vllm_dllm.tools.drafter.fit import TrainingOptions
 from vllm_dllm.tools.drafter.reference import load_drafter
 from vllm_dllm.tools.drafter.sequences import KnownSequence, complete, read_prompts
 from vllm_dllm.tools.drafter.target_states import load_target, target_text_config
@@ -64,7 +64,7 @@ def stopped_at(step: int) -> Iterator[None]:
 
     draw = fit.draw_batch
 
-    def stop(sequences: Any, options: Options, now: int) -> Any:
+    def stop(sequences: Any, options: TrainingOptions, now: int) -> Any:
         if now == step:
             raise KeyboardInterrupt
         return draw(sequences, options, now)
@@ -117,7 +117,7 @@ def test_says_how_far_it_is_and_where_it_wrote(
 
 def test_anchors_lie_where_the_next_token_is_known() -> None:
     short, long = KnownSequence(list(range(9)), 7), KnownSequence(list(range(20)), 6)
-    options = Options(block_size=16, steps=1, blocks_per_sequence=4, tokens_per_batch=200)
+    options = TrainingOptions(block_size=16, steps=1, blocks_per_sequence=4, tokens_per_batch=200)
     anchors_seen: set[int] = set()
     widths_seen: set[int] = set()
     for step in range(300):
@@ -129,7 +129,7 @@ def test_anchors_lie_where_the_next_token_is_known() -> None:
         widths_seen |= {width for row in widths for width in row}
     assert anchors_seen == set(range(6, 19))
     assert widths_seen == set(range(2, 17))
-    options = Options(steps=1, blocks_per_sequence=4, tokens_per_batch=100)
+    options = TrainingOptions(steps=1, blocks_per_sequence=4, tokens_per_batch=100)
     assert {len(fit.draw_batch([short, long], options, step)[0]) for step in range(20)} == {1}
 
 
@@ -224,7 +224,7 @@ def refusal(
     return run
 
 
-# Options, and what is said of them.
+# TrainingOptions, and what is said of them.
 CASES = {
     "no sequences": ("--steps 1", "expected either --prompts FILE.jsonl or --from-buffer DIR"),
     "both": (

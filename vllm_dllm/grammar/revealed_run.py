@@ -1,7 +1,7 @@
 """The legal run of tokens that a step reveals in a canvas whose tokens stay once they are revealed.
 
 What is revealed cannot be taken back. So nothing is revealed to the right of what is still open,
-and no token behind which the answer could not be closed any more.
+and no token after which the answer could not be closed any more.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_dllm.grammar.cutting import cut_to_fit
 from vllm_dllm.grammar.masks import has_one_token, mask_of_tokens, only_token
-from vllm_dllm.grammar.rows import Path
+from vllm_dllm.grammar.rows import LegalPath
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError, mask_with_few_spaces
 
@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
 
 def reveal_run(
-    state: GrammarState,  # at the row `first`; moved behind the run
+    state: GrammarState,  # at the row `first`; moved to the end of the run
     choose_candidate: ChooseCandidate,
     first: int,
     num_rows: int,  # of the canvas, more than `first`
@@ -63,13 +63,13 @@ def reveal_run(
     stop: int,  # ends an answer that is cut
 ) -> Run:
     """Returns the tokens that a step reveals in the rows from `first` on. The answer can be closed
-    behind them within `num_tokens`.
+    after them within `num_tokens`.
 
     Raises:
         StuckError: no token is legal.
     """
     max_tokens = min(num_rows - first, num_tokens)
-    end, path = state.copy(), Path()
+    end, path = state.copy(), LegalPath()
     _extend_run(end, choose_candidate, first, max_tokens, rule, path)
     closing = cut_to_fit(state, path, end, num_tokens)
     tokens, is_cut = path.tokens, False
@@ -90,7 +90,7 @@ def _extend_run(
     first: int,
     max_tokens: int,
     rule: RunRule,
-    path: Path,
+    path: LegalPath,
 ) -> None:
     """Appends at most `max_tokens` tokens to `path`, as far as the rule reveals them, and moves
     `state`."""

@@ -29,7 +29,7 @@ _TIE = 1e-9  # of τ: the same sums in another order
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """Measurements of n prompts at S block sizes."""
 
     logits: Tensor  # [n, V] fp32, the target's at the last prompt position
@@ -39,8 +39,8 @@ class Measured:
     def __len__(self) -> int:
         return len(self.logits)
 
-    def __getitem__(self, rows: Tensor) -> "Measured":
-        return Measured(self.logits[rows], self.emitted[rows], self.verifications[rows])
+    def __getitem__(self, rows: Tensor) -> "Measurements":
+        return Measurements(self.logits[rows], self.emitted[rows], self.verifications[rows])
 
     @property
     def tau(self) -> Tensor:
@@ -64,6 +64,7 @@ class Measured:
         return torch.where(is_best[:, best_fixed], best_fixed, is_best.int().argmax(-1))
 
     def _is_best(self) -> Tensor:
+        """Returns [n, S] bool: the sizes with each prompt's largest τ."""
         tau = self.tau
         return tau >= tau.amax(-1, keepdim=True) - _TIE
 
@@ -82,7 +83,7 @@ def measure(
     prompts: Sequence[list[int]],
     sizes: Sequence[int],
     max_tokens: int,
-) -> Measured:
+) -> Measurements:
     """Measures all prompts but those whose answer is a single token, for which nothing is
     drafted."""
     answers = complete(target, prompts, max_tokens)
@@ -93,7 +94,7 @@ def measure(
     ]
     drafted = [i for i, answer in enumerate(answers) if len(answer) > 1]
     vocab_size = drafter.config.vocab_size
-    return Measured(
+    return Measurements(
         torch.stack([courses[0][i].first_logits for i in drafted])
         if drafted
         else torch.zeros(0, vocab_size),
@@ -103,14 +104,14 @@ def measure(
 
 
 def measure_in_parts(
-    measure_part: Callable[[Sequence[list[int]]], Measured],
+    measure_part: Callable[[Sequence[list[int]]], Measurements],
     prompts: Sequence[list[int]],
     folder: Path,
     advance: Callable[[int], None],
-) -> Measured:
+) -> Measurements:
     """Measures the prompts in parts. Each is written to the folder when it is complete, and read
     from there if it exists."""
-    parts: list[Measured] = []
+    parts: list[Measurements] = []
     for start in range(0, len(prompts), PROMPTS_PER_PART):
         part = prompts[start : start + PROMPTS_PER_PART]
         file = folder / f"part-{start // PROMPTS_PER_PART:05d}.safetensors"
@@ -119,9 +120,9 @@ def measure_in_parts(
             unfinished = file.with_suffix(".tmp")
             save_file(vars(measured), unfinished)
             unfinished.replace(file)
-        parts.append(Measured(**load_file(file)))
+        parts.append(Measurements(**load_file(file)))
         advance(len(part))
-    return Measured(
+    return Measurements(
         *(torch.cat([getattr(part, field) for part in parts]) for field in vars(parts[0]))
     )
 
