@@ -105,7 +105,7 @@ class Fixed:
         self.config = PredictorConfig("small", V, SIZES, BLOCK_SIZE, 8)
         self.chosen = chosen
 
-    def draft_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+    def predict_widths(self, logits: torch.Tensor) -> torch.Tensor:
         return torch.tensor(self.chosen) - 1
 
 
