@@ -172,7 +172,7 @@ def try_tiles(
         compilation_config={"mode": 0, "cudagraph_mode": "NONE"},
         moe_backend=backend,
     )
-    layers = list(experts.layers(engine.runner.model.modules()))
+    layers = list(experts.find_expert_layers(engine.runner.model.modules()))
     found: dict[str, Any] = {"files": sorted({experts.tiles_file_name(layer) for layer in layers})}
     with device:
         layer = layers[0]

@@ -88,8 +88,8 @@ def _patch_close(stock: Any) -> Any:
 
 
 def limit_interrupted_start() -> None:
-    """Has a server that is told to stop while it starts killed after `ALL_S`, whatever it waits
-    for. Call it in the server's first process, before others are started."""
+    """Kills a server that is told to stop while it starts, `ALL_S` later, whatever it waits for.
+    Call it in the server's first process, before others are started."""
     stock: Any = signal.getsignal(signal.SIGTERM)
     # vLLM's, until it listens.
     is_starting = callable(stock) and getattr(stock, "__name__", "") == "_interrupt_init"
@@ -146,7 +146,7 @@ def _stop_requests(engine: Any, limit_s: float) -> None:
     )
     deadline = time.monotonic() + limit_s
     while processor.has_unfinished_requests() and time.monotonic() < deadline:
-        if engine.errored:  # and has told them
+        if engine.errored:  # its requests have got the error
             return
         time.sleep(0.05)
     ended = asyncio.run_coroutine_threadsafe(_end_requests(engine), outputs.get_loop())

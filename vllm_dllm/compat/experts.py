@@ -28,7 +28,7 @@ AS_LOADED = (TritonExperts, CutlassExpertsFp8, TritonOrCutlassExperts)
 
 
 @dataclass(frozen=True)
-class Call:
+class ExpertCall:
     """Arguments of a layer's experts: T tokens with top_k of E experts each, K hidden channels, N
     intermediate channels. Tensors are vLLM's own."""
 
@@ -50,7 +50,7 @@ class Call:
         return moe_align_block_size(self.ids, size, len(self.down))
 
 
-def layers(modules: Iterable[Any]) -> Iterator[RoutedExperts]:
+def find_expert_layers(modules: Iterable[Any]) -> Iterator[RoutedExperts]:
     """Yields the MoE layers whose kernel is in `AS_LOADED` and that exchange no tokens with other
     ranks."""
     for module in modules:
@@ -86,7 +86,7 @@ def is_two_products(layer: RoutedExperts) -> bool:
     )
 
 
-def set_expert_kernel(layer: RoutedExperts, run: Callable[[Call], bool] | None) -> None:
+def set_expert_kernel(layer: RoutedExperts, run: Callable[[ExpertCall], bool] | None) -> None:
     """Has `run` compute the layer from now on; where it returns False, vLLM's kernel computes.
     None: vLLM's kernel alone."""
     kernel = layer.quant_method.moe_kernel.fused_experts
@@ -101,14 +101,15 @@ def set_expert_kernel(layer: RoutedExperts, run: Callable[[Call], bool] | None) 
     kernel.apply = asked
 
 
-def _make_call(kernel: Any, call: Mapping[str, Any]) -> Call:
+def _make_call(kernel: Any, call: Mapping[str, Any]) -> ExpertCall:
+    """Returns the arguments of vLLM's kernel as an ExpertCall."""
     config, (_, hidden, width) = kernel.quant_config, call["w2"].shape
     num_rows = call["topk_ids"].numel()
 
     def room(workspace: torch.Tensor, channels: int) -> torch.Tensor:
         return workspace.flatten()[: num_rows * channels].view(num_rows, channels)
 
-    return Call(
+    return ExpertCall(
         states=call["hidden_states"],
         state_scale=call["a1q_scale"],
         gate_up=call["w1"],

@@ -18,7 +18,7 @@ from vllm_dllm.compat.patching import patch
 class SchedulerHooks(Scheduler):
     """Hooks that subclasses override. vLLM's scheduler calls them during a step."""
 
-    _worker_masks = True  # the worker gets the masks of grammars
+    _worker_masks = True  # the worker gets grammar bitmasks
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,6 +49,7 @@ class SchedulerHooks(Scheduler):
         return ()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Returns the next step, without requests that sit out or are held back."""
         for request in self.sitting_out():
             earliest = self.current_step + 2  # the step to be is the next one
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, earliest)
@@ -71,7 +72,7 @@ class SchedulerHooks(Scheduler):
         """Called when the requests' counters include the step `output`, before it is sent."""
 
     def block_emitted(self, request: Request, block_length: int) -> None:
-        """Called when `request` has got a block of `block_length` tokens and goes on."""
+        """Called when `request` has got a block of `block_length` tokens and is not finished."""
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
         """Called when `request` has ended with a block of `block_length` tokens, of which it keeps
@@ -121,6 +122,8 @@ class SchedulerHooks(Scheduler):
         )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Counts a planned step in its requests, and calls `complete_output` and
+        `output_counted`."""
         scheduler_output.scheduled_at = time.monotonic()
         self.complete_output(scheduler_output)
         super()._update_after_schedule(scheduler_output)
@@ -129,6 +132,7 @@ class SchedulerHooks(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
+        """Adds tokens to a request. Returns those it keeps, and whether it has ended."""
         block_length = len(new_token_ids)
         kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         if stopped:

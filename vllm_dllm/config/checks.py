@@ -87,7 +87,7 @@ def _describe_error(
             kind = types[str(step)]
         elif get_origin(kind) is tuple:
             kind = get_args(kind)[0]
-        else:  # an entry of a list, or one of several types: the whole is told
+        else:  # an entry of a list, or one of several types: the error shows the whole value
             break
         names.append(str(step))
         found = found.get(step) if isinstance(found, Mapping) else first["input"]

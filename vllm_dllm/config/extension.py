@@ -28,8 +28,8 @@ SECTION = "vllm_dllm"
 
 @settings
 class RequestLimits:
-    """What one request may ask of a server that serves others at the same time. Each limit is named
-    like what it limits. A request beyond a limit is answered with HTTP 400."""
+    """Limits of one request, for servers that serve others at the same time. Each is named like
+    what it limits. A request beyond a limit is answered with HTTP 400."""
 
     n: Count = 64
     """Answers of a request: `n` times the prompts of a completion."""

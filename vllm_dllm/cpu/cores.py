@@ -82,7 +82,7 @@ class StepThreads:
         self._set_num_threads = set_num_threads
         self._used = most
 
-    def choose(self, num_rows: int) -> None:
+    def set_for_step(self, num_rows: int) -> None:
         """Sets the threads of the next step, which computes `num_rows` tokens, those of canvases
         included."""
         wanted = self._most if max(num_rows, MIN_ROWS) >= self._least_rows else 1

@@ -42,6 +42,7 @@ class TritonFreeCPUWorker(CPUWorker):
             super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
+        """Installs kernels and speculators without Triton, and makes the model runner."""
         ops.request_amx_permission()
         replace_kernels()
         replace_rejection_sample(rejection_sample)
@@ -53,6 +54,8 @@ class TritonFreeCPUWorker(CPUWorker):
         compilation.reuse_compiled_models(self.vllm_config)  # the key has the number of threads
 
     def load_model(self, **kwargs: Any) -> None:
+        """Loads the model, and checks that a KV cache of the user's size can hold the longest
+        request."""
         refuse_vocabulary_adapters(self.model_runner)
         super().load_model(**kwargs)
         restrict_prompt_logprobs(self.model_runner)
@@ -91,7 +94,7 @@ class TritonFreeCPUWorker(CPUWorker):
         """Runs the model, and samples at once if nothing is left to wait for. vLLM's engine would
         otherwise make another call for the tokens: a round trip for each step."""
         if self._threads is not None and (num_rows := scheduler_output.total_num_scheduled_tokens):
-            self._threads.choose(num_rows)
+            self._threads.set_for_step(num_rows)
         join_commits(self.model_runner, scheduler_output)
         drafting.send_widths_to_speculator(self.model_runner, scheduler_output)
         output = super().execute_model(scheduler_output)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_dllm.compat import experts
-from vllm_dllm.compat.experts import Call
+from vllm_dllm.compat.experts import ExpertCall
 from vllm_dllm.experts import few_rows_triton
 from vllm_dllm.experts.definition import Assignment, Experts
 
@@ -41,7 +41,7 @@ def install_kernels(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
     file of a layer's tiles. A step runs what the nearest number of rows that was timed says, as
     vLLM picks tiles. Compiles the kernels, for which requests would wait later."""
     compiled = set()
-    for layer in experts.layers(modules):
+    for layer in experts.find_expert_layers(modules):
         file = experts.tiles_file_name(layer)
         if file not in sizes:
             continue
@@ -54,13 +54,13 @@ def install_kernels(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
         experts.set_expert_kernel(layer, partial(_compute_if_chosen, sizes[file]))
 
 
-def _compute_if_chosen(sizes: Sizes, call: Call) -> bool:
+def _compute_if_chosen(sizes: Sizes, call: ExpertCall) -> bool:
     """Computes a call if our kernel is the faster one for its rows. Returns whether it did."""
     nearest = min(sizes, key=lambda rows: abs(int(rows) - len(call.states)))
     return sizes[nearest] > 0 and _mix_experts(call, sizes[nearest])
 
 
-def _mix_experts(call: Call, size: int) -> bool:
+def _mix_experts(call: ExpertCall, size: int) -> bool:
     """Computes a call with our kernel, in blocks of `size` rows. Returns that it did."""
     few_rows_triton.mix_experts(
         call.states,

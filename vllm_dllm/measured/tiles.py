@@ -42,7 +42,7 @@ def measure_experts(
     tables: dict[str, Table] = {}
     ours: dict[str, Sizes] = {}
     gains = []
-    for layer in experts.layers(modules):
+    for layer in experts.find_expert_layers(modules):
         file = experts.tiles_file_name(layer)
         if file in tables:
             continue

@@ -106,6 +106,7 @@ class CompressedTensorsOfOurs(CompressedTensorsConfig):
     """vLLM's configuration, with linears and experts that CPUs can run."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Returns our method for a layer on CPUs, else vLLM's."""
         if current_platform.is_cpu():
             method: QuantizeMethodBase | None = _cpu_layers().choose_layer_method(
                 self, layer, prefix
@@ -139,6 +140,7 @@ class ServedCompressedTensors(CompressedTensorsOfOurs):
                 _cpu_layers().log_emulation(kind, has_experts)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Returns a layer's method. Raises ValueError for quantised embeddings."""
         is_embedding = isinstance(layer, VocabParallelEmbedding)
         is_embedding = is_embedding and not isinstance(layer, ParallelLMHead)
         if is_embedding and self.get_scheme_dict(layer, prefix) is not None:

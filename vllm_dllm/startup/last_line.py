@@ -113,7 +113,7 @@ def last_line(error: BaseException) -> str | None:
 
 
 def _describe_unforeseen(error: BaseException) -> str:
-    """Returns the line for an error that nobody has foreseen, with how to see more of it."""
+    """Returns the line for an error that no check foresaw, with how to see more of it."""
     if isinstance(error, (ValueError, OSError)):
         return one_line(error)
     more = "VLLM_LOGGING_LEVEL=INFO shows where."

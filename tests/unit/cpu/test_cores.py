@@ -126,12 +126,12 @@ def test_small_steps_run_on_one_thread() -> None:
     used: list[int] = []
     threads = StepThreads(MIN_WORK // 1000, most=4, set_num_threads=used.append)
     for num_rows in (999, 64, 1000, 5000, 1):
-        threads.choose(num_rows)
+        threads.set_for_step(num_rows)
     assert used == [1, 4, 1]  # set when it changes
 
 
 def test_one_row_of_a_large_model_runs_on_all() -> None:
     """Reading its weights is work enough."""
     used: list[int] = []
-    StepThreads(MIN_WORK // 20, most=2, set_num_threads=used.append).choose(1)
+    StepThreads(MIN_WORK // 20, most=2, set_num_threads=used.append).set_for_step(1)
     assert used == []

@@ -34,7 +34,7 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One whose kernel is vLLM's, on a CPU, where `moe_align_block_size` is missing."""
     interpret_kernels(few_rows_triton)
     monkeypatch.setattr(experts, "moe_align_block_size", definition.sort_by_expert)
-    monkeypatch.setattr(experts, "layers", lambda modules: modules)
+    monkeypatch.setattr(experts, "find_expert_layers", lambda modules: modules)
     monkeypatch.setattr(experts, "tiles_file_name", lambda layer: "a.json")
     config = FusedMoEConfig(
         num_experts=EXPERTS,

@@ -31,7 +31,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     kernel = Kernel()
-    monkeypatch.setattr(experts, "layers", lambda modules: modules)
+    monkeypatch.setattr(experts, "find_expert_layers", lambda modules: modules)
     monkeypatch.setattr(experts, "has_tunable_tiles", lambda layer: layer.has_tiles)
     monkeypatch.setattr(experts, "tiles_file_name", lambda layer: layer.file)
     monkeypatch.setattr(experts, "tiles_in_use", lambda layer, rows: STOCK)

@@ -116,7 +116,7 @@ class CanvasLayout:
 
 
 def _to_bias(seen: torch.Tensor) -> torch.Tensor:
-    """Returns what is added to scores, fp32: 0 where a key is visible, else minus infinity."""
+    """Returns the bias of scores, fp32: 0 where a key is visible, else minus infinity."""
     return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
 

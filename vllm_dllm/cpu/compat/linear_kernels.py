@@ -23,26 +23,21 @@ __all__ = [
     "MPLinearKernel",
     "MPLinearLayerConfig",
     "StockFp8LinearKernel",
-    "prefer_fp8_on_cpus",
-    "prefer_int4_on_cpus",
-    "prefer_int8_on_cpus",
+    "prefer_linear_kernel",
 ]
 
 
-def prefer_fp8_on_cpus(kernel: type[StockFp8LinearKernel]) -> None:
-    """Has vLLM try `kernel` first for FP8 on CPUs; `register_linear_kernel` would add it last.
-    Repeatable."""
-    insert_first("model_executor.kernels.linear:_POSSIBLE_FP8_KERNELS", PlatformEnum.CPU, kernel)
+_LISTS = {
+    "fp8": "_POSSIBLE_FP8_KERNELS",
+    "int4": "_POSSIBLE_KERNELS",
+    "int8": "_POSSIBLE_INT8_KERNELS",
+}
 
 
-def prefer_int4_on_cpus(kernel: type[MPLinearKernel]) -> None:
-    """Has vLLM try `kernel` first for weights of 4-bit integers on CPUs. Repeatable."""
-    insert_first("model_executor.kernels.linear:_POSSIBLE_KERNELS", PlatformEnum.CPU, kernel)
-
-
-def prefer_int8_on_cpus(kernel: type[StockInt8LinearKernel]) -> None:
-    """Has vLLM try `kernel` first for weights and inputs of 8-bit integers on CPUs. Repeatable."""
-    insert_first("model_executor.kernels.linear:_POSSIBLE_INT8_KERNELS", PlatformEnum.CPU, kernel)
+def prefer_linear_kernel(weights: str, kernel: type) -> None:
+    """Has vLLM try `kernel` first on CPUs for `weights` of FP8, 4-bit or 8-bit integers: a key of
+    `_LISTS`. `register_linear_kernel` would add it last. Repeatable."""
+    insert_first(f"model_executor.kernels.linear:{_LISTS[weights]}", PlatformEnum.CPU, kernel)
 
 
 class Fp32Int8LinearKernel(StockInt8LinearKernel):

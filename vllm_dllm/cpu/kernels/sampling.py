@@ -99,7 +99,7 @@ def gather_draft_sampled(
     **block_sizes: int,
 ) -> None:
     """Writes the input token and position of each row of logits; -1 for drafts of a step that
-    starts within the prefill, which nobody proposed."""
+    starts within the prefill, which no drafter proposed."""
     torch.index_select(positions, 0, logits_indices, out=pos)
     torch.index_select(input_ids, 0, logits_indices, out=draft_sampled)
     starts_in_prefill = pos - expanded_local_pos < prefill_len[expanded_idx_mapping]

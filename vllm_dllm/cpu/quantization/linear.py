@@ -23,9 +23,7 @@ from vllm_dllm.cpu.compat.linear_kernels import (
     MPLinearKernel,
     MPLinearLayerConfig,
     StockFp8LinearKernel,
-    prefer_fp8_on_cpus,
-    prefer_int4_on_cpus,
-    prefer_int8_on_cpus,
+    prefer_linear_kernel,
 )
 from vllm_dllm.cpu.quantization.formats import (
     decode_fp8,
@@ -81,7 +79,7 @@ class CpuFp8LinearKernel(StockFp8LinearKernel):
         return out.to(out_dtype).view(*output_shape)
 
 
-prefer_fp8_on_cpus(CpuFp8LinearKernel)
+prefer_linear_kernel("fp8", CpuFp8LinearKernel)
 
 
 def nvfp4_linear(
@@ -177,5 +175,5 @@ class CpuInt4LinearKernel(MPLinearKernel):
         return out if bias is None else out + bias
 
 
-prefer_int4_on_cpus(CpuInt4LinearKernel)
-prefer_int8_on_cpus(Fp32Int8LinearKernel)
+prefer_linear_kernel("int4", CpuInt4LinearKernel)
+prefer_linear_kernel("int8", Fp32Int8LinearKernel)

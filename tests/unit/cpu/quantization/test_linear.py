@@ -4,14 +4,14 @@ import torch
 from vllm.model_executor.kernels import linear as vllm_kernels
 from vllm.platforms import PlatformEnum
 
-from vllm_dllm.cpu.compat.linear_kernels import prefer_fp8_on_cpus
+from vllm_dllm.cpu.compat.linear_kernels import prefer_linear_kernel
 from vllm_dllm.cpu.quantization.linear import CpuFp8LinearKernel
 
 
 def test_vllm_asks_it_first() -> None:
     kernels = vllm_kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
     assert kernels[0] is CpuFp8LinearKernel
-    prefer_fp8_on_cpus(CpuFp8LinearKernel)
+    prefer_linear_kernel("fp8", CpuFp8LinearKernel)
     assert kernels.count(CpuFp8LinearKernel) == 1
 
 
