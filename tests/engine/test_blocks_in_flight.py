@@ -111,7 +111,6 @@ def test_neighbours(
     scheduling: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """All kinds of requests, alone and at once, and again from the prefix cache."""
     checkpoint = made("SDAR", 4).checkpoint
     assert_as_alone(in_flight, checkpoint, "SDAR", alone, {**scheduling, **options})
 

@@ -148,7 +148,6 @@ def test_beside_other_parameters(served: Engine, seed: int) -> None:
 
 
 def test_an_answer_fits_its_tokens(served: Engine) -> None:
-    """From as few as there can be."""
     fewest = (8, 9, 10, 12, 16, 23)
     outputs = ask(served, [of_kind("json", max_tokens=most) for most in fewest])
     for most, output in zip(fewest, outputs, strict=True):
@@ -174,7 +173,6 @@ def test_a_block_that_breaks_the_form_ends_the_answer(
 
 
 def test_json_that_the_model_writes_anyway_is_not_changed(served: Engine) -> None:
-    """Nor does it take more steps."""
     rows = json_prompts()
     prompts = [row["messages"] for row in rows]
     free = [SamplingParams(max_tokens=64, seed=i) for i in range(len(rows))]

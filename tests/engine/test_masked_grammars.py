@@ -68,7 +68,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_answers_are_valid(
     engine: GetEngine, made: GetMade, family: str, block_length: int
 ) -> None:
-    """Of random weights, beside every parameter, in every form."""
     model = engine(made(family, block_length).checkpoint, block_size=32)
     beside = [
         SamplingParams(**{"max_tokens": 60, "seed": i, "structured_outputs": PERSON, **settings})
@@ -132,7 +131,6 @@ def mixed_params(family: str) -> list[SamplingParams]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_any_company(engine: GetEngine, made: GetMade, family: str, asynchronous: None) -> None:
-    """Neighbours without a grammar are not touched either."""
     path, params = made(family, 32).checkpoint, mixed_params(family)
     model = engine(path, block_size=32, max_num_seqs=1, async_scheduling=False)
     alone = [list(output.outputs[0].token_ids) for output in generate(model, params)]

@@ -106,7 +106,6 @@ def test_refused_servers(made: GetMade, family: str, options: dict[str, Any], er
     ],
 )
 def test_refused_variants(made: GetMade, family: str, key: str, value: Any) -> None:
-    """Other layers, LLaDA2.0-Uni's tokens of images."""
     error = rf"{key} in .*config.json must be .*, got {value!r}: checkpoints of other variants"
     with pytest.raises(ValueError, match=error):
         config_of(made(family, 32).checkpoint, {"hf_overrides": {key: value}})

@@ -80,7 +80,6 @@ def test_nemotrons_committed_keys_are_a_prefill_s(engine: GetEngine, made: GetMa
 
 @pytest.mark.parametrize("block_length", [32, pytest.param(4, marks=pytest.mark.thorough)])
 def test_nemotrons_log_probabilities(engine: GetEngine, made: GetMade, block_length: int) -> None:
-    """Of one step, and of the prompt, whose tokens see those before them alone."""
     (checkpoint, decode), B = made("Nemotron", block_length), block_length
     params = params_of(AT_ONCE, B, 0, logprobs=20, prompt_logprobs=5)
     prompts = prompts_of(B)

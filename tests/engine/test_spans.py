@@ -61,7 +61,6 @@ def test_blocks_of_requests(
 def test_of_a_clients_trace(
     engine: Callable[..., Engine], tiny: Callable[[int], Path], collector: Collector
 ) -> None:
-    """The spans of the request and of its blocks belong to the client's."""
     served = engine(tiny(64), disable_log_stats=False, otlp_traces_endpoint=collector.url)
     core, before = served.llm.llm_engine, len(collector.spans)
     core.add_request(
@@ -85,7 +84,6 @@ def test_of_a_clients_trace(
 
 
 def test_without_tracing(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> None:
-    """Nothing is kept for spans, and no header is added to a request."""
     served = engine(tiny(64), disable_log_stats=False)
     scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
     assert scheduler.counter._spans is None

@@ -37,7 +37,6 @@ def forwards_of(
 def test_forwards_of_an_answer(
     engine: Callable[..., Engine], tiny: Callable[[int], Path], blocks: int
 ) -> None:
-    """Its denoising steps and nothing else."""
     served = engine(tiny(64), **COUNTED)
     steps = FEW_STEPS["diffusion_max_steps"]
     assert forwards_of(served, 40, blocks) == blocks * steps

@@ -49,7 +49,6 @@ def test_cache_hits_are_by_what_a_video_shows_and_when(
     engine: Callable[..., Engine],
     seeing: Callable[[int], Path],
 ) -> None:
-    """No hit ends in a frame; one may end between two frames of a video."""
     path = seeing(16)
     served, model = engine(path, **PREFILLS["prefix-caching"]), reference.load(path)
     frames, metadata = random_video(3, (64, 64), seed=1)

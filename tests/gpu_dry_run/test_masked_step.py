@@ -80,7 +80,6 @@ class Server:
 def test_nobody_waits(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, modes: tuple[str, ...], joins_commits: bool
 ) -> None:
-    """With every kind of request in every mode, from the end of its prompt on."""
     monkeypatch.setattr(model_state, "build_attn_metadata", lambda **kwargs: kwargs)
     server = Server(joins_commits)
     for log in (cuda.waits, cuda.copies, cuda.launches):

@@ -44,7 +44,6 @@ def test_what_is_seen_is_what_was_denoised(server: Server) -> None:
 
 
 def test_the_documented_request(server: Server) -> None:
-    """Its events have the fields that the page lists."""
     text, canvases = watch(server, "Sort: q d x a", "documented")
     assert text == "a d q x"
     page = (DOCS / "canvases.md").read_text()

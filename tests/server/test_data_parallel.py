@@ -84,7 +84,6 @@ def test_answers_are_those_of_one_engine(server: Server, two_engines: Server) ->
 
 
 def test_canvases_of_each_engine(two_engines: Server) -> None:
-    """Whichever API process has the connection."""
 
     def last_canvas(number: int) -> tuple[str, str]:
         """The answer, and what its last canvas says."""

@@ -81,7 +81,6 @@ def test_an_answer_depends_on_what_the_image_shows(seeing: Server, folder: Path)
 
 
 def test_documented_programs(folder: Path) -> None:
-    """With the model that has learnt to see."""
     texts = [p.text for p in programs() if p.text.startswith("import base64")]
     outputs = []
     with serving(CHECKPOINTS / "diffusiongemma-tiny-vision", folder, *UNCOMPILED) as server:
@@ -125,7 +124,6 @@ def test_more_images_than_allowed(seeing: Server) -> None:
 
 
 def test_an_image_of_a_refused_request(seeing: Server) -> None:
-    """Another request may show it."""
     turn = [image_part(data_url(random_image((48, 48), 7)))]
     with pytest.raises(BadRequestError, match="diffusion_canvas_length must be at least"):
         ask(seeing, turn, extra_body={"vllm_xargs": {"diffusion_canvas_length": 1}})

@@ -104,7 +104,6 @@ def test_the_dashboard_asks_for_what_there_is(server: Server) -> None:
 
 
 def test_top(server: Server) -> None:
-    """One frame, as a user sees it."""
     ask(server, QUESTIONS[1])
     command = [sys.executable, "-m", "vllm_dllm", "top", "--once"]
     url = f"http://127.0.0.1:{server.port}"

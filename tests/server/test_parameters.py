@@ -67,7 +67,6 @@ def test_effect(server: Server, name: str) -> None:
 
 
 def test_n(server: Server) -> None:
-    """Each answer is that of its own seed."""
     options = {"extra_body": {"vllm_xargs": NOISY}, "max_tokens": CANVAS}
     several = [c.message.content for c in chat(server, ODD, seed=1, n=4, **options).choices]
     each = [chat(server, ODD, seed=1 + i, **options).choices[0].message.content for i in range(4)]

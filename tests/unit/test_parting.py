@@ -52,7 +52,6 @@ def test_tokens(case: str, far: float, expected: bool) -> None:
 
 @pytest.mark.parametrize(("far", "expected"), [(LITTLE, True), (MUCH, False)])
 def test_sums_of_entropies(far: float, expected: bool) -> None:
-    """Position 0 has the largest entropy, so that the two others' come before it."""
     of = grounds(MUCH, MUCH)
     rejected = RIGHT._replace(accepted=[0, 1, 0], canvas=[2, 1, 3])
     assert is_decided_by_rounding(rejected, RIGHT, of, settings(of, far, MUCH)) == expected

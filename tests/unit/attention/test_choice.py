@@ -83,7 +83,6 @@ def test_times_decide(table: str) -> None:
 
 
 def test_what_a_server_measures_is_read_the_same_way() -> None:
-    """A version without a time cannot run."""
     layer: dict[str, Any] = {"head_size": 512, "has_window": False, "num_heads": 16}
     layer["ms"] = [{"rows": 256, "context": 0, "triton": 1.0, "fa4": 2.0}]
     own = Times.from_json({"gpu": "another", "layers": [layer]})

@@ -74,7 +74,6 @@ def test_times_of_each_kind_by_rows_and_context(stand_in: StandIn) -> None:
 
 
 def test_a_wrong_version_gets_no_time(stand_in: StandIn) -> None:
-    """Which is no choice, then."""
     stand_in.attend = lambda out, **_: out.fill_(1)  # type: ignore[method-assign]
     one = layer(None)
     (measured,) = measure([one], stand_in)

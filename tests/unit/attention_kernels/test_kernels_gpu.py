@@ -146,7 +146,6 @@ def test_fp8_cache(layer: str) -> None:
 
 @pytest.mark.parametrize(("impl", "layer"), CASES)
 def test_a_captured_graph_follows_its_tensors(impl: str, layer: str) -> None:
-    """Phases, rules, lengths and pages change between replays; shapes stay."""
     first, second = (
         random_batch(layer, requests, torch.bfloat16, 16)
         for requests in (

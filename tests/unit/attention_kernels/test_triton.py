@@ -195,7 +195,6 @@ TOO_FEW_KEYS = {
 def test_few_requests_fill_the_processors(
     triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """By a stand-in for the kernel, which notes its grid."""
     num_processors, layer, num_reqs, context_len, query_len, expected = (SPLITS | TOO_FEW_KEYS)[
         case
     ]

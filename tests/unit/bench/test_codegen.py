@@ -150,7 +150,6 @@ def test_rules(changes: dict[str, object], reason: str | None) -> None:
 
 
 def test_what_may_spill_does() -> None:
-    """A reason that is no longer needed goes."""
     spilling = {row.key[:2] for row in ROWS if row.facts.local_loads + row.facts.local_stores}
     assert {key for key, case in CASES.items() if case.spills} <= spilling
 

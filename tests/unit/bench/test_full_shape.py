@@ -60,7 +60,6 @@ def test_even_routing_is_even_the_same_and_counted() -> None:
 
 
 def test_probe() -> None:
-    """Steps without tokens, which tell a worker of ended requests, are no forwards."""
     layers = {"layer": torch.nn.Linear(4, 2), "vision_tower": torch.nn.Linear(9, 9)}
     model = torch.nn.ModuleDict(layers)
     asked = []

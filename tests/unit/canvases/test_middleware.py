@@ -189,7 +189,6 @@ def test_an_error_stays_as_it_is(folder: Path) -> None:
 
 
 def test_a_client_that_leaves(folder: Path) -> None:
-    """Its feed is closed, whatever it was doing."""
 
     async def check() -> None:
         hub = CanvasHub(folder)

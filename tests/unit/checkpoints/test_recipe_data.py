@@ -91,7 +91,6 @@ def test_chat_template() -> None:
 
 
 def test_calls_change_no_other_prompt() -> None:
-    """And each of their tokens is one."""
     before, calling = build_tokenizer(), build_calling_tokenizer()
     assert len(before) == len(calling)
     rng = random.Random(3)

@@ -173,7 +173,6 @@ def test_the_docs_show_it() -> None:
 
 
 def test_every_name_is_replaced_through_the_table() -> None:
-    """No file but `patching` assigns to a name of vLLM's."""
     folder = ROOT / "vllm_dllm"
     found = [
         f"{file.relative_to(ROOT)}:{line}"

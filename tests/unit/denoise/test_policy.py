@@ -298,7 +298,6 @@ def test_what_is_forced_is_accepted_with_the_last_choice_before_it() -> None:
 
 
 def test_what_is_forced_is_no_sign_of_certainty() -> None:
-    """Nor does it take up the bound."""
     stats = guessing([1, 2, 3, 4], [0.05, 2.0, 0.0, 0.06], 2)
     state = not_repeated(torch.full((2, 4), NO_TOKEN))
     forced = torch.tensor([[False, False, True, False], [False] * 4])

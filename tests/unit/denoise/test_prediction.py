@@ -14,6 +14,7 @@ from vllm_dllm.denoise.prediction import (
     REACH,
     locate_next_block,
     realign_block,
+    tokens_at,
 )
 
 C = 12
@@ -117,3 +118,8 @@ def test_moves_within_a_block_as_plain_python_finds_them(seed: int) -> None:
     found = realign_block(padded(texts), torch.tensor(positions), guesses)
     rows = zip(texts, positions, guesses.tolist(), strict=True)
     assert found.tolist() == [plain_places(*row) for row in rows]
+
+
+def test_nothing_stands_outside_a_prediction() -> None:
+    found = tokens_at(torch.tensor([[7, 8, 9]]), torch.tensor([[-1, 0, 1, 2, 3]]))
+    assert found.tolist() == [[NO_TOKEN, 7, 8, 9, NO_TOKEN]]

@@ -333,7 +333,6 @@ def test_a_call_that_need_not_come_is_not_finished_for_the_model(name: str) -> N
 
 
 def test_a_second_call_is_not_either() -> None:
-    """The first must come, and has."""
     state = start(WEATHER, stop_after_first=False)
     both = MEANT + MEANT
     for most in range(len(encode(MEANT)), 48):

@@ -100,7 +100,6 @@ def test_how_far_a_run_goes(rule: RunRule, length: int) -> None:
 
 
 def test_what_is_forced_belongs_to_the_run() -> None:
-    """It is no choice of the model's."""
     state = start('start: /[a-c]/ "xyz" /[a-c]/')
     rule = RunRule(1, 0.6, NO_BOUND)
     tokens, _ = reveal_run(state, judge_of(letters(*[0.5] * 6)), 0, 6, 40, rule, EOS)

@@ -56,7 +56,6 @@ def test_where_the_one_in_use_fails_nothing_is_chosen(log: Log) -> None:
 
 
 def test_the_result_in_use_is_kept_from_later_writes(log: Log) -> None:
-    """Candidates write the same tensor."""
     output = torch.zeros(2)
 
     def write(number: float) -> Callable[[], torch.Tensor]:

@@ -82,7 +82,6 @@ def test_what_could_not_be_timed_is_left_to_vllm(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("has_tiles", [True, False], ids=["Triton", "CUTLASS"])
 def test_ours_computes_the_steps_that_it_is_fastest_for(kernel: Kernel, has_tiles: bool) -> None:
-    """Beside vLLM's Triton kernel with any tiles, and beside one that has none to choose."""
     ms = {(256, 32): 0.5, (2048, 128): 1.5}
 
     def clock(run: Any) -> float:

@@ -99,7 +99,6 @@ def test_causes(cause: str) -> None:
 
 
 def test_what_is_not_denoised_is_not_counted() -> None:
-    """A canvas that commits, or whose step is taken back."""
     assert [row.step for row in numbers(denoises=[1, 0]).rows()] == [2, 0]
 
 
@@ -137,7 +136,6 @@ def test_a_commit_of_its_own() -> None:
 
 
 def test_what_is_counted_arrives(metrics: CanvasMetrics) -> None:
-    """As it travels between an engine and its API process."""
     plugin.register()
     stats = CanvasSpecDecodingStats(num_spec_tokens=4)
     stats.observe_draft(4, num_accepted_tokens=4)
@@ -172,7 +170,6 @@ def test_steps_of_a_request_arrive() -> None:
 
 
 def test_memory_is_what_the_last_step_says(metrics: CanvasMetrics) -> None:
-    """And stays until a step says something else."""
     counter = CanvasCounter(lambda request: 4, joins_canvases=True)
     scheduled: Any = SimpleNamespace(total_num_scheduled_tokens=9, scheduled_at=0.0)
     output = ModelRunnerOutput(req_ids=list("abcd"), req_id_to_index={})

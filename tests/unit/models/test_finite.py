@@ -26,7 +26,6 @@ def test_infinities_that_cancel() -> None:
 
 
 def test_large_numbers_are_numbers() -> None:
-    """Their sum is not."""
     assert describe_non_finite(torch.full((4,), 3e38)) is None
 
 

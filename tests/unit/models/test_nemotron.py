@@ -54,7 +54,6 @@ def test_misshapen_weights_are_refused(tmp_path: Path, name: str, shape: tuple[i
 
 @pytest.mark.parametrize("size", NEMOTRON)
 def test_rotations_and_the_growth_of_queries(tmp_path: Path, size: str) -> None:
-    """As in transformers, up to the end of the context."""
     plugin.register()
     config = published(size) | {"num_hidden_layers": 1, "vocab_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -111,7 +111,6 @@ def test_a_server_may_set_what_its_docs_say() -> None:
 
 
 def test_a_predicted_answer_is_judged_alone() -> None:
-    """Unless its request, or the server, says otherwise."""
     assert RequestOptions(prediction=[5, 6]).judges_answer_only
     assert not RequestOptions().judges_answer_only
     assert not RequestOptions(prediction=[5, 6], judge_answer_only=False).judges_answer_only

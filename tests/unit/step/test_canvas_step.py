@@ -62,7 +62,6 @@ def test_when_a_block_is_emitted(
 
 
 def test_a_canvas_takes_as_many_steps_as_it_may(worker: GetWorker) -> None:
-    """Each anew; another request's limit is its own."""
     one = worker()
     one.admit("a", diffusion_max_steps=3)
     one.admit("b", diffusion_max_steps=5, seed=1)

@@ -120,7 +120,6 @@ def test_an_answer_that_is_cut_stays_so(patient: GetWorker) -> None:
 
 
 def test_what_is_forced_begins_a_canvas(patient: GetWorker) -> None:
-    """The first one, and those behind."""
     one = patient()
     tokens = tokenizer().tokenize_str("forced from end to end")
     assert len(tokens) > 2 * C
@@ -217,7 +216,6 @@ def test_a_request_goes_on_without_its_grammar(
 
 
 def test_a_read_only_request_has_a_path_through_its_canvas(patient: GetWorker) -> None:
-    """However few tokens it may get."""
     one = patient()
     one.admit("a", **of("[0-9]+", max_tokens=C, diffusion_read_only=True, diffusion_max_steps=1))
     emitted = step(one, "a", sure(LETTERS))

@@ -148,7 +148,6 @@ def test_a_block_ends_after_so_many_steps(
 
 
 def test_what_is_taken_back_leaves_nothing(moving: GetWorker) -> None:
-    """A step of a part of a block, between any two steps."""
     rule, loop = MOVING_RULES["published"], Loop(4)
     expected = loop.generate(list(range(10, 14)), 80, rule, 0).steps
     one, found = moving(4), []

@@ -62,7 +62,6 @@ CONFIDENCE = {"acceptance": "confidence", "accept_probability": 0.9}
     ids=str,
 )
 def test_what_no_request_asks_for_is_left_out(wanted: dict[str, Any], left_in: set[str]) -> None:
-    """Of a batch; one request that asks is enough."""
     settings = settings_of(3)
     for slot in (0, 1):
         settings.add_request(asking(slot, **CONFIDENCE))
@@ -78,7 +77,6 @@ def test_what_no_request_asks_for_is_left_out(wanted: dict[str, Any], left_in: s
 
 
 def test_a_slot_has_the_settings_of_its_latest_request() -> None:
-    """Which are read once for steps on end."""
     settings = settings_of(2)
     for slot in range(2):
         settings.add_request(asking(slot, **CONFIDENCE))

@@ -69,7 +69,6 @@ def test_a_part_of_a_canvas_is_taken_back(masked: GetWorker) -> None:
 
 
 def test_a_canvas_that_the_context_cuts_is_whole(masked: GetWorker) -> None:
-    """The context is not a multiple of the block."""
     one = masked(context=C + 2)
     one.admit("a", prompt=C)
     assert one.step({"a": sure(BLOCK[:2])}).emitted == {"a": BLOCK[:2]}
@@ -119,7 +118,6 @@ def test_edits_end(masked: GetWorker) -> None:
 
 
 def test_draws_are_its_own(masked: GetWorker) -> None:
-    """By seed and place, whoever is beside it."""
     alone, beside = masked(), masked()
     for one in (alone, beside):
         one.admit("a", seed=5, temperature=1.0)

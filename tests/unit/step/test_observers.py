@@ -99,7 +99,6 @@ def test_a_client_sees_its_own_canvas(listener: Any) -> None:
 
 
 def test_a_step_is_one_message_for_each_process(listener: Any) -> None:
-    """Which has the canvases of its own clients, and of nobody else's."""
     socket, name = listener
     other = canvas_feeds.new_random_name()
     topics = [canvas_feeds.new_random_name() for _ in range(5)]
@@ -180,7 +179,6 @@ def test_a_reader_that_stands_still_holds_up_nobody(
 
 
 def test_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that does not ask starts nothing."""
     monkeypatch.setattr(observers, "CanvasSender", lambda: pytest.fail("a thread"))
     watching = observing()
     watching.add_request(request(0, None))

@@ -57,7 +57,6 @@ def test_numbers_of_a_request(worker: GetWorker) -> None:
 
 
 def test_a_warm_up_asks_as_the_server_does(worker: GetWorker) -> None:
-    """It comes past admission."""
     one = worker(settings={"defaults": {"diffusion_max_steps": 5}})
     one.req_states.add_request("a", 3, [1, 2, 3], 0, 1)
     one.sampler.add_request(one.slot("a"), SamplingParams(max_tokens=4))

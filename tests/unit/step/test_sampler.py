@@ -13,7 +13,6 @@ BLOCK = [21, 22, 23, 24]
 
 
 def test_requests_in_their_prefill_get_nothing(worker: GetWorker) -> None:
-    """Wherever they stand in the batch."""
     one = worker()
     one.admit("first", prompt=9, computed=0)
     one.admit("a")
@@ -60,7 +59,6 @@ def test_a_block_that_is_not_whole_is_computed_again(worker: GetWorker) -> None:
 
 
 def test_a_block_that_is_committed_is_computed_for_good(worker: GetWorker) -> None:
-    """With the known tokens that it begins with."""
     one = worker(MaskedStep, "SDARForCausalLM", joins_commits=False)
     one.admit("a", prompt=C + 2, computed=C)
     steps = [one.step({"a": sure(BLOCK)})[:2] for _ in range(2)]

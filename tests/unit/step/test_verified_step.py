@@ -108,7 +108,6 @@ def test_a_draft_ends_with_the_context(worker: GetWorker) -> None:
 
 @joining
 def test_modes_share_a_step(worker: GetWorker, joins: bool) -> None:
-    """And none changes what the others come to."""
     one = worker(VerifiedStep, "NemotronLabsDiffusionModel", joins_commits=joins)
     one.admit("diffusion", computed=0, diffusion_accept_probability=0.9, seed=3)
     admit(one, "drafts", "self_speculation")

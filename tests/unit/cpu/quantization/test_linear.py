@@ -16,7 +16,6 @@ def test_vllm_asks_it_first() -> None:
 
 
 def test_scales_rows_and_channels_and_adds_the_bias() -> None:
-    """Of numbers whose products and sums are exact."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-8, 9, (2, 3, 16), generator=generator).float()
     weight = torch.randint(-8, 9, (5, 16), generator=generator).float()

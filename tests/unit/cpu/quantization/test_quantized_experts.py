@@ -18,7 +18,6 @@ EXPERTS, HIDDEN, INNER, ROWS, CHOSEN = 4, 64, 32, 19, 2
 
 
 def test_e4m3_is_read_exactly() -> None:
-    """All but the two NaNs."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 127) != 127].view(FP8)
     assert torch.equal(formats.fp8_to_fp32(codes), codes.float())

@@ -14,7 +14,6 @@ HELD_OUT = (CHECKPOINTS / "held_out.yaml").read_text()
 
 
 def test_held_out_set_to_the_letter() -> None:
-    """Every prompt, and every answer, as the file has them."""
     (task,) = load_tasks([str(CHECKPOINTS / "held_out.yaml")], Path()).values()
     rows = [json.loads(line) for line in (CHECKPOINTS / "held_out.jsonl").read_text().splitlines()]
     docs = list(task.eval_docs)
