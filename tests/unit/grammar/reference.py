@@ -45,7 +45,7 @@ def best_path(
     automaton: Automaton,
     logprobs: np.ndarray,  # [L, V] fp32
 ) -> tuple[list[int], float]:
-    """Tokens and cost in nats, as in `rows.Path`, of the cheapest path of all."""
+    """Tokens and cost in nats, as in `rows.LegalPath`, of the cheapest path of all."""
     best: dict[Hashable, tuple[float, list[int]]] = {automaton.start: (0.0, [])}
     for row in logprobs:
         costs = row.max() - row

@@ -100,7 +100,7 @@ def test_goes_on_from_every_file_operation(
         with pytest.raises(Interruption):
             quantize(checkpoint, "nvfp4", out, prompts)
     partial.rename(before)
-    monkeypatch.setattr(quantize_module, "_weight_amax", never)
+    monkeypatch.setattr(quantize_module, "_find_weight_amax", never)
     monkeypatch.setattr(DiffusionGemmaForBlockDiffusion, "from_pretrained", never)
     states = []
     for count in range(100):
